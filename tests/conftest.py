@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.secured_log import SecuredLog, secured_log
-from tidemill.compose.guard import Guard
+from tidemill.compose.processes import Guard
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tidemill.compose.guard import Guard
+from tidemill.compose.processes import Guard
 from tidemill.compose.stack.config import HOST, StackError, StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.compose.stack.process import check_free, pick_ports

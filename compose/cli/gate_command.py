@@ -26,7 +26,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Arm, GateDecision, GateVerdict, WeightAck
 
 if TYPE_CHECKING:
-    from tidemill.consumers.weights.decide import Following
+    from tidemill.consumers.weights.chain import Following
     from tidemill.streams.gate.keeper import Snapshot
 
 
@@ -102,7 +102,7 @@ def decide(
     """
     from tidemill.consumers.weights.builder import anchor_exists
     from tidemill.consumers.weights.chain import read_chain
-    from tidemill.consumers.weights.decide import Following, decision
+    from tidemill.consumers.weights.chain import Following, decision
     from tidemill.schemas.clock import now_us, to_us
     from tidemill.schemas.log.producer import RecordProducer
     from tidemill.schemas.log.reader import LogReader

@@ -200,7 +200,7 @@ def view(
     Examples: `tidemill view data/demo/demo-0-20261101-120000` shows a run that is over · `tidemill view` reads from the
     running sink of the settings · `tidemill view --set sink.host=clickhouse` from a ClickHouse server.
     """
-    from tidemill.consumers.view.role import run
+    from tidemill.consumers.view.app import run
 
     log_to_stderr()
     logging.getLogger("httpx").setLevel(logging.WARNING)

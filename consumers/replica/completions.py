@@ -1,4 +1,8 @@
-"""vLLM's completion handler, whose answers say which weight version sampled which token."""
+"""vLLM's completion handler, whose answers say which weight version sampled which token, and chat over it.
+
+`POST /v1/chat/completions` is rendered and read as in training: the handler is called in this process with token ids,
+and its documents become chat by `schemas.chat.serving`.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,38 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
+from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse, UsageInfo
-from vllm.entrypoints.serve.utils.api_utils import should_include_usage
+from vllm.entrypoints.serve.utils.api_utils import (
+    load_aware_call,
+    should_include_usage,
+    validate_json_request,
+    with_cancellation,
+)
+from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.exceptions import GenerationError
 from vllm.inputs import EngineInput
 from vllm.outputs import RequestOutput
 
 from tidemill.consumers.replica.versions import IncarnationOf, SpanNews, incarnation_said, said
-from tidemill.schemas.chat.protocol import usage
-from tidemill.schemas.chat.serving import FILL_CONTEXT
+from tidemill.schemas.chat.messages import BadMessage
+from tidemill.schemas.chat.protocol import CHAT_FIELDS, chat_request, json_object, usage
+from tidemill.schemas.chat.serving import FILL_CONTEXT, ChatServer, ChatTurn
 
 logger = logging.getLogger(__name__)
+CHAT_PATH = "/v1/chat/completions"
+_IGNORED = {"user", "metadata", "store", "service_tier", "parallel_tool_calls"}
+_PASSED = {
+    "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "ignore_eos", "seed", "stream", "stream_options",
+    "response_format", "structured_outputs", "priority", "request_id", "session_id", "cache_salt", "vllm_xargs",
+}  # fmt: skip
+"""Fields that go to the completion handler as they are."""
 
 
 class _Versioned(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is read without its types
@@ -121,3 +144,59 @@ class ChatCompletion(_Versioned):
         except Exception as error:  # as vLLM does: the answer has begun, and ends with what went wrong
             logger.exception("a chat broke off")
             yield json.loads(self.create_streaming_error_response(error))
+
+
+def chat_route(chat: ChatServer, completion: ChatCompletion) -> APIRouter:
+    """The route `CHAT_PATH`, over a completion handler."""
+    router = APIRouter()
+
+    @with_cancellation  # type: ignore[untyped-decorator]  # vLLM is read without its types
+    @load_aware_call  # type: ignore[untyped-decorator]  # vLLM is read without its types
+    async def answered(body: bytes, raw_request: Request) -> Response:
+        try:
+            asked = json_object(body)
+            if unknown := sorted(asked.keys() - CHAT_FIELDS - _PASSED - _IGNORED):
+                raise BadMessage(f"`{unknown[0]:.64}` is not a field of this endpoint")
+            if asked.get("stream") not in (None, True, False):
+                raise BadMessage("`stream` must be true or false")
+            turn = await chat.begin(chat_request(asked, formats=True), stream=bool(asked.get("stream")), versions=True)
+        except BadMessage as error:
+            refused = completion.create_error_response(str(error))
+            return JSONResponse(refused.model_dump(), refused.error.code)
+        streams = False
+        try:
+            try:
+                sampling = {name: asked[name] for name in _PASSED if asked.get(name) is not None}
+                request = CompletionRequest(**turn.body(sampling))
+            except ValidationError as error:
+                raise RequestValidationError(error.errors()) from error
+            made = await completion.create_completion(request, raw_request)
+            if isinstance(made, ErrorResponse):
+                return JSONResponse(made.model_dump(), made.error.code)
+            if isinstance(made, CompletionResponse):
+                return JSONResponse(turn.take(made.model_dump()))
+            streams = True
+            interval = float(raw_request.app.state.args.sse_keep_alive_interval)
+            return StreamingResponse(with_sse_keep_alive(_events(turn, made), interval), media_type="text/event-stream")
+        finally:
+            if not streams:
+                turn.close()
+
+    @router.post(CHAT_PATH, dependencies=[Depends(validate_json_request)])
+    async def chat_completions(raw_request: Request) -> Response:
+        # Read here: what watches for the client's departure takes all that still comes from it.
+        response: Response = await answered(await raw_request.body(), raw_request=raw_request)
+        return response
+
+    return router
+
+
+async def _events(turn: ChatTurn, documents: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[str, None]:
+    """Server-sent events of a streamed completion's chat form."""
+    try:
+        async for document in documents:
+            if (told := turn.take(document)) is not None:
+                yield f"data: {json.dumps(told, ensure_ascii=False)}\n\n"
+        yield "data: [DONE]\n\n"
+    finally:
+        turn.close()

@@ -5,13 +5,15 @@ Everything here is known before the process imports vLLM; what a version looks l
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator
 
-from tidemill.consumers.replica.vllm_args import refusal
 from tidemill.schemas.config import HttpSettings, Section
 from tidemill.schemas.records import Arm
 
@@ -44,6 +46,51 @@ class Pool(StrEnum):
     """Versions that were promoted, or rolled back to; before the first of them the oldest that can be reached."""
     CANARY = Arm.CANARY.value
     """The version under trial while there is one, else as the stable pool."""
+
+
+REFUSED: Mapping[str, str] = {
+    "Tidemill sets it: see the other settings of [replica]": """
+        model model-tag served-model-name host port dtype max-model-len max-num-seqs max-num-batched-tokens block-size
+        kv-cache-memory-bytes worker-extension-cls generation-config enforce-eager enable-prefix-caching
+        disable-uvicorn-access-log disable-fastapi-docs disable-log-stats tensor-parallel-size data-parallel-size
+        enable-expert-parallel async-scheduling enable-return-routed-experts""",
+    "a version is proved from whole, unquantized tensors, and written between two steps of all ranks": """
+        quantization quantization-config allow-deprecated-quantization load-format model-loader-extra-config
+        ignore-patterns hf-overrides hf-config-path config-format model-impl model-class-overrides worker-cls runner
+        convert pooler-config enable-lora lora-* *-lora* *-loras speculative-config spec-* cpu-offload-* offload-*
+        enable-sleep-mode sleep-* weight-transfer-config diffusion-config distributed-executor-backend nnodes node-rank
+        master-addr master-port pipeline-parallel-size data-parallel-* dp-* dcp-*
+        decode-context-parallel-size prefill-context-parallel-size enable-eplb eplb-config
+        expert-placement-strategy enable-elastic-ep elastic-ep-* enable-ep-weight-filter enable-dbo ubatch-size
+        enable-fault-tolerance fault-tolerance-config""",
+    "recorded logprobs are those of the model's own distribution": """
+        override-generation-config logprobs-mode logits-processors watermark-config""",
+    "the tokenizer and the revision are those of the checkpoint": """
+        tokenizer tokenizer-mode tokenizer-revision revision code-revision skip-tokenizer-init""",
+    "chat is rendered and read as in training: see [chat]": """
+        chat-template* trust-request-chat-template default-chat-template-kwargs response-role enable-auto-tool-choice
+        exclude-tools-when-tool-choice-none tool-* reasoning-parser* reasoning-config""",
+    "Tidemill runs the server": """
+        help config headless api-server-count grpc grpc-port uds ssl-* enable-ssl-refresh uvicorn-log-level h11-*
+        disable-access-log-for-endpoints shutdown-timeout root-path tokens-only""",
+    "the router and the rollout workers send no key": "api-key",
+}
+"""Patterns of long names of vLLM's options that are not taken, by the reason: nothing that Tidemill decides, and
+nothing that a proved version or a recorded logprob depends on, can be changed in silence."""
+
+
+def option_name(given: str) -> str:
+    """The long option name of a key of the settings, without its dashes."""
+    return given.strip().lstrip("-").replace("_", "-")
+
+
+def refusal(given: str) -> str:
+    """Why an argument is not taken; empty for one that is."""
+    name = option_name(given).partition(".")[0]
+    for reason, patterns in REFUSED.items():
+        if any(fnmatchcase(each, pattern) for pattern in patterns.split() for each in (name, name.removeprefix("no-"))):
+            return reason
+    return ""
 
 
 class ReplicaSettings(Section):
@@ -133,3 +180,29 @@ class ReplicaSettings(Section):
         if refused:
             raise ValueError("; ".join(refused))
         return arguments
+
+
+def flags(arguments: Mapping[str, Any], repeats: Callable[[str], bool], takes_many: Callable[[str], bool]) -> list[str]:
+    """vLLM's arguments in the settings as command-line flags.
+
+    Args:
+        arguments: values by option name: true and false are switches, tables are JSON.
+        repeats: whether an option is given once for each item of a list.
+        takes_many: whether it takes the items of a list one after the other; else a list is JSON.
+    """
+
+    def text(value: object) -> str:
+        return value if isinstance(value, str) else json.dumps(value)
+
+    found: list[str] = []
+    for name, value in arguments.items():
+        option = f"--{option_name(name)}"
+        if isinstance(value, bool):
+            found.append(option if value else f"--no-{option_name(name)}")
+        elif isinstance(value, list) and repeats(option):
+            found += (f"{option}={text(item)}" for item in value)
+        elif isinstance(value, list) and takes_many(option):
+            found += (option, *map(text, value))
+        else:
+            found.append(f"{option}={text(value)}")
+    return found

@@ -23,7 +23,6 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
@@ -31,12 +30,10 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search, tell_spans_before_the_end
 from tidemill.consumers.replica.config import KvPolicy
-from tidemill.consumers.replica.hand_over import handed_over
-from tidemill.consumers.replica.holdings import Holdings, told
 from tidemill.consumers.replica.ledger import Applied, Proof, WriteRefusedError
-from tidemill.consumers.replica.plugin import register
+from tidemill.consumers.replica.plugin import hide_llvmlite_from_kernel_search, register, tell_spans_before_the_end
+from tidemill.consumers.replica.ranks import Holdings, handed_over, told
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange
@@ -76,19 +73,19 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         Raises:
             RuntimeError: the engine did not start, or holds the model in a way that cannot be mapped.
         """
-        engine = cls._forked(AsyncEngineArgs.from_cli_args(arguments))
-        engine.version, engine.kv_policy = version, kv_policy
-        try:
-            await engine.map(tensors, expert_ids and current_platform.is_cpu())
-        except BaseException:
-            engine.shutdown()
-            raise
-        return engine
-
-    @classmethod
-    def _forked(cls, arguments: AsyncEngineArgs) -> ReplicaEngine:
-        config = arguments.create_engine_config()
-        _check_topology(config)
+        options = AsyncEngineArgs.from_cli_args(arguments)
+        config = options.create_engine_config()
+        if config.model_config.quantization:
+            raise UnsupportedModelError(
+                f"the model is quantized ({config.model_config.quantization}): its runtime weights cannot be written "
+                "bit by bit; serve an unquantized checkpoint"
+            )
+        parallel = config.parallel_config
+        if parallel.data_parallel_size > 1 and config.model_config.is_moe and not parallel.enable_expert_parallel:
+            raise UnsupportedModelError(
+                "replica.data_parallel of a mixture of experts needs replica.expert_parallel: the engines share the "
+                "experts"
+            )
         hide_llvmlite_from_kernel_search()
         tell_spans_before_the_end()
         # Processes that are forked have the plugin from here, those that are started anew load it by its entry point.
@@ -96,7 +93,13 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         # vLLM chooses to spawn on a CPU, which imports everything a second time; a fork is safe here because nothing
         # has used a compute thread or opened a client of the log yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        engine: ReplicaEngine = cls.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
+        engine: ReplicaEngine = cls.from_vllm_config(config, disable_log_stats=options.disable_log_stats)
+        engine.version, engine.kv_policy = version, kv_policy
+        try:
+            await engine.map(tensors, expert_ids and current_platform.is_cpu())
+        except BaseException:
+            engine.shutdown()
+            raise
         return engine
 
     async def map(self, tensors: Sequence[TensorSpec], expert_ids: bool = False) -> None:
@@ -190,7 +193,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         begun = time.monotonic()
         async with self._paused():
             try:
-                reports = await self._done("tidemill_commit", version, self._recompute)
+                reports = await self._done("tidemill_commit", version, self.kv_policy is KvPolicy.RECOMPUTE)
             except WriteRefusedError:
                 # An engine core that has written takes it back; one that has refused has nothing to take back.
                 await self._cores("tidemill_undo")
@@ -231,10 +234,6 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         await self.abort(requests, internal=True)
         return len(requests)
 
-    @property
-    def _recompute(self) -> bool:
-        return self.kv_policy is KvPolicy.RECOMPUTE
-
     def generate(
         self,
         prompt: Any,  # noqa: ANN401 - vLLM's own types
@@ -252,19 +251,6 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         salted = {**prompt, "cache_salt": f"version-{self.version}-{self.epoch}"}
         outputs: AsyncGenerator[RequestOutput, None] = super().generate(salted, sampling_params, *rest, **options)
         return outputs
-
-
-def _check_topology(config: VllmConfig) -> None:
-    if config.model_config.quantization:
-        raise UnsupportedModelError(
-            f"the model is quantized ({config.model_config.quantization}): its runtime weights cannot be written "
-            "bit by bit; serve an unquantized checkpoint"
-        )
-    parallel = config.parallel_config
-    if parallel.data_parallel_size > 1 and config.model_config.is_moe and not parallel.enable_expert_parallel:
-        raise UnsupportedModelError(
-            "replica.data_parallel of a mixture of experts needs replica.expert_parallel: the engines share the experts"
-        )
 
 
 def _accepted(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

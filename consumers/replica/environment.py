@@ -34,21 +34,19 @@ _ALWAYS = {
 _NEVER = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_SERVER_DEV_MODE", "VLLM_BATCH_INVARIANT")
 
 
-def engine_environment(threads: int, batch_invariant: bool) -> dict[str, str]:
-    """The variables that an engine with `threads` compute threads needs."""
-    counts = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")}
-    own = {INVARIANT_VARIABLE: str(int(batch_invariant))}
-    return {**_ALWAYS, **counts, **own, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
-
-
 def prepare_environment(threads: int, batch_invariant: bool = False) -> None:
-    """Set the engine's variables in this process.
+    """Set the variables of an engine with `threads` compute threads in this process.
 
     Raises:
         RuntimeError: vLLM was imported already, so that it would not see them; or its engine for this device has no way
             to be `batch_invariant`.
     """
-    wanted = engine_environment(threads, batch_invariant)
+    wanted = {
+        **_ALWAYS,
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), str(threads)),
+        INVARIANT_VARIABLE: str(int(batch_invariant)),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    }
     settled = all(os.environ.get(name) == value for name, value in wanted.items())
     if "vllm" in sys.modules and not settled:
         raise RuntimeError("vLLM was imported before the replica's environment was set: call prepare_environment first")

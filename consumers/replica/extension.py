@@ -25,18 +25,24 @@ import numpy as np
 import torch
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
-from tidemill.consumers.replica.experts import ExpertCapture, apply_held, gather_rows, orders_of_experts, scatter_sums
-from tidemill.consumers.replica.hand_over import taken_over
-from tidemill.consumers.replica.holdings import HeldBoxes
-from tidemill.consumers.replica.invariant import require_tokenwise
+from tidemill.consumers.replica.cpu_layers import (
+    apply_held,
+    gather_rows,
+    orders_of_experts,
+    require_tokenwise,
+    scatter_sums,
+)
 from tidemill.consumers.replica.live_weights import LiveWeights, WeightWrite, WholeWrite
 from tidemill.consumers.replica.plugin import Answer, die_with, fixed_shapes, register
-from tidemill.consumers.replica.weight_map import record_map
+from tidemill.consumers.replica.ranks import HeldBoxes, taken_over
+from tidemill.consumers.replica.weight_map import UnsupportedModelError, record_map
 from tidemill.kernels.backend import backend_for
 from tidemill.kernels.fingerprint import ZERO, TensorKey
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
+from tidemill.schemas.expert_ids import ExpertIds
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -59,23 +65,22 @@ class RankWeights:
 
     def stage(self, path: str, digest: str) -> Answer:
         """Prepare a write of changes that were handed over."""
-        return self._stage(lambda: self.live.prepare(taken_over(path, digest)))
+        started = time.monotonic()
+        self.staged = self.live.prepare(taken_over(path, digest))
+        return {"stage_ms": 1e3 * (time.monotonic() - started)}
 
     def load(self, directory: str) -> Answer:
         """Prepare a write of everything, from a checkpoint directory."""
-
-        def read() -> WholeWrite:
-            tensors = map_checkpoint(Path(directory))
-            return self.live.prepare_whole((name, bits_in_memory(tensors, name)) for name in self.live.names)
-
-        return self._stage(read)
+        started, tensors = time.monotonic(), map_checkpoint(Path(directory))
+        self.staged = self.live.prepare_whole((name, bits_in_memory(tensors, name)) for name in self.live.layouts)
+        return {"stage_ms": 1e3 * (time.monotonic() - started)}
 
     def prove(self) -> Answer:
         """Fingerprint what this rank holds, in the order of `boxes`: u8[boxes, 2]."""
         found: list[tuple[int, int]] = []
-        for name in self.live.names:
+        for name, layout in self.live.layouts.items():
             key = TensorKey.of(name)
-            prints = dict.fromkeys(self.live.boxes(name), ZERO)
+            prints = dict.fromkeys(layout.boxes, ZERO)
             for box, begin, bits in self.live.pieces(name):
                 kernels = backend_for(bits)
                 if box.dense:
@@ -87,19 +92,72 @@ class RankWeights:
         return {"prints": np.array(found, dtype=np.uint64).reshape(-1, 2)}
 
     def boxes(self) -> HeldBoxes:
-        """The elements of each tensor that this rank holds, as `holdings.HeldBoxes`."""
+        """The elements of each tensor that this rank holds, as `ranks.HeldBoxes`."""
         rows: list[tuple[int, ...]] = []
-        for number, name in enumerate(self.live.names):
-            for box in self.live.boxes(name):
+        for number, layout in enumerate(self.live.layouts.values()):
+            for box in layout.boxes:
                 # Neighbours are one row, whatever distance they have in this rank's storage.
                 shape = (1, box.length, box.length) if box.dense else (box.rows, box.row, box.pitch)
                 rows.append((number, box.source, *shape))
         return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
-    def _stage(self, prepare: Callable[[], WeightWrite | WholeWrite]) -> Answer:
-        started = time.monotonic()
-        self.staged = prepare()
-        return {"stage_ms": 1e3 * (time.monotonic() - started)}
+
+class ExpertCapture:
+    """The expert ids of every token in the KV cache of one rank: to which experts each token was sent.
+
+    vLLM's own flag for them needs Triton. Here each router tells the ids of the tokens that it computes, and they are
+    kept under the slots of the KV cache into which those tokens' keys and values go. A request reads them from its
+    blocks when it has ended. So a prefix that was found in the cache has the ids of its computation, whichever request
+    that was; a prompt computed in pieces has those of every piece; and where a version came in the middle, each token
+    has the ids of the version that computed its keys and values.
+
+    Args:
+        runner: vLLM's model runner (V1).
+
+    Raises UnsupportedModelError for a model without experts, with routers that tell no ids, or with several KV caches.
+    """
+
+    def __init__(self, runner: Any) -> None:  # noqa: ANN401 - vLLM is read without its types
+        model, caches = runner.model_config, runner.kv_cache_config.kv_cache_groups
+        experts = model.get_num_experts()
+        if not experts:
+            raise UnsupportedModelError("replica.expert_ids: the model has no experts; set it to false")
+        if runner.parallel_config.data_parallel_size > 1:
+            raise UnsupportedModelError(
+                "replica.expert_ids: with replica.data_parallel a CPU engine also computes tokens of other engines; "
+                "set one of the two"
+            )
+        if len(caches) != 1:
+            raise UnsupportedModelError(
+                f"replica.expert_ids: the layers keep {len(caches)} kinds of KV cache, and the ids go with one; set it "
+                "to false"
+            )
+        self._runner = runner
+        self._block = int(caches[0].kv_cache_spec.block_size)
+        # One more for tokens that have no slot (-1), which pad a batch.
+        slots = runner.kv_cache_config.num_blocks * self._block + 1
+        shape = (slots, model.get_total_num_hidden_layers(), model.get_num_experts_per_tok())
+        self._ids = np.zeros(shape, np.uint8 if experts <= 256 else np.uint16)
+        try:
+            bind_routed_experts_capturer(runner.model, self)
+        except ValueError as error:
+            raise UnsupportedModelError(f"replica.expert_ids: {error}") from error
+
+    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        """Keep the ids [tokens, top_k] of a layer for the tokens that are being computed; vLLM's routers call it."""
+        slots = self._runner.input_batch.block_table[0].slot_mapping.gpu[: len(topk_ids)]
+        self._ids[slots.numpy(), layer_id] = topk_ids.numpy()
+
+    def ids_of(self, request_id: str) -> ExpertIds:
+        """The ids of all tokens but the last of a request that has ended, from `routed_experts_prompt_start` on.
+
+        To be asked for between the engine step that ended the request and the next one. Raises KeyError later.
+        """
+        request = self._runner.requests[request_id]
+        places = np.arange(request.sampling_params.routed_experts_prompt_start, request.num_tokens - 1)
+        blocks = np.array(request.block_ids[0], np.int64)
+        found: ExpertIds = self._ids[blocks[places // self._block] * self._block + places % self._block]
+        return found
 
 
 def _answered(method: Callable[Concatenate[Any, P], Answer]) -> Callable[Concatenate[Any, P], Answer]:

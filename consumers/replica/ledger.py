@@ -8,7 +8,8 @@ refused. Records of another stage are the trainer's and count trained tokens: ev
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from tidemill.schemas.records import AckStatus, LagCount, Manifest, Staleness, WeightAck
 
@@ -56,9 +57,9 @@ class Proof:
 Write = Callable[[WeightAck | Staleness], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who acknowledges."""
+@dataclass(slots=True)
+class ReplicaStatus:
+    """One replica now. Times in microseconds since the Unix epoch, durations in milliseconds."""
 
     replica_id: str
     region: str
@@ -66,6 +67,21 @@ class Identity:
     branch: str
     incarnation: str
     pid: int
+    pool: str = ""
+    """The pool that it serves in; empty for none."""
+    started_at: int = 0
+    version: int = -1
+    """The version served, proved from the live tensors."""
+    fingerprint: str = ""
+    serving_format: str = ""
+    """Format of few bits whose values its weights are, dequantised; empty where they are of none."""
+    applied: int = 0
+    """Versions applied in place by this process."""
+    refused: int = 0
+    """Versions refused by this process."""
+    last_pause_ms: float = 0.0
+    last_reason: str = ""
+    """Why the last version was refused; empty when none was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +94,23 @@ class Timings:
     step_to_served_ms: float = 0.0
 
 
-_NOT_APPLIED = Applied(0.0, 0.0, 0.0, 0)
-
-
 class Ledger:
-    """Writes acknowledgements, each followed by the lag, and keeps the counts that the status shows.
+    """Writes acknowledgements, each followed by the lag, and keeps the status.
 
     Args:
-        identity: who acknowledges.
+        status: the replica as it starts.
         write: takes the records, in order.
         now_us: the time, microseconds since the epoch.
         head: the newest version seen in the log.
     """
 
-    def __init__(self, identity: Identity, write: Write, now_us: Callable[[], int], head: Callable[[], int]) -> None:
-        self.identity = identity
+    def __init__(self, status: ReplicaStatus, write: Write, now_us: Callable[[], int], head: Callable[[], int]) -> None:
+        self.status = status
         self._write, self._now_us, self._head = write, now_us, head
-        self.applied = 0
-        self.refused = 0
-        self.last_pause_ms = 0.0
-        self.last_reason = ""
-        self.version = -1
-        self.fingerprint = ""
-        self.serving_format = ""
+
+    def document(self) -> dict[str, Any]:
+        """The status, and `head`: the newest version seen in the log."""
+        return {**asdict(self.status), "head": self._head()}
 
     def since_us(self, moment_us: int) -> float:
         """Milliseconds from a recorded time to now."""
@@ -108,69 +118,42 @@ class Ledger:
 
     def served(self, status: AckStatus, manifest: Manifest, applied: Applied, times: Timings, reason: str = "") -> None:
         """`manifest`'s version was proved from the live tensors and is served."""
-        self.version, self.fingerprint = manifest.version, manifest.fingerprint
-        self.serving_format = manifest.serving_format
-        self.applied += 1
-        self.last_pause_ms = applied.pause_ms
-        self._say(manifest, self._ack(status, manifest, applied, times, reason, manifest.fingerprint))
+        now = self.status
+        now.version, now.fingerprint = manifest.version, manifest.fingerprint
+        now.serving_format, now.last_pause_ms = manifest.serving_format, applied.pause_ms
+        now.applied += 1
+        self._say(status, manifest, applied, times, reason, manifest.fingerprint)
 
     def refuse(self, manifest: Manifest, reason: str, times: Timings, fingerprint: str = "") -> None:
         """`manifest`'s version is not served; `fingerprint` is what the live tensors had, when it came that far."""
-        self.refused += 1
-        self.last_reason = reason
-        self._say(manifest, self._ack(AckStatus.REFUSED, manifest, _NOT_APPLIED, times, reason, fingerprint))
+        self.status.refused += 1
+        self.status.last_reason = reason
+        self._say(AckStatus.REFUSED, manifest, Applied(0.0, 0.0, 0.0, 0), times, reason, fingerprint)
 
-    def _say(self, manifest: Manifest, ack: WeightAck) -> None:
-        self._write(ack)
-        self._write(serving_lag(ack, manifest.step, self._head()))
-
-    def _ack(
+    def _say(
         self, status: AckStatus, manifest: Manifest, applied: Applied, times: Timings, reason: str, fingerprint: str
-    ) -> WeightAck:
-        who = self.identity
-        return WeightAck(
-            replica_id=who.replica_id,
-            region=who.region,
-            run_id=who.run_id,
-            branch=who.branch,
-            incarnation=who.incarnation,
-            pid=who.pid,
-            version=manifest.version,
-            serving_version=self.version,
-            status=status,
-            reason=reason,
-            fingerprint=fingerprint,
-            expected_fingerprint=manifest.fingerprint,
-            fetch_ms=times.fetch_ms,
-            decode_ms=times.decode_ms,
-            pause_ms=applied.pause_ms,
-            apply_ms=applied.apply_ms,
-            proof_ms=times.proof_ms,
-            step_to_served_ms=times.step_to_served_ms,
-            decode_step_ms=applied.decode_step_ms,
-            requests_in_flight=applied.requests_in_flight,
-            at=self._now_us(),
+    ) -> None:
+        now, at = self.status, self._now_us()
+        who: dict[str, Any] = {"run_id": now.run_id, "replica_id": now.replica_id, "region": now.region}
+        self._write(
+            WeightAck(
+                **who,
+                branch=now.branch,
+                incarnation=now.incarnation,
+                pid=now.pid,
+                version=manifest.version,
+                serving_version=now.version,
+                status=status,
+                reason=reason,
+                fingerprint=fingerprint,
+                expected_fingerprint=manifest.fingerprint,
+                **asdict(times),
+                pause_ms=applied.pause_ms,
+                apply_ms=applied.apply_ms,
+                decode_step_ms=applied.decode_step_ms,
+                requests_in_flight=applied.requests_in_flight,
+                at=at,
+            )
         )
-
-
-STAGE = "serve"
-
-
-def serving_lag(ack: WeightAck, step: int, head: int) -> Staleness:
-    """The lag that goes with an acknowledgement.
-
-    Args:
-        ack: what the replica just said.
-        step: the optimizer step of the version that it speaks of.
-        head: the newest version that the replica has seen in the log.
-    """
-    return Staleness(
-        run_id=ack.run_id,
-        replica_id=ack.replica_id,
-        region=ack.region,
-        stage=STAGE,
-        step=step,
-        version=ack.serving_version,
-        lag=[LagCount(lag=max(0, head - ack.serving_version), tokens=ack.requests_in_flight)],
-        at=ack.at,
-    )
+        lag = LagCount(lag=max(0, self._head() - now.version), tokens=applied.requests_in_flight)
+        self._write(Staleness(**who, stage="serve", step=manifest.step, version=now.version, lag=[lag], at=at))

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.consumers.replica.device_places import DeviceStorage
-from tidemill.consumers.replica.places import Box, HostStorage, Layout
+from tidemill.consumers.replica.places import Box, DeviceStorage, Elements, HostStorage, Indices, Layout
 from tidemill.consumers.replica.weight_map import Bits, UnsupportedModelError
 from tidemill.kernels.elements import AnyArray
 from tidemill.kernels.weights.bits import TensorSpec
@@ -28,10 +27,6 @@ _PIECE = 1 << 20
 
 _VIEWS = {1: (torch.int8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 """By an element's width: torch's integer that numpy knows too, and the pattern's type."""
-
-
-class NotRepresentableError(ValueError):
-    """A live element has bits that the checkpoint's type does not have: it cannot be any version's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +48,9 @@ class WeightWrite:
     patches: tuple[Patch, ...]
     after: int
 
-    @property
-    def n_elements(self) -> int:
-        """Number of elements that it writes."""
-        return sum(len(patch.places) for patch in self.patches)
 
-
-@dataclass(frozen=True, slots=True)
-class WholeWrite:
-    """New patterns for every element that the rank holds, by box."""
-
-    parts: tuple[tuple[Layout, Box, Bits], ...]
+WholeWrite = list[tuple[Layout, Box, Bits]]
+"""New patterns for every element that the rank holds, by box."""
 
 
 class LiveWeights:
@@ -76,13 +63,14 @@ class LiveWeights:
     """
 
     def __init__(self, model: torch.nn.Module, layouts: Mapping[str, Layout], tensors: Sequence[TensorSpec]) -> None:
-        parameters = dict(model.named_parameters())
         held = {name: layout for name, layout in layouts.items() if layout.boxes}
-        self._layouts = dict(layouts)
+        self.layouts = layouts
+        """In the checkpoint's order, also of tensors of which nothing lies here."""
         used = {layout.parameter for layout in held.values()}
-        self._storage = {name: _storage_of(name, parameters[name]) for name in used}
-        self._patterns = {spec.name: np.dtype(_VIEWS[getattr(torch, spec.dtype).itemsize][1]) for spec in tensors}
-        self._lengths = {spec.name: spec.n_elements for spec in tensors}
+        self._storage = {name: _storage_of(name, one) for name, one in model.named_parameters() if name in used}
+        self._patterns = {
+            spec.name: (spec.n_elements, np.dtype(_VIEWS[getattr(torch, spec.dtype).itemsize][1])) for spec in tensors
+        }
         self._writes = 0
         for name, layout in held.items():
             storage = self._storage[layout.parameter]
@@ -91,24 +79,10 @@ class LiveWeights:
             if layout.last >= storage.size or (layout.order.size and storage.size % layout.order.size):
                 raise UnsupportedModelError(f"{name} does not fit into {layout.parameter}: not mapped")
 
-    @property
-    def names(self) -> list[str]:
-        """The checkpoint's tensors, in the checkpoint's order, also those of which nothing lies here."""
-        return list(self._layouts)
-
-    def boxes(self, name: str) -> tuple[Box, ...]:
-        """What lies here of a tensor."""
-        return self._layouts[name].boxes
-
-    def length(self, name: str) -> int:
-        """Number of elements of a checkpoint tensor. Raises ValueError for one that is not served."""
-        if name not in self._lengths:
+    def patterns(self, name: str) -> tuple[int, np.dtype[Any]]:
+        """Number and unsigned integer of a checkpoint tensor's patterns. Raises ValueError for one not served."""
+        if name not in self._patterns:
             raise ValueError(f"the engine serves no tensor {name}")
-        return self._lengths[name]
-
-    def pattern_type(self, name: str) -> np.dtype[Any]:
-        """The unsigned integer of a tensor's patterns. Raises ValueError for one that is not served."""
-        self.length(name)
         return self._patterns[name]
 
     def prepare(self, changes: Sequence[ElementChange]) -> WeightWrite:
@@ -118,15 +92,19 @@ class LiveWeights:
             ValueError: a name, an index, a length or a width is wrong.
         """
         after = self._writes
-        by_parameter: dict[str, list[ElementChange]] = {}
+        placed: dict[str, list[tuple[Layout, Indices, Elements]]] = {}
         for change in changes:
-            self._check(change)
-            if self._layouts[change.name].boxes:
-                by_parameter.setdefault(self._layouts[change.name].parameter, []).append(change)
-        patches = []
-        for parameter, found in by_parameter.items():
-            placed = [(self._layouts[change.name], change.indices, change.bits) for change in found]
-            patches.append(Patch(parameter, *self._storage[parameter].find(placed)))
+            length, dtype = self.patterns(change.name)
+            if change.indices.shape != change.bits.shape or change.indices.ndim != 1:
+                raise ValueError(f"{change.name}: {change.indices.shape} indices for {change.bits.shape} values")
+            if change.bits.dtype != dtype:
+                raise ValueError(f"{change.name}: patterns are {dtype}, not {change.bits.dtype}")
+            if len(change.indices) and not 0 <= change.indices.min() <= change.indices.max() < length:
+                raise ValueError(f"{change.name}: an index is outside its {length} elements")
+            layout = self.layouts[change.name]
+            if layout.boxes:
+                placed.setdefault(layout.parameter, []).append((layout, change.indices, change.bits))
+        patches = (Patch(parameter, *self._storage[parameter].find(found)) for parameter, found in placed.items())
         return WeightWrite(tuple(patches), after)
 
     def commit(self, write: WeightWrite) -> None:
@@ -150,32 +128,32 @@ class LiveWeights:
 
         Raises ValueError for a tensor of another length or width.
         """
-        parts: list[tuple[Layout, Box, Bits]] = []
+        parts: WholeWrite = []
         for name, bits in whole:
-            if bits.shape != (self.length(name),) or bits.dtype != self.pattern_type(name):
-                wanted = f"{self.length(name)} {self.pattern_type(name)}"
-                raise ValueError(f"{name} has {wanted} patterns, the new value has {bits.shape} {bits.dtype}")
-            layout = self._layouts[name]
+            length, dtype = self.patterns(name)
+            if bits.shape != (length,) or bits.dtype != dtype:
+                raise ValueError(f"{name} has {length} {dtype} patterns, the new value has {bits.shape} {bits.dtype}")
+            layout = self.layouts[name]
             parts += [(layout, box, box.cut(bits)) for box in layout.boxes]
-        return WholeWrite(tuple(parts))
+        return parts
 
     def write_whole(self, write: WholeWrite) -> None:
         """Overwrite every element that lies here."""
         self._writes += 1
-        for layout, box, bits in write.parts:
+        for layout, box, bits in write:
             self._storage[layout.parameter].write(layout, box, bits)
 
     def warm(self) -> None:
         """Run every compiled loop of a write once, on no elements, so that none is compiled in a pause."""
         nowhere = np.empty(0, dtype=np.int64)
         nowhere.flags.writeable = False
-        changes = [ElementChange(name, nowhere, np.empty(0, self._patterns[name])) for name in self.names]
+        changes = [ElementChange(name, nowhere, np.empty(0, self._patterns[name][1])) for name in self.layouts]
         for change in changes:
             # What is handed over can only be read, which is another type for the compiled loops.
             change.bits.flags.writeable = False
         self.commit(self.prepare(changes))
         for change in changes:
-            layout = self._layouts[change.name]
+            layout = self.layouts[change.name]
             if layout.boxes:
                 nothing = Box(layout.boxes[0].source, layout.boxes[0].target, 0, 1, 1, 1)
                 self._storage[layout.parameter].write(layout, nothing, np.empty(0, change.bits.dtype))
@@ -186,25 +164,16 @@ class LiveWeights:
         They are numpy arrays, or tensors on the device that the parameter lies on.
 
         Raises:
-            NotRepresentableError: an element is no value of the checkpoint's type.
+            ValueError: an element is no value of the checkpoint's type: it cannot be any version's.
         """
-        layout = self._layouts[name]
+        layout = self.layouts[name]
         for box in layout.boxes:
             for begin in range(0, box.length, _PIECE):
-                room = np.empty(min(_PIECE, box.length - begin), dtype=self._patterns[name])
+                room = np.empty(min(_PIECE, box.length - begin), dtype=self._patterns[name][1])
                 bits = self._storage[layout.parameter].read(layout, box, begin, room)
                 if bits is None:
-                    raise NotRepresentableError(f"a live element of {name} is no value of the checkpoint's type")
+                    raise ValueError(f"a live element of {name} is no value of the checkpoint's type")
                 yield box, begin, bits
-
-    def _check(self, change: ElementChange) -> None:
-        length = self.length(change.name)
-        if change.indices.shape != change.bits.shape or change.indices.ndim != 1:
-            raise ValueError(f"{change.name}: {change.indices.shape} indices for {change.bits.shape} values")
-        if change.bits.dtype != self._patterns[change.name]:
-            raise ValueError(f"{change.name}: patterns are {self._patterns[change.name]}, not {change.bits.dtype}")
-        if len(change.indices) and not 0 <= change.indices.min() <= change.indices.max() < length:
-            raise ValueError(f"{change.name}: an index is outside its {length} elements")
 
 
 def _storage_of(name: str, parameter: torch.nn.Parameter) -> HostStorage | DeviceStorage:

@@ -6,6 +6,9 @@ afterwards, block by block (an expert is a block). The loops are compiled and le
 a write can be prepared, and proved, while tokens flow.
 
 Keeps true: a loop visits the elements that a `Layout` names and no others; `Layout.last` bounds them.
+
+For a parameter on a GPU, `DeviceStorage` does the same by torch's index operations, on any device that torch has;
+patterns are torch's signed integers of their width.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tidemill.kernels.compiled import compiled
 
@@ -46,7 +50,6 @@ class Box:
 
     @property
     def length(self) -> int:
-        """Number of its elements."""
         return self.rows * self.row
 
     @property
@@ -120,7 +123,8 @@ class HostStorage:
         new: Elements = np.empty(most, dtype=self.elements.dtype)
         held = 0
         for layout, indices, bits in changes:
-            held += place(layout, indices, bits, where[held:], new[held:])
+            shift = new.dtype.type(layout.shift)
+            held += _place(indices, bits, layout.table, layout.order, shift, where[held:], new[held:])
         # Not slices where others were left out: they would keep the memory that they are cut from.
         where, new = (where, new) if held == most else (where[:held].copy(), new[:held].copy())
         old = np.empty_like(new)
@@ -144,22 +148,64 @@ class HostStorage:
         return None if lost else bits
 
 
-def place(layout: Layout, indices: Indices, bits: Elements, places: Places, elements: Elements) -> int:
-    """Find the changed elements that lie here.
+class DeviceStorage:
+    """A parameter's storage as a flat tensor of signed integers. Only for layouts without an order of their own.
 
-    Args:
-        layout: of their tensor.
-        indices: i8[n], flat within the tensor.
-        bits: uN[n], their patterns.
-        places: takes, from the front, where those that lie here lie.
-        elements: takes what the engine holds for the patterns of those.
-
-    Returns:
-        How many lie here.
+    Writes are queued on the worker's own stream and waited for, so that the next forward pass reads them.
     """
-    shift = elements.dtype.type(layout.shift)
-    found: int = _place(indices, bits, layout.table, layout.order, shift, places, elements)
-    return found
+
+    def __init__(self, elements: torch.Tensor) -> None:
+        self._elements = elements
+        self.size = elements.numel()
+
+    def find(
+        self, changes: Sequence[tuple[Layout, Indices, Elements]]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `HostStorage.find`: i8[n] and two signed iN[n] on the device."""
+        places, new = list[torch.Tensor](), list[torch.Tensor]()
+        for layout, indices, bits in changes:
+            at = self._here(np.asarray(indices, dtype=np.int64))
+            source, target, rows, row, pitch, step = self._here(np.ascontiguousarray(layout.table.T))
+            box = torch.searchsorted(source.contiguous(), at, right=True) - 1
+            within = at - source[box]
+            number = torch.div(within, pitch[box], rounding_mode="floor")
+            column = within - number * pitch[box]
+            held = (box >= 0) & (number < rows[box]) & (column < row[box])
+            places.append((target[box] + number * step[box] + column)[held])
+            new.append(self._widened(layout, bits)[held])
+        where = torch.cat(places)
+        return where, torch.cat(new), self._elements[where]
+
+    def put(self, places: torch.Tensor, elements: torch.Tensor) -> None:
+        self._elements.index_copy_(0, places, elements)
+        self._wait()
+
+    def write(self, layout: Layout, box: Box, bits: Elements) -> None:
+        rows = self._elements.as_strided((box.rows, box.row), (box.step, 1), box.target)
+        rows.copy_(self._widened(layout, bits).view(box.rows, box.row))
+        self._wait()
+
+    def read(self, layout: Layout, box: Box, begin: int, bits: Elements) -> torch.Tensor | None:
+        """As `HostStorage.read`; the patterns stay on the device, as unsigned integers, and `bits` is not written."""
+        at = torch.arange(begin, begin + bits.size, device=self._elements.device)
+        number = torch.div(at, box.row, rounding_mode="floor")
+        elements = self._elements[box.target + number * box.step + at - number * box.row]
+        if bool((elements & ((1 << layout.shift) - 1)).any()):
+            return None
+        width = 8 * bits.itemsize
+        return (elements >> layout.shift).to(getattr(torch, f"int{width}")).view(getattr(torch, f"uint{width}"))
+
+    def _widened(self, layout: Layout, bits: Elements) -> torch.Tensor:
+        signed: torch.Tensor = self._here(bits.view(f"i{bits.itemsize}"))
+        return signed.to(self._elements.dtype) << layout.shift
+
+    def _here(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        # A copy: torch does not take memory that can only be read.
+        return torch.from_numpy(np.array(array)).to(self._elements.device)
+
+    def _wait(self) -> None:
+        if self._elements.device.type != "cpu":
+            torch.accelerator.synchronize(self._elements.device)
 
 
 @compiled

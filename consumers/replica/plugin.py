@@ -3,7 +3,7 @@
 A plugin of vLLM (entry point `vllm.general_plugins`), which vLLM loads in each of its processes. It
 
 - turns off the packing of linear weights: oneDNN and the AMX kernels keep a private copy, so that a later write to the
-  parameter would change nothing that is computed. Experts stay packed, in an order that `experts` learns;
+  parameter would change nothing that is computed. Experts stay packed, in an order that `cpu_layers` learns;
 - adds utility methods to `EngineCore`. A utility call runs strictly between two engine steps, so that one call that
   has every rank store its elements, and then stamps the version, is atomic for every request without pausing the
   scheduler (engine cores that compute together are paused all the same, by `engine`). It needs an engine without
@@ -13,6 +13,9 @@ A plugin of vLLM (entry point `vllm.general_plugins`), which vLLM loads in each 
 - has each answer that a step ended say which experts its tokens were sent to, where that is asked for;
 - updates in two phases: every rank stages, and answers, before any of them stores. Where a rank fails to store, all
   take the update back.
+
+In the server's process, two more ways in which vLLM 0.32 is not as a replica needs it are mended: its search for
+kernels, and outputs that say their versions only at their end.
 
 Utilities answer `refused` where a rank could not do as it was asked, with the rank and the reason. Arguments and
 answers are plain values, which vLLM's message encoding carries: arrays go as bytes.
@@ -24,6 +27,7 @@ import ctypes
 import logging
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -45,28 +49,41 @@ from tidemill.consumers.replica.weight_map import UnsupportedModelError
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
+_WINDOW_S, _KEPT = 5.0, 1024
 Answer = dict[str, Any]
 """What a rank says: `fault` (empty when there is none), and what its method says besides."""
 
 
 class CoreUpdates:
-    """State of the replica inside one engine core: what is under way, and its clock."""
+    """State of the replica inside one engine core: what is under way, and the time between its steps."""
 
-    def __init__(self) -> None:
-        self.clock = StepClock()
+    def __init__(self, captures: bool) -> None:
+        self.captures = captures
+        """Whether the ranks keep the expert ids of tokens."""
         self.begun = ""
         """The work that the ranks were given last, and when."""
         self.begun_at = 0.0
         self.before: str | None = None
         """The version before the last update; None where it cannot be taken back."""
-        self.captures = False
-        """The ranks keep the expert ids of tokens."""
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._previous_end: float | None = None
+
+    def record(self, start: float, end: float, busy_after: bool) -> None:
+        """Note a step over [start, end) seconds; `busy_after` tells whether requests remain to be decoded."""
+        begin = start if self._previous_end is None else self._previous_end
+        self._gaps.append((end, end - begin))
+        self._previous_end = end if busy_after else None
+
+    def step_ms(self, now: float) -> float:
+        """Median milliseconds between steps over the last seconds; 0 when idle."""
+        recent = [gap for end, gap in self._gaps if now - end <= _WINDOW_S]
+        return 1e3 * median(recent) if recent else 0.0
 
 
 def _install(core: EngineCore, tensors: list[Any], version: int, expert_ids: bool = False) -> list[bytes]:
     """Map the checkpoint's tensors on every rank and take over: the engine holds `version`, unproved.
 
-    With `expert_ids` the ranks keep those of every token. Returns what each rank holds (`holdings.HeldBoxes`).
+    With `expert_ids` the ranks keep those of every token. Returns what each rank holds (`ranks.HeldBoxes`).
     """
     die_with(int(os.environ[PARENT_VARIABLE]))
     if core.batch_queue is not None:
@@ -76,8 +93,7 @@ def _install(core: EngineCore, tensors: list[Any], version: int, expert_ids: boo
         raise UnsupportedModelError(refused)
     if expert_ids and (refused := _refused(_ranks(core, "tidemill_capture"))):
         raise UnsupportedModelError(refused)
-    core.tidemill_updates = CoreUpdates()
-    core.tidemill_updates.captures = expert_ids
+    core.tidemill_updates = CoreUpdates(expert_ids)
     core.set_weight_version(str(version))
     return [answer["boxes"].tobytes() for answer in answers]
 
@@ -92,7 +108,7 @@ def _begin(core: EngineCore, work: str, arguments: list[str]) -> dict[str, Any]:
 def _answers(core: EngineCore) -> dict[str, Any] | None:
     """What became of the work that was begun: None while a rank is at it, else `refused` or what the ranks found.
 
-    A staging says `stage_ms`. A proof says `prints`, the `holdings.BoxPrints` of each rank, `proof_ms`, and `damage`:
+    A staging says `stage_ms`. A proof says `prints`, the `ranks.BoxPrints` of each rank, `proof_ms`, and `damage`:
     why there are none, else empty.
     """
     updates: CoreUpdates = core.tidemill_updates
@@ -145,7 +161,7 @@ def _commit(core: EngineCore, version: int, recompute: bool) -> dict[str, Any] |
         **staged,
         "apply_ms": max(answer["apply_ms"] for answer in answers),
         "pause_ms": 1e3 * (ended - begun),
-        "decode_step_ms": updates.clock.median_ms(begun),
+        "decode_step_ms": updates.step_ms(begun),
         "requests_in_flight": sum(core.scheduler.get_request_counts()),
     }
 
@@ -184,24 +200,21 @@ def _timed_step(core: EngineCore) -> Any:  # noqa: ANN401 - vLLM's own step resu
     started = time.monotonic()
     result = _vllm_step(core)
     updates: CoreUpdates | None = getattr(core, "tidemill_updates", None)
-    if updates is not None and result[1]:
-        updates.clock.record(started, time.monotonic(), core.scheduler.has_unfinished_requests())
-    if updates is not None and updates.captures:
-        _tell_expert_ids(core, [output for outputs in result[0].values() for output in outputs.outputs])
-    return result
-
-
-def _tell_expert_ids(core: EngineCore, outputs: list[Any]) -> None:
-    """Add to the outputs that ended a request the experts that its tokens were sent to."""
+    if updates is None:
+        return result
+    if result[1]:
+        updates.record(started, time.monotonic(), core.scheduler.has_unfinished_requests())
+    outputs = (output for outputs in result[0].values() for output in outputs.outputs) if updates.captures else ()
     ended = {output.request_id: output for output in outputs if output.finish_reason in _WHOLE}
-    if not ended:
-        return
-    answers = _ranks(core, "tidemill_expert_ids", list(ended))
-    if refused := _refused(answers):
-        _log.warning("answers go without expert ids: %s", refused)
-        return
-    for request, ids in answers[0]["ids"].items():
-        ended[request].routed_experts = ids
+    if ended:
+        # Outputs that ended a request say the experts that its tokens were sent to.
+        answers = _ranks(core, "tidemill_expert_ids", list(ended))
+        if refused := _refused(answers):
+            _log.warning("answers go without expert ids: %s", refused)
+        else:
+            for request, ids in answers[0]["ids"].items():
+                ended[request].routed_experts = ids
+    return result
 
 
 def _with_parent(start: Callable[..., None]) -> Callable[..., None]:
@@ -238,7 +251,6 @@ def fixed_shapes() -> bool:
     return os.environ.get(INVARIANT_VARIABLE) == "1" and bool(current_platform.is_cpu())
 
 
-_INVARIANT = "tidemill.consumers.replica.invariant"
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 """How answers end that were not given up."""
 _vllm_step, _coordinated = EngineCore.step, _with_parent(DPCoordinatorProc.__init__)
@@ -261,27 +273,52 @@ def register() -> None:
             setattr(EngineCore, name, method)
         DPCoordinatorProc.__init__ = _coordinated
         if fixed_shapes():
-            register_backend(AttentionBackendEnum.CPU_ATTN, f"{_INVARIANT}.TokenwiseAttention")
+            register_backend(AttentionBackendEnum.CPU_ATTN, "tidemill.consumers.replica.cpu_layers.TokenwiseAttention")
 
 
-_WINDOW_S = 5.0
-_KEPT = 1024
+def hide_llvmlite_from_kernel_search() -> None:
+    """Make vLLM's kernel search pass over llvmlite; once a process, before an engine is started.
+
+    At start vLLM looks for kernels in the namespaces of all imported modules and reads `vars()` of every value;
+    llvmlite's library handle, which numba imports, answers any attribute with a function, `__dict__` included, and the
+    search fails. No kernel of vLLM can be in llvmlite's modules.
+    """
+    # Imported here, and below, because only the server needs it.
+    import vllm.triton_utils.dispatcher as dispatcher
+
+    search = dispatcher._rebind_kernels
+    if hasattr(search, "__wrapped__"):
+        return
+
+    @wraps(search)
+    def without_llvmlite(*arguments: Any) -> Any:  # noqa: ANN401 - passed through to vLLM
+        hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "llvmlite"}
+        for name in hidden:
+            del sys.modules[name]
+        try:
+            return search(*arguments)
+        finally:
+            sys.modules.update(hidden)
+
+    dispatcher._rebind_kernels = without_llvmlite
 
 
-class StepClock:
-    """Time from one finished engine step to the next while requests are running."""
+def tell_spans_before_the_end() -> None:
+    """Make unfinished outputs carry the weight versions of their tokens so far; once a process.
 
-    def __init__(self) -> None:
-        self._gaps: deque[tuple[float, float]] = deque(maxlen=_KEPT)
-        self._previous_end: float | None = None
+    A client that is cut off must know them too, and vLLM says them only when a request is finished.
+    """
+    from vllm.v1.engine.output_processor import RequestState
 
-    def record(self, start: float, end: float, busy_after: bool) -> None:
-        """Note a step over [start, end) seconds; `busy_after` tells whether requests remain to be decoded."""
-        begin = start if self._previous_end is None else self._previous_end
-        self._gaps.append((end, end - begin))
-        self._previous_end = end if busy_after else None
+    made = RequestState._new_completion_output
+    if hasattr(made, "__wrapped__"):
+        return
 
-    def median_ms(self, now: float) -> float:
-        """Median milliseconds between steps over the last seconds; 0 when idle."""
-        recent = [gap for end, gap in self._gaps if now - end <= _WINDOW_S]
-        return 1e3 * median(recent) if recent else 0.0
+    @wraps(made)
+    def with_spans(state: RequestState, *arguments: Any) -> Any:  # noqa: ANN401 - passed through to vLLM
+        output = made(state, *arguments)
+        if output.weight_versions is None:
+            output.weight_versions = state._weight_version_spans()
+        return output
+
+    RequestState._new_completion_output = with_spans

@@ -8,25 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Coroutine
-from contextlib import ExitStack, closing
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
 from pathlib import Path
 
+import uvicorn
 import uvloop
 
-from tidemill.consumers.replica.assembly import Running, running_replica
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.follow import Follower
-from tidemill.consumers.replica.join import FOLLOWED, Joined, join
-from tidemill.consumers.replica.ledger import Write
-from tidemill.consumers.replica.server import server_arguments
+from tidemill.consumers.replica.engine import ReplicaEngine
+from tidemill.consumers.replica.ledger import Ledger, ReplicaStatus, Write
+from tidemill.consumers.replica.server import build_replica_app, make_server, server_arguments
+from tidemill.consumers.replica.staging import FOLLOWED, Joined, Staging, join
 from tidemill.consumers.replica.state import ReplicaState
-from tidemill.consumers.replica.subscriber import ReplicaFault
+from tidemill.consumers.replica.subscriber import ReplicaFault, Subscriber, follow
+from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of
 from tidemill.kernels.weights.delta_fetch import ShardSource, open_fetcher
 from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.chat.serving import ChatServer
+from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.http_room import bind
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -39,6 +45,74 @@ logger = logging.getLogger(__name__)
 _APPLICATION = "tidemill-replica"
 GRACE_S = 2.0
 """Seconds that requests in flight get to end, once the role is stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A replica that serves a proved version; its HTTP server is not started yet."""
+
+    engine: ReplicaEngine
+    subscriber: Subscriber
+    server: uvicorn.Server
+
+
+@asynccontextmanager
+async def running_replica(
+    settings: ReplicaSettings,
+    run: RunSettings,
+    chat: ChatSettings,
+    state: ReplicaState,
+    joined: Joined,
+    directory: Path,
+    surroundings: Callable[[], tuple[ShardSource, Write]],
+) -> AsyncIterator[Running]:
+    """Start the engine on the joined version, prove it, and put the rest around it; its core ends with the context.
+
+    Args:
+        settings: the replica.
+        run: the run and branch that it follows.
+        chat: how conversations become tokens.
+        state: the versions as far as they were read.
+        joined: what to start with.
+        directory: where whole checkpoints are staged.
+        surroundings: opens the log's clients, and gives the bytes of deltas and a way to say what the replica holds;
+            called after the engine core, which is a fork, has been started.
+
+    Raises:
+        ReplicaFault: the live tensors are not the joined version.
+        RuntimeError: the engine did not start.
+        UnsupportedModelError: its answers depend on their company, and `batch_invariant` is set.
+        ValueError: an argument of `vllm_args`, or the tokenizer, cannot be read.
+    """
+    model = str(joined.directory)
+    arguments, tensors = server_arguments(model, settings), specs_of(map_checkpoint(joined.directory))
+    status = ReplicaStatus(
+        settings.replica_id,
+        settings.region,
+        run.run_id,
+        run.branch,
+        incarnation=uuid.uuid4().hex,
+        pid=os.getpid(),
+        pool=settings.pool.value,
+    )
+    async with AsyncExitStack() as stack:
+        version, expert_ids = joined.manifest.version, settings.expert_ids
+        engine = await ReplicaEngine.start(arguments, tensors, version, settings.kv_policy, expert_ids)
+        stack.callback(engine.shutdown)
+        if settings.batch_invariant:
+            await engine.require_invariance()
+        shards, say = surroundings()
+        ledger = Ledger(status, say, now_us, lambda: state.head)
+        staging = Staging(shards, directory, settings.decode_threads)
+        subscriber = Subscriber(engine, state, joined.mirror, staging, ledger)
+        stack.callback(subscriber.close)
+        await subscriber.begin(joined.manifest, joined.reason)
+        status.started_at = now_us()
+        chats = ChatServer.load(model, chat, settings.remembered_turns, settings.max_model_len)
+        app = await build_replica_app(
+            engine, arguments, settings.replica_id, ledger.document, state.incarnation_of, chats
+        )
+        yield Running(engine, subscriber, make_server(app, settings.http))
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, chat: ChatSettings) -> None:
@@ -70,73 +144,67 @@ class Replica:
                 await self._serve(joined, listener)
 
     async def _serve(self, joined: Joined, listener: socket.socket) -> None:
-        settings = self._settings
+        kafka, settings, name = self._kafka, self._settings, self._settings.replica_id
         with ExitStack() as stack:
+
+            def surroundings() -> tuple[ShardSource, Write]:
+                producer = stack.enter_context(RecordProducer(kafka, name))
+
+                def say(record: WeightAck | Staleness) -> None:
+                    topic = Topic.ACKS if isinstance(record, WeightAck) else Topic.STALENESS
+                    producer.send(topic, record, key=record.replica_id)
+
+                connections, n_bytes = settings.fetch_connections, settings.fetch_bytes
+                fetcher = open_fetcher(kafka, settings.fetch_timeout_s, connections, name, n_bytes)
+                return stack.enter_context(fetcher), say
+
             replica = running_replica(
-                settings, self._run, self._chat, self._state, joined, self._directory,
-                lambda: self._surroundings(stack),
-            )  # fmt: skip
+                settings, self._run, self._chat, self._state, joined, self._directory, surroundings
+            )
             async with replica as running:
-                producer = stack.enter_context(RecordProducer(self._kafka, f"{settings.replica_id}-dead-letters"))
-                client_id = f"{settings.replica_id}-{FOLLOWED[0].value}"
-                log = LogReader(self._kafka, FOLLOWED, start=joined.offsets, client_id=client_id)
-                records = stack.enter_context(log)
+                letters = stack.enter_context(RecordProducer(kafka, f"{name}-dead-letters"))
+                client_id = f"{name}-{FOLLOWED[0].value}"
+                records = stack.enter_context(LogReader(kafka, FOLLOWED, start=joined.offsets, client_id=client_id))
                 host, port = listener.getsockname()[:2]
                 form = joined.manifest.serving_format
                 values = f" (values of {form}, dequantised)" if form else ""
                 logger.warning("serving version %d%s on http://%s:%d", joined.manifest.version, values, host, port)
-                following = self._follow(running, records, self._bury(producer))
-                await self._until_stopped(running, listener, following)
+                await self._until_stopped(running, listener, records, letters)
 
-    async def _follow(self, running: Running, records: LogReader, bury: Callable[[ConsumedRecord, str], None]) -> None:
+    async def _follow(self, running: Running, records: LogReader, letters: RecordProducer) -> None:
         settings, timeout_s = self._settings, self._kafka.stall_timeout_s
+        names = Names(self._kafka.topic_prefix)
         with (
             Liveness(f"replica {settings.replica_id}, following the log", timeout_s) as reading,
             Liveness(f"replica {settings.replica_id}, applying versions", timeout_s) as acting,
         ):
-            follower = Follower(
-                running.subscriber, records, bury, settings.poll_interval_s, acting, settings.move_timeout_s
-            )
 
             def check() -> None:
                 reading.beat("polling the log")
                 if running.engine.errored:
                     raise ReplicaFault("the engine core died: see its log above; the replica must be started again")
 
-            await follower.run(self._stop, check)
+            def bury(located: ConsumedRecord, reason: str) -> None:
+                logger.error("record %d of %s cannot be used: %s", located.offset, located.topic, reason)
+                send_dead_letter(letters, names, located, reason, _APPLICATION)
 
-    def _surroundings(self, stack: ExitStack) -> tuple[ShardSource, Write]:
-        producer = stack.enter_context(RecordProducer(self._kafka, self._settings.replica_id))
-
-        def say(record: WeightAck | Staleness) -> None:
-            topic = Topic.ACKS if isinstance(record, WeightAck) else Topic.STALENESS
-            producer.send(topic, record, key=record.replica_id)
-
-        settings = self._settings
-        fetcher = open_fetcher(
-            self._kafka,
-            settings.fetch_timeout_s,
-            settings.fetch_connections,
-            settings.replica_id,
-            settings.fetch_bytes,
-        )
-        return stack.enter_context(fetcher), say
-
-    def _bury(self, producer: RecordProducer) -> Callable[[ConsumedRecord, str], None]:
-        names = Names(self._kafka.topic_prefix)
-
-        def bury(located: ConsumedRecord, reason: str) -> None:
-            logger.error("record %d of %s cannot be used: %s", located.offset, located.topic, reason)
-            send_dead_letter(producer, names, located, reason, _APPLICATION)
-
-        return bury
+            await follow(
+                running.subscriber,
+                records,
+                bury,
+                self._stop,
+                check=check,
+                poll_interval_s=settings.poll_interval_s,
+                acting=acting,
+                move_timeout_s=settings.move_timeout_s,
+            )
 
     async def _until_stopped(
-        self, running: Running, listener: socket.socket, following: Coroutine[None, None, None]
+        self, running: Running, listener: socket.socket, records: LogReader, letters: RecordProducer
     ) -> None:
         """Run the server and the subscriber until one ends or the role is stopped; raises what ended them."""
         serving = asyncio.create_task(running.server.serve(sockets=[listener]))
-        follower = asyncio.create_task(following)
+        follower = asyncio.create_task(self._follow(running, records, letters))
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait({serving, follower, stopped}, return_when=asyncio.FIRST_COMPLETED)
         self._stop.set()

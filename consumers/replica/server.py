@@ -10,8 +10,8 @@ The application, its routes and its metrics are vLLM's. Added, by a subclass of 
 - `fill_context: true` in `/v1/completions` with token ids: an answer may be as long as the context holds;
 - the response header `x-tidemill-replica`, and `GET /tidemill/status`.
 
-Chat is Tidemill's own (`chat_route`). vLLM's other ways to chat answer that they are not supported: they render by
-another code than the one that trains.
+Chat is Tidemill's own (`completions.chat_route`). vLLM's other ways to chat answer that they are not supported: they
+render by another code than the one that trains.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import logging
 from argparse import Namespace, _AppendAction
 from collections.abc import Callable
 from copy import copy
-from dataclasses import asdict, dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,45 +31,13 @@ from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from tidemill.consumers.replica.chat_route import CHAT_PATH, chat_route
-from tidemill.consumers.replica.completions import ChatCompletion, VersionedCompletion
-from tidemill.consumers.replica.config import ReplicaSettings
+from tidemill.consumers.replica.completions import CHAT_PATH, ChatCompletion, VersionedCompletion, chat_route
+from tidemill.consumers.replica.config import ReplicaSettings, flags
 from tidemill.consumers.replica.engine import ReplicaEngine
 from tidemill.consumers.replica.versions import IncarnationOf
-from tidemill.consumers.replica.vllm_args import flags
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.config import HttpSettings
 from tidemill.schemas.http_server import BoundedConfig
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """One replica now. Times in microseconds since the Unix epoch, durations in milliseconds."""
-
-    replica_id: str
-    region: str
-    run_id: str
-    branch: str
-    pool: str
-    """The pool that it serves in; empty for none."""
-    pid: int
-    incarnation: str
-    started_at: int
-    version: int
-    """The version served, proved from the live tensors."""
-    fingerprint: str
-    serving_format: str
-    """Format of few bits whose values its weights are, dequantised; empty where they are of none."""
-    head: int
-    """Newest version seen in the log."""
-    applied: int
-    """Versions applied in place by this process."""
-    refused: int
-    """Versions refused by this process."""
-    last_pause_ms: float
-    last_reason: str
-    """Why the last version was refused; empty when none was."""
-
 
 CANCEL_AFTER_S = 10.0
 """Seconds after the beginning of a shutdown when the server cancels requests that have not ended."""
@@ -85,17 +52,16 @@ _OTHER_CHATS = (
 """vLLM's own handlers of chats, by their place in the application's state."""
 
 
-class BadArgument(ValueError):
-    """vLLM does not take an argument of `replica.vllm_args`; the message is vLLM's."""
-
-
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is read without its types
     def error(self, message: str) -> NoReturn:
-        raise BadArgument(f"replica.vllm_args: {message}")
+        raise ValueError(f"replica.vllm_args: {message}")
 
 
 def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
-    """vLLM's server arguments for a checkpoint directory, parsed by vLLM's own parser. Raises BadArgument."""
+    """vLLM's server arguments for a checkpoint directory, parsed by vLLM's own parser.
+
+    Raises ValueError with vLLM's message for an argument of `replica.vllm_args` that it does not take.
+    """
     values = {
         "model": model,
         "served-model-name": settings.served_model,
@@ -136,29 +102,11 @@ def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
     return arguments
 
 
-class ReplicaHeader:
-    """ASGI middleware: names the replica in every HTTP response."""
-
-    def __init__(self, app: ASGIApp, replica_id: str) -> None:
-        self._app = app
-        self._header = (b"x-tidemill-replica", replica_id.encode())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the exchange on, adding the header to its response."""
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), self._header]
-            await send(message)
-
-        await self._app(scope, receive, send_named if scope["type"] == "http" else send)
-
-
 async def build_replica_app(
     engine: ReplicaEngine,
     arguments: Namespace,
     replica_id: str,
-    status: Callable[[], ReplicaStatus],
+    status: Callable[[], dict[str, Any]],
     incarnation_of: IncarnationOf,
     chat: ChatServer,
 ) -> ASGIApp:
@@ -178,9 +126,18 @@ async def build_replica_app(
         setattr(app.state, name, None)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") != CHAT_PATH]
     app.include_router(chat_route(chat, chatting))
-    app.add_api_route("/tidemill/status", lambda: asdict(status()), methods=["GET"])
+    app.add_api_route("/tidemill/status", status, methods=["GET"])
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-tidemill-replica", replica_id.encode())]
+            await send(message)
+
+        await app(scope, receive, send_named if scope["type"] == "http" else send)
+
     # vLLM has built its middleware stack already: the header goes around the whole application.
-    return ReplicaHeader(app, replica_id)
+    return named
 
 
 def make_server(app: ASGIApp, settings: HttpSettings) -> uvicorn.Server:

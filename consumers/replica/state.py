@@ -9,7 +9,7 @@ asks it where to go (`plan`), does that and reports: `proved`, `delta_refused`, 
 - every version that it sees and does not go to is refused once, with the reason;
 - while nothing can be reached, the last proved version goes on being served.
 
-In a pool (`gate.PoolGate`) the gate names what is served, and these replace the first, second and fourth:
+In a pool (`PoolGate`) the gate names what is served, and these replace the first, second and fourth:
 
 - it goes to the best version that the gate names and that can be reached, forwards or back; while that one has not
   been seen in the log, it stays;
@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from tidemill.consumers.replica.config import Pool
-from tidemill.consumers.replica.gate import PoolGate
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph
-from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
+from tidemill.schemas.gate_decisions import LIMITS, NAMES, BranchDecisions
+from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, SkipDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,57 @@ Said = Manifest | SkipDelta | GateDecision
 """The records that a replica follows."""
 
 
+class PoolGate(BranchDecisions):
+    """Which versions the operator or the promotion gate lets a replica of a pool serve. Without a decision and a pool,
+    every published version may be served.
+
+    In a pool only what was named is: `stable` serves the version that was promoted or rolled back to last, `canary` the
+    version under trial while there is one. A hold is a limit there too and names nothing, so that no version comes to
+    users by it; a release lifts it and names nothing either.
+    """
+
+    def __init__(self, pool: Pool = Pool.ALL) -> None:
+        super().__init__()
+        self._pool = pool
+
+    def objection(self, version: int) -> str:
+        """Why a replica may not go to `version`; empty when it may."""
+        unnamed = self._pool is not Pool.ALL and version not in self.named and version != self._tried
+        return self.forbidden(version) or (f"version {version} was not promoted" if unnamed else "")
+
+    def forbidden(self, version: int) -> str:
+        """Why `version` may not be served even where nothing better can be; empty when it may."""
+        limit = self.limit
+        if (rejection := self.rejected.get(version)) is not None:
+            return f"version {version} was rejected by {rejection.decided_by}: {rejection.reason}"
+        if limit is None or limit.version is None or version <= limit.version or version == self._tried:
+            return ""
+        return f"{LIMITS[limit.verdict]} version {limit.version} by {limit.decided_by}: {limit.reason}"
+
+    def notice(self, version: int | None) -> str:
+        """Why a replica that serves `version` must leave it; empty when it may stay.
+
+        A hold limits where a replica goes, not where it is; a rejection and a roll-back do both. So does a promotion in
+        a pool, where it names what is served.
+        """
+        sets_both = (GateVerdict.ROLL_BACK,) if self._pool is Pool.ALL else NAMES
+        must_leave = self.limit is not None and self.limit.verdict in sets_both
+        return self.forbidden(version) if version is not None and (version in self.rejected or must_leave) else ""
+
+    def preferred(self, serving: int | None) -> list[int]:
+        """The versions that a replica of a pool should serve, the best first: the trial, then what was named last.
+
+        What is served above a hold is among them, although a replica might not go there.
+        """
+        tried, stays = self._tried, not self.notice(serving)
+        named = [v for v in reversed(self.named) if not self.objection(v) or (stays and v == serving)]
+        return named if tried is None else [tried, *(version for version in named if version != tried)]
+
+    @property
+    def _tried(self) -> int | None:
+        return self.trial.version if self._pool is Pool.CANARY and self.trial is not None else None
+
+
 class ReplicaState:
     """The versions of one branch of one run, its gate for a pool, and the version served."""
 
@@ -60,12 +111,8 @@ class ReplicaState:
         self._gate = PoolGate(pool)
         self._answered: set[int] = set()
         self._notice = ""
-        self._serving: int | None = None
-
-    @property
-    def serving(self) -> int | None:
+        self.serving: int | None = None
         """The version served; None before the first."""
-        return self._serving
 
     @property
     def head(self) -> int:
@@ -92,40 +139,74 @@ class ReplicaState:
 
     def plan(self) -> Move | None:
         """Where to go now; None to stay. The same answer until something is observed or reported."""
-        if self._pool is not Pool.ALL:
-            return self._plan_in_pool()
-        serving = self._serving
-        notice = "" if serving is None else self._gate.notice(serving)
-        for version in sorted(self._graph.manifests, reverse=True):
-            # To an older version only on notice.
-            stays = serving is not None and (version == serving if notice else version <= serving)
-            path = None if stays or self._gate.objection(version) else self._graph.path(version, serving)
-            if path is not None:
-                return Move(self._graph.manifests[version], path, notice or _reason(path, serving))
+        serving, notice = self.serving, self._gate.notice(self.serving)
+        for version in self._wanted(notice):
+            if version == serving:
+                return None
+            path = self._graph.path(version, serving)
+            if path is None:
+                continue
+            reason = notice
+            if self._pool is not Pool.ALL:
+                reason = self._gate.objection(serving) if serving is not None and version < serving else ""
+            if not reason and serving is None:
+                reason = f"started from {path}"
+            elif not reason and path.anchor is not None:
+                reason = f"re-synced from {path}"
+            elif not reason and (len(path.deltas) != 1 or path.deltas[0].skips):
+                reason = f"caught up from version {serving} over {path}"
+            return Move(self._graph.manifests[version], path, reason)
         return None
+
+    def _wanted(self, notice: str) -> Iterator[int]:
+        """The versions to go to, the best first; the served one where it should stay."""
+        serving = self.serving
+        if self._pool is Pool.ALL:
+            for version in sorted(self._graph.manifests, reverse=True):
+                # To an older version only on notice.
+                if not notice and serving is not None and version <= serving:
+                    return
+                if version != serving and not self._gate.objection(version):
+                    yield version
+            return
+        for version in self._gate.preferred(serving):
+            if version in self._graph.manifests:
+                yield version
+            elif serving is not None and version > self.head and not notice:
+                # The decision came before its version: the two topics are read apart.
+                yield serving
+        oldest = next((v for v in sorted(self._graph.manifests) if self._graph.path(v, serving) is not None), None)
+        if oldest is not None and not self._gate.forbidden(oldest):
+            yield oldest
 
     def refusals(self) -> list[Refuse]:
         """The messages for the log while `plan` says to stay, each once.
 
-        The versions newer than the served one that cannot or may not be gone to; and the served one, where it should
-        be left and nothing leads away from it.
+        The versions that would be gone to if they could or might be; and the served one, where it should be left and
+        nothing leads away from it.
         """
-        found = self._passed_over()
-        refused = [self._graph.manifests[version] for version in found if version not in self._answered]
-        self._answered.update(found)
-        served = "nothing" if self._serving is None else f"version {self._serving}"
-        told = self._stuck()
-        for manifest in refused:
+        serving, notice, manifests = self.serving, self._gate.notice(self.serving), self._graph.manifests
+        told = []
+        if serving is not None and notice and notice != self._notice:
+            told.append(Refuse(manifests[serving], f"{notice}; no usable anchor leads away from it"))
+        self._notice = notice
+        if self._pool is Pool.ALL:
+            passed_over = {version for version in manifests if serving is None or version > serving}
+        else:
+            passed_over = manifests.keys() & takewhile(lambda one: one != serving, self._gate.preferred(serving))
+        served = "nothing" if serving is None else f"version {serving}"
+        for version in sorted(passed_over - self._answered):
             unreached = (
-                f"version {manifest.version} has parent {manifest.parent}, {served} is served, and no usable delta or "
+                f"version {version} has parent {manifests[version].parent}, {served} is served, and no usable delta or "
                 "anchor leads to it"
             )
-            told.append(Refuse(manifest, self._gate.objection(manifest.version) or unreached))
+            told.append(Refuse(manifests[version], self._gate.objection(version) or unreached))
+        self._answered |= passed_over
         return told
 
     def proved(self, version: int) -> None:
         """The live tensors were proved to be `version`, which is served from now on."""
-        self._serving = version
+        self.serving = version
         self._answered.add(version)
         self._graph.forget_tensors(version)
 
@@ -137,50 +218,3 @@ class ReplicaState:
     def anchor_refused(self, version: int) -> None:
         """An anchor cannot be read or is not what its manifest says."""
         self._graph.refuse_anchor(version)
-
-    def _plan_in_pool(self) -> Move | None:
-        for version in self._wanted():
-            if version == self._serving:
-                return None
-            path = self._graph.path(version, self._serving)
-            if path is not None:
-                back = self._serving is not None and version < self._serving
-                left = self._gate.objection(self._serving) if back and self._serving is not None else ""
-                return Move(self._graph.manifests[version], path, left or _reason(path, self._serving))
-        return None
-
-    def _wanted(self) -> Iterator[int]:
-        """What a replica of a pool should serve, the best first; the served one where it should wait."""
-        serving = self._serving
-        for version in self._gate.preferred(serving):
-            if version in self._graph.manifests:
-                yield version
-            elif serving is not None and version > self.head and not self._gate.notice(serving):
-                # The decision came before its version: the two topics are read apart.
-                yield serving
-        oldest = next((v for v in sorted(self._graph.manifests) if self._graph.path(v, serving) is not None), None)
-        if oldest is not None and not self._gate.forbidden(oldest):
-            yield oldest
-
-    def _passed_over(self) -> list[int]:
-        """The versions that would be gone to if they could or might be."""
-        if self._pool is not Pool.ALL:
-            better = takewhile(lambda version: version != self._serving, self._gate.preferred(self._serving))
-            return sorted(version for version in better if version in self._graph.manifests)
-        floor = -1 if self._serving is None else self._serving
-        return sorted(version for version in self._graph.manifests if version > floor)
-
-    def _stuck(self) -> list[Refuse]:
-        notice = "" if self._serving is None else self._gate.notice(self._serving)
-        said, self._notice = self._notice, notice
-        if not notice or notice == said or self._serving is None:
-            return []
-        return [Refuse(self._graph.manifests[self._serving], f"{notice}; no usable anchor leads away from it")]
-
-
-def _reason(path: UpdatePath, serving: int | None) -> str:
-    if serving is None:
-        return f"started from {path}"
-    if path.anchor is not None:
-        return f"re-synced from {path}"
-    return "" if len(path.deltas) == 1 and not path.deltas[0].skips else f"caught up from version {serving} over {path}"

@@ -17,21 +17,28 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
-from tidemill.consumers.replica.ledger import Applied, Ledger, Proof, Timings, WriteRefusedError
+from tidemill.consumers.replica.ledger import Applied, Ledger, Timings, WriteRefusedError
 from tidemill.consumers.replica.staging import Prepared, Staging
 from tidemill.consumers.replica.state import Move, ReplicaState, Said
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
 from tidemill.kernels.weights.mirror import Mirror
 from tidemill.kernels.weights.rebuild import RefusedAnchorError, RefusedDeltaError
-from tidemill.schemas.records import AckStatus, Manifest
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.liveness import Liveness
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import AckStatus, GateDecision, Manifest, SkipDelta
 
 if TYPE_CHECKING:
     from tidemill.consumers.replica.engine import ReplicaEngine
 
+logger = logging.getLogger(__name__)
 FIRST_S = 0.5
 LONGEST_S = 30.0
+IDLE_S = 0.25
+"""How often what failed for want of time is looked at again while nothing new arrives."""
+BATCH = 500
 
 
 class Patience:
@@ -42,22 +49,14 @@ class Patience:
         self._until = float("-inf")
 
     def failed(self, now: float) -> None:
-        """A try failed at `now`."""
         self._until = now + self._wait_s
         self._wait_s = min(2 * self._wait_s, LONGEST_S)
 
     def succeeded(self) -> None:
-        """A try succeeded."""
         self._wait_s, self._until = FIRST_S, float("-inf")
 
     def may_try(self, now: float) -> bool:
-        """Whether it is time to try again."""
         return now >= self._until
-
-
-logger = logging.getLogger(__name__)
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class ReplicaFault(RuntimeError):
@@ -114,25 +113,16 @@ class Subscriber:
         for refusal in self._state.refusals():
             self._refuse(refusal.manifest, refusal.reason)
 
-    async def observe(self, record: Said) -> None:
-        """`receive`, then `advance`."""
-        self.receive(record)
-        await self.advance()
-
     def close(self) -> None:
         """End the staging threads once their work is done."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._staging.close()
 
-    async def in_thread(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run blocking work beside the server, in the one staging thread."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._worker, lambda: call(*args, **kwargs))
-
     async def _carry_out(self, move: Move) -> bool:
         """Whether the state may be asked again: the move ended, well or not; False when only time can help."""
+        loop = asyncio.get_running_loop()
         try:
-            prepared = await self.in_thread(self._staging.prepare, move, self._mirror)
+            prepared = await loop.run_in_executor(self._worker, self._staging.prepare, move, self._mirror)
         except RefusedAnchorError as error:
             self._state.anchor_refused(error.manifest.version)
             self._refuse(error.manifest, str(error))
@@ -150,35 +140,29 @@ class Subscriber:
         return True
 
     async def _serve(self, move: Move, prepared: Prepared) -> None:
-        target = move.target
+        target, times, fingerprint = move.target, Timings(), ""
         again = self._write_whole == target.version
         whole = prepared.whole or again
         try:
-            if whole:
-                directory = await self.in_thread(self._staging.save, self._mirror)
-                applied = await self._engine.load(directory, target.version)
-            else:
-                applied = await self._engine.apply(prepared.changes, target.version)
+            applied = await (self._load() if whole else self._engine.apply(prepared.changes, target.version))
         except WriteRefusedError as error:
-            try:
-                await self._take_back(target, prepared, whole)
-            finally:
-                self._refuse(target, f"the engine could not write it: {error}")
-            return
-        served_ms = self._ledger.since_us(target.trained_at)
-        proof = await self._engine.prove()
-        times = Timings(prepared.fetch_ms, prepared.decode_ms, proof.proof_ms, served_ms)
-        objection = proof.objection(target.fingerprint, self._mirror.fingerprints)
-        if objection:
-            try:
-                await self._take_back(target, prepared, whole)
-            finally:
-                self._refuse(target, f"the live tensors could not be proved: {objection}", times, proof.total)
-            return
-        prepared.draft.keep()
-        self._state.proved(target.version)
-        status = AckStatus.ANCHORED if again or move.path.anchor is not None else AckStatus.PROVED
-        self._ledger.served(status, target, applied, times, move.reason)
+            refusal = f"the engine could not write it: {error}"
+        else:
+            served_ms = self._ledger.since_us(target.trained_at)
+            proof = await self._engine.prove()
+            times = Timings(prepared.fetch_ms, prepared.decode_ms, proof.proof_ms, served_ms)
+            objection = proof.objection(target.fingerprint, self._mirror.fingerprints)
+            if not objection:
+                prepared.draft.keep()
+                self._state.proved(target.version)
+                status = AckStatus.ANCHORED if again or move.path.anchor is not None else AckStatus.PROVED
+                self._ledger.served(status, target, applied, times, move.reason)
+                return
+            refusal, fingerprint = f"the live tensors could not be proved: {objection}", proof.total
+        try:
+            await self._take_back(target, prepared, whole)
+        finally:
+            self._refuse(target, refusal, times, fingerprint)
 
     async def _take_back(self, target: Manifest, prepared: Prepared, whole: bool) -> None:
         """Return to the last proved version: by undoing the write, else by writing the whole mirror.
@@ -186,22 +170,81 @@ class Subscriber:
         Raises:
             ReplicaFault: the target was written in full, or the last version is, and is not there.
         """
-        await self.in_thread(prepared.draft.revert)
+        await asyncio.get_running_loop().run_in_executor(self._worker, prepared.draft.revert)
         if whole:
             raise ReplicaFault(f"version {target.version} was written in full and is not there")
         self._write_whole = target.version
         with suppress(WriteRefusedError):  # nothing was written, or a rank cannot take it back: the proof tells
             await self._engine.undo()
-        if self._objection_to_mirror(await self._engine.prove()):
-            directory = await self.in_thread(self._staging.save, self._mirror)
-            await self._engine.load(directory, self._mirror.version)
-            objection = self._objection_to_mirror(await self._engine.prove())
-            if objection:
+        expected = self._mirror.fingerprint.hex(), self._mirror.fingerprints
+        if (await self._engine.prove()).objection(*expected):
+            await self._load()
+            if objection := (await self._engine.prove()).objection(*expected):
                 raise ReplicaFault(f"version {self._mirror.version} was written in full and is not there: {objection}")
 
-    def _objection_to_mirror(self, proof: Proof) -> str:
-        return proof.objection(self._mirror.fingerprint.hex(), self._mirror.fingerprints)
+    async def _load(self) -> Applied:
+        """Have the engine take the mirror's version whole."""
+        directory = await asyncio.get_running_loop().run_in_executor(self._worker, self._staging.save, self._mirror)
+        return await self._engine.load(directory, self._mirror.version)
 
     def _refuse(self, manifest: Manifest, reason: str, times: Timings | None = None, fingerprint: str = "") -> None:
         logger.warning("version %d refused, version %s stays: %s", manifest.version, self._state.serving, reason)
         self._ledger.refuse(manifest, reason, times or Timings(), fingerprint)
+
+
+async def follow(
+    subscriber: Subscriber,
+    log: LogReader,
+    bury: Callable[[ConsumedRecord, str], None],
+    stop: asyncio.Event,
+    *,
+    check: Callable[[], None] = lambda: None,
+    poll_interval_s: float = 0.05,
+    acting: Liveness | None = None,
+    move_timeout_s: float = 0.0,
+) -> None:
+    """Keep a subscriber fed until stopped: one task reads the log as it grows, another acts on what was read.
+
+    They are apart so that a replica knows how far behind it is while it fetches a version, and so that a backlog is
+    seen whole and passed over the cheapest way instead of record by record.
+
+    Args:
+        log: manifests, skip-deltas and gate decisions; read here only.
+        bury: puts a record aside that cannot be used, with the reason; the log goes on.
+        check: is called now and then and raises when there is nothing to serve any more.
+        poll_interval_s: how long one poll waits for a record.
+        acting: is told when a move begins and ends.
+        move_timeout_s: how long a move may take.
+    """
+    acting, news, ended = acting or Liveness("", 0.0), asyncio.Event(), asyncio.Event()
+
+    async def read() -> None:
+        while not (ended.is_set() or stop.is_set()):
+            check()
+            for located in await asyncio.to_thread(log.poll, poll_interval_s, BATCH):
+                if isinstance(located.record, Manifest | SkipDelta | GateDecision):
+                    subscriber.receive(located.record)
+                else:
+                    kind = type(located.record).__name__
+                    bury(located, located.error or f"a {kind} is not followed by a replica")
+                news.set()
+
+    async def act() -> None:
+        while not (ended.is_set() or stop.is_set()):
+            news.clear()
+            acting.beat("a move to another version", move_timeout_s)
+            await subscriber.advance()
+            acting.beat("waiting for records")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(news.wait(), IDLE_S)
+
+    tasks = [asyncio.create_task(read()), asyncio.create_task(act())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        # The other task ends by itself: a poll or a move that is cut off would leave its thread behind.
+        ended.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

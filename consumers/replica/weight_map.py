@@ -4,17 +4,17 @@ A serving engine fuses, pads, ties and shards checkpoint tensors. Instead of gue
 own `load_weights` once on meta tensors (no memory) and notes each copy that it would make. What holds afterwards:
 
 - an element of a checkpoint tensor has at most one place in the rank, or the map is refused; that the ranks together
-  hold every element is for `holdings` to check;
+  hold every element is for `ranks.Holdings` to check;
 - every parameter of the rank is fed by the checkpoint (rows and columns that only pad it excepted);
 - the engine's type holds every value of the checkpoint's type, or the map is refused.
 
-Where the engine reorders what was loaded (`experts`), the order is part of the place. Bits are the checkpoint's own
+Where the engine reorders what was loaded (`cpu_layers`), the order is part of the place. Bits are the checkpoint's own
 patterns; an fp32 engine holds bf16 bits in the upper half of each element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -59,13 +59,17 @@ def record_map(
     Args:
         model: the engine's model, its `load_weights` taking an iterable of (name, tensor).
         tensors: every tensor of the checkpoint.
-        orders: parameters that the engine reordered after loading, as `experts.orders_of_experts` finds them.
+        orders: parameters that the engine reordered after loading, as `cpu_layers.orders_of_experts` finds them.
 
     Raises:
         UnsupportedModelError: a weight is packed away, lies in an order that is not known or in a type that cannot
             hold it, or a tensor has no name in the engine, or a parameter none in the checkpoint.
     """
-    owners, parameters = _owners(model), dict(model.named_parameters())
+    parameters, owners = dict(model.named_parameters()), dict[int, str]()
+    for name, parameter in parameters.items():
+        if parameter.numel() == 0:
+            raise UnsupportedModelError(f"the engine packed {name} out of reach: weight packing must stay off")
+        owners.setdefault(parameter.untyped_storage().data_ptr(), name)
     layouts: dict[str, Layout] = {}
     for spec in tensors:
         copies = _record_copies(model, spec, owners)
@@ -74,32 +78,22 @@ def record_map(
             raise UnsupportedModelError(
                 f"{spec.name} lies in {len(found)} of the engine's parameters: {', '.join(found)}"
             )
-        parameter = found[0] if found else ""
-        shift = _shift(spec, parameter, parameters[parameter]) if parameter else 0
-        layouts[spec.name] = Layout.of(parameter, _boxes_of(spec, copies), orders.get(parameter), shift)
+        owner = found[0] if found else ""
+        held = str(parameters[owner].dtype).removeprefix("torch.") if owner else spec.dtype
+        if held != spec.dtype and (spec.dtype, held) not in _SHIFTS:
+            raise UnsupportedModelError(
+                f"{spec.name} is {spec.dtype}, the engine holds it as {held} in {owner}, which is another value for "
+                "some patterns: serve bfloat16 tensors in a float32 engine, or every tensor in the engine's own dtype"
+            )
+        boxes = sorted((_box_of(spec, copy) for copy in copies if 0 not in copy.shape), key=lambda box: box.source)
+        for before, box in pairwise(boxes):
+            if box.source < before.end:
+                raise UnsupportedModelError(f"elements of {spec.name} from {box.source} lie in two places: not mapped")
+        layouts[spec.name] = Layout.of(owner, boxes, orders.get(owner), _SHIFTS.get((spec.dtype, held), 0))
     unfed = sorted(set(owners.values()) - {layout.parameter for layout in layouts.values() if layout.boxes})
     if unfed:
         raise UnsupportedModelError(f"the checkpoint names no tensor for the engine's {', '.join(unfed)}")
     return layouts
-
-
-def _shift(spec: TensorSpec, name: str, parameter: torch.Tensor) -> int:
-    held = str(parameter.dtype).removeprefix("torch.")
-    if held != spec.dtype and (spec.dtype, held) not in _SHIFTS:
-        raise UnsupportedModelError(
-            f"{spec.name} is {spec.dtype}, the engine holds it as {held} in {name}, which is another value for some "
-            "patterns: serve bfloat16 tensors in a float32 engine, or every tensor in the engine's own dtype"
-        )
-    return _SHIFTS.get((spec.dtype, held), 0)
-
-
-def _owners(model: torch.nn.Module) -> dict[int, str]:
-    owners: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.numel() == 0:
-            raise UnsupportedModelError(f"the engine packed {name} out of reach: weight packing must stay off")
-        owners.setdefault(parameter.untyped_storage().data_ptr(), name)
-    return owners
 
 
 def _record_copies(model: torch.nn.Module, spec: TensorSpec, owners: Mapping[int, str]) -> list[_Copy]:
@@ -128,14 +122,6 @@ def _record_copies(model: torch.nn.Module, spec: TensorSpec, owners: Mapping[int
     finally:
         torch.Tensor.copy_ = original  # type: ignore[method-assign]
     return copies
-
-
-def _boxes_of(spec: TensorSpec, copies: Iterable[_Copy]) -> list[Box]:
-    boxes = sorted((_box_of(spec, copy) for copy in copies if 0 not in copy.shape), key=lambda box: box.source)
-    for before, box in pairwise(boxes):
-        if box.source < before.end:
-            raise UnsupportedModelError(f"elements of {spec.name} from {box.source} lie in two places: not mapped")
-    return boxes
 
 
 def _box_of(spec: TensorSpec, copy: _Copy) -> Box:

@@ -1,5 +1,7 @@
 """The columns of a record's table, derived from its Avro schema: one rule a type, so that the two cannot drift.
 
+Values of many records become Arrow arrays, packed tokens without a Python object for each.
+
 | in the schema | in the table |
 | --- | --- |
 | string, long, double, boolean | String, Int64, Float64, Bool |
@@ -18,14 +20,84 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from tidemill.consumers.sink.arrays import Gathered, list_array, map_array, packed_lists
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas.codec import current_schema
+
+Offsets = npt.NDArray[np.int64]
+"""Where each list begins in the values of all lists, and where the last one ends."""
+
+
+class Gathered:
+    """The values of many records of one type, by path of field names: each path is gathered once for all its columns.
+
+    The values of a path of one name are that field of each record. A longer path goes through lists: its values are
+    the last field of each item of the lists before it.
+    """
+
+    def __init__(self, records: Sequence[Any]) -> None:
+        self._records = records
+        self._values: dict[tuple[str, ...], list[Any]] = {}
+        self._items: dict[tuple[str, ...], list[Any]] = {}
+        self._offsets: dict[tuple[str, ...], Offsets] = {}
+
+    def values(self, *path: str) -> list[Any]:
+        found = self._values.get(path)
+        if found is None:
+            owners = self.items(*path[:-1]) if path[:-1] else self._records
+            found = self._values[path] = list(map(attrgetter(path[-1]), owners))
+        return found
+
+    def items(self, *path: str) -> list[Any]:
+        """The items of all values of a path: those of lists, or the keys of maps."""
+        found = self._items.get(path)
+        if found is None:
+            found = self._items[path] = list(chain.from_iterable(self.values(*path)))
+        return found
+
+    def offsets(self, *path: str) -> Offsets:
+        """Where each value of a path begins in `items`; for bytes, in their concatenation."""
+        found = self._offsets.get(path)
+        if found is None:
+            values = self.values(*path)
+            found = np.zeros(len(values) + 1, dtype=np.int64)
+            np.cumsum(np.fromiter(map(len, values), np.int64, len(values)), out=found[1:])
+            self._offsets[path] = found
+        return found
+
+    def record_offsets(self, *path: str) -> Offsets:
+        """Where each record begins in the `items` of a path."""
+        found = self.offsets(path[0])
+        for depth in range(2, len(path) + 1):
+            found = self.offsets(*path[:depth])[found]
+        return found
+
+
+def list_array(offsets: Offsets | Sequence[int], values: pa.Array) -> pa.ListArray:
+    """The lists that lie between `offsets` of `values`. Raises ValueError when they do not end with the values."""
+    if offsets[-1] != len(values):
+        raise ValueError(f"lists of {offsets[-1]} elements in all cannot be cut from {len(values)}")
+    return pa.ListArray.from_arrays(pa.array(np.asarray(offsets, dtype=np.int32)), values)
+
+
+def packed_array(chunks: Sequence[bytes], dtype: np.dtype[Any]) -> pa.Array:
+    """Packed little-endian bytes of many rows as one flat Arrow array."""
+    return pa.array(np.frombuffer(b"".join(chunks), dtype=dtype))
+
+
+def packed_lists(offsets: Offsets, chunks: Sequence[bytes], dtype: np.dtype[Any]) -> pa.ListArray:
+    """Lists of elements out of packed chunks; `offsets` count bytes. Raises ValueError for a part of an element."""
+    if (offsets % dtype.itemsize).any():
+        raise ValueError(f"packed bytes are no whole number of elements of {dtype.itemsize}")
+    return list_array(offsets // dtype.itemsize, packed_array(chunks, dtype))
+
 
 Build = Callable[[Gathered], pa.Array]
 """From the records of one type to the column's values."""
@@ -75,151 +147,98 @@ class Schema:
     """An Avro record schema whose references to named types are resolved."""
 
     def __init__(self, document: dict[str, Any]) -> None:
+        self._fields: list[dict[str, Any]] = document["fields"]
         self._named: dict[str, dict[str, Any]] = {}
-        self._collect(document)
-        self.fields: list[dict[str, Any]] = document["fields"]
-
-    def _collect(self, node: Any) -> None:  # noqa: ANN401 - a JSON tree
-        if isinstance(node, list):
-            for item in node:
-                self._collect(item)
-        elif isinstance(node, dict):
-            if node.get("type") in ("record", "enum"):
-                self._named[node["name"]] = self._named[f"{node.get('namespace', '')}.{node['name']}"] = node
-            for item in node.values():
-                self._collect(item)
-
-    def resolve(self, kind: Any) -> Any:  # noqa: ANN401 - a JSON tree
-        """The definition behind a name; anything else as it is."""
-        return self._named.get(kind, kind) if isinstance(kind, str) else kind
-
-    def optional(self, kind: Any) -> tuple[Any, bool]:  # noqa: ANN401 - a JSON tree
-        """A type without its null, and whether it had one."""
-        if not isinstance(kind, list):
-            return self.resolve(kind), False
-        (inner,) = (branch for branch in kind if branch != "null")
-        return self.resolve(inner), True
-
-    def leaf(self, kind: Any) -> Leaf | None:  # noqa: ANN401 - a JSON tree
-        """The scalar that a type is; None when it is not one."""
-        if isinstance(kind, str):
-            return PRIMITIVES.get(kind)
-        if kind["type"] == "enum":
-            return NAME
-        if kind.get("logicalType") == "timestamp-micros":
-            return MICROSECONDS
-        return PRIMITIVES.get(kind["type"])
+        nodes: list[Any] = [document]
+        for node in nodes:
+            if isinstance(node, list):
+                nodes += node
+            elif isinstance(node, dict):
+                nodes += node.values()
+                if node.get("type") in ("record", "enum"):
+                    self._named[node["name"]] = self._named[f"{node.get('namespace', '')}.{node['name']}"] = node
 
     def columns(self) -> list[Column]:
         """The columns of every field, in order. Raises TypeError for a type that no rule covers."""
-        return [column for field in self.fields for column in self._of_field(field["name"], field["type"])]
+        return [column for field in self._fields for column in self._of((field["name"],), field["type"])]
 
-    def _of_field(self, name: str, declared: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
-        kind, nullable = self.optional(declared)
-        leaf = self.leaf(kind)
-        if leaf is not None:
+    def resolved(self, kind: Any) -> tuple[Any, bool]:  # noqa: ANN401 - a JSON tree
+        """The definition of a type without its null, and whether it had one."""
+        nullable = isinstance(kind, list)
+        if nullable:
+            (kind,) = (branch for branch in kind if branch != "null")
+        return self._named.get(kind, kind) if isinstance(kind, str) else kind, nullable
+
+    def _of(self, path: tuple[str, ...], declared: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
+        """The columns of a field: of a record, where its path is one name; else of the items of the lists before it."""
+        kind, nullable = self.resolved(declared)
+        name, source, within = path[-1], ".".join(path), path[:-1]
+        leaf, form = leaf_of(kind), kind if isinstance(kind, str) else kind["type"]
+        code = "" if isinstance(kind, str) else kind.get("dtype", "")
+        if leaf is not None and not within:
             yield scalar_column(name, leaf, nullable)
-        elif _is_bytes(kind):
-            code = _dtype(kind)
-            if code:
-                yield Column(
-                    name,
-                    f"Array({PACKED[code]})",
-                    name,
-                    lambda of: packed_lists(of.offsets(name), of.values(name), np.dtype(f"<{code}")),
-                )
-            else:
-                yield Column(f"{name}_bytes", INTEGER.clickhouse, name, lambda of: pa.array(np.diff(of.offsets(name))))
-        elif kind["type"] == "record":
-            yield from self._flattened(name, kind)
-        elif kind["type"] == "map" and kind["values"] in ("double", "long"):
-            number = PRIMITIVES[kind["values"]]
-            yield Column(
-                name,
-                f"Map(String, {number.clickhouse})",
-                name,
-                lambda of: map_array(of.offsets(name), of.items(name), of.values(name), number.arrow),
-            )
-        elif kind["type"] == "array":
-            yield from self._of_array(name, self.resolve(kind["items"]))
-        else:
-            raise TypeError(f"field {name!r}: no column rule for the Avro type {declared!r}")
-
-    def _flattened(self, name: str, record: dict[str, Any]) -> Iterator[Column]:
-        for field in record["fields"]:
-            leaf = self.leaf(self.resolve(field["type"]))
-            if leaf is None:
-                raise TypeError(f"field {name}.{field['name']}: an optional record may hold scalars only")
-            yield _optional_part(name, field["name"], leaf)
-
-    def _of_array(self, name: str, items: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
-        leaf = self.leaf(items)
-        if leaf is not None:
+        elif leaf is not None:
             array = leaf.array
             yield Column(
-                name, f"Array({leaf.clickhouse})", name, lambda of: list_array(of.offsets(name), array(of.items(name)))
-            )
-            return
-        for field in items["fields"]:
-            yield from self._of_item(name, field["name"], field["type"])
-
-    def _of_item(self, name: str, sub: str, declared: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
-        kind, nullable = self.optional(declared)
-        leaf = self.leaf(kind)
-        if leaf is not None:
-            array = leaf.array
-            yield Column(
-                f"{name}.{sub}",
+                ".".join(path[-2:]),
                 f"Array({_nullable(leaf, nullable)})",
-                f"{name}.{sub}",
-                lambda of: list_array(of.offsets(name), array(of.values(name, sub))),
+                source,
+                lambda of: list_array(of.record_offsets(*within), array(of.values(*path))),
             )
-        elif _is_bytes(kind):
-            code = _dtype(kind)
-            if not code:
-                raise TypeError(f"field {name}.{sub}: bytes within a list need the logical type le-array")
+        elif form == "bytes" and code:
             yield Column(
-                sub,
+                name,
                 f"Array({PACKED[code]})",
-                f"{name}.{sub}",
-                lambda of: packed_lists(of.record_offsets(name, sub), of.values(name, sub), np.dtype(f"<{code}")),
+                source,
+                lambda of: packed_lists(of.record_offsets(*path), of.values(*path), np.dtype(f"<{code}")),
             )
-        elif kind["type"] == "array":
-            yield from self._of_inner_array(name, sub, self.resolve(kind["items"]))
+        elif form == "bytes" and within:
+            raise TypeError(f"field {source}: bytes within a list need the logical type le-array")
+        elif form == "bytes":
+            yield Column(f"{name}_bytes", INTEGER.clickhouse, name, lambda of: pa.array(np.diff(of.offsets(name))))
+        elif form == "array" and len(path) < 3:
+            yield from self._of_array(path, self.resolved(kind["items"])[0])
+        elif form == "record" and not within:
+            for field in kind["fields"]:
+                part = leaf_of(self.resolved(field["type"])[0])
+                if part is None:
+                    raise TypeError(f"field {name}.{field['name']}: an optional record may hold scalars only")
+                yield _optional_part(name, field["name"], part)
+        elif form == "map" and not within and kind["values"] in ("double", "long"):
+            yield _map_column(name, PRIMITIVES[kind["values"]])
         else:
-            raise TypeError(f"field {name}.{sub}: no column rule for the Avro type {declared!r}")
+            raise TypeError(f"field {source}: no column rule for the Avro type {declared!r}")
 
-    def _of_inner_array(self, name: str, sub: str, items: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
-        leaf = self.leaf(items)
+    def _of_array(self, path: tuple[str, ...], items: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
+        leaf, source, first = leaf_of(items), ".".join(path), path[0]
         if leaf is not None:
             array = leaf.array
-            yield Column(
-                f"{name}.{sub}",
-                f"Array(Array({leaf.clickhouse}))",
-                f"{name}.{sub}",
-                lambda of: list_array(of.offsets(name), list_array(of.offsets(name, sub), array(of.items(name, sub)))),
-            )
+
+            def lists(of: Gathered) -> pa.Array:
+                own = list_array(of.offsets(*path), array(of.items(*path)))
+                return own if len(path) == 1 else list_array(of.offsets(first), own)
+
+            yield Column(source, f"{'Array(' * len(path)}{leaf.clickhouse}{')' * len(path)}", source, lists)
             return
+        if len(path) == 2:
 
-        def outer_index(of: Gathered) -> pa.Array:
-            outer, inner = of.offsets(name), of.offsets(name, sub)
-            places = np.arange(outer[-1]) - np.repeat(outer[:-1], np.diff(outer))
-            return list_array(inner[outer], pa.array(np.repeat(places, np.diff(inner))))
+            def outer_index(of: Gathered) -> pa.Array:
+                outer, inner = of.offsets(first), of.offsets(*path)
+                places = np.arange(outer[-1]) - np.repeat(outer[:-1], np.diff(outer))
+                return list_array(inner[outer], pa.array(np.repeat(places, np.diff(inner))))
 
-        yield Column(f"{sub}.{name.removesuffix('s')}", "Array(Int64)", f"{name}.{sub}", outer_index)
+            yield Column(f"{path[1]}.{first.removesuffix('s')}", "Array(Int64)", source, outer_index)
         for field in items["fields"]:
-            inner = self.leaf(self.resolve(field["type"]))
-            if inner is None:
-                raise TypeError(f"field {name}.{sub}.{field['name']}: nested deeper than any column rule")
-            yield _inner_column(name, sub, field["name"], inner)
+            yield from self._of((*path, field["name"]), field["type"])
 
 
-def _is_bytes(kind: Any) -> bool:  # noqa: ANN401 - a JSON tree
-    return kind == "bytes" or (isinstance(kind, dict) and kind["type"] == "bytes")
-
-
-def _dtype(kind: Any) -> str:  # noqa: ANN401 - a JSON tree
-    return kind.get("dtype", "") if isinstance(kind, dict) else ""
+def leaf_of(kind: Any) -> Leaf | None:  # noqa: ANN401 - a JSON tree
+    """The scalar that a type is; None when it is not one."""
+    if isinstance(kind, str):
+        return PRIMITIVES.get(kind)
+    if kind["type"] == "enum":
+        return NAME
+    return MICROSECONDS if kind.get("logicalType") == "timestamp-micros" else PRIMITIVES.get(kind["type"])
 
 
 def _nullable(leaf: Leaf, nullable: bool) -> str:
@@ -240,11 +259,13 @@ def _optional_part(name: str, sub: str, leaf: Leaf) -> Column:
     return Column(f"{name}_{sub}", _nullable(leaf, True), f"{name}.{sub}", build)
 
 
-def _inner_column(name: str, sub: str, part: str, leaf: Leaf) -> Column:
+def _map_column(name: str, number: Leaf) -> Column:
     def build(of: Gathered) -> pa.Array:
-        return list_array(of.record_offsets(name, sub), leaf.array(of.values(name, sub, part)))
+        values = chain.from_iterable(one.values() for one in of.values(name))
+        keys, numbers = pa.array(of.items(name), pa.string()), number.array(list(values))
+        return pa.MapArray.from_arrays(pa.array(of.offsets(name).astype(np.int32)), keys, numbers)
 
-    return Column(f"{sub}.{part}", f"Array({leaf.clickhouse})", f"{name}.{sub}.{part}", build)
+    return Column(name, f"Map(String, {number.clickhouse})", name, build)
 
 
 POSITION = (

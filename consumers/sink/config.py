@@ -113,8 +113,12 @@ class SinkSettings(Section):
 
     @property
     def embedded(self) -> bool:
-        """Whether the tables lie in the embedded engine."""
         return not self.host
+
+    @property
+    def server_url(self) -> str:
+        """Where a ClickHouse server answers; without one, see the state file of the sink (`query.read_state`)."""
+        return f"{'https' if self.secure else 'http'}://{self.host}:{self.port}"
 
     @property
     def directory(self) -> Path:

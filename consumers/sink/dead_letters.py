@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
-from typing import Self, cast
+from contextlib import AbstractContextManager
+from typing import cast
 
 from confluent_kafka import OFFSET_BEGINNING, Message
 
@@ -26,21 +26,22 @@ from tidemill.schemas.log.reader import PartitionReader
 CLIENT_ID = "tidemill-sink-dlq"
 
 
-def _number(text: str, otherwise: int) -> int:
-    return int(text) if text.lstrip("-").isdigit() else otherwise
-
-
 def dead_letter_row(message: Message) -> Row:
     """The row of a dead letter. Headers that are missing or malformed leave the letter's own place in their stead."""
     raw = cast("list[tuple[str, bytes | None]]", message.headers() or [])
     headers = {name: (value or b"").decode("utf-8", "replace") for name, value in raw}
     topic, partition, offset = message.topic() or "", message.partition() or 0, message.offset() or 0
     timestamp, value = message.timestamp()[1], message.value() or b""
+
+    def number(header: str, otherwise: int) -> int:
+        text = headers.get(header, "")
+        return int(text) if text.lstrip("-").isdigit() else otherwise
+
     letter = DeadLetter(
         source_topic=headers.get(HEADER_TOPIC, topic),
-        source_partition=_number(headers.get(HEADER_PARTITION, ""), partition),
-        source_offset=_number(headers.get(HEADER_OFFSET, ""), offset),
-        source_timestamp_ms=_number(headers.get(HEADER_TIMESTAMP, ""), timestamp),
+        source_partition=number(HEADER_PARTITION, partition),
+        source_offset=number(HEADER_OFFSET, offset),
+        source_timestamp_ms=number(HEADER_TIMESTAMP, timestamp),
         reason=headers.get(HEADER_REASON, "no reason given"),
         found_by=headers.get(HEADER_APPLICATION, "unknown"),
         value=value,
@@ -48,7 +49,7 @@ def dead_letter_row(message: Message) -> Row:
     return Row(topic, partition, offset, timestamp, message.key() or b"", letter, len(value))
 
 
-class DeadLetterReader:
+class DeadLetterReader(AbstractContextManager["DeadLetterReader"]):
     """Group-less reader of the dead-letter topics that exist, from chosen offsets.
 
     Args:
@@ -79,10 +80,5 @@ class DeadLetterReader:
         """Give the connections back."""
         self._log.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -2,6 +2,12 @@
 
 `Reader` answers queries over the embedded engine without a way to change it: each runs on a connection of its own,
 in `readonly = 1`, with bounds on time, memory and size, so that no state passes from one query to the next.
+
+`readonly = 1` refuses writes, definitions and most table functions. It lets through what reads or writes files and
+processes by other ways: the `file` function, `INTO OUTFILE`, `DESCRIBE` of a table function, `KILL`. So `check` judges
+which statements are run: one query that reads tables of the engine, and nothing else. It judges the statement as the
+engine's own parser printed it (`formatQuerySingleLine`), and that same text is run, so that comments, quoting and
+heredocs cannot hide a name.
 """
 
 from __future__ import annotations
@@ -9,16 +15,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import clickhouse_connect
 from clickhouse_connect.driver.exceptions import ClickHouseError
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.statement import READONLY_CODE, Refused, Statement, check, escaped, refused_functions
+from tidemill.consumers.sink.query import escaped
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -29,8 +36,18 @@ KNOWN_LENGTH = 2**14
 """Characters of such a statement at most."""
 UNKNOWN_CODE = 1002
 """ClickHouse's UNKNOWN_EXCEPTION, for a message without a code."""
+READONLY_CODE = 164
+"""ClickHouse's READONLY."""
 
-
+READING = frozenset({"SELECT", "WITH", "SHOW", "DESCRIBE", "EXPLAIN", "EXISTS"})
+HARMLESS_TABLE_FUNCTIONS = frozenset(
+    {"format", "fuzzjson", "generaterandom", "generateseries", "generate_series", "null", "numbers", "numbers_mt"}
+    | {"primes", "sqlstandardvalues", "values", "view", "viewexplain", "zeros", "zeros_mt"}
+)
+"""Table functions that make rows from their arguments alone. Every other one the engine knows is refused."""
+REACHING_FUNCTIONS = frozenset({"file", "hascolumnintable", "catboostevaluate"})
+"""Ordinary functions that read a file or ask another host."""
+_TOKEN = re.compile(r"'(?:[^'\\]|\\.|'')*'|`(?:[^`\\]|\\.|``)*`|\"(?:[^\"\\]|\\.)*\"|\w+|\S", re.DOTALL)
 ALLOCATOR = "JE_MALLOC_CONF"
 """Where the embedded engine's allocator looks for its settings when it is loaded."""
 
@@ -60,27 +77,21 @@ class Answer:
 
 def connect(settings: SinkSettings) -> Client:
     """A client that may write. Raises EngineBusy, or ClickHouse's own error for a server out of reach."""
-    if settings.embedded:
-        return _embedded(settings)
-    return clickhouse_connect.get_client(
-        host=settings.host,
-        port=settings.port,
-        username=settings.user,
-        password=settings.password.get_secret_value(),
-        secure=settings.secure,
-        autogenerate_session_id=False,
-    )
-
-
-def _embedded(settings: SinkSettings) -> Client:
-    directory = settings.directory
+    if not settings.embedded:
+        return clickhouse_connect.get_client(
+            host=settings.host,
+            port=settings.port,
+            username=settings.user,
+            password=settings.password.get_secret_value(),
+            secure=settings.secure,
+            autogenerate_session_id=False,
+        )
+    directory, options = settings.directory, engine_options(settings)
     directory.mkdir(parents=True, exist_ok=True)
     # Only a process that has not loaded the engine before heeds it.
     os.environ.setdefault(ALLOCATOR, f"dirty_decay_ms:{settings.keep_freed_ms},muzzy_decay_ms:0")
     try:
-        return clickhouse_connect.get_client(
-            interface="chdb", path=str(directory), chdb_options=engine_options(settings)
-        )
+        return clickhouse_connect.get_client(interface="chdb", path=str(directory), chdb_options=options)
     except ClickHouseError as error:
         raise EngineBusy(
             f"the tables in {directory} cannot be opened: another process has them open (a running sink: ask it with "
@@ -137,25 +148,19 @@ class Reader:
         statement = self._known(sql) if len(sql) <= KNOWN_LENGTH else self.check(sql)
         chosen = statement.format or default_format
         answer = self._run(statement.sql, chosen, parameters or {}, database, bounds)
-        if not answer.body and chosen == "Native":
-            return self._empty_native(statement, parameters or {}, database)
-        return answer
+        if answer.body or chosen != "Native":
+            return answer
+        # Without rows the embedded engine sends nothing, where a server sends the columns' names and types.
+        described = self._run(statement.with_format("JSONCompact"), "JSONCompact", parameters or {}, database)
+        body = empty_native_block([(c["name"], c["type"]) for c in json.loads(described.body)["meta"]])
+        return replace(described, body=body, format="Native")
 
     def check(self, sql: str) -> Statement:
         """The statement as the engine's parser prints it, if it may be run. Raises QueryError."""
         printed = self._run(
             "SELECT formatQuerySingleLine({statement:String})", "RawBLOB", {"statement": escaped(sql)}, None
         )
-        try:
-            return check(printed.body.decode(), self._refused)
-        except Refused as refusal:
-            raise QueryError(READONLY_CODE, f"Code: {READONLY_CODE}. DB::Exception: {refusal}. (READONLY)") from refusal
-
-    def _empty_native(self, statement: Statement, parameters: Mapping[str, str], database: str | None) -> Answer:
-        """No rows in Native: the embedded engine sends nothing, where a server sends the columns' names and types."""
-        described = self._run(statement.with_format("JSONCompact"), "JSONCompact", parameters, database)
-        body = empty_native_block([(c["name"], c["type"]) for c in json.loads(described.body)["meta"]])
-        return Answer(body, "Native", described.read_rows, described.read_bytes, described.elapsed_s)
+        return check(printed.body.decode(), self._refused)
 
     def _run(
         self,
@@ -185,20 +190,62 @@ class Reader:
             connection.close()
 
 
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number >= 0x80:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
-
-
-def _native_string(text: str) -> bytes:
-    data = text.encode()
-    return _varint(len(data)) + data
-
-
 def empty_native_block(columns: list[tuple[str, str]]) -> bytes:
     """A block of no rows in ClickHouse's Native format: column count, row count, then name and type of each."""
-    head = _varint(len(columns)) + _varint(0)
-    return head + b"".join(_native_string(name) + _native_string(kind) for name, kind in columns)
+
+    def varint(number: int) -> bytes:
+        out = bytearray()
+        while number >= 0x80:
+            out.append(number & 0x7F | 0x80)
+            number >>= 7
+        return bytes([*out, number])
+
+    texts = (text.encode() for column in columns for text in column)
+    return varint(len(columns)) + varint(0) + b"".join(varint(len(text)) + text for text in texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A statement that may be run."""
+
+    sql: str
+    format: str
+    """Its FORMAT clause; empty without one."""
+
+    def with_format(self, name: str) -> str:
+        """The statement with another FORMAT clause."""
+        if not self.format:
+            return f"{self.sql} FORMAT {name}"
+        head, _clause, tail = self.sql.rpartition(f"FORMAT {self.format}")
+        return f"{head}FORMAT {name}{tail}"
+
+
+def refused_functions(table_functions: Iterable[str]) -> frozenset[str]:
+    """Names that may not be called, in lower case, given the engine's table functions."""
+    return (frozenset(name.lower() for name in table_functions) - HARMLESS_TABLE_FUNCTIONS) | REACHING_FUNCTIONS
+
+
+def check(normalized: str, refused: frozenset[str]) -> Statement:
+    """A statement, as the engine's parser prints it, if it only reads the engine's tables.
+
+    Raises QueryError, which says which part is refused and what to do instead.
+    """
+
+    def refused_for(reason: str) -> QueryError:
+        return QueryError(READONLY_CODE, f"Code: {READONLY_CODE}. DB::Exception: {reason}. (READONLY)")
+
+    parts = _TOKEN.findall(normalized)  # strings, quoted names, words and single signs
+    phrases = set(pairwise(part.upper() for part in parts))
+    verb = next((part.upper() for part in parts if part != "("), "")
+    if verb not in READING:
+        raise refused_for(f"{verb}: this endpoint is read-only and answers {', '.join(sorted(READING))}")
+    if ("INTO", "OUTFILE") in phrases:
+        raise refused_for("INTO OUTFILE: this endpoint writes no files; redirect the answer instead")
+    if ("PARALLEL", "WITH") in phrases:
+        raise refused_for("PARALLEL WITH: only one statement per request")
+    called = (word for word, following in pairwise(parts) if following == "(" and word[0] != "'")
+    for name in (word.strip('`"').lower() for word in called):
+        if name in refused or name.startswith("ai"):
+            raise refused_for(f"{name}(): this endpoint reads its own tables only, no files, hosts or processes")
+    formats = [name for word, name in pairwise(parts) if word == "FORMAT" and re.fullmatch(r"\w+", name)]
+    return Statement(normalized, formats[-1] if formats else "")

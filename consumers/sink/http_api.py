@@ -24,8 +24,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.engine import Answer, QueryError, Reader
-from tidemill.consumers.sink.statement import READONLY_CODE
+from tidemill.consumers.sink.engine import READONLY_CODE, QueryError, Reader
 from tidemill.schemas.http_room import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
 
@@ -36,19 +35,12 @@ SYNTAX_ERROR = 62
 STATUS_OF_CODE = {46: 404, 47: 404, 60: 404, 81: 404, 159: 408, READONLY_CODE: 403}
 """Unknown function, identifier, table, database; timeout; read-only. Any other error of a query is 400."""
 CONTENT_TYPES = {
-    "TabSeparated": "text/tab-separated-values; charset=UTF-8",
-    "TSV": "text/tab-separated-values; charset=UTF-8",
-    "TabSeparatedWithNames": "text/tab-separated-values; charset=UTF-8",
+    **dict.fromkeys(("TabSeparated", "TSV", "TabSeparatedWithNames"), "text/tab-separated-values; charset=UTF-8"),
     "CSV": "text/csv; charset=UTF-8; header=absent",
     "CSVWithNames": "text/csv; charset=UTF-8; header=present",
-    "JSON": "application/json; charset=UTF-8",
-    "JSONCompact": "application/json; charset=UTF-8",
+    **dict.fromkeys(("JSON", "JSONCompact"), "application/json; charset=UTF-8"),
     "JSONEachRow": "application/x-ndjson; charset=UTF-8",
-    "Native": "application/octet-stream",
-    "Arrow": "application/octet-stream",
-    "ArrowStream": "application/octet-stream",
-    "Parquet": "application/octet-stream",
-    "RowBinary": "application/octet-stream",
+    **dict.fromkeys(("Native", "Arrow", "ArrowStream", "Parquet", "RowBinary"), "application/octet-stream"),
 }
 MAX_QUERY_BYTES = 2**20
 BOUNDS = ("max_execution_time", "max_memory_usage", "max_result_rows")
@@ -64,15 +56,6 @@ def _headers(request: Request) -> dict[str, str]:
         "X-ClickHouse-Query-Id": request.query_params.get("query_id") or str(uuid.uuid4()),
         "X-ClickHouse-Timezone": "UTC",
     }
-
-
-def _answered(request: Request, answer: Answer) -> Response:
-    elapsed = int(answer.elapsed_s * 1e9)
-    fields = {"read_rows": answer.read_rows, "read_bytes": answer.read_bytes, "elapsed_ns": elapsed}
-    summary = json.dumps({name: str(value) for name, value in fields.items()})
-    headers = {**_headers(request), "X-ClickHouse-Format": answer.format, "X-ClickHouse-Summary": summary}
-    kind = CONTENT_TYPES.get(answer.format, "text/plain; charset=UTF-8")
-    return Response(answer.body, headers={**headers, "Content-Type": kind})
 
 
 async def _statement(request: Request) -> str:
@@ -124,10 +107,16 @@ def application(reader: Reader, executor: Executor) -> Starlette:
                 database=values.get("database") or request.headers.get("X-ClickHouse-Database"),
                 bounds=_bounds(request),
             )
-            return _answered(request, await asyncio.get_running_loop().run_in_executor(executor, ask))
+            answer = await asyncio.get_running_loop().run_in_executor(executor, ask)
         except QueryError as error:
             headers = {**_headers(request), EXCEPTION_CODE: str(error.code)}
             return PlainTextResponse(f"{error}\n", STATUS_OF_CODE.get(error.code, 400), headers)
+        elapsed = int(answer.elapsed_s * 1e9)
+        fields = {"read_rows": answer.read_rows, "read_bytes": answer.read_bytes, "elapsed_ns": elapsed}
+        summary = json.dumps({name: str(value) for name, value in fields.items()})
+        headers = {**_headers(request), "X-ClickHouse-Format": answer.format, "X-ClickHouse-Summary": summary}
+        kind = CONTENT_TYPES.get(answer.format, "text/plain; charset=UTF-8")
+        return Response(answer.body, headers={**headers, "Content-Type": kind})
 
     async def root(request: Request) -> Response:
         no_query = request.method == "GET" and "query" not in request.query_params

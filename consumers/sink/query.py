@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.statement import escaped
 
 FORMAT = "JSONCompact"
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\t": r"\t", "\r": r"\r", "\0": r"\0"})
 _PARAMETER = re.compile(r"\{(\w+):[^}]+\}")
 _INSERT = re.compile(r"^ *-- insert: (\w+)\n", re.MULTILINE)
 PING_S = 2.0
@@ -76,6 +76,29 @@ def sql_of(sql_or_name: str) -> str:
     return known[word]
 
 
+def escaped(value: str) -> str:
+    """A query parameter's value in ClickHouse's own escaping."""
+    return value.translate(_ESCAPES)
+
+
+def asked(sink: SinkSettings, sql: str, parameters: Mapping[str, str], **settings: str) -> dict[str, Any]:
+    """A question over ClickHouse's HTTP protocol as arguments of httpx: it reads, and gives `FORMAT` by default.
+
+    Args:
+        parameters: values of its `{name:Type}`.
+        settings: ClickHouse's, for this query.
+    """
+    values = {f"param_{name}": escaped(value) for name, value in parameters.items()}
+    # A server is told not to write, and to refuse a statement that lifts the bounds; the sink's own endpoint does both.
+    own = {} if sink.embedded else {"readonly": "1"}
+    key = {"X-ClickHouse-User": sink.user, "X-ClickHouse-Key": sink.password.get_secret_value()}
+    return {
+        "params": {"default_format": FORMAT, "database": sink.database, **settings, **own, **values},
+        "headers": {} if sink.embedded else key,
+        "content": sql.encode(),
+    }
+
+
 def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | None = None) -> QueryResult:
     """The answer to a query over the sink's tables.
 
@@ -93,9 +116,8 @@ def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | No
         raise QueryFailed(f"the query takes no parameter {foreign[0]!r}; it takes {', '.join(taken) or 'none'}")
     if sql != sql_or_name:
         given = {name: "" for name in taken} | dict(given)
-    values = {name: escaped(value) for name, value in given.items()}
     try:
-        return _answer(sink, sql, values)
+        return _answer(sink, sql, given)
     except QueryFailed as error:
         if sql == sql_or_name or not re.search(r"\((UNKNOWN_TABLE|UNKNOWN_IDENTIFIER)\)", str(error)):
             raise
@@ -107,14 +129,19 @@ def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | No
 
 
 def _answer(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> QueryResult:
-    if not sink.embedded:
-        scheme = "https" if sink.secure else "http"
-        # A server is told not to write; the sink's own endpoint cannot.
-        return _over_http(f"{scheme}://{sink.host}:{sink.port}", sql, sink, {"readonly": "1"}, values)
-    state = read_state(sink.directory)
-    if state is not None and answers(state):
-        return _over_http(state.url, sql, sink, {}, values)
-    return _from_disk(sink, sql, values)
+    url = sink.server_url
+    if sink.embedded:
+        state = read_state(sink.directory)
+        if state is None or not answers(state):
+            return _from_disk(sink, sql, values)
+        url = state.url
+    try:
+        reply = httpx.post(url, **asked(sink, sql, values), timeout=sink.query_seconds + EXTRA_S)
+    except httpx.HTTPError as error:
+        raise QueryFailed(f"{url} did not answer: {type(error).__name__}: {error}") from error
+    if reply.status_code != httpx.codes.OK:
+        raise QueryFailed(reply.text.strip())
+    return _parsed(reply.content, reply.headers.get("X-ClickHouse-Format", FORMAT))
 
 
 def answers(state: SinkState) -> bool:
@@ -124,30 +151,6 @@ def answers(state: SinkState) -> bool:
     except httpx.TransportError:
         return False
     return bool(reply.headers.get("X-Tidemill-Pid") == str(state.pid))
-
-
-def _over_http(
-    url: str, sql: str, sink: SinkSettings, extra: Mapping[str, str], values: Mapping[str, str]
-) -> QueryResult:
-    headers = {"X-ClickHouse-User": sink.user, "X-ClickHouse-Key": sink.password.get_secret_value()}
-    try:
-        reply = httpx.post(
-            url,
-            params={
-                "default_format": FORMAT,
-                "database": sink.database,
-                **extra,
-                **{f"param_{name}": value for name, value in values.items()},
-            },
-            headers={} if sink.embedded else headers,
-            content=sql.encode(),
-            timeout=sink.query_seconds + EXTRA_S,
-        )
-    except httpx.HTTPError as error:
-        raise QueryFailed(f"{url} did not answer: {type(error).__name__}: {error}") from error
-    if reply.status_code != httpx.codes.OK:
-        raise QueryFailed(reply.text.strip())
-    return _parsed(reply.content, reply.headers.get("X-ClickHouse-Format", FORMAT))
 
 
 def _parsed(body: bytes, output_format: str) -> QueryResult:
@@ -169,7 +172,8 @@ def _from_disk(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> Query
         raise QueryFailed(str(error)) from error
     try:
         client.command(f"CREATE DATABASE IF NOT EXISTS `{sink.database}`")
-        answer = Reader(sink).ask(sql, default_format=FORMAT, parameters=values)
+        given = {name: escaped(value) for name, value in values.items()}
+        answer = Reader(sink).ask(sql, default_format=FORMAT, parameters=given)
     except QueryError as error:
         raise QueryFailed(str(error)) from error
     finally:
@@ -205,5 +209,4 @@ def read_state(directory: Path) -> SinkState | None:
 
 
 def remove_state(directory: Path) -> None:
-    """The sink has stopped."""
     (directory / STATE_FILE).unlink(missing_ok=True)

@@ -57,37 +57,22 @@ class Row:
     """Size of the value, for bounding a flush."""
 
 
-def _objection(record: object, expected: tuple[type, ...], topic: str) -> str:
-    if not isinstance(record, expected):
-        return f"a {type(record).__name__} has no place in {topic}"
-    return packed_fault(record)
-
-
 def row_of(located: ConsumedRecord, names: Names, expected: tuple[type, ...]) -> Row:
     """The row of a record or a tombstone; of a dead letter when it is none of `expected` or no column can hold it."""
     topic = names.of(located.topic)
+    place = (topic, located.partition, located.offset, located.timestamp_ms)
     record: Record | DeadLetter | DeletedKey | None = located.record
+    value, reason = located.value or b"", ""
     if located.value is None and is_compacted(located.topic):
         record = DeletedKey(located.topic)
-    elif record is None or (reason := _objection(record, expected, topic)):
-        record = DeadLetter(
-            source_topic=topic,
-            source_partition=located.partition,
-            source_offset=located.offset,
-            source_timestamp_ms=located.timestamp_ms,
-            reason=located.error if record is None else reason,
-            found_by=APPLICATION,
-            value=located.value or b"",
-        )
-    return Row(
-        topic=topic,
-        partition=located.partition,
-        offset=located.offset,
-        timestamp_ms=located.timestamp_ms,
-        key=located.key or b"",
-        record=record,
-        n_bytes=len(located.value or b""),
-    )
+    elif record is None:
+        record = DeadLetter(*place, located.error, APPLICATION, value)
+    else:
+        if not isinstance(record, expected):
+            reason = f"a {type(record).__name__} has no place in {topic}"
+        if reason := reason or packed_fault(record):
+            record = DeadLetter(*place, reason, APPLICATION, value)
+    return Row(*place, located.key or b"", record, len(value))
 
 
 Packed = tuple[tuple[str, ...], int]
@@ -157,7 +142,6 @@ class PendingRows:
     """Time of the first row, in seconds of the caller's clock."""
 
     def add(self, rows: Iterable[Row], now: float) -> None:
-        """Take rows in."""
         for row in rows:
             if not self.rows:
                 self.opened_at = now
@@ -165,7 +149,6 @@ class PendingRows:
             self.n_bytes += row.n_bytes
 
     def due(self, now: float) -> bool:
-        """Whether to flush now."""
         if not self.rows:
             return False
         full = len(self.rows) >= self.settings.flush_rows or self.n_bytes >= self.settings.flush_bytes
@@ -176,5 +159,4 @@ class PendingRows:
         return {(row.topic, row.partition): row.offset + 1 for row in self.rows}
 
     def clear(self) -> None:
-        """The rows are written."""
         self.rows, self.n_bytes = [], 0

@@ -9,21 +9,19 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 
 import pyarrow as pa
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.erasure import Erasures
 from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import SinkState, remove_state, write_state
 from tidemill.consumers.sink.rows import PendingRows, Row, row_of
-from tidemill.consumers.sink.writer import Writer
+from tidemill.consumers.sink.writer import Erasures, Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.consumed import Partition
@@ -32,7 +30,12 @@ from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.shutdown import stop_on_signals
 
+log = logging.getLogger(__name__)
 POLL_S = 0.1
+READ_ROWS = 100
+"""Records of one read: what a batch may hold beyond its bound."""
+FLUSH_S = 900.0
+"""Longest that a flush may take, before the process is taken for hung; the engine's own time-outs are shorter."""
 
 
 class Source:
@@ -45,20 +48,18 @@ class Source:
         self._names = Names(kafka.topic_prefix)
         self._accept = sink.accept_gaps
         self._writer = writer
-        self._records = self._open(kafka)
-        self._begun = self._at()
-        self._letters = DeadLetterReader(kafka, writer.next_offsets)
-
-    def _open(self, kafka: KafkaSettings) -> LogReader:
         full = {self._names.of(topic): topic for topic in CATALOGUE}
         while True:
-            places = self._writer.next_offsets
+            places = writer.next_offsets
             start = {(full[name], partition): offset for (name, partition), offset in places.items() if name in full}
             try:
-                return LogReader(kafka, list(CATALOGUE), start=start, client_id="tidemill-sink")
+                self._records = LogReader(kafka, list(CATALOGUE), start=start, client_id="tidemill-sink")
+                break
             except RetentionGap as gap:
                 self._pass(gap)
-                self._writer.write([], {(gap.topic, gap.partition): gap.first})
+                writer.write([], {(gap.topic, gap.partition): gap.first})
+        self._begun = self._at()
+        self._letters = DeadLetterReader(kafka, writer.next_offsets)
 
     def read(self, limit: int) -> list[Row]:
         """The next rows: at most `limit` records, and some dead letters."""
@@ -80,7 +81,6 @@ class Source:
         return any(known.get(place) != offset for place, offset in self.next_offsets().items())
 
     def close(self) -> None:
-        """Give the connections back."""
         self._records.close()
         self._letters.close()
 
@@ -94,14 +94,6 @@ class Source:
         self._writer.enter_gap(gap)
 
 
-log = logging.getLogger(__name__)
-
-READ_ROWS = 100
-"""Records of one read: what a batch may hold beyond its bound."""
-FLUSH_S = 900.0
-"""Longest that a flush may take, before the process is taken for hung; the engine's own time-outs are shorter."""
-
-
 def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
     """Fill the tables until SIGTERM or SIGINT, then write what has been read and close.
 
@@ -112,32 +104,49 @@ def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
         PortTaken: the HTTP port cannot be bound.
         LookupError: a topic does not exist, or the log no longer holds the place to go on from (`sink.accept_gaps`).
     """
-    serve_until(stop_on_signals(), kafka, run, sink)
+    stop = stop_on_signals()
+    with ExitStack() as stack:
+        writer, url = stack.enter_context(open_tables(sink, known_erasures(kafka)))
+        log.info("sink of run %s: tables in %s, queries at %s", run.run_id, sink.host or sink.directory, url)
+        liveness = stack.enter_context(Liveness("the sink", kafka.stall_timeout_s))
+        source = stack.enter_context(closing(Source(kafka, sink, writer)))
+        batch = PendingRows(sink)
+
+        def flush() -> None:
+            liveness.beat(f"writing {len(batch.rows)} rows", within_s=FLUSH_S)
+            written = writer.write(batch.rows, {**batch.next_offsets(), **source.next_offsets()})
+            if written:
+                log.debug("wrote %d rows", written)
+            batch.clear()
+            release_unused_memory()
+
+        while not stop.is_set():
+            liveness.beat("reading")
+            batch.add(source.read(min(READ_ROWS, sink.flush_rows)), time.monotonic())
+            if batch.due(time.monotonic()) or (not batch.rows and source.moved(writer.next_offsets)):
+                flush()
+        flush()
 
 
-def serve_until(stop: threading.Event, kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
-    """As `run`, until `stop` is set; needs no main thread."""
+@contextmanager
+def open_tables(sink: SinkSettings, erasures: Erasures | None = None) -> Iterator[tuple[Writer, str]]:
+    """The one writer of the tables, and where queries are answered meanwhile; a sink's state file names the address.
+
+    The tables of an older run get the columns and the topics that are new since: the named queries name them all.
+    Raises EngineBusy, PortTaken.
+    """
     client = connect(sink)
     with ExitStack() as stack:
         stack.callback(client.close)
         writer = Writer(
-            client,
-            sink.database,
-            sink.table_engine,
-            known_erasures(kafka),
-            insert_bytes=sink.flush_bytes,
-            merges=sink.merges,
+            client, sink.database, sink.table_engine, erasures, insert_bytes=sink.flush_bytes, merges=sink.merges
         )
+        url = sink.server_url  # a server answers for itself
         if sink.embedded:
-            server = stack.enter_context(query_server(sink))
-            url = server.url
+            url = stack.enter_context(query_server(sink)).url
             write_state(sink.directory, SinkState(os.getpid(), url, sink.database))
             stack.callback(remove_state, sink.directory)
-        else:
-            # A server answers for itself.
-            url = f"{'https' if sink.secure else 'http'}://{sink.host}:{sink.port}"
-        log.info("sink of run %s: tables in %s, queries at %s", run.run_id, sink.host or sink.directory, url)
-        _pump(stop, kafka, sink, writer)
+        yield writer, url
 
 
 def known_erasures(kafka: KafkaSettings) -> Erasures:
@@ -147,27 +156,6 @@ def known_erasures(kafka: KafkaSettings) -> Erasures:
         for located in reader.read_to_end():
             erasures.observe(located.record)
     return erasures
-
-
-def _pump(stop: threading.Event, kafka: KafkaSettings, sink: SinkSettings, writer: Writer) -> None:
-    with ExitStack() as stack, Liveness("the sink", kafka.stall_timeout_s) as liveness:
-        source = stack.enter_context(closing(Source(kafka, sink, writer)))
-        batch = PendingRows(sink)
-        while not stop.is_set():
-            liveness.beat("reading")
-            batch.add(source.read(min(READ_ROWS, sink.flush_rows)), time.monotonic())
-            if batch.due(time.monotonic()) or (not batch.rows and source.moved(writer.next_offsets)):
-                _flush(writer, batch, source, liveness)
-        _flush(writer, batch, source, liveness)
-
-
-def _flush(writer: Writer, batch: PendingRows, source: Source, liveness: Liveness) -> None:
-    liveness.beat(f"writing {len(batch.rows)} rows", within_s=FLUSH_S)
-    written = writer.write(batch.rows, {**batch.next_offsets(), **source.next_offsets()})
-    if written:
-        log.debug("wrote %d rows", written)
-    batch.clear()
-    release_unused_memory()
 
 
 def release_unused_memory() -> None:

@@ -44,14 +44,6 @@ class Table:
             f"{', '.join(table_settings(merges))}"
         )
 
-    def change(self, database: str, merges: MergeSettings) -> str:
-        """ALTER TABLE for other settings of its merges."""
-        return f"ALTER TABLE `{database}`.`{self.name}` MODIFY SETTING {', '.join(table_settings(merges))}"
-
-    def add(self, database: str, column: Column) -> str:
-        """ALTER TABLE for a column that a newer schema has."""
-        return f"ALTER TABLE `{database}`.`{self.name}` ADD COLUMN IF NOT EXISTS `{column.name}` {column.type}"
-
 
 def table_settings(merges: MergeSettings) -> list[str]:
     """The settings of a table's merges, as SHOW CREATE TABLE lists them."""
@@ -80,20 +72,13 @@ def tables() -> dict[type, Table]:
     return {**found, DeadLetter: Table("dead_letters", record_columns(DeadLetter))}
 
 
-def create_watermarks(database: str) -> str:
-    """CREATE TABLE for the restart points: the next offset to read, by topic and partition."""
-    return (
-        f"CREATE TABLE IF NOT EXISTS `{database}`.`{WATERMARKS}`\n"
-        "(\n    `_topic` LowCardinality(String),\n    `_partition` Int32,\n    `next_offset` Int64\n)\n"
-        "ENGINE = ReplacingMergeTree(next_offset)\nORDER BY (_topic, _partition)"
-    )
-
-
-def create_gaps(database: str) -> str:
-    """CREATE TABLE for what the log deleted before it was read: offsets from `first_offset` to before `end_offset`."""
-    return (
-        f"CREATE TABLE IF NOT EXISTS `{database}`.`{GAPS}`\n"
-        "(\n    `_topic` LowCardinality(String),\n    `_partition` Int32,\n    `first_offset` Int64,\n"
-        "    `end_offset` Int64,\n    `found_at` DateTime64(3, 'UTC') DEFAULT now64(3)\n)\n"
-        "ENGINE = ReplacingMergeTree\nORDER BY (_topic, _partition, first_offset)"
-    )
+OWN_TABLES = {
+    # The restart points: the next offset to read.
+    WATERMARKS: "(\n    `_topic` LowCardinality(String),\n    `_partition` Int32,\n    `next_offset` Int64\n)\n"
+    "ENGINE = ReplacingMergeTree(next_offset)\nORDER BY (_topic, _partition)",
+    # What the log deleted before it was read: offsets from `first_offset` to before `end_offset`.
+    GAPS: "(\n    `_topic` LowCardinality(String),\n    `_partition` Int32,\n    `first_offset` Int64,\n"
+    "    `end_offset` Int64,\n    `found_at` DateTime64(3, 'UTC') DEFAULT now64(3)\n)\n"
+    "ENGINE = ReplacingMergeTree\nORDER BY (_topic, _partition, first_offset)",
+}
+"""What CREATE TABLE says of the sink's tables that hold no records, by name."""

@@ -5,16 +5,22 @@ is there or it is not. So the highest offset in a table is exactly how far that 
 never inserted again. The restart point of a partition is written after its rows, so it is never ahead of any table: it
 only saves reading the log again from its beginning. No Kafka commit takes part.
 
-What must not be there (`erasure`) is left out of the inserts and deleted before the restart point moves: a crash
-repeats a deletion and never forgets one. Where a deletion takes a table's highest offsets away, only rows that are to
-be left out or deleted again can be read again.
+What must not be there is left out of the inserts and deleted before the restart point moves: a crash repeats a deletion
+and never forgets one. Where a deletion takes a table's highest offsets away, only rows that are to be left out or
+deleted again can be read again. Two things order a deletion. An ERASE request takes every row of its user that dates
+from before it, and what others said about their interactions; a tombstone takes the older rows of its own key. In any
+order of reading, also when the log is read again from its beginning, this stays true: a row that dates from before its
+user's newest ERASE is not written. A row dates from the earlier of its event time and its time in the log.
+
+Members of online batches are no rows of a user: a pseudonym, a reward and a reference stay there, so that it can be
+told which versions learnt from them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -23,19 +29,12 @@ import pyarrow as pa
 
 from tidemill.consumers.sink.columns import INTEGER, NAME, PARTITION, arrow_table
 from tidemill.consumers.sink.config import FLUSH_BYTES, MergeSettings, TableEngine
-from tidemill.consumers.sink.erasure import Deletion, Erasures, of_tombstones, of_user, requested
-from tidemill.consumers.sink.rows import DeletedKey, Row, cut
-from tidemill.consumers.sink.tables import (
-    GAPS,
-    WATERMARKS,
-    Table,
-    create_gaps,
-    create_watermarks,
-    table_settings,
-    tables,
-)
+from tidemill.consumers.sink.rows import DeadLetter, DeletedKey, Row, cut
+from tidemill.consumers.sink.tables import GAPS, OWN_TABLES, WATERMARKS, table_settings, tables
+from tidemill.schemas.catalogue import CATALOGUE, Topic
 from tidemill.schemas.log.consumed import Partition
 from tidemill.schemas.log.guard import RetentionGap
+from tidemill.schemas.records import Feedback, Interaction, Outcome, UserRequest, UserWish
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -60,7 +59,6 @@ class TableProgress:
         return sorted(fresh, key=lambda r: (r.topic, r.partition, r.offset))
 
     def wrote(self, table: str, rows: Iterable[Row]) -> None:
-        """`rows` are in `table`."""
         for row in rows:
             key = (table, (row.topic, row.partition))
             if row.offset > self.highest.get(key, -1):
@@ -73,6 +71,72 @@ def insert_token(rows: Sequence[Row]) -> str:
     for row in rows:
         ranges[row.topic, row.partition].append(row.offset)
     return ";".join(f"{topic}:{p}:{min(o)}-{max(o)}" for (topic, p), o in sorted(ranges.items()))
+
+
+EVENT_TIMES: Mapping[type, str] = {Interaction: "served_at", Feedback: "observed_at", Outcome: "served_at"}
+"""Record types that belong to a user, and the field that dates them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """Rows of one table that must go: a condition in SQL, with its parameters."""
+
+    table: str
+    condition: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+class Erasures:
+    """The newest ERASE of each user."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, int] = {}
+
+    def observe(self, record: object) -> None:
+        """Take a request in; anything else is let pass. The same one twice changes nothing."""
+        if isinstance(record, UserRequest) and record.wish is UserWish.ERASE:
+            self._before[record.user_id] = max(record.at, self._before.get(record.user_id, record.at))
+
+    def hides(self, row: Row) -> bool:
+        """Whether a row is of an erased user and dates from before their request."""
+        event_time = EVENT_TIMES.get(type(row.record))
+        if event_time is None:
+            return False
+        before = self._before.get(row.record.user_id)  # type: ignore[union-attr]  # the types of EVENT_TIMES have it
+        return before is not None and min(getattr(row.record, event_time), 1000 * row.timestamp_ms) <= before
+
+
+def of_user(request: UserRequest, database: str) -> Iterator[Deletion]:
+    """The deletions that an ERASE orders, in order: records about the user's interactions go before these do."""
+
+    def theirs(record_type: type) -> str:
+        event_time = f"toUnixTimestamp64Micro({EVENT_TIMES[record_type]})"
+        return f"user_id = %(user)s AND least({event_time}, 1000 * toUnixTimestamp64Milli(_timestamp)) <= %(at)s"
+
+    parameters = {"user": request.user_id, "at": request.at}
+    served = tables()[Interaction].name
+    served_to_user = f"SELECT interaction_id FROM `{database}`.`{served}` WHERE {theirs(Interaction)}"
+    for record_type in (Feedback, Outcome):
+        condition = f"({theirs(record_type)}) OR interaction_id IN ({served_to_user})"
+        yield Deletion(tables()[record_type].name, condition, parameters)
+    yield Deletion(tables()[DeadLetter].name, f"splitByChar('/', _key)[1] IN ({served_to_user})", parameters)
+    yield Deletion(served, theirs(Interaction), parameters)
+
+
+def of_tombstones(rows: Iterable[Row]) -> Iterator[Deletion]:
+    """The deletions that tombstones order: older rows of the same key in the same partition."""
+    newest: dict[tuple[Topic, Partition], dict[str, int]] = defaultdict(dict)
+    for row in rows:
+        if isinstance(row.record, DeletedKey):
+            # Keys are bytes of anybody's making; as hexadecimal digits they pass through SQL unharmed.
+            newest[row.record.topic, (row.topic, row.partition)][row.key.hex().upper()] = row.offset
+    for (topic, (full, partition)), ends in newest.items():
+        yield Deletion(
+            tables()[CATALOGUE[topic].values[0]].name,
+            "_topic = %(topic)s AND _partition = %(partition)s"
+            " AND _offset < transform(hex(_key), %(keys)s, %(ends)s, toInt64(-1))",
+            {"topic": full, "partition": partition, "keys": list(ends), "ends": list(ends.values())},
+        )
 
 
 def arrow_file(data: pa.Table) -> memoryview:
@@ -131,7 +195,16 @@ class Writer:
         self._carried_out: dict[str, int] = {}
         self._insert_bytes = insert_bytes
         self._create(engine, merges or MergeSettings())
-        self._progress = self._read_progress()
+        self._progress = TableProgress()
+        for table in tables().values():
+            found = client.query(
+                f"SELECT _topic, _partition, max(_offset) FROM `{database}`.`{table.name}` GROUP BY ALL"
+            ).result_rows
+            self._progress.highest.update({(table.name, (topic, p)): offset for topic, p, offset in found})
+        marks = client.query(
+            f"SELECT _topic, _partition, max(next_offset) FROM `{database}`.`{WATERMARKS}` GROUP BY ALL"
+        ).result_rows
+        self._progress.next_offsets.update({(topic, p): offset for topic, p, offset in marks})
 
     @property
     def next_offsets(self) -> Mapping[Partition, int]:
@@ -157,8 +230,22 @@ class Writer:
                 self._insert_arrow(table.name, arrow_table(table.columns, part), insert_token(part))
                 self._progress.wrote(table.name, part)
             written += len(missing)
-        self._erase(rows)
-        self._mark(next_offsets)
+        for row in rows:
+            # Each partition has a copy of a request; the first one that is read has it carried out.
+            request = row.record
+            if not isinstance(request, UserRequest) or request.wish is not UserWish.ERASE:
+                continue
+            if self._carried_out.get(request.user_id, -1) < request.at:
+                self._delete(of_user(request, self._database))
+                self._carried_out[request.user_id] = request.at
+        self._delete(of_tombstones(rows))
+        moved = {p: o for p, o in next_offsets.items() if self._progress.next_offsets.get(p) != o}
+        if moved:
+            topics, partitions = zip(*moved, strict=True)
+            columns = [NAME.array(topics), PARTITION.array(partitions), INTEGER.array(list(moved.values()))]
+            data = pa.Table.from_arrays(columns, names=["_topic", "_partition", "next_offset"])
+            self._insert_arrow(WATERMARKS, data, "")
+            self._progress.next_offsets.update(moved)
         return written
 
     def enter_gap(self, gap: RetentionGap) -> None:
@@ -172,23 +259,14 @@ class Writer:
         data = pa.Table.from_arrays(columns, names=["_topic", "_partition", "first_offset", "end_offset"])
         self._insert_arrow(GAPS, data, "")
 
-    def _erase(self, rows: Sequence[Row]) -> None:
-        for request in requested(rows):
-            # Each partition has a copy of the request; the first one that is read has it carried out.
-            if self._carried_out.get(request.user_id, -1) < request.at:
-                for deletion in of_user(request, self._database):
-                    self._delete(deletion)
-                self._carried_out[request.user_id] = request.at
-        for deletion in of_tombstones(rows):
-            self._delete(deletion)
-
-    def _delete(self, deletion: Deletion) -> None:
-        table, where = f"`{self._database}`.`{deletion.table}`", deletion.condition
-        found = self._client.query(f"SELECT count() FROM {table} WHERE {where}", parameters=deletion.parameters)
-        # A mutation rewrites parts, even where it deletes nothing from them.
-        if found.result_rows[0][0]:
-            statement = f"ALTER TABLE {table} DELETE WHERE {where} SETTINGS {DELETE_SETTINGS}"
-            self._client.command(statement, parameters=deletion.parameters)
+    def _delete(self, deletions: Iterable[Deletion]) -> None:
+        for deletion in deletions:
+            table, where = f"`{self._database}`.`{deletion.table}`", deletion.condition
+            found = self._client.query(f"SELECT count() FROM {table} WHERE {where}", parameters=deletion.parameters)
+            # A mutation rewrites parts, even where it deletes nothing from them.
+            if found.result_rows[0][0]:
+                statement = f"ALTER TABLE {table} DELETE WHERE {where} SETTINGS {DELETE_SETTINGS}"
+                self._client.command(statement, parameters=deletion.parameters)
 
     def _insert_arrow(self, table: str, data: pa.Table, token: str) -> None:
         settings: dict[str, Any] = {**INSERT_SETTINGS, "max_insert_block_size": max(len(data), 1)}
@@ -197,60 +275,30 @@ class Writer:
         full = f"`{self._database}`.`{table}`"
         self._client.raw_insert(full, data.schema.names, arrow_file(data.combine_chunks()), settings, "Arrow")
 
-    def _mark(self, next_offsets: Mapping[Partition, int]) -> None:
-        moved = {p: o for p, o in next_offsets.items() if self._progress.next_offsets.get(p) != o}
-        if not moved:
-            return
-        columns = [
-            NAME.array([topic for topic, _ in moved]),
-            PARTITION.array([partition for _, partition in moved]),
-            INTEGER.array(list(moved.values())),
-        ]
-        data = pa.Table.from_arrays(columns, names=["_topic", "_partition", "next_offset"])
-        self._insert_arrow(WATERMARKS, data, "")
-        self._progress.next_offsets.update(moved)
-
     def _create(self, engine: TableEngine, merges: MergeSettings) -> None:
-        self._client.command(f"CREATE DATABASE IF NOT EXISTS `{self._database}`")
-        self._client.command(create_watermarks(self._database))
-        self._client.command(create_gaps(self._database))
+        """Create the tables; give those of an older release the columns of a newer schema, and other merges."""
+        database, command = self._database, self._client.command
+        command(f"CREATE DATABASE IF NOT EXISTS `{database}`")
+        for name, definition in OWN_TABLES.items():
+            command(f"CREATE TABLE IF NOT EXISTS `{database}`.`{name}`\n{definition}")
         for table in tables().values():
-            self._client.command(table.create(self._database, engine, merges))
-            self._migrate(table)
-        self._set_merges(merges)
-
-    def _set_merges(self, merges: MergeSettings) -> None:
+            command(table.create(database, engine, merges))
+            listed = self._client.query(f"DESCRIBE TABLE `{database}`.`{table.name}`").result_rows
+            present = {row[0]: row[1] for row in listed}
+            for column in table.all_columns:
+                name, kind = column.name, column.type
+                if name not in present:
+                    command(f"ALTER TABLE `{database}`.`{table.name}` ADD COLUMN IF NOT EXISTS `{name}` {kind}")
+                elif present[name] != kind:
+                    raise RuntimeError(
+                        f"{database}.{table.name}: column {name} is {present[name]} and the schema wants {kind}: give "
+                        "the sink another `database`, and it reads the log into fresh tables"
+                    )
         listed = self._client.query(
             "SELECT name, engine_full FROM system.tables WHERE database = {database:String}",
-            parameters={"database": self._database},
+            parameters={"database": database},
         ).result_rows
         said = {name: set(full.partition("SETTINGS ")[2].split(", ")) for name, full in listed}
         for table in tables().values():
             if not said[table.name].issuperset(table_settings(merges)):
-                self._client.command(table.change(self._database, merges))
-
-    def _migrate(self, table: Table) -> None:
-        """Add the columns that a newer schema has; refuse a table whose columns have other types."""
-        listed = self._client.query(f"DESCRIBE TABLE `{self._database}`.`{table.name}`").result_rows
-        present = {row[0]: row[1] for row in listed}
-        for column in table.all_columns:
-            if column.name not in present:
-                self._client.command(table.add(self._database, column))
-            elif present[column.name] != column.type:
-                raise RuntimeError(
-                    f"{self._database}.{table.name}: column {column.name} is {present[column.name]} and the schema "
-                    f"wants {column.type}: give the sink another `database`, and it reads the log into fresh tables"
-                )
-
-    def _read_progress(self) -> TableProgress:
-        progress = TableProgress()
-        for table in tables().values():
-            found = self._client.query(
-                f"SELECT _topic, _partition, max(_offset) FROM `{self._database}`.`{table.name}` GROUP BY ALL"
-            )
-            progress.highest.update({(table.name, (t, p)): offset for t, p, offset in found.result_rows})
-        marks = self._client.query(
-            f"SELECT _topic, _partition, max(next_offset) FROM `{self._database}`.`{WATERMARKS}` GROUP BY ALL"
-        )
-        progress.next_offsets.update({(topic, partition): offset for topic, partition, offset in marks.result_rows})
-        return progress
+                command(f"ALTER TABLE `{database}`.`{table.name}` MODIFY SETTING {', '.join(table_settings(merges))}")

@@ -13,7 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from tidemill.consumers.sink.query import QueryFailed
-from tidemill.consumers.view.cells import PARAMETER
+from tidemill.consumers.view.drawn import PARAMETER
 from tidemill.consumers.view.panels import PAGES, Panel, panels
 from tidemill.consumers.view.site import MOST_VALUE, Site, rows_as
 

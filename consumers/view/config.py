@@ -12,7 +12,6 @@ MIN_TOKEN = 16
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

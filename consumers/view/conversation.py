@@ -1,15 +1,99 @@
-"""A rollout's tokens as a conversation: messages by the chat template's marks and the loss mask. Pure."""
+"""A rollout's tokens as a conversation: their texts, messages by the template's marks and the loss mask, colours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
+from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
-from tidemill.consumers.view.tokens import TokenTexts
 from tidemill.schemas.chat.calls import GRAMMARS
+from tidemill.schemas.chat.format import TOKENIZER_FILE, special_texts
+
+LONGEST_CHARACTER = 8
+"""Tokens that one character takes at most: behind more, what is there is no text."""
+_ROLES: Mapping[str, str] = {
+    **dict.fromkeys(("system", "developer", "system_prompt", "available_tools"), "system"),
+    **dict.fromkeys(("user", "human", "inst"), "user"),
+    **dict.fromkeys(("assistant", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "ipython", "function", "observation", "tool_results", "tool_response"), "tool"),
+}
+_NAME = re.compile(r"\s*([A-Za-z_]+)\s*(?:[\n<|｜\[]|$)")
+HEADER_TOKENS, RESPONSE_TOKENS = 16, 32
+"""Tokens behind a mark that may name a role, and that may say that a user's message holds tool output."""
+
+
+class TokenTexts:
+    """One tokenizer, read from its file. Safe to share between threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        texts = special_texts(tokenizer)
+        self.marks = {number: text for text in texts if (number := tokenizer.token_to_id(text)) is not None}
+        """Texts of the tokens that structure a conversation, by id. Content cannot spell them."""
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id: a character of several tokens is at its last one; an unknown id is its number."""
+        found, stream, waiting = list[str](), DecodeStream(skip_special_tokens=False), list[int]()
+        for number in ids:
+            waiting.append(number)
+            if self._tokenizer.id_to_token(number) is None:
+                found.append(f"⟨{number}⟩")
+                stream, waiting = DecodeStream(skip_special_tokens=False), []
+                continue
+            try:
+                text = stream.step(self._tokenizer, number)
+            except Exception:  # noqa: BLE001 - tokenizers raises bare Exception for a text that a later token changes
+                text = None
+                waiting += [number] * LONGEST_CHARACTER
+            if text is None and len(waiting) >= LONGEST_CHARACTER:
+                # Bytes that are no text would be decoded anew with each further token.
+                text = "\ufffd"
+                stream = DecodeStream(skip_special_tokens=False)
+            if text is not None:
+                waiting = []
+            found.append(text or "")
+        return found
+
+    def ways(self, text: str) -> list[list[int]]:
+        """How a text may be tokenised within a longer one: as it begins a line, and behind a space."""
+        found = (self._tokenizer.encode(begun + text, add_special_tokens=False).ids for begun in ("", " "))
+        return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in found if ids)]
+
+    def role_at(self, ids: Sequence[int], place: int) -> str:
+        """Who speaks from the mark at `place` on: system, user, assistant or tool; empty where it begins no message."""
+        mark = self.marks.get(ids[place], "")
+        name = mark.strip("<|｜>[]▁").lower()
+        if name in _ROLES:
+            return _ROLES[name]
+        behind = self._tokenizer.decode(list(ids[place + 1 : place + 1 + HEADER_TOKENS]), skip_special_tokens=False)
+        named = _NAME.match(behind)
+        role = _ROLES.get(named[1].lower(), "") if mark and named and "/" not in mark else ""
+        if role == "user":
+            longer = self._tokenizer.decode(list(ids[place + 1 : place + RESPONSE_TOKENS]), skip_special_tokens=False)
+            return "tool" if "<tool_response>" in longer else role
+        return role
+
+
+def token_texts(directory: str) -> TokenTexts | None:
+    """The tokenizer in a model's directory; None where there is none that can be read."""
+    file = Path(directory).expanduser() / TOKENIZER_FILE
+    if not directory or not file.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # noqa: BLE001 - tokenizers raises bare Exception for every defect of the file
+        return None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return TokenTexts(tokenizer)
+
 
 ASSISTANT, GIVEN = "assistant", "not sampled"
 """Who speaks where the policy sampled, and where it did not and no mark tells who."""
@@ -51,38 +135,32 @@ def _begun(
     start: int, end: int, ids: Sequence[int], mask: Sequence[int], tokens: TokenTexts | None
 ) -> Iterator[tuple[int, str]]:
     """Where messages of a segment begin, and their roles."""
+    # A message may begin at the first token, at a change of the mask, and at a mark that was not sampled.
+    sampled = np.asarray(mask[start:end], dtype=np.uint8)
+    candidates = np.append(True, sampled[1:] != sampled[:-1])[: len(sampled)]
+    if tokens is not None:
+        candidates |= (sampled == 0) & np.isin(np.asarray(ids[start:end], dtype=np.int64), list(tokens.marks))
+
+    def role_at(place: int) -> str:
+        return tokens.role_at(ids, place) if tokens is not None and ids[place] in tokens.marks else ""
+
+    def ends(place: int) -> bool:
+        """Whether the tokens behind a sampled turn are the template's end of it: another message begins, or none."""
+        near = range(place, min(place + END_TOKENS, end))
+        return tokens is not None and (len(near) < END_TOKENS or any(map(role_at, near)))
+
     speaking = ""
-    for place in _candidates(start, end, ids, mask, tokens):
-        role = ""
-        if tokens is not None and not mask[place] and ids[place] in tokens.marks:
-            role = tokens.role_at(ids, place)
+    for place in (np.flatnonzero(candidates) + start).tolist():
+        role = "" if mask[place] else role_at(place)
         if not role and (place == start or mask[place] != mask[place - 1]):
             if mask[place]:
                 # The template has named the assistant already, in the tokens before.
                 role = "" if speaking == ASSISTANT else ASSISTANT
-            elif place == start or not _ends(place, end, ids, tokens):
+            elif place == start or not ends(place):
                 role = GIVEN
         if role:
             speaking = role
             yield place, role
-
-
-def _candidates(start: int, end: int, ids: Sequence[int], mask: Sequence[int], tokens: TokenTexts | None) -> list[int]:
-    """Places at which a message may begin: the first, changes of the mask, and marks."""
-    sampled = np.asarray(mask[start:end], dtype=np.uint8)
-    found = np.append(True, sampled[1:] != sampled[:-1])[: len(sampled)]
-    if tokens is not None:
-        found |= (sampled == 0) & np.isin(np.asarray(ids[start:end], dtype=np.int64), list(tokens.marks))
-    places: list[int] = (np.flatnonzero(found) + start).tolist()
-    return places
-
-
-def _ends(place: int, end: int, ids: Sequence[int], tokens: TokenTexts | None) -> bool:
-    """Whether the tokens behind a sampled turn are the template's end of it: another message begins, or none."""
-    if tokens is None:
-        return False
-    near = range(place, min(place + END_TOKENS, end))
-    return len(near) < END_TOKENS or any(ids[at] in tokens.marks and tokens.role_at(ids, at) for at in near)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +183,17 @@ class SaidText:
 
 def said_texts(texts: Sequence[str], looks: Sequence[str], titles: Sequence[str], calls: bool) -> list[SaidText]:
     """A message for its reader: token texts, with the class and the title of each; `calls`: it may hold tool calls."""
-    within = _call_flags(texts) if calls else [False] * len(texts)
+    within, place, whole = list[bool](), 0, "".join(texts)
+    # In the first family's form in which there is a tool call.
+    grammar = next((each for each in GRAMMARS if calls and each.marker and each.marker in whole), None)
+    pieces = grammar.pieces(whole) if grammar is not None else iter(())
+    nowhere = (len(whole), len(whole), "")
+    begin, end, _body = next(pieces, nowhere)
+    for text in texts:
+        while place >= end and end < len(whole):
+            begin, end, _body = next(pieces, nowhere)
+        within.append(begin <= place < end)
+        place += len(text)
     rows = list(zip(within, looks, titles, texts, strict=True))
     found = list[SaidText]()
     for is_call, stretch in groupby(rows, key=lambda row: row[0]):
@@ -115,16 +203,111 @@ def said_texts(texts: Sequence[str], looks: Sequence[str], titles: Sequence[str]
     return found
 
 
-def _call_flags(texts: Sequence[str]) -> list[bool]:
-    """Whether each token is of a tool call, in the first family's form in which there is one."""
-    whole = "".join(texts)
-    grammar = next((each for each in GRAMMARS if each.marker and each.marker in whole), None)
-    flags, place = list[bool](), 0
-    pieces = grammar.pieces(whole) if grammar is not None else iter(())
-    begin, end, _body = next(pieces, (len(whole), len(whole), ""))
-    for text in texts:
-        while place >= end and end < len(whole):
-            begin, end, _body = next(pieces, (len(whole), len(whole), ""))
-        flags.append(begin <= place < end)
-        place += len(text)
-    return flags
+COLOURS = {
+    "": "none",
+    "mask": "loss mask",
+    "version": "weight version",
+    "logprob": "logprob",
+    "mismatch": "difference to the trainer",
+    "advantage": "advantage",
+}
+"""What tokens may be coloured by: the value in the address, and its words."""
+BOUNDS = ((0.9, "0.9 or more"), (0.5, "0.5 to 0.9"), (0.1, "0.1 to 0.5"), (0.01, "0.01 to 0.1"), (0.0, "below 0.01"))
+"""Least probability of each class, and its words."""
+DIFFERENCES = ((2.0, "2 or more"), (1.0, "1 to 2"), (0.5, "0.5 to 1"), (0.0, "below 0.5"))
+"""Least difference of logprobs of each class, in nats, and its words."""
+HUES = 6
+"""Colours of the style sheet for versions; the seventh version has the first one's colour again."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRange:
+    """Tokens [start, end), counted through all segments, that one version sampled."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Coloured:
+    """The class and the title of each token, and the words for the classes that there are."""
+
+    looks: list[str]
+    titles: list[str]
+    legend: list[tuple[str, str]]
+
+
+def version_ranges(
+    lengths: Sequence[int], segments: Sequence[int], versions: Sequence[int], starts: Sequence[int], ends: Sequence[int]
+) -> list[VersionRange]:
+    """The version spans of all segments; `starts` and `ends` count within a segment."""
+    before = list(accumulate(lengths, initial=0))
+    return [
+        VersionRange(version, before[segment] + start, before[segment] + end)
+        for segment, version, start, end in zip(segments, versions, starts, ends, strict=True)
+        if 0 <= segment < len(lengths)
+    ]
+
+
+def by_mask(mask: Sequence[int]) -> Coloured:
+    """What the policy sampled, and is trained on."""
+    looks = ["hue0" if sampled else "" for sampled in mask]
+    return Coloured(looks, [""] * len(mask), [("hue0", "sampled, in the loss"), ("", "given, not in the loss")])
+
+
+def by_version(mask: Sequence[int], first: int, ranges: Sequence[VersionRange]) -> Coloured:
+    """The version that sampled each token; `first`: the place of the first of these tokens."""
+    versions = sorted({each.version for each in ranges})
+    looks = [""] * len(mask)
+    for each in ranges:
+        look = f"hue{versions.index(each.version) % HUES}"
+        for place in range(max(each.start, first), min(each.end, first + len(mask))):
+            looks[place - first] = look if mask[place - first] else ""
+    legend = [(f"hue{n % HUES}", f"version {version}") for n, version in enumerate(versions)]
+    return Coloured(looks, [""] * len(mask), legend)
+
+
+def by_logprob(mask: Sequence[int], logprobs: Sequence[float | None]) -> Coloured:
+    """How probable each sampled token was when it was sampled."""
+    looks, titles = list[str](), list[str]()
+    for sampled, logprob in zip(mask, logprobs, strict=True):
+        known = sampled and logprob is not None
+        probability = math.exp(min(0.0, logprob)) if known and logprob is not None else -1.0
+        looks.append(next((f"odds{n}" for n, (least, _words) in enumerate(BOUNDS) if probability >= least), ""))
+        titles.append(f"logprob {logprob:.4f}" if known else "")
+    return Coloured(looks, titles, [(f"odds{n}", f"probability {words}") for n, (_least, words) in enumerate(BOUNDS)])
+
+
+def by_mismatch(n: int, first: int, lengths: Sequence[int], worst: Sequence[Sequence[float]]) -> Coloured:
+    """How far the trainer's logprob is from the sampler's, where the log says it: on the worst tokens of each step.
+
+    Args:
+        n: number of the tokens.
+        first: place of the first of them, counted through all segments.
+        worst: segment, position in it, the sampler's logprob and the trainer's, a row a token.
+    """
+    looks, titles = [""] * n, [""] * n
+    before = list(accumulate(lengths, initial=0))
+    known = 0
+    for segment, position, sampler, trainer in worst:
+        known += 1
+        place = before[int(segment)] + int(position) - first if 0 <= segment < len(lengths) else -1
+        if 0 <= place < n:
+            apart = abs(trainer - sampler)
+            at = next(number for number, (least, _words) in enumerate(DIFFERENCES) if apart >= least or least == 0)
+            looks[place] = f"odds{len(DIFFERENCES) - at}"
+            titles[place] = f"sampler {sampler:.4f}, trainer {trainer:.4f}"
+    legend = [(f"odds{len(DIFFERENCES) - at}", f"difference {words}") for at, (_, words) in enumerate(DIFFERENCES)]
+    told = f"{known} of its tokens are among the worst of their step; the log has no others"
+    return Coloured(looks, titles, [*legend, ("", told)])
+
+
+def by_advantage(mask: Sequence[int], advantage: float | None) -> Coloured:
+    """The advantage of the rollout within its group, on each token that it weights."""
+    if advantage is None:
+        return Coloured([""] * len(mask), [""] * len(mask), [("", "no advantage: failed, or in no group yet")])
+    sign = "up" if advantage > 0 else "down" if advantage < 0 else ""
+    words = {"up": "made more probable", "down": "made less probable", "": "left as they are"}[sign]
+    legend = [(sign, f"advantage {advantage:+.4g}: sampled tokens are {words}")]
+    return Coloured([sign if sampled else "" for sampled in mask], [""] * len(mask), legend)

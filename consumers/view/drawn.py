@@ -1,13 +1,130 @@
-"""Rows drawn: plots for the browser, no more places than can be seen, and counts whose parts add up, as bars. Pure."""
+"""How rows are shown: texts of values and the pages that they lead to, tables, plots for the browser, bars, graphs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
-from tidemill.consumers.view.panels import Panel
+from markupsafe import Markup, escape
+
+from tidemill.consumers.view.panels import Panel, panels
 from tidemill.consumers.view.tables import TableRows
+
+LINKS: dict[str, str] = {
+    "interaction_id": "/users/",
+    "rollout_id": "/rollouts/",
+    "group_id": "/groups/",
+    "step": "/run/step/",
+    **dict.fromkeys(("version", "parent", "parent_version", "base", "serving"), "/weights/"),
+}
+"""The beginning of the address of a value's own page, by column."""
+PARAMETER = "param_"
+"""What the name of a query's parameter begins with in the address of a question, as in ClickHouse's."""
+POSITIONS = tuple((f"{of}topic", f"{of}partition", f"{of}offset") for of in ("_", "", "source_"))
+"""Columns that together name a record."""
+
+
+def cell_text(value: object) -> str:
+    """A value as `tidemill query` prints it."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else str(value)
+
+
+def shown_text(value: object) -> str:
+    """A value as the page shows it: control, directional and invisible characters are seen."""
+    return visible(cell_text(value))
+
+
+def numeric(kind: str) -> bool:
+    """Whether a ClickHouse type is a number's, to be aligned by its last digit."""
+    return re.match(r"(Nullable\(|LowCardinality\()*(U?Int|Float|Decimal)", kind) is not None
+
+
+def link(column: str, row: list[Any], columns: tuple[str, ...]) -> str:
+    """The address of the page of a value in a table; empty without one. An offset leads to its record."""
+    value = row[columns.index(column)]
+    for topic, partition, offset in POSITIONS:
+        if column == offset and topic in columns and partition in columns and value is not None:
+            place = (row[columns.index(topic)], row[columns.index(partition)], value)
+            return f"/log/record?{urlencode(dict(zip(('topic', 'partition', 'offset'), place, strict=True)))}"
+    if value in (None, "") or column not in LINKS:
+        return ""
+    begin = LINKS[column]
+    if column == "group_id" and "topic" in columns:
+        # An input of a step: a group, an online batch (which has its record alone), or an interaction.
+        source = str(row[columns.index("topic")])
+        begin = {"online-batches": "", "interactions": LINKS["interaction_id"]}.get(source.rpartition(".")[2], begin)
+    if not begin:
+        return ""
+    beside = {name: row[columns.index(of)] for name, of in (("run", "run_id"), ("branch", "branch")) if of in columns}
+    beside = {name: each for name, each in beside.items() if each}
+    return f"{begin}{quote(str(value), safe='')}" + (f"?{urlencode(beside)}" if beside else "")
+
+
+def asked_at(panel: Panel, values: dict[str, str]) -> str:
+    """The address at which a panel's query is asked with some values."""
+    own = {f"{PARAMETER}{name}": values[name] for name in panel.parameters if values.get(name)}
+    return f"/ask?{urlencode({'name': panel.name, **own})}"
+
+
+def table_body(result: TableRows, under: str) -> Markup:
+    """The rows of a table, escaped; made here, since a template takes ten times as long for a cell.
+
+    Args:
+        under: query that lists the records under a row, to which the last cell leads; empty for none.
+    """
+    classes = [' class="n"' if numeric(kind) else "" for kind in result.types]
+    lines = []
+    for row in result.rows:
+        cells = [f"<td{classes[place]}>{cell(result, row, place)}</td>" for place in range(len(result.columns))]
+        if under:
+            values = {column: cell_text(value) for column, value in zip(result.columns, row, strict=True)}
+            address = asked_at(panels()[under], {"run": values.get("run_id", ""), **values})
+            cells.append(f'<td><a href="{escape(address)}">records</a></td>')
+        lines.append(f"<tr>{''.join(cells)}</tr>\n")
+    return Markup("".join(lines))
+
+
+def cell(result: TableRows, row: list[Any], place: int) -> Markup:
+    """One value of a row, escaped: a number or a text, a time that the browser shows in its zone, or a link."""
+    value, column = row[place], result.columns[place]
+    if value and "DateTime" in result.types[place]:
+        return Markup('<time datetime="{}Z">{}</time>').format(str(value).replace(" ", "T"), value)
+    text = str(value) if type(value) in (int, float) else shown_text(value)
+    if column not in LINKS and not column.endswith("offset"):
+        return escape(text)
+    address = link(column, row, result.columns)
+    return Markup('<a href="{}">{}</a>').format(address, text) if address else escape(text)
+
+
+# Not the line break and the tab, and not the two joiners that ordinary words and emoji need.
+_HIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+CONTROL_PICTURES = 0x2400
+
+
+def visible(text: str) -> str:
+    """A text whose control, directional and invisible characters are shown by their signs or their numbers."""
+
+    def shown(found: re.Match[str]) -> str:
+        code = ord(found[0])
+        return chr(CONTROL_PICTURES + code) if code < 0x20 else f"⟨U+{code:04X}⟩"
+
+    return _HIDDEN.sub(shown, text)
+
+
+def clipped(text: str, most: int) -> str:
+    """The beginning of a long text, with the number of characters that are left out."""
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more)"
+
 
 PLOTTED = frozenset({"line", "steps", "bars", "heat"})
 """Plots that the browser draws from rows."""
@@ -75,23 +192,133 @@ class Flow:
 def flows(panel: Panel, result: TableRows) -> list[Flow]:
     """The bars of a panel: a bar for each value of the columns `by`, a part for each of its rows."""
     by = [name.strip() for name in panel.drawn["by"].split(",")]
+    name, count = panel.drawn["x"], panel.drawn["y"]
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for one in result.rows:
+        named = dict(zip(result.columns, one, strict=True))
+        kinds.setdefault(tuple(named[each] for each in by), []).append(named)
+    found = []
+    for kind, rows in kinds.items():
+        total = int(rows[0][panel.drawn["total"]])
+        parts, reached, other, scale = list[FlowPart](), 0, 0, WIDTH / max(1, total)
+        for row in sorted(rows, key=lambda row: -row[count]):
+            colour = KINDS.get(str(row[name]).split(":")[0].split(" ")[0], "")
+            if not colour:
+                colour, other = f"part-{other % 3}", other + 1
+            query = urlencode({"run" if each == "run_id" else each: row[each] for each in [*by, name]})
+            parts.append(FlowPart(str(row[name]), row[count], reached * scale, row[count] * scale, colour, query))
+            reached += row[count]
+        found.append(Flow(" · ".join(map(str, kind)), total, parts))
+    return found
+
+
+STEP, LANE, EDGE = 34, 78, 44
+MARKS = {"promote": "▲", "canary": "◇", "admit": "✓", "hold": "‖", "reject": "✕", "roll_back": "↩"}
+"""Under a version, what was decided about it."""
+
+Named = dict[str, Any]
+
+
+@dataclass(slots=True)
+class GraphNode:
+    """One version of a branch."""
+
+    name: str
+    address: str
+    anchor: bool
+    x: int
+    y: int
+    marks: dict[str, str] = field(default_factory=dict)
+    """The newest reason of each kind of decision."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphEdge:
+    """A way from one version to another."""
+
+    kind: str
+    """`delta`, `skip-delta`, `fork` or `roll_back`."""
+    path: str
+    title: str
+
+
+@dataclass(slots=True)
+class Graph:
+    """The graph of one run, with the size of its drawing."""
+
+    run: str
+    nodes: list[GraphNode] = field(default_factory=list)
+    edges: list[GraphEdge] = field(default_factory=list)
+    lanes: list[tuple[str, int]] = field(default_factory=list)
+    """Each branch's name, and the height at which it begins."""
+    width: int = 0
+    height: int = 0
+    first: int = 0
+    """The oldest version that is shown."""
+
+
+def graphs(result: TableRows) -> list[Graph]:
+    """A graph for each run of the query `weight_graph`."""
+    runs: dict[str, list[Named]] = {}
     for row in result.rows:
         named = dict(zip(result.columns, row, strict=True))
-        kinds.setdefault(tuple(named[name] for name in by), []).append(named)
-    return [_flow(panel, by, rows) for rows in kinds.values()]
+        runs.setdefault(named["run_id"], []).append(named)
+    return [graph for run, rows in runs.items() if (graph := _graph(run, rows)).nodes]
 
 
-def _flow(panel: Panel, by: list[str], rows: list[dict[str, Any]]) -> Flow:
-    name, count = panel.drawn["x"], panel.drawn["y"]
-    total = int(rows[0][panel.drawn["total"]])
-    parts, reached, other = [], 0, 0
-    for row in sorted(rows, key=lambda row: -row[count]):
-        colour = KINDS.get(str(row[name]).split(":")[0].split(" ")[0], "")
-        if not colour:
-            colour, other = f"part-{other % 3}", other + 1
-        query = urlencode({"run" if each == "run_id" else each: row[each] for each in [*by, name]})
-        scale = WIDTH / max(1, total)
-        parts.append(FlowPart(str(row[name]), row[count], reached * scale, row[count] * scale, colour, query))
-        reached += row[count]
-    return Flow(" · ".join(str(rows[0][each]) for each in by), total, parts)
+def _graph(run: str, rows: list[Named]) -> Graph:
+    versions = [row for row in rows if row["kind"] == "version"]
+    places = {version: n for n, version in enumerate(sorted({row["version"] for row in versions}))}
+    graph = Graph(run, width=EDGE * 2 + STEP * len(places), first=min(places, default=0))
+    found: dict[tuple[str, str, int], GraphNode] = {}
+    lane, branch, tip = -1, None, None
+    for row in versions:
+        of = (row["branch"], row["incarnation"])
+        if of != branch:
+            branch, lane = of, lane + 1
+            graph.lanes.append((row["branch"], lane * LANE + 14))
+        elif row["base"] != tip:
+            # It continues an older version: the path that was left stays where it is.
+            lane += 1
+        tip = row["version"]
+        address = f"/weights/{row['version']}?{urlencode({'run': run, 'branch': row['branch']})}"
+        x, y = EDGE + STEP * places[row["version"]], lane * LANE + EDGE
+        node = GraphNode(str(row["version"]), address, bool(row["anchor"]), x, y)
+        parent = found.get((*of, row["base"]))
+        if parent is not None:
+            graph.edges.append(_edge("delta", parent, node, f"delta of {row['bytes']} bytes"))
+        found[(*of, row["version"])] = node
+        graph.nodes.append(node)
+    for row in versions:
+        for other in versions if row["base"] is None else ():
+            same = (other["version"], other["fingerprint"]) == (row["version"], row["fingerprint"])
+            if same and other["base"] is not None and other["branch"] != row["branch"]:
+                start, end = (found[each["branch"], each["incarnation"], each["version"]] for each in (other, row))
+                graph.edges.append(_edge("fork", start, end, f"{row['branch']} begins with this version"))
+    graph.height = (lane + 1) * LANE + 20
+    newest = {(branch, version): node for (branch, _, version), node in found.items()}
+    for row in rows:
+        if row["kind"] == "skip-delta" and (row["branch"], row["base"]) in newest:
+            target = newest.get((row["branch"], row["version"]))
+            if target is not None:
+                start = newest[row["branch"], row["base"]]
+                graph.edges.append(_edge("skip-delta", start, target, f"skip-delta of {row['bytes']} bytes"))
+    served: dict[str, GraphNode] = {}
+    for row in sorted((row for row in rows if row["kind"] in MARKS), key=lambda row: row["place"]):
+        node_of = newest.get((row["branch"], row["version"]))
+        if node_of is None:
+            continue
+        node_of.marks[row["kind"]] = row["reason"]
+        if row["kind"] == "roll_back" and row["branch"] in served and served[row["branch"]] is not node_of:
+            graph.edges.append(_edge("roll_back", served[row["branch"]], node_of, f"roll back: {row['reason']}"))
+        if row["kind"] in ("promote", "roll_back"):
+            served[row["branch"]] = node_of
+    return graph
+
+
+def _edge(kind: str, start: GraphNode, end: GraphNode, title: str) -> GraphEdge:
+    bend = {"skip-delta": -26, "roll_back": 34}.get(kind, 0)
+    middle, height = (start.x + end.x) / 2, (start.y + end.y) / 2 + 2 * bend
+    return GraphEdge(
+        kind, f"M{start.x} {start.y}Q{middle:g} {height:g} {end.x} {end.y}", f"{start.name} to {end.name}: {title}"
+    )

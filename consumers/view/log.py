@@ -16,7 +16,7 @@ from tidemill.consumers.sink.columns import Column
 from tidemill.consumers.sink.query import QueryFailed
 from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.consumers.sink.tables import Table, tables
-from tidemill.consumers.view.cells import link
+from tidemill.consumers.view.drawn import link
 from tidemill.consumers.view.panels import PAGES, panels
 from tidemill.consumers.view.site import MOST_VALUE, Site
 from tidemill.consumers.view.tables import TableRows
@@ -114,18 +114,15 @@ def fields_of(table: Table, found: TableRows, prefix: str) -> list[FieldShown]:
             fields.append(FieldShown(name, column.type, value, address, None, parts))
     for name, members in lists.items():
         parts = math.ceil(max(int(values[f"#{member.name}"]) for member in members) / PART["Array"])
-        fields.append(FieldShown(name, "Nested", None, "", _beside(members, values, prefix), parts))
+        inner = tuple(member.name.partition(".")[2] for member in members)
+        kinds = tuple(member.type.removeprefix("Array(").removesuffix(")") for member in members)
+        beside = [values[member.name] for member in members]
+        if "topic" in inner:
+            place = inner.index("topic")
+            beside[place] = [f"{prefix}{topic}" for topic in beside[place]]
+        table_of = TableRows(inner, kinds, [list(each) for each in zip(*beside, strict=True)], False, 0)
+        fields.append(FieldShown(name, "Nested", None, "", table_of, parts))
     return fields
-
-
-def _beside(members: list[Column], values: dict[str, Any], prefix: str) -> TableRows:
-    columns = tuple(member.name.partition(".")[2] for member in members)
-    kinds = tuple(member.type.removeprefix("Array(").removesuffix(")") for member in members)
-    lists = [values[member.name] for member in members]
-    if "topic" in columns:
-        place = columns.index("topic")
-        lists[place] = [f"{prefix}{topic}" for topic in lists[place]]
-    return TableRows(columns, kinds, [list(row) for row in zip(*lists, strict=True)], False, 0)
 
 
 def routes(site: Site) -> list[BaseRoute]:

@@ -43,12 +43,10 @@ class Panel:
 
     @property
     def title(self) -> str:
-        """The heading."""
         return self.drawn.get("title", self.question)
 
     @property
     def plot(self) -> str:
-        """How the rows are drawn."""
         return self.drawn.get("plot", "table")
 
     @property
@@ -66,41 +64,19 @@ class Page:
     panels: tuple[str, ...]
 
 
-ABOUT_RUN = (
-    *("held_out_by_version", "reward_by_environment", "accounting", "lag_by_step", "overlap_by_step"),
-    *(
-        "policy_lag_histogram",
-        "mismatch",
-        "mismatch_by_step",
-        "delta_by_version",
-        "served_by_replica",
-        "replicas",
-        "refusals",
-    ),
-)
+ABOUT_RUN = """
+    held_out_by_version reward_by_environment accounting lag_by_step overlap_by_step policy_lag_histogram mismatch
+    mismatch_by_step delta_by_version served_by_replica replicas refusals"""
+ABOUT_USERS = """
+    reward_by_arm outcomes_by_reason online_accounting gate_timeline gate_evidence feedback_to_served arms
+    interaction_list"""
+ABOUT_LOG = "log_topics log_rates log_results log_dead_letters failures log_gaps log_prefixes"
 PAGES = (
-    Page("run", "Run", ABOUT_RUN),
+    Page("run", "Run", tuple(ABOUT_RUN.split())),
     Page("rollouts", "Rollouts", ()),
-    Page(
-        "users",
-        "Users",
-        (
-            "reward_by_arm",
-            "outcomes_by_reason",
-            "online_accounting",
-            "gate_timeline",
-            "gate_evidence",
-            "feedback_to_served",
-            "arms",
-            "interaction_list",
-        ),
-    ),
+    Page("users", "Users", tuple(ABOUT_USERS.split())),
     Page("weights", "Weights", ("weight_graph", "delta_sizes", "weight_versions", "proofs")),
-    Page(
-        "log",
-        "Log",
-        ("log_topics", "log_rates", "log_results", "log_dead_letters", "failures", "log_gaps", "log_prefixes"),
-    ),
+    Page("log", "Log", tuple(ABOUT_LOG.split())),
     Page("ask", "Ask", ()),
 )
 

@@ -13,12 +13,11 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from tidemill.consumers.sink.query import QueryFailed
-from tidemill.consumers.view import colours
-from tidemill.consumers.view.conversation import said_texts, said_tokens
+from tidemill.consumers.view import conversation as talk
+from tidemill.consumers.view.conversation import TokenTexts
 from tidemill.consumers.view.panels import PAGES, Panel, panels
-from tidemill.consumers.view.site import MOST_VALUE, Site, arguments, unless_same
+from tidemill.consumers.view.site import MOST_VALUE, Site, arguments, place_in, unless_same
 from tidemill.consumers.view.tables import TableRows
-from tidemill.consumers.view.tokens import TokenTexts, token_texts
 
 FIELDS = {
     "run": str, "environment": str, "step": int, "version": int, "reward_min": float, "reward_max": float,
@@ -34,7 +33,7 @@ CHARACTERS = 4000
 def routes(site: Site) -> list[BaseRoute]:
     """The search, one rollout, and the parts of both that a browser reads by themselves."""
     here = next(page for page in PAGES if page.path == "rollouts")
-    tokens = lru_cache(maxsize=1)(lambda: token_texts(site.settings.model))
+    tokens = lru_cache(maxsize=1)(lambda: talk.token_texts(site.settings.model))
 
     async def ask(name: str, values: dict[str, str]) -> tuple[Panel, TableRows]:
         panel = panels()[name]
@@ -100,7 +99,7 @@ def routes(site: Site) -> list[BaseRoute]:
         values = dict(request.query_params)
         panel = panels()["rollout_tokens"]
         try:
-            begin = _number(values, "from")
+            begin = place_in(values)
             own = {**values, "from": str(begin)}
             _, result = await ask("rollout_tokens", own)
             if not result.rows:
@@ -119,7 +118,7 @@ def routes(site: Site) -> list[BaseRoute]:
             return site.html("failed.html", panel=panel, message=str(error))
         answer = site.html(
             "rollout_conversation.html", panel=panel, of=of, total=len(of["token_ids"]), begin=begin, most=TOKENS,
-            colour=colour, colours=colours.COLOURS, has_texts=known is not None, own=own, values=values,
+            colour=colour, colours=talk.COLOURS, has_texts=known is not None, own=own, values=values,
             address=f"/rollouts/{quote(values.get('rollout_id', ''), safe='')}", **shown,
         )  # fmt: skip
         return unless_same(request, answer)
@@ -148,11 +147,6 @@ def check(values: dict[str, str]) -> None:
             raise ValueError(f"{name.replace('_', ' ')} must be {words}, and not {values[name]!r}") from None
 
 
-def _number(values: dict[str, str], name: str) -> int:
-    given = values.get(name, "")
-    return int(given) if given.isascii() and given.isdecimal() and len(given) < 12 else 0
-
-
 def _messages(
     of: dict[str, Any],
     begin: int,
@@ -172,23 +166,23 @@ def _messages(
         for text, sampled in zip(texts, window, strict=True)
     ]
     if colour == "mask":
-        painted = colours.by_mask(window)
+        painted = talk.by_mask(window)
     elif colour == "version":
         spans = ([int(n) for n in of[f"span_{part}"]] for part in ("segments", "versions", "starts", "ends"))
-        painted = colours.by_version(window, begin, colours.version_ranges(lengths, *spans))
+        painted = talk.by_version(window, begin, talk.version_ranges(lengths, *spans))
     elif colour == "logprob":
-        painted = colours.by_logprob(window, of["logprobs"])
+        painted = talk.by_logprob(window, of["logprobs"])
     elif colour == "mismatch":
-        painted = colours.by_mismatch(len(window), begin, lengths, worst)
+        painted = talk.by_mismatch(len(window), begin, lengths, worst)
     elif colour == "advantage":
-        painted = colours.by_advantage(window, advantage)
+        painted = talk.by_advantage(window, advantage)
     else:
-        painted = colours.plain(window)
+        painted = talk.Coloured([""] * len(window), [""] * len(window), [])
     messages = []
-    for said in said_tokens(ids, mask, lengths, known):
+    for said in talk.said_tokens(ids, mask, lengths, known):
         if said.end <= begin or said.start >= end:
             continue
         part = slice(max(said.start, begin) - begin, min(said.end, end) - begin)
-        texts_of = said_texts(texts[part], painted.looks[part], painted.titles[part], said.role == "assistant")
+        texts_of = talk.said_texts(texts[part], painted.looks[part], painted.titles[part], said.role == "assistant")
         messages.append({"said": said, "continues": said.start < begin, "goes_on": said.end > end, "texts": texts_of})
     return {"messages": messages, "legend": painted.legend, "segments": len(lengths)}

@@ -10,19 +10,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from tidemill.consumers.sink.query import QueryFailed
-from tidemill.consumers.view.cells import asked_at, cell, cell_text, clipped, link, numeric, shown_text, table_body
+from tidemill.consumers.view import drawn
 from tidemill.consumers.view.config import ViewSettings
-from tidemill.consumers.view.drawn import PLOTTED, flows, plotted
-from tidemill.consumers.view.graph import MARKS, graphs
 from tidemill.consumers.view.panels import PAGES, Page, Panel, panels
-from tidemill.consumers.view.security import COOKIE, same
 from tidemill.consumers.view.tables import TableRows, Tables
 
 HERE = Path(__file__).parent
@@ -47,18 +44,18 @@ class Site:
             lstrip_blocks=True,
         )
         self._templates.globals |= {"pages": PAGES, "refresh_ms": round(settings.refresh_s * 1000), "query": urlencode}
-        self._templates.globals |= {"link": link, "asked_at": asked_at, "flows": flows, "most_rows": ROWS}
-        self._templates.globals |= {"graphs": graphs, "marks": MARKS, "table_body": table_body, "cell_of": cell}
-        self._templates.filters |= {"cell": shown_text, "numeric": numeric, "clipped": clipped}
+        self._templates.globals |= {"link": drawn.link, "asked_at": drawn.asked_at, "flows": drawn.flows}
+        self._templates.globals |= {"graphs": drawn.graphs, "marks": drawn.MARKS, "most_rows": ROWS}
+        self._templates.globals |= {"table_body": drawn.table_body, "cell_of": drawn.cell}
+        self._templates.filters |= {"cell": drawn.shown_text, "numeric": drawn.numeric, "clipped": drawn.clipped}
 
     def html(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:  # noqa: ANN401 - a template's values
         """A template as an answer; every value is escaped."""
         return HTMLResponse(self._templates.get_template(template).render(**values), status)
 
-    async def page(self, page: Page, request: Request) -> Response:
-        """The shell of a page: its panels are read by the browser."""
-        shown = [panels()[name] for name in page.panels]
-        return self.html("page.html", page=page, panels=shown, values=dict(request.query_params))
+    def page(self, page: Page, values: dict[str, str], **more: Any) -> HTMLResponse:  # noqa: ANN401 - a template's values
+        """The shell of a page: its panels are read by the browser, with the values that their queries take."""
+        return self.html("page.html", page=page, panels=[panels()[name] for name in page.panels], values=values, **more)
 
     async def runs(self, request: Request) -> Response:
         """The runs of the tables, to choose from."""
@@ -86,35 +83,23 @@ class Site:
             if ending:
                 return PlainTextResponse(f"{error}\n", 502)
             return self.html("failed.html", 200, panel=panel, message=str(error))
-        if "run" not in panel.parameters:  # A query that takes it has chosen, and some records name no run.
-            result = chosen_run(result, values.get("run", ""))
+        # A query that takes a run has chosen, and some records name none.
+        if (run := values.get("run")) and "run_id" in result.columns and "run" not in panel.parameters:
+            place = result.columns.index("run_id")
+            result = replace(result, rows=[row for row in result.rows if row[place] == run])
         if ending and result.cut:
             return PlainTextResponse(f"more than {READ_ROWS} rows: take them with `tidemill query {name}`\n", 413)
         if ending:
             return rows_as(result, ending, name)
         whole = not request.url.path.startswith("/rows/")
         answer = self.html(
-            "panel.html" if whole else "rows.html", panel=panel, result=result, begin=first_row(values), values=values,
-            plot=plotted(panel, result) if whole and panel.plot in PLOTTED else None,
+            "panel.html" if whole else "rows.html", panel=panel, result=result, begin=place_in(values), values=values,
+            plot=drawn.plotted(panel, result) if whole and panel.plot in drawn.PLOTTED else None,
             here=request.url.path, own={key: value for key, value in values.items() if key != "from"},
         )  # fmt: skip
         sent = unless_same(request, answer)
         sent.headers["Age"] = str(round(time.monotonic() - result.asked))
         return sent
-
-    async def enter(self, request: Request) -> Response:
-        """The form that asks for the token, and its answer."""
-        token = self.settings.token.get_secret_value()
-        if request.method == "GET":
-            return self.html("enter.html", wrong=False)
-        shown = b""
-        async for chunk in request.stream():
-            shown = (shown + chunk)[:MOST_VALUE]
-        if not same(parse_qs(shown.decode("utf-8", "replace")).get("token", [""])[0], token):
-            return self.html("enter.html", 403, wrong=True)
-        answer = RedirectResponse("/", 303)
-        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=request.url.scheme == "https")
-        return answer
 
 
 def arguments(panel: Panel, values: dict[str, str]) -> dict[str, str]:
@@ -122,19 +107,10 @@ def arguments(panel: Panel, values: dict[str, str]) -> dict[str, str]:
     return {name: values.get(name, "")[:MOST_VALUE] for name in panel.parameters}
 
 
-def first_row(values: dict[str, str]) -> int:
-    """The row from which a table is shown, counted from 0: `from` of the address."""
+def place_in(values: dict[str, str]) -> int:
+    """The place from which rows or tokens are shown, counted from 0: `from` of the address."""
     given = values.get("from", "")
-    return int(given) if given.isascii() and given.isdecimal() and len(given) < 9 else 0
-
-
-def chosen_run(result: TableRows, run: str) -> TableRows:
-    """The rows of one run, where a run is chosen and the rows name theirs."""
-    if not run or "run_id" not in result.columns:
-        return result
-    place = result.columns.index("run_id")
-    rows = [row for row in result.rows if row[place] == run]
-    return replace(result, rows=rows)
+    return int(given) if given.isascii() and given.isdecimal() and len(given) < 12 else 0
 
 
 def rows_as(result: TableRows, ending: str, name: str) -> Response:
@@ -144,7 +120,7 @@ def rows_as(result: TableRows, ending: str, name: str) -> Response:
         objects = [dict(zip(result.columns, row, strict=True)) for row in result.rows]
         return Response(json.dumps(objects), media_type="application/json", headers=headers)
     text = io.StringIO()
-    csv.writer(text).writerows([result.columns, *([cell_text(value) for value in row] for row in result.rows)])
+    csv.writer(text).writerows([result.columns, *([drawn.cell_text(value) for value in row] for row in result.rows)])
     return Response(text.getvalue(), media_type="text/csv", headers=headers)
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.query import QueryFailed, read_state
-from tidemill.consumers.sink.statement import escaped
+from tidemill.consumers.sink.query import FORMAT, QueryFailed, asked, read_state
 from tidemill.consumers.view.config import ViewSettings
 
 EXTRA_S = 2.0
@@ -49,7 +48,6 @@ class TableRows:
     """When, on the monotonic clock."""
 
     def part(self, begin: int, rows: int) -> TableRows:
-        """Some of the rows."""
         return replace(self, rows=self.rows[begin : begin + rows])
 
 
@@ -86,16 +84,7 @@ class Tables:
         """When it was asked how far the tables have read, and the answer."""
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
-
-    def _url(self) -> str:
-        if not self._sink.embedded:
-            return f"{'https' if self._sink.secure else 'http'}://{self._sink.host}:{self._sink.port}"
-        state = read_state(self._sink.directory)
-        if state is None:
-            raise QueryFailed(f"no sink has the tables in {self._sink.directory} open: start `tidemill sink`")
-        return state.url
 
     async def kept(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
         """As `ask`, for all who look at once: one of them asks, and a kept answer stands for a while.
@@ -103,9 +92,15 @@ class Tables:
         It stands for `REST` times what all that is looked at takes, and for longer while the tables read no further.
         """
         given = parameters or {}
-        one = self._answer_of((sql, str(most), *(f"{name}={given[name]}" for name in sorted(given))))
+        key = (sql, str(most), *(f"{name}={given[name]}" for name in sorted(given)))
+        one = self._kept.setdefault(key, _Kept())
+        self._kept.move_to_end(key)
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
         now = one.looked = time.monotonic()
-        if one.rows is not None and now - one.at < min(REST * self._cost(now), REST_S):
+        # Seconds that the queries take which somebody has looked at of late.
+        cost = sum(each.cost for each in self._kept.values() if each.rows is not None and now - each.looked < LONGEST_S)
+        if one.rows is not None and now - one.at < min(REST * cost, REST_S):
             return one.rows
         if one.asking is None or one.asking.done():
             one.asking = asyncio.create_task(self._renewed(one, sql, given, most))
@@ -114,10 +109,6 @@ class Tables:
         old = one.rows if now - one.at < LONGEST_S + REST_S else None
         done, _ = await asyncio.wait({one.asking}, timeout=None if old is None else PATIENCE_S)
         return one.asking.result() if done or old is None else old
-
-    def _cost(self, now: float) -> float:
-        """Seconds that the queries take which somebody has looked at of late."""
-        return sum(one.cost for one in self._kept.values() if one.rows is not None and now - one.looked < LONGEST_S)
 
     async def _renewed(self, one: _Kept, sql: str, given: Mapping[str, str], most: int) -> TableRows:
         try:
@@ -131,13 +122,6 @@ class Tables:
             one.rows = None
             raise
         return one.rows
-
-    def _answer_of(self, key: tuple[str, ...]) -> _Kept:
-        one = self._kept.setdefault(key, _Kept())
-        self._kept.move_to_end(key)
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
-        return one
 
     async def _state(self) -> object:
         async with self._reading_state:
@@ -158,7 +142,13 @@ class Tables:
         Raises:
             QueryFailed: refused, not understood, past a limit, or nobody answers.
         """
-        most = most or self._view.result_rows
+        sink, most = self._sink, most or self._view.result_rows
+        url = sink.server_url
+        if sink.embedded:
+            state = read_state(sink.directory)
+            if state is None:
+                raise QueryFailed(f"no sink has the tables in {sink.directory} open: start `tidemill sink`")
+            url = state.url
         bounds = {
             "max_execution_time": str(self._view.query_seconds),
             "max_memory_usage": str(self._view.query_memory_bytes),
@@ -166,8 +156,15 @@ class Tables:
             "result_overflow_mode": "break",
         }
         began = time.monotonic()
-        reply = await self._send(sql, {**bounds, "default_format": "JSONCompact"}, parameters or {})
-        if reply.headers.get("X-ClickHouse-Format", "JSONCompact") != "JSONCompact":
+        try:
+            reply = await self._client.post(url, **asked(sink, sql, parameters or {}, **bounds))
+        except httpx.HTTPError as error:
+            raise QueryFailed(
+                f"ClickHouse at {url} does not answer ({type(error).__name__}); is it running?"
+            ) from error
+        if reply.status_code != httpx.codes.OK:
+            raise QueryFailed(reply.text.strip())
+        if reply.headers.get("X-ClickHouse-Format", FORMAT) != FORMAT:
             raise QueryFailed("leave the FORMAT clause out: the page takes the rows, and offers CSV and JSON")
         document = reply.json()
         return TableRows(
@@ -178,25 +175,3 @@ class Tables:
             time.monotonic() - began,
             began,
         )
-
-    async def _send(self, sql: str, settings: Mapping[str, str], parameters: Mapping[str, str]) -> httpx.Response:
-        sink = self._sink
-        values = {f"param_{name}": escaped(value) for name, value in parameters.items()}
-        # A server is told not to write, and to refuse a statement that lifts the bounds; the sink's own endpoint does.
-        own = {} if sink.embedded else {"readonly": "1"}
-        key = {"X-ClickHouse-User": sink.user, "X-ClickHouse-Key": sink.password.get_secret_value()}
-        url = self._url()
-        try:
-            reply = await self._client.post(
-                url,
-                params={"database": sink.database, **settings, **own, **values},
-                headers={} if sink.embedded else key,
-                content=sql.encode(),
-            )
-        except httpx.HTTPError as error:
-            raise QueryFailed(
-                f"ClickHouse at {url} does not answer ({type(error).__name__}); is it running?"
-            ) from error
-        if reply.status_code != httpx.codes.OK:
-            raise QueryFailed(reply.text.strip())
-        return reply

@@ -68,7 +68,6 @@ class Builder:
         self._rebuilder = Rebuilder(fetcher, os.cpu_count() or 1, directory)
 
     def close(self) -> None:
-        """End the threads."""
         self._rebuilder.close()
 
     def with_tensors(self, manifest: Manifest) -> Manifest:
@@ -116,8 +115,16 @@ class Builder:
             except Unreachable as error:
                 raise Unreachable("; ".join([str(error), *reasons])) from error
             mirror, begun = Mirror(), list[PathStep]()
+
+            def begin(step: PathStep, begun: list[PathStep] = begun) -> None:
+                begun.append(step)
+                self._progress(f"{'version' if isinstance(step, Delta) else 'anchor'} {step.version}")
+
             try:
-                return Built(mirror, path, self._follow(path, mirror, begun))
+                with _as_unusable():
+                    followed = self._rebuilder.follow(path, Draft(mirror), recount=True, progress=begin)
+                assert followed.anchor is not None
+                return Built(mirror, path, followed.anchor)
             except Unusable as error:
                 step = begun[-1]
                 if isinstance(step, Delta):
@@ -132,18 +139,6 @@ class Builder:
         with _as_unusable():
             self._rebuilder.follow(UpdatePath(None, (delta,)), draft, recount=True)
         return draft
-
-    def _follow(self, path: UpdatePath, mirror: Mirror, begun: list[PathStep]) -> Path:
-        """Bring an empty mirror to the end of a path, adding to `begun` each step; the anchor's directory."""
-
-        def begin(step: PathStep) -> None:
-            begun.append(step)
-            self._progress(f"{'version' if isinstance(step, Delta) else 'anchor'} {step.version}")
-
-        with _as_unusable():
-            followed = self._rebuilder.follow(path, Draft(mirror), recount=True, progress=begin)
-        assert followed.anchor is not None
-        return followed.anchor
 
 
 @contextmanager

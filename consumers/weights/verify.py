@@ -51,14 +51,6 @@ class Verification:
     offender: Offender | None = None
 
 
-class _OffenderFound(Exception):
-    """Carries an offender out."""
-
-    def __init__(self, version: int, part: str, reason: object) -> None:
-        super().__init__(reason)
-        self.offender = Offender(version, part, str(reason))
-
-
 def default_start(chain: Chain) -> int:
     """The oldest anchor from which every newer delta is still kept; where there is none, the newest anchor.
 
@@ -90,66 +82,49 @@ class Verifier:
             )
         before = [v for v, m in sorted(self._chain.manifests.items()) if v < start and self._chain.expired(m.shards)]
         report = Verification(start, start, expired_before=before)
+        self._at = start, "anchor"
         try:
             self._verify(first, report)
-        except _OffenderFound as found:
-            report.offender = found.offender
+        except (Unusable, VersionError) as error:
+            report.offender = Offender(*self._at, str(error))
         return report
 
     def _verify(self, first: Manifest, report: Verification) -> None:
-        try:
-            self._mirror = self._builder.from_anchor(first)
-        except Unusable as error:
-            raise _OffenderFound(first.version, "anchor", error) from error
-        for version in sorted(version for version in self._chain.manifests if version >= first.version):
+        """Raises Unusable or VersionError at what is wrong, which `_at` names."""
+        chain, builder = self._chain, self._builder
+        mirror = builder.from_anchor(first)
+        for version in sorted(version for version in chain.manifests if version >= first.version):
+            manifest, delta = chain.manifests[version], chain.delta(version)
             self._progress(report.versions, f"version {version}")
-            if version in self._chain.forks:
-                raise _OffenderFound(version, "manifest", self._chain.forks[version])
-            if version != first.version:
-                self._make(version, report)
-            if self._chain.manifests[version].anchor is not None:
+            self._at = version, "manifest"
+            if version in chain.forks:
+                raise Unusable(chain.forks[version])
+            if version != first.version and delta is None:
+                # One without a parent begins again from its anchor.
+                if manifest.anchor is None:
+                    raise Unusable("it has neither a parent nor an anchor")
+                self._at = version, "anchor"
+                mirror = builder.from_anchor(manifest)
+            elif version != first.version and delta is not None:
+                self._at = version, "delta"
+                if (expired := chain.expired(delta.shards)) is not None:
+                    raise Unusable(f"{expired}; verify from {default_start(chain)} instead")
+                if mirror.version != delta.base:
+                    mirror = builder.build(chain, delta.base).mirror
+                builder.apply(delta, mirror)
+                report.n_bytes += delta.n_bytes
+            if manifest.anchor is not None:
+                self._at = version, "anchor"
                 self._progress(report.versions, f"anchor {version}")
-                try:
-                    self._builder.check_anchor(self._chain.manifests[version])
-                except Unusable as error:
-                    raise _OffenderFound(version, "anchor", error) from error
+                builder.check_anchor(manifest)
                 report.anchors += 1
-            self._check_skips(version, report)
+            for skip in (delta for delta in chain.skip_deltas() if delta.base == version):
+                if chain.expired(skip.shards):
+                    report.expired_skips += 1
+                    continue
+                self._at = skip.version, f"skip-delta from {version}"
+                self._progress(report.versions, f"skip-delta {version} to {skip.version}")
+                builder.check(skip, mirror)
+                report.skip_deltas += 1
+                report.n_bytes += skip.n_bytes
             report.versions, report.end = report.versions + 1, version
-
-    def _make(self, version: int, report: Verification) -> None:
-        """Bring the mirror to a version by its own delta; one without a parent begins again from its anchor."""
-        delta = self._chain.delta(version)
-        if delta is None:
-            manifest = self._chain.manifests[version]
-            if manifest.anchor is None:
-                raise _OffenderFound(version, "manifest", "it has neither a parent nor an anchor")
-            try:
-                self._mirror = self._builder.from_anchor(manifest)
-            except Unusable as error:
-                raise _OffenderFound(version, "anchor", error) from error
-            return
-        if (expired := self._chain.expired(delta.shards)) is not None:
-            raise _OffenderFound(version, "delta", f"{expired}; verify from {default_start(self._chain)} instead")
-        try:
-            if self._mirror.version != delta.base:
-                self._mirror = self._builder.build(self._chain, delta.base).mirror
-            self._builder.apply(delta, self._mirror)
-        except (Unusable, VersionError) as error:
-            raise _OffenderFound(version, "delta", error) from error
-        report.n_bytes += delta.n_bytes
-
-    def _check_skips(self, base: int, report: Verification) -> None:
-        for delta in self._chain.skip_deltas():
-            if delta.base != base:
-                continue
-            if self._chain.expired(delta.shards):
-                report.expired_skips += 1
-                continue
-            self._progress(report.versions, f"skip-delta {base} to {delta.version}")
-            try:
-                self._builder.check(delta, self._mirror)
-            except Unusable as error:
-                raise _OffenderFound(delta.version, f"skip-delta from {base}", error) from error
-            report.skip_deltas += 1
-            report.n_bytes += delta.n_bytes

@@ -42,8 +42,7 @@ from weight_log import WeightLog  # noqa: E402
 from tidemill.compose.stack.config import StackSettings  # noqa: E402
 from tidemill.compose.stack.kafka import LocalStack  # noqa: E402
 from tidemill.consumers.replica.config import ReplicaSettings  # noqa: E402
-from tidemill.consumers.replica.join import FOLLOWED  # noqa: E402
-from tidemill.consumers.replica.staging import Staging  # noqa: E402
+from tidemill.consumers.replica.staging import FOLLOWED, Staging  # noqa: E402
 from tidemill.consumers.replica.state import ReplicaState  # noqa: E402
 from tidemill.kernels.weights.config import PublishSettings  # noqa: E402
 from tidemill.kernels.weights.delta_fetch import open_fetcher  # noqa: E402

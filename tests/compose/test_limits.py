@@ -10,7 +10,7 @@ import pytest
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.stack.config import StackSettings
-from tidemill.consumers.replica.vllm_args import refusal
+from tidemill.consumers.replica.config import refusal
 from tidemill.consumers.sink import http_api as sink_server
 from tidemill.producers.router.ask import Refusal, RequestKind, parse
 from tidemill.schemas.chat.messages import BadMessage, checked_messages

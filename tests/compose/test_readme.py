@@ -36,7 +36,7 @@ LISTENERS = {
     "producers/gateway/server.py": "gateway",
     "producers/rollout/endpoint.py": "a local port of the worker",
     "consumers/sink/http_api.py": "sink",
-    "consumers/view/role.py": "the page",
+    "consumers/view/app.py": "the page",
     "consumers/replica/role.py": "the replicas' HTTP",
 }
 COMMANDS = sorted(set(re.findall(r"tidemill ([a-z-]+)", README + ARCHITECTURE + OPERATE + RESEARCH)) - {"is"})

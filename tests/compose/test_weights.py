@@ -249,7 +249,7 @@ def test_nothing_of_it_needs_an_engine():
 import sys
 sys.modules["vllm"] = None
 import tidemill.consumers.weights.verify, tidemill.consumers.weights.builder, tidemill.consumers.weights.builder
-import tidemill.consumers.weights.decide, tidemill.consumers.weights.chain, tidemill.compose.cli.weights_command
+import tidemill.consumers.weights.chain, tidemill.compose.cli.weights_command
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

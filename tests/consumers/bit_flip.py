@@ -44,17 +44,14 @@ def flip_bit(core: Any, name: str, index: int, bit: int) -> None:
 
 def flip_on_rank(worker: Any, name: str, index: int, bit: int) -> bool:
     """Whether the element lies on this rank, where its bit is flipped."""
-    from tidemill.consumers.replica import places
-
     live = worker._tidemill.live
-    layout, place = live._layouts[name], np.empty(1, dtype=np.uint64)
+    layout = live.layouts[name]
     if not layout.boxes:
         return False
-    storage = live._storage[layout.parameter].elements
-    nothing, unused = np.zeros(1, live.pattern_type(name)), np.empty(1, storage.dtype)
-    held = places.place(layout, np.array([index]), nothing, place, unused)
-    storage[place[:held]] ^= storage.dtype.type(1 << bit)
-    return held > 0
+    storage = live._storage[layout.parameter]
+    places, _, _ = storage.find([(layout, np.array([index]), np.zeros(1, live.patterns(name)[1]))])
+    storage.elements[places] ^= storage.elements.dtype.type(1 << bit)
+    return len(places) > 0
 
 
 async def flip(engine: Any, name: str, index: int, bit: int) -> None:

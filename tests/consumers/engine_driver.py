@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from tidemill.consumers.replica.environment import prepare_environment
-from tidemill.consumers.replica.hand_over import handed_over
-from tidemill.consumers.replica.holdings import Holdings
+from tidemill.consumers.replica.ranks import Holdings, handed_over
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint, specs_of
@@ -130,7 +129,7 @@ class InProcess:
     def __init__(self, directory: Path, dtype: str, **options: Any) -> None:
         from vllm import EngineArgs, LLMEngine
 
-        from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search
+        from tidemill.consumers.replica.plugin import hide_llvmlite_from_kernel_search
 
         hide_llvmlite_from_kernel_search()
         options = {"max_model_len": 128, "kv_cache_memory_bytes": 16 << 20, **options}
@@ -316,7 +315,7 @@ def experts_of(kind: str) -> str:
     """What is said of experts that a kernel of this name multiplies by; empty where they lie as they were loaded."""
     from types import SimpleNamespace
 
-    from tidemill.consumers.replica.experts import orders_of_experts
+    from tidemill.consumers.replica.cpu_layers import orders_of_experts
     from tidemill.consumers.replica.weight_map import UnsupportedModelError
 
     model = torch.nn.ModuleDict({"mlp": torch.nn.Module()})

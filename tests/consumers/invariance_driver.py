@@ -90,7 +90,7 @@ def answers(engine: Any, wanted: dict[str, tuple[list[int], int, str]]) -> dict[
 
 def unfit(engine: Any) -> str:
     """What is said of an engine's layers as invariant ones; empty for layers that are."""
-    from tidemill.consumers.replica.invariant import require_tokenwise
+    from tidemill.consumers.replica.cpu_layers import require_tokenwise
     from tidemill.consumers.replica.weight_map import UnsupportedModelError
 
     try:

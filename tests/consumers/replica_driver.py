@@ -215,9 +215,9 @@ async def serve(config: dict[str, Any]) -> None:
     """The role without its Kafka: what comes on standard input is the log."""
     import bit_flip  # beside this script
 
-    from tidemill.consumers.replica.assembly import running_replica
     from tidemill.consumers.replica.config import ReplicaSettings
-    from tidemill.consumers.replica.join import Joined
+    from tidemill.consumers.replica.role import running_replica
+    from tidemill.consumers.replica.staging import Joined
     from tidemill.consumers.replica.state import ReplicaState
     from tidemill.kernels.weights.delta_fetch import ChunkFetcher
     from tidemill.schemas.http_room import bind
@@ -253,7 +253,8 @@ async def _obey(line: str, running: Any, log: MemoryLog) -> None:
     if isinstance(record, DeltaChunk):
         log.append(record)
     else:
-        await running.subscriber.observe(record)
+        running.subscriber.receive(record)
+        await running.subscriber.advance()
         print("observed", flush=True)
 
 

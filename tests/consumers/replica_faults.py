@@ -19,7 +19,7 @@ import xxhash
 from tests.consumers import replica_driver as driver
 from tests.consumers.replica_support import ArrayReplica, base_directory, small_view
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.join import FOLLOWED, join
+from tidemill.consumers.replica.staging import FOLLOWED, join
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.kernels.weights import delta_shard
 from tidemill.schemas.catalogue import Topic

@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.consumers import replica_driver as driver
 from tidemill.consumers.replica.config import Pool
-from tidemill.consumers.replica.ledger import Applied, Identity, Ledger, Proof, WriteRefusedError
+from tidemill.consumers.replica.ledger import Applied, Ledger, Proof, ReplicaStatus, WriteRefusedError
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber
@@ -94,8 +94,8 @@ class ArrayReplica:
         self.acks, self.lags = [], []
         self.state = ReplicaState(first.run_id, first.branch, pool)
         self.state.observe(first)
-        identity = Identity("replica-t", "here", first.run_id, first.branch, "i", 1)
-        self.ledger = Ledger(identity, self._say, lambda: 0, lambda: self.state.head)
+        status = ReplicaStatus("replica-t", "here", first.run_id, first.branch, "i", 1)
+        self.ledger = Ledger(status, self._say, lambda: 0, lambda: self.state.head)
         self.fetcher = ChunkFetcher(chunks, timeout_s)
         staging = Staging(self.fetcher, directory)
         self.subscriber = Subscriber(self.engine, self.state, mirror, staging, self.ledger)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.consumers import expert_driver
 from tests.consumers.test_replica_server import Served
-from tidemill.consumers.replica.vllm_args import refusal
+from tidemill.consumers.replica.config import refusal
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.sampling.completion import Sampling
 from tidemill.producers.sampling.replicas import open_replica_client

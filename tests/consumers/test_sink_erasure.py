@@ -18,9 +18,8 @@ from tests.consumers.product_support import (
 from tests.consumers.sink_support import PREFIX, START_US, rows_of
 from tidemill.consumers.sink.config import SinkSettings, TableEngine
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.erasure import Erasures
 from tidemill.consumers.sink.rows import DeadLetter, DeletedKey, Row, row_of
-from tidemill.consumers.sink.writer import Writer
+from tidemill.consumers.sink.writer import Erasures, Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import UserWish

@@ -16,9 +16,16 @@ from clickhouse_connect.driver.exceptions import DatabaseError
 
 from tests.consumers.sink_support import rows_of, small_run
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.engine import EngineBusy, QueryError, Reader, connect, empty_native_block
+from tidemill.consumers.sink.engine import (
+    EngineBusy,
+    QueryError,
+    Reader,
+    check,
+    connect,
+    empty_native_block,
+    refused_functions,
+)
 from tidemill.consumers.sink.http_api import query_server
-from tidemill.consumers.sink.statement import Refused, check, refused_functions
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.config import HttpSettings
 from tidemill.schemas.http_room import PortTaken, bind
@@ -207,7 +214,7 @@ def test_each_layer_refuses_by_itself(sink: SinkSettings):
         with pytest.raises(QueryError) as by_engine:
             reader._run(sql, "CSV", {}, None)
         assert by_engine.value.code == 164
-        with pytest.raises(Refused):
+        with pytest.raises(QueryError):
             check(sql, refused_functions(["url", "numbers"]))
 
 

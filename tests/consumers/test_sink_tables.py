@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.consumers.sink_support import PACKED, PREFIX, generated, rollout, rows_of, small_run, topic_of
-from tidemill.consumers.sink.arrays import list_array, packed_array
-from tidemill.consumers.sink.columns import Column, Schema, record_columns
+from tidemill.consumers.sink.columns import Column, Schema, list_array, packed_array, record_columns
 from tidemill.consumers.sink.config import MergeSettings, SinkSettings, TableEngine
 from tidemill.consumers.sink.engine import ALLOCATOR, connect, engine_options
 from tidemill.consumers.sink.rows import DeadLetter, cut, row_of

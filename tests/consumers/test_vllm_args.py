@@ -9,8 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from tidemill.compose.config import ConfigError, load_settings
-from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.vllm_args import REFUSED, flags, refusal
+from tidemill.consumers.replica.config import REFUSED, ReplicaSettings, flags, refusal
 
 PROBE = """
 import gc, json, sys
@@ -22,17 +21,17 @@ from starlette.testclient import TestClient
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from tidemill.consumers.replica.completions import ChatCompletion
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from tidemill.consumers.replica.chat_route import chat_route
+from tidemill.consumers.replica.completions import chat_route
 from tidemill.compose.config import ConfigError, load_settings
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.server import BadArgument, server_arguments
+from tidemill.consumers.replica.server import server_arguments
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.config import ChatSettings
 
 def parsed(given):
     try:
         arguments = vars(server_arguments(sys.argv[1], ReplicaSettings(vllm_args=given)))
-    except BadArgument as error:
+    except ValueError as error:
         return str(error)
     return {name.replace("-", "_"): arguments.get(name.partition(".")[0].replace("-", "_")) for name in given}
 

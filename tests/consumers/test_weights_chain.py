@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.records import build
-from tidemill.consumers.weights.chain import Chain, rows
-from tidemill.consumers.weights.decide import Following, decision
+from tidemill.consumers.weights.chain import Chain, Following, decision, rows
 from tidemill.consumers.weights.verify import default_start
 from tidemill.kernels.weights.graph import UnknownVersion, Unreachable, VersionError
 from tidemill.schemas.config import RunSettings

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.streams.gate.gate_support import manifest
 from tidemill.compose.demo.state import OnlineState
 from tidemill.consumers.replica.config import Pool
-from tidemill.consumers.replica.gate import PoolGate
+from tidemill.consumers.replica.state import PoolGate
 from tidemill.consumers.weights.chain import Chain
 from tidemill.producers.router.canary import CanaryShare
 from tidemill.schemas.config import RunSettings

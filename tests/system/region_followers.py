@@ -22,12 +22,10 @@ from typing import Any
 from network.devices import enter_namespace
 
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.follow import Follower
-from tidemill.consumers.replica.join import FOLLOWED, Joined, join
-from tidemill.consumers.replica.ledger import Applied, Identity, Ledger, Proof
-from tidemill.consumers.replica.staging import Staging
+from tidemill.consumers.replica.ledger import Applied, Ledger, Proof, ReplicaStatus
+from tidemill.consumers.replica.staging import FOLLOWED, Joined, Staging, join
 from tidemill.consumers.replica.state import ReplicaState
-from tidemill.consumers.replica.subscriber import Subscriber
+from tidemill.consumers.replica.subscriber import Subscriber, follow
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
@@ -76,7 +74,7 @@ class ArrayEngine:
         self._undo: list[Any] = []
 
 
-def follow(config: dict[str, Any], region: str, stop: threading.Event) -> None:
+def follow_branch(config: dict[str, Any], region: str, stop: threading.Event) -> None:
     """Join and follow the branch from inside a region until stopped."""
     kafka = KafkaSettings(bootstrap=config["bootstrap"], topic_prefix=config["topic_prefix"])
     run = RunSettings(run_id=config["run_id"])
@@ -106,13 +104,13 @@ async def _serve(
         def bury(located: ConsumedRecord, reason: str) -> None:
             raise AssertionError(f"record {located.offset} of {located.topic}: {reason}")
 
-        identity = Identity(settings.replica_id, settings.region, run.run_id, run.branch, "test", os.getpid())
-        ledger = Ledger(identity, say, now_us, lambda: state.head)
+        status = ReplicaStatus(settings.replica_id, settings.region, run.run_id, run.branch, "test", os.getpid())
+        ledger = Ledger(status, say, now_us, lambda: state.head)
         staging = Staging(ChunkFetcher(chunks, settings.fetch_timeout_s), directory)
         subscriber = Subscriber(ArrayEngine(joined.directory), state, joined.mirror, staging, ledger)
         stack.callback(subscriber.close)
         await subscriber.begin(joined.manifest, joined.reason)
-        await Follower(subscriber, records, bury, settings.poll_interval_s).run(stopped)
+        await follow(subscriber, records, bury, stopped, poll_interval_s=settings.poll_interval_s)
 
 
 def _forward(stop: threading.Event, loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
@@ -124,7 +122,7 @@ def _child(config: dict[str, Any], region: str, holder: int) -> None:
     enter_namespace(holder)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    follow(config, region, stop)
+    follow_branch(config, region, stop)
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ def sampled(directory: Path) -> list[OneSegment]:
     """Four answers to each prompt, at temperature 1, from an engine in this process."""
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
-    from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search
+    from tidemill.consumers.replica.plugin import hide_llvmlite_from_kernel_search
 
     hide_llvmlite_from_kernel_search()
     engine = LLMEngine.from_engine_args(

@@ -16,9 +16,8 @@ from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.query import QueryFailed
 from tidemill.consumers.view import tables as module
 from tidemill.consumers.view.app import application
-from tidemill.consumers.view.cells import link, table_body
 from tidemill.consumers.view.config import ViewSettings
-from tidemill.consumers.view.drawn import PLACES, plotted
+from tidemill.consumers.view.drawn import PLACES, link, plotted, table_body
 from tidemill.consumers.view.panels import Panel, panels
 from tidemill.consumers.view.tables import STATE, TableRows, Tables
 

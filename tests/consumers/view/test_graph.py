@@ -10,8 +10,7 @@ from starlette.testclient import TestClient
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.view.app import application
 from tidemill.consumers.view.config import ViewSettings
-from tidemill.consumers.view.drawn import flows
-from tidemill.consumers.view.graph import Graph, graphs
+from tidemill.consumers.view.drawn import Graph, flows, graphs
 from tidemill.consumers.view.panels import panels
 from tidemill.consumers.view.tables import TableRows, Tables
 

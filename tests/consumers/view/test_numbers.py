@@ -14,7 +14,7 @@ import pytest
 
 from tests.consumers.view.conftest import View
 from tidemill.consumers.sink.query import QueryResult
-from tidemill.consumers.view.cells import cell_text, visible
+from tidemill.consumers.view.drawn import cell_text, visible
 from tidemill.consumers.view.panels import PAGES, Panel, panels
 
 USED = [panels()[name] for page in PAGES for name in page.panels]

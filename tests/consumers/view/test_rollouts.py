@@ -17,12 +17,17 @@ from tests.consumers.view.conftest import View
 from tests.consumers.view.run_records import HOSTILE, LONG, TOKENIZER, conversation
 from tidemill.consumers.sink.query import ask
 from tidemill.consumers.view.app import application
-from tidemill.consumers.view.cells import clipped, visible
-from tidemill.consumers.view.colours import by_mismatch, version_ranges
 from tidemill.consumers.view.config import ViewSettings
-from tidemill.consumers.view.conversation import said_texts, said_tokens
+from tidemill.consumers.view.conversation import (
+    TokenTexts,
+    by_mismatch,
+    said_texts,
+    said_tokens,
+    token_texts,
+    version_ranges,
+)
+from tidemill.consumers.view.drawn import clipped, visible
 from tidemill.consumers.view.tables import TableRows, Tables
-from tidemill.consumers.view.tokens import TokenTexts, token_texts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,10 +16,9 @@ from starlette.testclient import TestClient
 
 from tests.consumers.view.conftest import View
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.view.app import application
+from tidemill.consumers.view.app import COOKIE, HEADERS, application
 from tidemill.consumers.view.config import ViewSettings
 from tidemill.consumers.view.panels import PAGES
-from tidemill.consumers.view.security import COOKIE, HEADERS
 from tidemill.consumers.view.tables import Tables
 
 TOKEN = "a secret of some length"

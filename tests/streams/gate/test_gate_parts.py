@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tidemill.consumers.weights.chain import Chain
-from tidemill.consumers.weights.decide import Following, decision
+from tidemill.consumers.weights.chain import Chain, Following, decision
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.records import GateVerdict, Mode, OutcomeExclusion
 from tidemill.streams.gate.bench import Bench, BenchResult

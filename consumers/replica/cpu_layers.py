@@ -1,20 +1,16 @@
-"""The experts of a CPU engine: the order in which it keeps their weights, which of them a rank multiplies by, how
-tokens get to those of other engine cores, and to which of them each token was sent.
+"""Layers of CPU engines where vLLM's own are not as a replica needs them: the experts of a mixture, and attention.
 
 vLLM's grouped product on a CPU reads each expert's matrix in an order of its own, which it makes once at load; a weight
 that is written in the checkpoint's order afterwards would silently be another weight. The order depends only on the
 matrix's shape, its dtype and the instruction set: it is found by packing a matrix whose elements number themselves.
 Keeps true: what is returned is a permutation of an expert's elements, checked element by element.
 
-vLLM's own flag for the experts of a token needs Triton. Here each router tells the ids of the tokens that it computes,
-and they are kept under the slots of the KV cache into which those tokens' keys and values go. A request reads them from
-its blocks when it has ended. So a prefix that was found in the cache has the ids of its computation, whichever request
-that was; a prompt computed in pieces has those of every piece; and where a version came in the middle, each token has
-the ids of the version that computed its keys and values.
+With `replica.batch_invariant` a token's result does not depend on its company. On a GPU vLLM has a switch of its own.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,11 +18,16 @@ import numpy as np
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
 
 from tidemill.consumers.replica.weight_map import Indices, UnsupportedModelError
-from tidemill.schemas.expert_ids import ExpertIds
 
 _PACKED = ("w13_weight", "w2_weight")
 _AS_LOADED = "TritonExperts"
@@ -136,53 +137,53 @@ def scatter_sums(group: CpuCommunicator, given: torch.Tensor, dim: int, sizes: l
 _vllm_apply = CPUUnquantizedExperts.apply
 
 
-class ExpertCapture:
-    """The expert ids of every token in the KV cache of one rank.
+class TokenwiseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]  # vLLM is read without its types
+    """Tells the attention kernel that every token is a request, of one query.
 
-    Args:
-        runner: vLLM's model runner (V1).
-
-    Raises UnsupportedModelError for a model without experts, with routers that tell no ids, or with several KV caches.
+    vLLM's kernel cuts keys and values into pieces by the number of queries that it is given, so that the sums have
+    another order in a prefill than in a piece of it or in decoding. With linear layers in tiles (`linear`) nothing else
+    of a model of `Attention` layers depends on the company: all else that vLLM computes works on a token's row alone.
     """
 
-    def __init__(self, runner: Any) -> None:  # noqa: ANN401 - vLLM is read without its types
-        model, caches = runner.model_config, runner.kv_cache_config.kv_cache_groups
-        experts = model.get_num_experts()
-        if not experts:
-            raise UnsupportedModelError("replica.expert_ids: the model has no experts; set it to false")
-        if runner.parallel_config.data_parallel_size > 1:
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,  # noqa: ANN401 - vLLM's type
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        """The metadata of a step with the requests of `common_attn_metadata`."""
+        given = common_attn_metadata
+        starts = given.query_start_loc[: given.num_reqs + 1].long()
+        request = torch.repeat_interleave(torch.arange(given.num_reqs), starts.diff())
+        # The last token of a request attends to its whole length, each before that to one less.
+        after = starts[1:][request] - 1 - torch.arange(len(request))
+        tokens = replace(
+            given,
+            num_reqs=len(request),
+            max_query_len=1,
+            query_start_loc=torch.arange(len(request) + 1, dtype=given.query_start_loc.dtype),
+            seq_lens=(given.seq_lens[request] - after).to(given.seq_lens.dtype),
+            block_table_tensor=given.block_table_tensor[request],
+        )
+        return super().build(common_prefix_len, tokens, fast_build)
+
+
+class TokenwiseAttention(CPUAttentionBackend):  # type: ignore[misc]  # vLLM is read without its types
+    """vLLM's attention for CPUs, token by token: no token's result depends on what is computed beside it."""
+
+    @staticmethod
+    def get_builder_cls() -> type[TokenwiseBuilder]:
+        """The class that prepares a step."""
+        return TokenwiseBuilder
+
+
+def require_tokenwise(model: torch.nn.Module) -> None:
+    """Raise UnsupportedModelError for a layer that mixes tokens in another way than `TokenwiseAttention`."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, AttentionLayerBase):
+            continue
+        if layer.get_attn_backend() is not TokenwiseAttention or layer.attn_type != AttentionType.DECODER:
             raise UnsupportedModelError(
-                "replica.expert_ids: with replica.data_parallel a CPU engine also computes tokens of other engines; "
-                "set one of the two"
+                f"numerics.batch_invariant: layer {name} ({type(layer).__name__}) has no form on a CPU in which a "
+                "token does not depend on its company; set it to false"
             )
-        if len(caches) != 1:
-            raise UnsupportedModelError(
-                f"replica.expert_ids: the layers keep {len(caches)} kinds of KV cache, and the ids go with one; set it "
-                "to false"
-            )
-        self._runner = runner
-        self._block = int(caches[0].kv_cache_spec.block_size)
-        # One more for tokens that have no slot (-1), which pad a batch.
-        slots = runner.kv_cache_config.num_blocks * self._block + 1
-        shape = (slots, model.get_total_num_hidden_layers(), model.get_num_experts_per_tok())
-        self._ids = np.zeros(shape, np.uint8 if experts <= 256 else np.uint16)
-        try:
-            bind_routed_experts_capturer(runner.model, self)
-        except ValueError as error:
-            raise UnsupportedModelError(f"replica.expert_ids: {error}") from error
-
-    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Keep the ids [tokens, top_k] of a layer for the tokens that are being computed; vLLM's routers call it."""
-        slots = self._runner.input_batch.block_table[0].slot_mapping.gpu[: len(topk_ids)]
-        self._ids[slots.numpy(), layer_id] = topk_ids.numpy()
-
-    def ids_of(self, request_id: str) -> ExpertIds:
-        """The ids of all tokens but the last of a request that has ended, from `routed_experts_prompt_start` on.
-
-        To be asked for between the engine step that ended the request and the next one. Raises KeyError later.
-        """
-        request = self._runner.requests[request_id]
-        places = np.arange(request.sampling_params.routed_experts_prompt_start, request.num_tokens - 1)
-        blocks = np.array(request.block_ids[0], np.int64)
-        found: ExpertIds = self._ids[blocks[places // self._block] * self._block + places % self._block]
-        return found

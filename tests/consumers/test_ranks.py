@@ -1,14 +1,21 @@
-"""What the ranks of an engine hold together: a whole checkpoint or a refusal, each element counted once."""
+"""What the server and the ranks give each other: changes as they were written, a whole checkpoint, or a refusal."""
+
+import os
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.consumers.replica.holdings import CopiesDisagreeError, Holdings
+from tidemill.consumers.replica.ranks import (
+    Holdings,
+    handed_over,
+    taken_over,
+)
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.fingerprint import TensorKey, fingerprint, fingerprint_at
 from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.weights.mirror import ElementChange
 
 ROWS, COLUMNS, EXPERTS = 6, 12, 3
 SPECS = [
@@ -63,7 +70,7 @@ def test_a_copy_that_differs_is_found_with_its_ranks():
     found = [prints(table, values) for table in tables]
     odd = {**values, "norm": values["norm"] ^ np.uint16(1)}
     found[2] = prints(tables[2], odd)
-    with pytest.raises(CopiesDisagreeError, match="ranks 0 and 2 hold different copies of elements of norm"):
+    with pytest.raises(ValueError, match="ranks 0 and 2 hold different copies of elements of norm"):
         Holdings(SPECS, tables).add_up(found)
 
 
@@ -89,3 +96,45 @@ def test_elements_that_no_rank_holds_or_that_overlap_are_refused(tensor, change,
 def test_a_tensor_with_gaps_on_one_rank_is_refused():
     with pytest.raises(UnsupportedModelError, match="elements of rows from 0 of 72 lie in no rank"):
         Holdings(SPECS[:1], [np.array([[0, 0, ROWS, COLUMNS // 2, COLUMNS]])])
+
+
+def changes_of(seed, sizes):
+    random = np.random.default_rng(seed)
+    widths = [np.uint8, np.uint16, np.uint32]
+    return [
+        ElementChange(
+            f"model.layers.{k}.weight", random.permutation(n), random.integers(0, 255, n).astype(widths[k % 3])
+        )
+        for k, n in enumerate(sizes)
+    ]
+
+
+@given(st.integers(0, 1000), st.lists(st.integers(0, 9), max_size=7))
+def test_every_change_comes_over_on_its_elements_boundary(seed, sizes):
+    changes = changes_of(seed, sizes)
+    with handed_over(changes) as handed:
+        taken = taken_over(*handed)
+    # The memory stays while an array uses it, also when the server has let go of it.
+    assert len(taken) == len(changes)
+    for one, other in zip(taken, changes, strict=True):
+        assert one.name == other.name and one.bits.dtype == other.bits.dtype
+        assert np.array_equal(one.indices, other.indices) and np.array_equal(one.bits, other.bits)
+        assert one.indices.flags.aligned and one.bits.flags.aligned and not one.bits.flags.writeable
+
+
+@pytest.mark.parametrize("at", [0, 9, 200, -1])
+def test_one_flipped_bit_is_refused(at):
+    with handed_over(changes_of(1, [40, 3])) as (path, digest):
+        file = os.open(path, os.O_RDWR)
+        place = at % os.fstat(file).st_size
+        os.pwrite(file, bytes([os.pread(file, 1, place)[0] ^ 1]), place)
+        os.close(file)
+        with pytest.raises(ValueError, match="digest differs"):
+            taken_over(path, digest)
+
+
+def test_nothing_is_left_behind():
+    with handed_over(changes_of(1, [40])) as (path, digest):
+        pass
+    with pytest.raises(OSError):
+        taken_over(path, digest)
