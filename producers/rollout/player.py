@@ -24,8 +24,8 @@ from tidemill.producers.rollout.record import (
     recorded_turns,
     turn_record,
 )
-from tidemill.producers.sampling.replicas import ReplicaClient, ReplicaSession, replica_pool
-from tidemill.producers.sampling.segments import build_expert_ids
+from tidemill.producers.sampling.completion import build_expert_ids
+from tidemill.producers.sampling.replicas import ReplicaClient, ReplicaPool, ReplicaSession
 from tidemill.schemas.chat.format import ChatFormat
 from tidemill.schemas.clock import now_us, to_s
 from tidemill.schemas.records import Claim, Rollout, Task, Turn
@@ -56,7 +56,7 @@ class Player:
         self._settings, self._worker_id = settings, worker_id
         self._environments, self._chat, self._client, self._endpoint = environments, chat, client, endpoint
         self._record, self._keep = record, keep
-        self._pool = replica_pool(settings)
+        self._pool = ReplicaPool(settings.replicas, settings.backoff_s, settings.backoff_limit_s)
         self._slots = asyncio.Semaphore(settings.max_concurrent_episodes)
 
     async def play(self, task: Task, index: int, recorded: Sequence[Turn] = ()) -> Rollout:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tidemill.producers.environments.base import Score
-from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling, checked_completion
+from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling, build_segment, checked_completion
 from tidemill.producers.sampling.replicas import ReplicaIdentity
-from tidemill.producers.sampling.segments import build_segment
 from tidemill.schemas.chat.contexts import Context
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.expert_ids import unpacked_ids

@@ -25,14 +25,12 @@ from dataclasses import dataclass
 
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.open import EnvironmentSet, host_limits
-from tidemill.producers.outbox import Outbox
+from tidemill.producers.outbox import OVERHEAD_BYTES, SPAN_BYTES, Outbox, SegmentClaims, anchor_of_run
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.intake import POLL_S, OffsetTracker, TaskIntake
 from tidemill.producers.rollout.player import Player
 from tidemill.producers.rollout.recovery import Partition, TaskProgress, TaskRecovery
-from tidemill.producers.sampling.anchor import anchor_of_run
 from tidemill.producers.sampling.replicas import open_replica_client
-from tidemill.producers.sampling.segments import OVERHEAD_BYTES, SPAN_BYTES, SegmentClaims
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.chat.format import ChatFormat, load_chat_format
 from tidemill.schemas.clock import now_us, to_us

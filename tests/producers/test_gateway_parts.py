@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tidemill.producers.config import GatewaySettings
+from tidemill.producers.edge.events import TokenBuckets
+from tidemill.producers.edge.gateway import Health
+from tidemill.producers.edge.problem import Problem, parse_json, whole_seconds
 from tidemill.producers.feedback.event import LogUnreachable
-from tidemill.producers.gateway.app import Health
-from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.intake import TokenBuckets
-from tidemill.producers.gateway.problem import Problem, parse_json, whole_seconds
 from tidemill.producers.product.settings import ApiKeysMissing, require_some
 
 HASH = "a" * 64

@@ -23,9 +23,8 @@ from tidemill.producers.rollout.record import (
     turn_record,
 )
 from tidemill.producers.rollout.recovery import NOTHING, BegunTasks, TaskProgress
-from tidemill.producers.sampling.completion import BadResponse, Completion
+from tidemill.producers.sampling.completion import BadResponse, Completion, build_segment
 from tidemill.producers.sampling.replicas import ReplicaIdentity
-from tidemill.producers.sampling.segments import build_segment
 from tidemill.schemas.chat.contexts import SampledTurn
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import (

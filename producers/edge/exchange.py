@@ -1,7 +1,8 @@
-"""One request of the product from its arrival to its end.
+"""One request of the product from its arrival to its end, and its record.
 
 What holds:
 
+- while the log fails, requests are turned away at once, one of them let through now and then to try it again;
 - nothing is sent before a replica has begun to answer, so that until then another replica may be asked;
 - the chunk that ends the answer, or the whole body, is sent after the log has acknowledged the interaction;
 - every answer of which a part was sent is recorded, with what was sampled until it ended or broke off;
@@ -22,27 +23,92 @@ from typing import Any
 
 from starlette.types import Send
 
+from tidemill.producers.config import LogFailure, OtherSampling, RouterSettings
+from tidemill.producers.edge.ask import (
+    Ask,
+    Collected,
+    Refusal,
+    bad_request,
+    refused_by_replica,
+    sampling_of,
+    shown,
+    unavailable,
+)
+from tidemill.producers.edge.metrics import RouterMetrics
+from tidemill.producers.edge.routing import CanaryShare, Lot, NoPlace, ReplicaAnswer, Replicas
+from tidemill.producers.outbox import Outbox, SegmentClaims
 from tidemill.producers.product.signing import Pseudonyms, Signer
-from tidemill.producers.router.ask import Ask, Collected, Refusal, bad_request, sampling_of, shown, unavailable
-from tidemill.producers.router.canary import CanaryShare, Lot
-from tidemill.producers.router.config import LogFailure, OtherSampling, RouterSettings
-from tidemill.producers.router.metrics import RouterMetrics
-from tidemill.producers.router.recorder import LogUnavailable, Recorder
-from tidemill.producers.router.replicas import NoPlace, ReplicaAnswer, Replicas
-from tidemill.producers.sampling.completion import BadResponse
-from tidemill.producers.sampling.replicas import ReplicaUnavailable
+from tidemill.producers.sampling.completion import BadResponse, ReplicaUnavailable
+from tidemill.producers.sampling.replicas import RequestRefused
+from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.chat.serving import ChatServer, ChatTurn
 from tidemill.schemas.clock import now_us
-from tidemill.schemas.config import RunSettings
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.records import Arm, Interaction
 
 LOG = logging.getLogger(__name__)
+APPLICATION = "tidemill-router"
 INTERACTION_HEADER = "x-tidemill-interaction"
 ABANDONED = "abandoned"
 """The client went away before the end."""
 FAILED = "failed"
 """The answer broke off for the replica's sake, or cannot be believed."""
+
+
+class LogUnavailable(RuntimeError):
+    """The log did not acknowledge an interaction in time."""
+
+
+class Recorder:
+    """Writes interactions. `rest_s` is how long the log is left alone after a failure."""
+
+    def __init__(self, outbox: Outbox, timeout_s: float, rest_s: float) -> None:
+        self._outbox, self._timeout_s, self._rest_s = outbox, timeout_s, rest_s
+        self._rests_until = float("-inf")
+        self.failing = False
+        """Whether the last interaction was not acknowledged."""
+
+    async def write(self, made: Interaction) -> None:
+        """Write one interaction and wait for its acknowledgement. Raises LogUnavailable."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._outbox.write(made.interaction_id, made)
+        except (DeliveryError, TimeoutError, OSError) as error:
+            self.failing, self._rests_until = True, self._now() + self._rest_s
+            reason = str(error) or "no acknowledgement in time"
+            raise LogUnavailable(f"interaction {made.interaction_id}: {reason}") from error
+        self.failing = False
+
+    def may_try(self) -> bool:
+        """Whether a request may come in: always while the log answers; one each `rest_s` while it does not."""
+        if not self.failing:
+            return True
+        if self._now() < self._rests_until:
+            return False
+        self._rests_until = self._now() + self._rest_s
+        return True
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+@asynccontextmanager
+async def open_recorder(
+    kafka: KafkaSettings, run: RunSettings, store: StoreSettings, settings: RouterSettings
+) -> AsyncIterator[Recorder]:
+    """A recorder whose producer has sent everything when it is closed, or has given it up in time."""
+    # What is not acknowledged in time is not sent later either: the client was told that it was not served.
+    limit = {"delivery.timeout.ms": str(round(1000 * settings.log_timeout_s))}
+    options = kafka.model_copy(update={"client_options": {**limit, **kafka.client_options}})
+    claims = SegmentClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
+    outbox = Outbox(RecordProducer(options, APPLICATION), Topic.INTERACTIONS, claims.checked)
+    try:
+        yield Recorder(outbox, settings.log_timeout_s + 1.0, settings.log_rest_s)
+    finally:
+        await asyncio.to_thread(outbox.close)
 
 
 @dataclass(slots=True)
@@ -68,12 +134,17 @@ class Client:
         self._metrics, self._send = metrics, send
         self.begun = False
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send status and headers."""
+    async def begin(self, content_type: str, token: str) -> None:
+        """Send the status and the headers of an answer, where they have not been sent."""
+        if self.begun:
+            return
         self.begun = True
-        self._metrics.responses.labels(str(status)).inc()
+        self._metrics.responses.labels("200").inc()
+        headers = {"content-type": content_type, "cache-control": "no-store"}
+        if token:
+            headers[INTERACTION_HEADER] = token
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+        await self._send({"type": "http.response.start", "status": 200, "headers": raw})
 
     async def send(self, text: str, *, more: bool = True) -> None:
         """Send a part of the body."""
@@ -86,17 +157,16 @@ class Exchange:
     def __init__(self, router: Router, ask: Ask, consent: bool, client: Client, arrived: float) -> None:
         """Check the request against the settings. Raises Refusal, BadUser."""
         self._router, self._ask, self._consent, self._client = router, ask, consent, client
-        self._arrived = arrived
+        self._arrived = self._last_token = arrived
         self._id = uuid.uuid4().hex
         self._user = router.pseudonyms.of(ask.user)
         unit = self._user or ask.session_id or self._id
-        has_canary = router.replicas.has_canary()
-        self._lot = router.canary.lot(unit, router.settings.experiment_salt) if has_canary else Lot(Arm.STABLE, 1.0)
+        canary = router.canary.lot(unit, router.settings.experiment_salt)
+        self._lot = canary if router.settings.pools.canary else Lot(Arm.STABLE, 1.0)
         self._token = router.signer.sign(self._id, self._user)
         self._turn: ChatTurn | None = None
         self._collected = Collected()
         self._first_token: float | None = None
-        self._last_token = arrived
         self._answer: ReplicaAnswer | None = None
         self._settled = False
         self._deadline = asyncio.timeout(router.settings.request_timeout_s)
@@ -116,6 +186,8 @@ class Exchange:
         except asyncio.CancelledError:
             await self._break_off(ABANDONED)
             raise
+        except RequestRefused as error:
+            raise refused_by_replica(error) from error
         except (ReplicaUnavailable, BadResponse, TimeoutError) as error:
             LOG.warning("interaction %s: %s: %s", self._id, type(error).__name__, error)
             if isinstance(error, BadResponse):
@@ -197,13 +269,7 @@ class Exchange:
         return True
 
     async def _record(self, finish_reason: str) -> None:
-        made = self._interaction(finish_reason)
-        with self._router.metrics.acknowledgement.time():
-            await self._router.recorder.write(made)
-        self._router.metrics.interactions.labels(made.arm, made.finish_reason).inc()
-
-    def _interaction(self, finish_reason: str) -> Interaction:
-        """The record. An answer that cannot be believed is recorded as failed, without sampled tokens."""
+        """Have the answer recorded. One that cannot be believed is recorded as failed, without sampled tokens."""
         assert self._answer is not None
         identity, collected = self._answer.identity, self._collected
         try:
@@ -213,7 +279,7 @@ class Exchange:
             finish_reason, segment = FAILED, collected.segment(trainable=False)
         versions = [span.version for span in segment.spans]
         first = self._last_token if self._first_token is None else self._first_token
-        return Interaction(
+        made = Interaction(
             interaction_id=self._id,
             run_id=self._router.run.run_id,
             branch=self._router.run.branch,
@@ -237,6 +303,9 @@ class Exchange:
             incarnation=collected.incarnation,
             sampling=sampling_of(self._ask),
         )
+        with self._router.metrics.acknowledgement.time():
+            await self._router.recorder.write(made)
+        self._router.metrics.interactions.labels(made.arm, made.finish_reason).inc()
 
     async def _break_off(self, finish_reason: str) -> None:
         """Record what was sent of an answer that has no end."""
@@ -258,11 +327,7 @@ class Exchange:
         async with AsyncExitStack() as stack:
             while True:
                 try:
-                    async with AsyncExitStack() as opened:
-                        address = await opened.enter_async_context(replicas.place(arm, wait=arm is Arm.STABLE))
-                        asking = replicas.ask(address, arm, body, stream=self._ask.stream)
-                        answer = await opened.enter_async_context(asking)
-                        stack.push_async_exit(opened.pop_all())
+                    answer = await stack.enter_async_context(replicas.ask(arm, body, stream=self._ask.stream))
                     break
                 except NoPlace:
                     LOG.warning("no replica of the %s pool answers: asking the %s pool", arm, Arm.STABLE)
@@ -275,7 +340,10 @@ class Exchange:
 
     async def _show(self, document: dict[str, Any], token: str) -> None:
         """Send a document as the client asked for it, with the signed `token` of the interaction where it is given."""
-        told = shown(document, self._ask) if self._turn is None else self._told(self._turn, document)
+        try:
+            told = shown(document, self._ask) if self._turn is None else self._turn.take(document)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:  # in what only this client asked for
+            raise BadResponse(f"a part of the answer has another shape: {error!r}") from error
         if told is None:
             return
         if token:
@@ -283,20 +351,9 @@ class Exchange:
         if self._ask.stream:
             await self._send_event(told)
         else:
-            await self._begin("application/json")
+            await self._client.begin("application/json", self._token)
             await self._client.send(json.dumps(told, ensure_ascii=False))
 
-    def _told(self, turn: ChatTurn, document: dict[str, Any]) -> dict[str, Any] | None:
-        try:
-            return turn.take(document)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:  # in what only this client asked for
-            raise BadResponse(f"a part of the answer has another shape: {error!r}") from error
-
     async def _send_event(self, document: Mapping[str, Any]) -> None:
-        await self._begin("text/event-stream; charset=utf-8")
+        await self._client.begin("text/event-stream; charset=utf-8", self._token)
         await self._client.send(f"data: {json.dumps(document, ensure_ascii=False)}\n\n")
-
-    async def _begin(self, content_type: str) -> None:
-        if not self._client.begun:
-            headers = {"content-type": content_type, "cache-control": "no-store"}
-            await self._client.begin(200, {**headers, **({INTERACTION_HEADER: self._token} if self._token else {})})
