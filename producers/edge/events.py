@@ -110,12 +110,6 @@ class FeedbackIn(BaseModel):
             raise ValueError("give event_id or observed_at, so that the event can be sent again and counts once")
         return self
 
-    def report(self) -> Report:
-        """The signal as the SDK takes it."""
-        return Report(
-            self.interaction, self.kind, self.value, self.user, self.event_id, self.corrects, self.observed_at
-        )
-
 
 class BatchIn(BaseModel):
     """Several signals; each is taken or refused by itself."""
@@ -221,13 +215,6 @@ class EventIntake:
             detail = f"the API key {caller!r} sends more than {self._settings.key_rate:g} events per second"
             raise Problem(429, detail, retry_after_s=wait)
 
-    def events_of(self, tree: Any) -> list[Any]:  # noqa: ANN401 - a JSON tree
-        """The events of a batch, not yet checked. Raises Problem 422."""
-        events: list[Any] = _checked(BatchIn, tree).events
-        if len(events) > self._settings.max_batch:
-            raise Problem(422, f"events: {len(events)} of them, and a batch has at most {self._settings.max_batch}")
-        return events
-
     async def take(self, trees: Sequence[Any], caller: str) -> list[ItemOut]:
         """Check and write events; what became of each, in order, when the log has answered or its time is over."""
         results: dict[int, ItemOut] = {}
@@ -249,7 +236,7 @@ class EventIntake:
         if failed := next(filter(None, reasons), ""):
             log.warning("%d of %d events not acknowledged: %s", sum(map(bool, reasons)), len(records), failed)
         for (place, record), reason in zip(records.items(), reasons, strict=True):
-            again = {"detail": NOT_ACKNOWLEDGED, "retry_after_s": RETRY_AFTER_S} if reason else {}
+            again: dict[str, Any] = {"detail": NOT_ACKNOWLEDGED, "retry_after_s": RETRY_AFTER_S} if reason else {}
             results[place] = ItemOut(status=503 if reason else 202, event_id=record.event_id, **again)
         for result in results.values():
             self._metrics.events.labels(caller, str(result.status)).inc()
@@ -257,7 +244,8 @@ class EventIntake:
 
     def _record(self, tree: Any, caller: str) -> Feedback:  # noqa: ANN401 - a JSON tree
         try:
-            record = self._maker.make(_checked(FeedbackIn, tree).report(), caller, now_us())
+            report = Report(**dict(checked(FeedbackIn, tree)))  # they have the same fields
+            record = self._maker.make(report, caller, now_us())
         except NotServed as error:
             raise Problem(403, str(error)) from error
         except BadFeedback as error:
@@ -270,7 +258,8 @@ class EventIntake:
         return record
 
 
-def _checked(model: type[Model], tree: Any) -> Model:  # noqa: ANN401 - a JSON tree
+def checked(model: type[Model], tree: Any) -> Model:  # noqa: ANN401 - a JSON tree
+    """The model that a tree holds. Raises Problem 422."""
     try:
         return model.model_validate(tree)
     except ValidationError as error:

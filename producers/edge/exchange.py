@@ -35,11 +35,11 @@ from tidemill.producers.edge.ask import (
     unavailable,
 )
 from tidemill.producers.edge.metrics import RouterMetrics
-from tidemill.producers.edge.routing import CanaryShare, Lot, NoPlace, ReplicaAnswer, Replicas
+from tidemill.producers.edge.routing import CanaryShare, Lot, NoPlace, Replicas
 from tidemill.producers.outbox import Outbox, SegmentClaims
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.producers.sampling.completion import BadResponse, ReplicaUnavailable
-from tidemill.producers.sampling.replicas import RequestRefused
+from tidemill.producers.sampling.replicas import ReplicaIdentity, RequestRefused
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.chat.serving import ChatServer, ChatTurn
@@ -127,36 +127,14 @@ class Router:
     """None until the run's chat format is known."""
 
 
-class Client:
-    """The way back to one client, over ASGI."""
-
-    def __init__(self, metrics: RouterMetrics, send: Send) -> None:
-        self._metrics, self._send = metrics, send
-        self.begun = False
-
-    async def begin(self, content_type: str, token: str) -> None:
-        """Send the status and the headers of an answer, where they have not been sent."""
-        if self.begun:
-            return
-        self.begun = True
-        self._metrics.responses.labels("200").inc()
-        headers = {"content-type": content_type, "cache-control": "no-store"}
-        if token:
-            headers[INTERACTION_HEADER] = token
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": 200, "headers": raw})
-
-    async def send(self, text: str, *, more: bool = True) -> None:
-        """Send a part of the body."""
-        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-
 class Exchange:
     """One request. `run` it once; cancelling it means that the client went away."""
 
-    def __init__(self, router: Router, ask: Ask, consent: bool, client: Client, arrived: float) -> None:
-        """Check the request against the settings. Raises Refusal, BadUser."""
-        self._router, self._ask, self._consent, self._client = router, ask, consent, client
+    def __init__(self, router: Router, ask: Ask, consent: bool, send: Send, arrived: float) -> None:
+        """Check the request against the settings. Raises Refusal, BadUserId."""
+        self._router, self._ask, self._consent, self._send = router, ask, consent, send
+        self.begun = False
+        """Whether status and headers were sent."""
         self._arrived = self._last_token = arrived
         self._id = uuid.uuid4().hex
         self._user = router.pseudonyms.of(ask.user)
@@ -167,7 +145,8 @@ class Exchange:
         self._turn: ChatTurn | None = None
         self._collected = Collected()
         self._first_token: float | None = None
-        self._answer: ReplicaAnswer | None = None
+        self._arm, self._identity = Arm.STABLE, ReplicaIdentity("", "")
+        """The pool and the replica that answer."""
         self._settled = False
         self._deadline = asyncio.timeout(router.settings.request_timeout_s)
         if ask.other_sampling and router.settings.other_sampling is OtherSampling.REFUSE:
@@ -180,9 +159,8 @@ class Exchange:
     async def run(self) -> None:
         """Answer the request. Raises Refusal while nothing has been sent."""
         try:
-            async with self._deadline, self._answered(await self._body()) as answer:
-                self._answer = answer
-                await self._relay(answer)
+            async with self._deadline, self._answered(await self._body()) as documents:
+                await self._relay(documents)
         except asyncio.CancelledError:
             await self._break_off(ABANDONED)
             raise
@@ -196,7 +174,7 @@ class Exchange:
                 refusal = unavailable("the answer was interrupted")
             else:
                 refusal = Refusal(504, "no whole answer in time", "timeout_error")
-            if not self._client.begun:
+            if not self.begun:
                 raise refusal from error
             await self._break_off(FAILED)
             if self._ask.stream:
@@ -221,14 +199,14 @@ class Exchange:
             self._check_length(fields["prompt"])
         return json.dumps(fields).encode()
 
-    async def _relay(self, answer: ReplicaAnswer) -> None:
-        async for document in answer.documents:
+    async def _relay(self, documents: AsyncIterator[dict[str, Any]]) -> None:
+        async for document in documents:
             if self._collected.take(document):
                 self._last_token = time.monotonic()
                 if self._first_token is None:
                     self._first_token = self._last_token
-                    self._router.metrics.first_token.labels(answer.arm.value).observe(self._last_token - self._arrived)
-            if not self._client.begun:
+                    self._router.metrics.first_token.labels(self._arm.value).observe(self._last_token - self._arrived)
+            if not self.begun:
                 self._check_length(self._collected.prompt)
             ends = self._collected.finish_reason is not None and not self._settled
             if ends and not await self._settle():
@@ -238,7 +216,7 @@ class Exchange:
         if not self._settled:
             raise BadResponse("the answer ended without a finish_reason")
         if self._ask.stream:
-            await self._client.send("data: [DONE]\n\n")
+            await self.send("data: [DONE]\n\n")
 
     def _check_length(self, prompt: list[int]) -> None:
         most = self._router.settings.max_prompt_tokens
@@ -259,7 +237,7 @@ class Exchange:
             self._router.metrics.unrecorded.labels("served" if serve else "refused").inc()
             if serve:
                 self._token = ""
-            elif self._client.begun:
+            elif self.begun:
                 await self._send_event(unavailable("the answer could not be recorded").body())
             else:
                 raise unavailable("the answer could not be recorded: try again later") from error
@@ -270,8 +248,7 @@ class Exchange:
 
     async def _record(self, finish_reason: str) -> None:
         """Have the answer recorded. One that cannot be believed is recorded as failed, without sampled tokens."""
-        assert self._answer is not None
-        identity, collected = self._answer.identity, self._collected
+        identity, collected = self._identity, self._collected
         try:
             segment = collected.segment(trainable=not self._ask.other_sampling)
         except BadResponse as error:
@@ -285,7 +262,7 @@ class Exchange:
             branch=self._router.run.branch,
             user_id=self._user,
             session_id=self._ask.session_id,
-            arm=(self._lot.arm if self._lot.arm is self._answer.arm else Arm.FALLBACK).value,
+            arm=(self._lot.arm if self._lot.arm is self._arm else Arm.FALLBACK).value,
             propensity=self._lot.propensity,
             consent=self._consent,
             segments=[segment],
@@ -309,7 +286,7 @@ class Exchange:
 
     async def _break_off(self, finish_reason: str) -> None:
         """Record what was sent of an answer that has no end."""
-        if not self._client.begun or self._settled:
+        if not self.begun or self._settled:
             return
         self._settled = True
         self._collected.finish_reason = None
@@ -321,13 +298,14 @@ class Exchange:
             self._router.metrics.unrecorded.labels(finish_reason).inc()
 
     @asynccontextmanager
-    async def _answered(self, body: bytes) -> AsyncIterator[ReplicaAnswer]:
+    async def _answered(self, body: bytes) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
         """The answer of the first replica that begins one: of the user's arm, then of the stable pool."""
         arm, replicas = self._lot.arm, self._router.replicas
         async with AsyncExitStack() as stack:
             while True:
                 try:
-                    answer = await stack.enter_async_context(replicas.ask(arm, body, stream=self._ask.stream))
+                    answer = replicas.ask(arm, body, stream=self._ask.stream)
+                    self._identity, documents = await stack.enter_async_context(answer)
                     break
                 except NoPlace:
                     LOG.warning("no replica of the %s pool answers: asking the %s pool", arm, Arm.STABLE)
@@ -336,7 +314,8 @@ class Exchange:
                 except ReplicaUnavailable as error:
                     LOG.warning("asking another replica: %s", error)
                     self._router.metrics.retries.inc()
-            yield answer
+            self._arm = arm
+            yield documents
 
     async def _show(self, document: dict[str, Any], token: str) -> None:
         """Send a document as the client asked for it, with the signed `token` of the interaction where it is given."""
@@ -351,9 +330,22 @@ class Exchange:
         if self._ask.stream:
             await self._send_event(told)
         else:
-            await self._client.begin("application/json", self._token)
-            await self._client.send(json.dumps(told, ensure_ascii=False))
+            await self._begin("application/json")
+            await self.send(json.dumps(told, ensure_ascii=False))
 
     async def _send_event(self, document: Mapping[str, Any]) -> None:
-        await self._client.begin("text/event-stream; charset=utf-8", self._token)
-        await self._client.send(f"data: {json.dumps(document, ensure_ascii=False)}\n\n")
+        await self._begin("text/event-stream; charset=utf-8")
+        await self.send(f"data: {json.dumps(document, ensure_ascii=False)}\n\n")
+
+    async def _begin(self, content_type: str) -> None:
+        if not self.begun:
+            self.begun = True
+            self._router.metrics.responses.labels("200").inc()
+            headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-store")]
+            if self._token:
+                headers.append((INTERACTION_HEADER.encode(), self._token.encode()))
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def send(self, text: str, *, more: bool = True) -> None:
+        """Send a part of the body."""
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})

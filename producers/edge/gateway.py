@@ -50,6 +50,7 @@ from tidemill.producers.edge.events import (
     BatchOut,
     EventIntake,
     FeedbackIn,
+    checked,
 )
 from tidemill.producers.edge.metrics import GatewayMetrics
 from tidemill.producers.edge.problem import Problem, ProblemOut, answer, parse_json, read_body
@@ -185,7 +186,9 @@ async def one(request: Request, caller: Caller) -> AcceptedOut:
 async def batch(request: Request, response: Response, caller: Caller) -> BatchOut:
     """Takes or refuses each event by itself, and answers when the log has those that it takes."""
     intake: EventIntake = request.app.state.intake
-    events = intake.events_of(await _tree(request, caller))
+    events, most = checked(BatchIn, await _tree(request, caller)).events, request.app.state.settings.max_batch
+    if len(events) > most:
+        raise Problem(422, f"events: {len(events)} of them, and a batch has at most {most}")
     intake.charge(caller, len(events) - 1)
     results = await intake.take(events, caller)
     accepted = sum(result.status == 202 for result in results)
@@ -241,8 +244,7 @@ def application(kafka: KafkaSettings, product: ProductSettings, settings: Gatewa
     """The gateway as an ASGI application; its connection to the log lasts as long as its lifespan.
 
     Raises:
-        KeysMissing: the product has no keys.
-        ApiKeysMissing: there are no API keys.
+        KeysMissing: the product has no keys, or there are no API keys.
         ValueError: no brokers are named.
     """
     require_some(settings.api_keys, "gateway")

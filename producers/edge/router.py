@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack, closing, contextmanager
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from tidemill.producers.config import LogFailure, RouterSettings
 from tidemill.producers.edge.ask import Refusal, RequestKind, bad_request, parse, refused_by_replica, unavailable
-from tidemill.producers.edge.exchange import APPLICATION, Client, Exchange, Router, open_recorder
+from tidemill.producers.edge.exchange import APPLICATION, Exchange, Router, open_recorder
 from tidemill.producers.edge.metrics import RouterMetrics
 from tidemill.producers.edge.routing import CanaryShare, Replicas
 from tidemill.producers.outbox import anchor_of_run
@@ -70,13 +71,14 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request from its first byte to its last; the answer's parts are sent as they come."""
-        client, request = Client(self._router.metrics, send), Request(scope, receive)
+        request = Request(scope, receive)
         try:
             self._check_key(request)
             with self._place():
-                await self._run(await self._admit(request, client), receive)
-            if client.begun:
-                await client.send("", more=False)
+                exchange = await self._admit(request, send)
+                await self._run(exchange, receive)
+            if exchange.begun:
+                await exchange.send("", more=False)
         except Refusal as refusal:
             self._router.metrics.responses.labels(str(refusal.status)).inc()
             await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
@@ -99,7 +101,7 @@ class Application:
         finally:
             self._in_hand -= 1
 
-    async def _admit(self, request: Request, client: Client) -> Exchange:
+    async def _admit(self, request: Request, send: Send) -> Exchange:
         arrived, router = time.monotonic(), self._router
         said = request.headers.get(CONSENT_HEADER)
         if said is not None and said not in _CONSENT:
@@ -112,7 +114,7 @@ class Application:
         ask = parse(RequestKind(request.scope["path"]), bytes(body))
         consent = router.settings.consent_default if said is None else _CONSENT[said]
         try:
-            exchange = Exchange(router, ask, consent, client, arrived)
+            exchange = Exchange(router, ask, consent, send, arrived)
         except BadUserId as error:
             raise bad_request(str(error), "user") from error
         if router.settings.on_log_failure is LogFailure.REFUSE and not router.recorder.may_try():
@@ -172,8 +174,7 @@ def run(
     Chat is served from the run's first anchor on, whose chat template it needs; completions are served at once.
 
     Raises:
-        KeysMissing: the product's keys are not configured.
-        ApiKeysMissing: there is no API key.
+        KeysMissing: the product's keys are not configured, or there is no API key.
         PortTaken: the address cannot be bound.
         LookupError: a topic does not exist.
         OSError, ValueError: the tokenizer cannot be read.
@@ -226,10 +227,8 @@ async def _serve(
         application = Application(router)
         server = _Server(BoundedConfig(application.build(), settings.http, lifespan="off", grace_s=settings.grace_s))
         LOG.info("serving run %s on http://%s:%d", run.run_id, *listener.getsockname()[:2])
-        tasks = [
-            asyncio.create_task(server.serve(sockets=[listener])),
-            asyncio.ensure_future(asyncio.gather(follow(), load_chat())),
-        ]
+        following = asyncio.gather(follow(), load_chat())
+        tasks: list[asyncio.Future[Any]] = [asyncio.create_task(server.serve(sockets=[listener])), following]
         # Serve and follow until one ends; then record what is in hand, and raise what ended them
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

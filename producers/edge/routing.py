@@ -88,13 +88,8 @@ class NoPlace(ReplicaUnavailable):
     """Every replica of a pool is being left alone after a failure."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaAnswer:
-    """One answer as it comes: the whole body as one document, or a document a chunk."""
-
-    arm: Arm
-    identity: ReplicaIdentity
-    documents: AsyncIterator[dict[str, Any]]
+Answer = tuple[ReplicaIdentity, AsyncIterator[dict[str, Any]]]
+"""Who answers, and the answer as it comes: the whole body as one document, or a document a chunk."""
 
 
 class Replicas:
@@ -108,7 +103,7 @@ class Replicas:
         }
 
     @asynccontextmanager
-    async def ask(self, arm: Arm, body: bytes, *, stream: bool) -> AsyncIterator[ReplicaAnswer]:
+    async def ask(self, arm: Arm, body: bytes, *, stream: bool) -> AsyncIterator[Answer]:
         """Have a request to `/v1/completions` answered by a replica of a pool. The answer has at least one document.
 
         Raises:
@@ -134,7 +129,7 @@ class Replicas:
                 async for document in documents:
                     yield document
 
-            yield ReplicaAnswer(arm, identity, rejoined())
+            yield identity, rejoined()
 
     async def models(self) -> dict[str, Any]:
         """What the stable pool serves, as OpenAI lists models. Raises ReplicaUnavailable, BadResponse."""

@@ -19,8 +19,7 @@ from tests.producers.rollout.test_worker import settings_for, task
 from tidemill.producers.outbox import SegmentClaims
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.player import Player
-from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
-from tidemill.producers.rollout.record import recorded_turns, turn_record
+from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy, recorded_turns, turn_record
 from tidemill.producers.sampling.completion import (
     BadResponse,
     Sampling,
