@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from typing import Any, get_args
 
@@ -17,9 +18,11 @@ import fastavro
 import msgspec
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
+from tidemill.schemas.avro_code import Read, Write, reader, writer
 from tidemill.schemas.records import Record
 
 SINGLE_OBJECT_MAGIC = b"\xc3\x01"
+LOG = logging.getLogger(__name__)
 CONFLUENT_MAGIC = b"\x00"
 RECORD_TYPES: dict[str, type[Record]] = {cls.__name__: cls for cls in get_args(Record)}
 
@@ -36,6 +39,16 @@ class _Schema:
         self.record_type = RECORD_TYPES[document["name"]]
         self.fingerprint = bytes.fromhex(fingerprint(to_parsing_canonical_form(document), "CRC-64-AVRO"))
         self.parsed = fastavro.parse_schema(_without_logical_types(document), named_schemas={})
+
+    @cached_property
+    def write(self) -> Write:
+        """The writer of the record type, whose fields this schema has."""
+        return writer(self.document)
+
+    @cached_property
+    def read(self) -> Read:
+        """The reader of the record type, whose fields this schema has."""
+        return reader(self.document, self.record_type)
 
 
 def _without_logical_types(node: Any) -> Any:  # noqa: ANN401 - a JSON tree
@@ -74,27 +87,43 @@ def current_schema(record_type: type) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def _by_fingerprint() -> dict[bytes, _Schema]:
-    return {schema.fingerprint: schema for schemas in _recorded().values() for schema in schemas}
+def _by_mark() -> dict[bytes, _Schema]:
+    """Every recorded schema, by the ten bytes that a single object begins with."""
+    every = (schema for schemas in _recorded().values() for schema in schemas)
+    return {SINGLE_OBJECT_MAGIC + schema.fingerprint: schema for schema in every}
+
+
+@cache
+def _current(record_type: type) -> _Schema:
+    return _recorded()[record_type][-1]
 
 
 def read_body(body: bytes, writer: dict[str, Any]) -> Record:
     """Read an Avro body that `writer` (a schema as JSON) wrote into the current record type."""
-    return _read(body, _Schema(writer))
+    return _read(body, 0, _Schema(writer))
 
 
-def _read(body: bytes, writer: _Schema) -> Record:
-    reader = _recorded()[writer.record_type][-1]
-    buffer = io.BytesIO(body)
+def _read(data: bytes, begin: int, wrote: _Schema) -> Record:
+    """The record whose body begins at `begin` of `data`, in the fields of today. Raises DecodeError."""
+    current = _current(wrote.record_type)
+    if wrote.fingerprint == current.fingerprint:
+        try:
+            record: Record = current.read(data, begin)
+        except Exception:  # noqa: BLE001 - of any type, for all that fastavro alone can read, or can say what is wrong
+            LOG.debug("%s: not as Tidemill writes it", wrote.record_type.__name__)
+        else:
+            return record
+    buffer = io.BytesIO(data)
+    buffer.seek(begin)
     try:
-        fields = fastavro.schemaless_reader(buffer, writer.parsed, reader.parsed)
+        fields = fastavro.schemaless_reader(buffer, wrote.parsed, current.parsed)
         if buffer.read(1):
-            raise DecodeError(f"{writer.record_type.__name__}: bytes left over after the record")
-        return msgspec.convert(fields, writer.record_type)
+            raise DecodeError(f"{wrote.record_type.__name__}: bytes left over after the record")
+        return msgspec.convert(fields, wrote.record_type)
     except DecodeError:
         raise
     except Exception as error:  # fastavro raises errors of many types on hostile bytes; callers get one
-        raise DecodeError(f"{writer.record_type.__name__}: {type(error).__name__}: {error}") from error
+        raise DecodeError(f"{wrote.record_type.__name__}: {type(error).__name__}: {error}") from error
 
 
 class Codec:
@@ -109,33 +138,28 @@ class Codec:
 
     def encode(self, record: Record) -> bytes:
         """The framed bytes of a record. Raises ValueError when a field does not fit its schema."""
-        try:
-            buffer = io.BytesIO()
-            schema = _recorded()[type(record)][-1]
-            fastavro.schemaless_writer(buffer, schema.parsed, msgspec.to_builtins(record, builtin_types=(bytes,)))
-            body = buffer.getvalue()
-        except Exception as error:  # fastavro raises many types for a misfit value; callers get one
-            raise ValueError(f"{type(record).__name__} does not fit its schema: {error}") from error
+        schema = _current(type(record))
         if self._registry is None:
-            return SINGLE_OBJECT_MAGIC + _recorded()[type(record)][-1].fingerprint + body
-        return CONFLUENT_MAGIC + self._registry.id_of(type(record)).to_bytes(4, "big") + body
+            begin = SINGLE_OBJECT_MAGIC + schema.fingerprint
+        else:
+            begin = CONFLUENT_MAGIC + self._registry.id_of(type(record)).to_bytes(4, "big")
+        try:
+            return schema.write(record, begin)
+        except Exception as error:  # a writer raises many types for a misfit value; callers get one
+            raise ValueError(f"{type(record).__name__} does not fit its schema: {error}") from error
 
     def decode(self, data: bytes | None) -> Record:
         """The record of framed bytes, in either framing. Raises DecodeError."""
         if data is None:
             raise DecodeError("the record has no value (a tombstone)")
+        schema = _by_mark().get(data[:10])
+        if schema is not None:
+            return _read(data, 10, schema)
         if data.startswith(SINGLE_OBJECT_MAGIC):
-            return _read(data[10:], self._known(data[2:10]))
+            raise DecodeError(f"no schema with fingerprint {data[2:10].hex()} among the recorded schemas")
         if data.startswith(CONFLUENT_MAGIC) and self._registry is not None and len(data) >= 5:
-            return _read(data[5:], self._registry.schema_of(int.from_bytes(data[1:5], "big")))
+            return _read(data, 5, self._registry.schema_of(int.from_bytes(data[1:5], "big")))
         raise DecodeError(f"unknown framing: the value begins with {data[:4].hex() or 'nothing'}")
-
-    @staticmethod
-    def _known(mark: bytes) -> _Schema:
-        schema = _by_fingerprint().get(mark)
-        if schema is None:
-            raise DecodeError(f"no schema with fingerprint {mark.hex()} among the recorded schemas")
-        return schema
 
 
 class _Registry:

@@ -9,11 +9,13 @@ One dataclass per record of `avro/`; field names, order and meaning are those of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
+
+from tidemill.schemas.record_class import record
 
 
 class Mode(StrEnum):
@@ -168,7 +170,7 @@ class BatchClose(StrEnum):
     TIME = "time"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Task:
     """A task to roll out `group_size` times. Topic `tasks`, key `task_id`."""
 
@@ -192,7 +194,7 @@ class Task:
     """Options of the environment, canonical JSON."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class VersionSpan:
     """Tokens [start, end) of a segment were sampled under weight version `version`."""
 
@@ -201,7 +203,7 @@ class VersionSpan:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Segment:
     """One context of a rollout: prompt, sampled turns and tool output, in order."""
 
@@ -228,7 +230,7 @@ class Segment:
         return np.frombuffer(self.logprobs, dtype="<f4")
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RewardComponent:
     """One named part of a reward; the total is the sum of value * weight."""
 
@@ -237,7 +239,7 @@ class RewardComponent:
     weight: float
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Claim:
     """Claim check: where the bytes of a payload above the limit lie, and how to check them."""
 
@@ -247,7 +249,7 @@ class Claim:
     """xxh3-128 of the bytes, hexadecimal."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SamplingParameters:
     """How tokens were chosen from what the model predicts; by default, from its own distribution.
 
@@ -273,7 +275,7 @@ class SamplingParameters:
         return ", ".join([*found, *filter(None, self.others.split(","))])
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Rollout:
     """One finished trajectory. Topic `rollouts`, key `group_id`."""
 
@@ -321,7 +323,7 @@ class Rollout:
     """Where the expert ids of its segments lie (`schemas.expert_ids`); None where they were not asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Dispatch:
     """A worker took a task: which of its rollouts it plays. Topic `rollouts.progress`, key `task_id`."""
 
@@ -338,7 +340,7 @@ class Dispatch:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Turn:
     """One sampled turn of a rollout under way, so that the worker that takes the task over goes on from there.
 
@@ -372,7 +374,7 @@ class Turn:
     its context has. Empty where they were not asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Tick:
     """Event time moves on in an idle partition. Written to the topic whose clock it advances."""
 
@@ -380,7 +382,7 @@ class Tick:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class GroupMember:
     """A reference to one rollout of a group, with group assembly's decision on it."""
 
@@ -398,7 +400,7 @@ class GroupMember:
     version_max: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Group:
     """An assembled GRPO group: references, not copies. Topic `groups`, key `group_id`."""
 
@@ -419,7 +421,7 @@ class Group:
     """True in the control run: rewards were permuted within the group before the advantages were taken."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class DeltaChunk:
     """One chunk (at most 1 MiB) of an encoded delta. Topic `weights.deltas`, key `shard`."""
 
@@ -434,7 +436,7 @@ class DeltaChunk:
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ShardPosition:
     """Where the chunks of one shard of a version lie in the log."""
 
@@ -450,7 +452,7 @@ class ShardPosition:
     """The object that holds the payloads instead of the log (claim check); `offsets` is then empty."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TensorTable:
     """The tensors of a version as an object beside the log (claim check), for a list too long for one record."""
 
@@ -461,7 +463,7 @@ class TensorTable:
     """xxh3-128 of the object, hexadecimal."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of a version in checkpoint coordinates."""
 
@@ -472,7 +474,7 @@ class TensorInfo:
     """Linear fingerprint of the tensor, hexadecimal (`kernels.fingerprint`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Anchor:
     """A whole version as a Hugging Face checkpoint directory, reachable through fsspec."""
 
@@ -480,7 +482,7 @@ class Anchor:
     n_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Manifest:
     """The commit record of a weight version. Topic `weights.manifests`, key `branch`."""
 
@@ -512,7 +514,7 @@ class Manifest:
     says, so without codes. Empty where the values are rounded to the type of the tensor alone."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SkipDelta:
     """A second way to a version: one delta from an older version than its parent, for replicas that fell behind.
 
@@ -534,7 +536,7 @@ CANARY_SHARE = "share"
 """Name, in a CANARY's numbers, of the canary pool's part of the users, 0 to 1."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class GateDecision:
     """Which version a branch may serve. Topic `gate.decisions`, key `branch`. The newest one of a branch holds."""
 
@@ -551,7 +553,7 @@ class GateDecision:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class WeightAck:
     """The ledger: what a replica holds, proved or not. Topic `weights.acks`, key `replica_id`."""
 
@@ -583,7 +585,7 @@ class WeightAck:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepInput:
     """One group that a step trained on, by its place in the log."""
 
@@ -593,7 +595,7 @@ class StepInput:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepExclusion:
     """One group that was read and not trained, with the reason: its one explicit, counted ending."""
 
@@ -605,7 +607,7 @@ class StepExclusion:
     rollouts: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class LagCount:
     """`tokens` trained tokens had policy lag `lag` (trainer version minus token version)."""
 
@@ -613,7 +615,7 @@ class LagCount:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TrainStep:
     """One optimizer step: everything needed to run it again. Topic `train.steps`, key `run_id`."""
 
@@ -640,7 +642,7 @@ class TrainStep:
     """Which life of the run's version numbers `version` counts in; empty in records from before there was one."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StepPlan:
     """A step that is about to be taken, written before it is: a trainer that stops in between takes it on the same
     inputs. Topic `train.steps`, key `run_id`."""
@@ -660,7 +662,7 @@ class StepPlan:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Staleness:
     """Policy lag of the tokens of one replica in one batch. Topic `staleness`, key `replica_id`."""
 
@@ -675,7 +677,7 @@ class Staleness:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class MismatchSlice:
     """How far apart sampler and trainer are on some tokens of a step: one part of the difference, one set of tokens.
 
@@ -707,7 +709,7 @@ class MismatchSlice:
     """Tokens whose weight the correction bounded, or set to 0."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class WorstToken:
     """One of the tokens of a step on which sampler and trainer are farthest apart, and where it lies."""
 
@@ -739,7 +741,7 @@ class WorstToken:
     """The experts that the trainer's own routers chose for the same token."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Mismatch:
     """How far apart sampler and trainer were on the tokens of one step. Topic `train.mismatch`, key `run_id`.
 
@@ -769,7 +771,7 @@ class Mismatch:
     """Which life of the run's version numbers `version` counts in."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Document:
     """One document of the mid-training corpus. Topic `documents`, key `document_id`."""
 
@@ -778,7 +780,7 @@ class Document:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Interaction:
     """One answer served to a user: a rollout without a reward yet. Topic `interactions`, key `interaction_id`."""
 
@@ -820,7 +822,7 @@ class Interaction:
     """None where the router did not say."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Feedback:
     """One signal about one interaction. Topic `feedback`, partitioned by `interaction_id`, key `interaction/event`."""
 
@@ -840,7 +842,7 @@ class Feedback:
     """The `event_id` that this one replaces."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class UserRequest:
     """A user's demand about their data. Topic `user.requests`, key `user_id`; copied into every partition of
     `interactions` and into `outcomes`, so that each reader finds it in its own order."""
@@ -852,7 +854,7 @@ class UserRequest:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SignalUse:
     """One signal that a reward was made of."""
 
@@ -866,7 +868,7 @@ class SignalUse:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Outcome:
     """How an interaction ended: one reward, or one exclusion with its reason. Topic `outcomes`, key `interaction_id`.
 
@@ -907,7 +909,7 @@ class Outcome:
     """Event time of the end."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class OnlineMember:
     """A reference to one rewarded interaction of an online batch."""
 
@@ -926,7 +928,7 @@ class OnlineMember:
     feedback_at: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class OnlineBatch:
     """Rewarded interactions of one serving version: references, not copies. Topic `online-batches`, key `batch_id`."""
 
