@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,3 +135,11 @@ def test_an_unusable_environment_is_refused_without_its_secrets(monkeypatch: pyt
 def test_random_keys_are_used_once():
     first, second = ProductSettings.with_random_keys(), ProductSettings.with_random_keys()
     assert first.require_keys() != second.require_keys()
+
+
+@pytest.mark.parametrize("length", [32, 64, 65, 200])
+def test_the_hash_is_hmac_sha256(length: int):
+    key = "k" * length
+    product = ProductSettings.model_validate({"signing_keys": [OLD], "pseudonym_key": key})
+    expected = hmac.digest(key.encode(), b"tidemill/pseudonym/1\x00ann", "sha256")
+    assert Pseudonyms(product).of("ann") == expected.hex()[:32]
