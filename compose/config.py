@@ -24,11 +24,9 @@ from tidemill.compose.stack.config import StackSettings
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.view.config import ViewSettings
-from tidemill.producers.config import FeedSettings, RolloutSettings
+from tidemill.producers.config import FeedSettings, GatewaySettings, RolloutSettings, RouterSettings
 from tidemill.producers.environments.ledger import LedgerOptions
-from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.producers.router.config import RouterSettings
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, Section, StoreSettings
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.gate.config import GateSettings

@@ -1,12 +1,14 @@
-"""Settings of the task feeder and the rollout worker."""
+"""Settings of the task feeder, the rollout worker, the router and the feedback gateway."""
 
 from __future__ import annotations
 
-from typing import Self
+from enum import StrEnum
+from typing import ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from tidemill.schemas.config import CLAIM_CHECK_BYTES, Section
+from tidemill.producers.product.settings import checked_hashes
+from tidemill.schemas.config import CLAIM_CHECK_BYTES, HttpSettings, Section
 
 
 class FeedSettings(Section):
@@ -152,3 +154,152 @@ class RolloutSettings(ReplicaRequests):
 
     grace_s: float = Field(default=10.0, ge=0)
     """Seconds that running episodes get to finish on shutdown; the rest is abandoned and redelivered."""
+
+
+class EdgeSettings(Section):
+    """Where a server of the product's side listens, and who may use it."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+    section: ClassVar[str]
+
+    host: str = "127.0.0.1"
+    """Address to listen at. It speaks plain HTTP: beyond this machine, put it behind a proxy that speaks TLS."""
+
+    http: HttpSettings = HttpSettings()
+    """What it bears from clients' connections."""
+
+    api_keys: dict[str, str] = Field(default_factory=dict)
+    """Who may use it: a name of each of the product's backends, and the SHA-256 of its key in hex. The gateway writes
+    the name into each record as its source."""
+
+    @field_validator("api_keys")
+    @classmethod
+    def _names_and_hashes(cls, keys: dict[str, str]) -> dict[str, str]:
+        return checked_hashes(keys, cls.section)
+
+
+class LogFailure(StrEnum):
+    """What to do with a request whose answer the log does not acknowledge."""
+
+    REFUSE = "refuse"
+    """Answer 503, and end a stream with an error: nothing is served that is not recorded."""
+    SERVE_UNRECORDED = "serve_unrecorded"
+    """Serve it, count it, and give it no interaction: nobody can vote on it."""
+
+
+class OtherSampling(StrEnum):
+    """What to do with a request whose sampling parameters are not those that the trainer assumes."""
+
+    REFUSE = "refuse"
+    """Answer 400 and name them."""
+    SERVE_UNTRAINED = "serve_untrained"
+    """Serve it; the recorded answer names the parameters and has no sampled token, since its logprobs would not be
+    those that sampled it."""
+
+
+class PoolAddresses(Section):
+    """Base addresses of the replicas of each pool, http://host:port."""
+
+    stable: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
+    """Replicas with `replica.pool = "stable"`; also the way out where no canary replica answers."""
+
+    canary: list[str] = Field(default=[])
+    """Replicas with `replica.pool = "canary"`. None: nobody is in the canary arm."""
+
+
+class RouterSettings(ReplicaRequests, EdgeSettings):
+    """How product traffic is served and recorded."""
+
+    section = "router"
+
+    port: int = Field(default=8200, ge=0, le=65535)
+    """TCP port of the HTTP server; 0 lets the system choose one, which the log line names."""
+
+    pools: PoolAddresses = Field(default_factory=PoolAddresses)
+    """Where the replicas are."""
+
+    tokenizer: str | None = None
+    """Directory or fsspec URL with the checkpoint's tokenizer and chat template. None: those of the run's first
+    anchor."""
+
+    remembered_turns: int = Field(default=4096, ge=1)
+    """Answered turns whose token ids are remembered, so that a conversation goes on with the ids that were sampled; one
+    that is forgotten is tokenised anew. A token takes about 40 bytes."""
+
+    experiment_salt: str = "tidemill"
+    """Decides, with the version under trial, who is in the canary arm. Routers of one product must agree on it."""
+
+    consent_default: bool = False
+    """Whether an answer may be trained on when the request does not say (header `x-tidemill-consent`)."""
+
+    on_log_failure: LogFailure = LogFailure.REFUSE
+    """What to do when the log does not acknowledge an interaction."""
+
+    other_sampling: OtherSampling = OtherSampling.REFUSE
+    """What to do with a temperature other than 1, a top_p below 1, penalties and the like."""
+
+    log_timeout_s: float = Field(default=10.0, gt=0)
+    """Longest wait for the log's acknowledgement of one interaction."""
+
+    log_rest_s: float = Field(default=1.0, gt=0)
+    """How long requests are refused at once after the log has failed, before one of them tries it again."""
+
+    request_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest time for one answer, tries on other replicas included."""
+
+    max_concurrent_requests: int = Field(default=256, ge=1)
+    """Requests in hand; further ones are answered 429."""
+
+    max_body_bytes: int = Field(default=2**20, ge=1)
+    """Largest request body; a larger one is answered 413."""
+
+    max_prompt_tokens: int = Field(default=32_768, ge=1)
+    """Longest prompt; a longer one is answered 400."""
+
+    claim_check_bytes: int = Field(default=CLAIM_CHECK_BYTES, ge=1)
+    """An interaction above this size leaves its segments in the object store."""
+
+    grace_s: float = Field(default=20.0, ge=0)
+    """Seconds that running answers get to finish on shutdown."""
+
+
+class GatewaySettings(EdgeSettings):
+    """Where the gateway listens, who may use it, and how much."""
+
+    section = "gateway"
+
+    port: int = Field(default=8090, ge=0, le=65_535)
+    """Port to listen at. 0: a free one."""
+
+    key_rate: float = Field(default=500.0, gt=0)
+    """Events a second that an API key may send for long."""
+
+    key_burst: int = Field(default=2000, ge=1)
+    """Events that an API key may send at once."""
+
+    user_rate: float = Field(default=5.0, gt=0)
+    """Events a second that may be sent in one user's name for long."""
+
+    user_burst: int = Field(default=60, ge=1)
+    """Events that may be sent in one user's name at once."""
+
+    max_body_bytes: int = Field(default=262_144, ge=1024)
+    """Bytes of a request's body; what is longer is refused while it is read."""
+
+    max_batch: int = Field(default=200, ge=1)
+    """Events of one batch."""
+
+    acknowledge_timeout_s: float = Field(default=5.0, ge=0.5)
+    """Seconds that the log may take to acknowledge; then the answer is 503, and the event may be sent again."""
+
+    max_queued: int = Field(default=100_000, ge=1)
+    """Events that wait for the log's acknowledgement at most."""
+
+    linger_ms: float = Field(default=2.0, ge=0, le=100)
+    """Milliseconds that an event waits for others, to be written with them as one batch."""
+
+    @model_validator(mode="after")
+    def _batches_pass(self) -> Self:
+        if self.max_batch > self.key_burst:
+            raise ValueError(f"max_batch {self.max_batch} is above key_burst {self.key_burst}: it could never be sent")
+        return self

@@ -1,22 +1,35 @@
-"""Writes records from many coroutines to the log in batches, and tells each one when its record is acknowledged.
+"""The producers' side of the log: records of many coroutines in batches, the claim check, and the run's first anchor.
 
-What holds: `write` returns only after the log's acknowledgement. A batch that the log refuses raises at every writer of
-it: nothing is given up in silence. All calls to the producer run on one thread, and records of one key stay in order.
+What holds: `Outbox.write` returns only after the log's acknowledgement. A batch that the log refuses raises at every
+writer of it: nothing is given up in silence. All calls to the producer run on one thread, and records of one key stay
+in order.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.records import Record
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import Claim, Interaction, Manifest, Record, Rollout, Segment
+from tidemill.schemas.stored_object import digest, store_claim
 
+LOG = logging.getLogger(__name__)
 POST_S = 0.02
 """How long a posted record waits for others to go with it."""
+ANCHOR_POLL_S = 0.2
+OVERHEAD_BYTES = 4096
+"""More than the fields of a rollout or an interaction beside its segments take."""
+SPAN_BYTES = 30
+"""More than one version span takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +48,7 @@ class Outbox:
     """
 
     def __init__(self, producer: RecordProducer, topic: Topic, prepare: Callable[[Record], Record]) -> None:
-        self._producer = producer
-        self._topic = topic
-        self._prepare = prepare
+        self._producer, self._topic, self._prepare = producer, topic, prepare
         self._waiting: list[_Letter] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tidemill-outbox")
         self._sending: asyncio.Task[None] | None = None
@@ -94,13 +105,19 @@ class Outbox:
     async def _send_all(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
+            failure: Exception | None = None
             try:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._send, batch)
             except Exception as error:  # noqa: BLE001 - any error is raised at each writer
-                if not _settle(batch, error):
-                    self._failure = error
-            else:
-                _settle(batch, None)
+                failure = error
+            waiting = [letter.written for letter in batch if letter.written is not None and not letter.written.done()]
+            for written in waiting:
+                if failure is None:
+                    written.set_result(None)
+                else:
+                    written.set_exception(failure)
+            if failure is not None and not waiting:
+                self._failure = failure
 
     def _send(self, batch: list[_Letter]) -> None:
         for letter in batch:
@@ -108,12 +125,47 @@ class Outbox:
         self._producer.flush()
 
 
-def _settle(batch: list[_Letter], error: Exception | None) -> bool:
-    """Tell the writers; whether there was one."""
-    waiting = [letter.written for letter in batch if letter.written is not None and not letter.written.done()]
-    for written in waiting:
-        if error is None:
-            written.set_result(None)
-        else:
-            written.set_exception(error)
-    return bool(waiting)
+class SegmentClaims:
+    """Leaves the bytes of a record that is too large for the log in the object store.
+
+    What holds: the claimed bytes are the whole record, encoded as on the log, so that `schemas.stored_object` gives it
+    back as it was; their name is their digest, so that a repeated store is the same object.
+    """
+
+    def __init__(self, root: str, run_id: str, limit_bytes: int, codec: Codec) -> None:
+        self._root = f"{root.rstrip('/')}/{run_id}/claims"
+        self._limit_bytes, self._codec = limit_bytes, codec
+
+    def keep(self, payload: bytes) -> Claim:
+        """Store bytes that a record refers to beside its segments."""
+        return store_claim(self._root, digest(payload), payload)
+
+    def checked(self, record: Record) -> Record:
+        """The record as it goes to the log: itself, or without segments and with a claim."""
+        if not isinstance(record, Rollout | Interaction):
+            return record
+        arrays = sum(len(s.token_ids) + len(s.loss_mask) + len(s.logprobs) for s in record.segments)
+        spans = sum(len(segment.spans) for segment in record.segments)
+        if OVERHEAD_BYTES + arrays + SPAN_BYTES * spans <= self._limit_bytes:
+            return record
+        no_segments: list[Segment] = []
+        return replace(record, segments=no_segments, claim=self.keep(self._codec.encode(record)))
+
+
+def anchor_of_run(kafka: KafkaSettings, run: RunSettings, stop: threading.Event) -> str | None:
+    """The address of the run's first anchor, which gives a role its tokenizer and chat template.
+
+    Waits for it on `weights.manifests`; None when `stop` comes first.
+    """
+    LOG.info("waiting for the first anchor of run %s on %s, for its tokenizer", run.run_id, Topic.MANIFESTS)
+    with LogReader(kafka, [Topic.MANIFESTS], client_id="tidemill-first-anchor") as reader:
+        while not stop.is_set():
+            for located in reader.poll(ANCHOR_POLL_S):
+                made = located.record
+                if (
+                    isinstance(made, Manifest)
+                    and (made.run_id, made.branch) == (run.run_id, run.branch)
+                    and made.anchor
+                ):
+                    return made.anchor.uri
+    return None

@@ -93,7 +93,7 @@ def test_the_import_rule_can_fail():
 def test_the_producer_side_and_the_command_line_need_no_torch():
     blocked = "import sys\nfor name in ('torch', 'transformers', 'vllm', 'faust', 'chdb'): sys.modules[name] = None\n"
     modules = "tidemill.compose.cli, tidemill.producers.rollout.worker, tidemill.producers.tasks.feeder"
-    modules += ", tidemill.producers.router.role"
+    modules += ", tidemill.producers.edge.router"
     done = subprocess.run(
         [sys.executable, "-c", f"{blocked}import {modules}"], capture_output=True, text=True, check=False
     )

@@ -73,7 +73,7 @@ def route(
     The gate's newest canary decision sets how many users the canary pool answers.
     """
     settings = begin_role(settings_of, router__port=port, router__pools__stable=stable, router__pools__canary=canary)
-    from tidemill.producers.router.role import run
+    from tidemill.producers.edge.router import run
 
     run(settings.kafka, settings.run, settings.store, settings.product, settings.router, settings.chat)
 
@@ -124,7 +124,7 @@ def gateway(
     Needs the product's keys ([product]) and an API key for each backend ([gateway] api_keys); it says how to make them.
     """
     settings = begin_role(settings_of, gateway__host=host, gateway__port=port)
-    from tidemill.producers.gateway.server import run
+    from tidemill.producers.edge.gateway import run
 
     run(settings.kafka, settings.product, settings.gateway)
 

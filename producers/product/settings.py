@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Self
 
-from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tidemill.schemas.config import Section
@@ -27,7 +27,8 @@ HOW_TO_MAKE = (
 
 
 class KeysMissing(ValueError):
-    """A process of the product's side was started without its keys; the message says how to make them."""
+    """A process of the product's side was started without its keys, or a server without API keys of its clients; the
+    message says how to make them."""
 
 
 class ProductSettings(Section):
@@ -49,23 +50,17 @@ class ProductSettings(Section):
     max_feedback_age_s: float = Field(default=30 * DAY_S, gt=0)
     """Seconds after which a signal is refused at the edge: a clock that is wrong, or a report that nobody waits for."""
 
-    @field_validator("signing_keys")
-    @classmethod
-    def _long_enough(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-        for place, key in enumerate(keys):
-            _check_length(f"signing_keys[{place}]", key)
-        return keys
-
-    @field_validator("pseudonym_key")
-    @classmethod
-    def _absent_or_long_enough(cls, key: SecretStr) -> SecretStr:
-        if key.get_secret_value():
-            _check_length("pseudonym_key", key)
-        return key
-
     @model_validator(mode="after")
-    def _keys_differ(self) -> Self:
-        if self.pseudonym_key in self.signing_keys and self.pseudonym_key.get_secret_value():
+    def _keys_usable(self) -> Self:
+        named = {f"signing_keys[{place}]": key for place, key in enumerate(self.signing_keys)}
+        if self.pseudonym_key.get_secret_value():
+            named["pseudonym_key"] = self.pseudonym_key
+        for name, key in named.items():
+            if len(key.get_secret_value()) < SHORTEST_KEY:
+                raise ValueError(
+                    f"{name} has fewer than {SHORTEST_KEY} characters: make one with `openssl rand -hex 32`"
+                )
+        if self.pseudonym_key in self.signing_keys:
             raise ValueError("pseudonym_key is also a signing key: a signing key is changed, this one never is")
         return self
 
@@ -100,15 +95,6 @@ class _Environment(BaseSettings):
     product: ProductSettings = Field(default_factory=ProductSettings)
 
 
-def _check_length(name: str, key: SecretStr) -> None:
-    if len(key.get_secret_value()) < SHORTEST_KEY:
-        raise ValueError(f"{name} has fewer than {SHORTEST_KEY} characters: make one with `openssl rand -hex 32`")
-
-
-class ApiKeysMissing(ValueError):
-    """No API key is configured, so that nobody could use the server; the message says how to make one."""
-
-
 def how_to_make(section: str) -> str:
     """How to make an API key for the server whose settings are `section`."""
     return (
@@ -136,9 +122,9 @@ def checked_hashes(hashes: dict[str, str], section: str) -> dict[str, str]:
 
 
 def require_some(hashes: Mapping[str, str], section: str) -> None:
-    """Raise ApiKeysMissing when there is none."""
+    """Raise KeysMissing when there is none."""
     if not hashes:
-        raise ApiKeysMissing(f"{section}.api_keys is empty, so no client could use it: {how_to_make(section)}")
+        raise KeysMissing(f"{section}.api_keys is empty, so no client could use it: {how_to_make(section)}")
 
 
 class ApiKeys:

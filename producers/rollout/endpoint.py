@@ -74,7 +74,7 @@ class _Refused(Exception):
 
 
 class AgentEndpoint:
-    """The endpoint of one worker. It listens from the first rollout that asks for it; stop it in the same loop."""
+    """The endpoint of one worker, as an async context manager. It listens from the first rollout that asks for it."""
 
     def __init__(self) -> None:
         self._guests: dict[str, _Guest] = {}
@@ -87,7 +87,11 @@ class AgentEndpoint:
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
-        await self.stop()
+        """Close the port, and all that is open."""
+        for policy in list(self._by_policy):
+            self.close(policy)
+        if self._serving is not None:
+            await (await self._serving).cleanup()
 
     def open(self, policy: RolloutPolicy) -> Endpoint:
         """The endpoint of a rollout; the same one when asked again. Raises OSError when no port can be had."""
@@ -110,20 +114,19 @@ class AgentEndpoint:
             for turn in guest.turns:
                 turn.cancel()
 
-    async def stop(self) -> None:
-        """Close the port, and all that is open."""
-        for policy in list(self._by_policy):
-            self.close(policy)
-        if self._serving is not None:
-            serving, self._serving = self._serving, None
-            await (await serving).cleanup()
-
     async def _serve(self, listening: socket.socket) -> web.AppRunner:
+        async def models(_request: web.Request, _guest: _Guest) -> web.Response:
+            listed = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tidemill"}
+            return _json({"object": "list", "data": [listed]})
+
+        async def nothing(request: web.Request, _guest: _Guest) -> web.Response:
+            raise _Refused(404, f"there is no {request.method} {request.path:.200} here")
+
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_post("/v1/chat/completions", self._answering(self._chat))
         app.router.add_post("/v1/outcome", self._answering(self._outcome))
-        app.router.add_get("/v1/models", self._answering(self._models))
-        app.router.add_route("*", "/{path:.*}", self._answering(self._nothing))
+        app.router.add_get("/v1/models", self._answering(models))
+        app.router.add_route("*", "/{path:.*}", self._answering(nothing))
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S)
         await runner.setup()
         await web.SockSite(runner, listening, backlog=BACKLOG).start()
@@ -158,9 +161,8 @@ class AgentEndpoint:
             raise BadMessage("`stream` must be true or false, `stream_options` an object, `model` a text")
         if guest.policy.posted is not None:
             raise _Refused(400, "the result was posted: no call is answered after it", "episode_over")
-        reply = await self._reply(
-            guest, guest.policy.chat(wanted.messages, tools=wanted.tools, max_tokens=wanted.max_tokens)
-        )
+        calling = guest.policy.chat(wanted.messages, tools=wanted.tools, max_tokens=wanted.max_tokens)
+        reply = await self._reply(guest, calling)
         head = (f"chatcmpl-{next(self._numbers)}", model, int(time.time()))
         if stream:
             return _events(head, reply, options.get("include_usage") is True)
@@ -198,18 +200,10 @@ class AgentEndpoint:
             raise _Refused(400, str(error)) from error
         return _json({"reward": sum(given.rewards.values())})
 
-    async def _models(self, _request: web.Request, _guest: _Guest) -> web.Response:
-        listed = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tidemill"}
-        return _json({"object": "list", "data": [listed]})
-
-    async def _nothing(self, request: web.Request, _guest: _Guest) -> web.Response:
-        raise _Refused(404, f"there is no {request.method} {request.path:.200} here")
-
 
 def _json(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(
-        body=json.dumps(value).encode(), status=status, content_type="application/json", headers=headers
-    )
+    body = json.dumps(value).encode()
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
 def _error(status: int, message: str, code: str | None = None) -> web.Response:

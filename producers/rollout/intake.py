@@ -1,25 +1,37 @@
-"""Takes tasks from the log as a member of a consumer group, and commits what is done. Blocking: it has its own thread.
+"""Takes tasks from the log as a member of a consumer group, each with its recorded part, and commits what is done.
 
-A task comes with its recorded part, from a worker that began it before.
+What holds:
 
-What holds: while no task is wanted the member polls every `PATIENCE_S`, with its partitions paused, so that it stays a
-member and holds a rebalance up no longer. It does not do so at once, since a paused partition takes about a second to
-flow again, and what was fetched ahead is lost.
+- while no task is wanted the member polls every `PATIENCE_S`, with its partitions paused, so that it stays a member and
+  holds a rebalance up no longer. It does not do so at once, since a paused partition takes about a second to flow
+  again, and what was fetched ahead is lost;
+- the record of tasks that a worker began before is read once for each partition of `tasks` that is assigned, when its
+  first task arrives, from the time of that task on. The former owner of the partition took its tasks in order and
+  committed none past an unfinished one, so that everything of later tasks lies after that time. `rollouts` is read only
+  for a task that was begun.
+
+`TaskIntake` and `TaskRecovery` block, and have a thread of their own; the rest is pure.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 
 from confluent_kafka import KafkaError, KafkaException
 
-from tidemill.producers.rollout.recovery import Partition, TaskProgress, TaskRecovery
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.group import GroupConsumer
+from tidemill.schemas.log.producer import partition_of
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import Dispatch, Record, Rollout, Task, Turn, rollout_id
 
 LOG = logging.getLogger(__name__)
+Partition = tuple[Topic, int]
 POLL_S = 0.05
 PATIENCE_S = 2.0
 REBALANCING = frozenset(
@@ -39,6 +51,8 @@ REBALANCING = frozenset(
 another broker."""
 FENCED = frozenset({KafkaError.FENCED_INSTANCE_ID, KafkaError._FATAL, KafkaError._FENCED})
 """What a static member is told when another one took its place."""
+SKEW_US = 10_000_000
+"""How far the clocks of those who write tasks, dispatches and rollouts may be apart."""
 
 
 class OffsetTracker:
@@ -84,37 +98,151 @@ class OffsetTracker:
         self._committed.update(offsets)
 
 
+@dataclass(frozen=True, slots=True)
+class TaskProgress:
+    """The recorded part of one task."""
+
+    ended: frozenset[int] = frozenset()
+    """Places in the group whose rollouts are on the log."""
+    turns: Mapping[int, tuple[Turn, ...]] = field(default_factory=dict)
+    """Recorded turns of the others, by place, in log order, unchecked."""
+
+    def resumable(self, index: int) -> int:
+        """How many turns of a place are recorded, those of equal contexts by several workers counted once each."""
+        return len({(turn.context, turn.turn) for turn in self.turns.get(index, ())})
+
+
+NOTHING = TaskProgress()
+
+
+class BegunTasks:
+    """The begun tasks of one run, from the records of `rollouts.progress` and `rollouts` in log order."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._tasks: set[str] = set()
+        self._turns: dict[str, list[Turn]] = {}
+        self._ended: set[str] = set()
+        self.groups: set[str] = set()
+        """Groups of the dispatched tasks."""
+        self.first_at = 0
+        """Time of the first dispatch, in microseconds since the Unix epoch; 0 for none."""
+
+    def observe(self, record: Record | None) -> None:
+        """Take one record; those of other runs are left alone."""
+        match record:
+            case Dispatch() if record.run_id == self._run_id:
+                self.first_at = min(record.at, self.first_at) if self._tasks else record.at
+                self._tasks.add(record.task_id)
+                self.groups.add(record.group_id)
+            case Turn() if record.run_id == self._run_id:
+                self._turns.setdefault(record.rollout_id, []).append(record)
+            case Rollout() if record.run_id == self._run_id and record.group_id in self.groups:
+                self._ended.add(record.rollout_id)
+            case _:
+                pass
+
+    def was_begun(self, task: Task) -> bool:
+        """Whether a worker took the task."""
+        return task.task_id in self._tasks
+
+    def progress(self, task: Task) -> TaskProgress:
+        """The recorded part of a task. Its turns are handed out once, and are not kept."""
+        names = [rollout_id(task.group_id, index) for index in range(task.group_size)]
+        ended = frozenset(index for index, name in enumerate(names) if name in self._ended)
+        turns = {index: tuple(self._turns.pop(name, ())) for index, name in enumerate(names)}
+        return TaskProgress(ended, {index: found for index, found in turns.items() if found and index not in ended})
+
+
+@dataclass(slots=True)
+class _PartitionHistory:
+    """The log's record of one partition's tasks when it was assigned."""
+
+    read_at: int
+    begun: BegunTasks
+    rollouts_read: bool = False
+
+
+class TaskRecovery:
+    """Finds the recorded part of the tasks in the partitions of one worker."""
+
+    def __init__(self, log: LogReader, run_id: str) -> None:
+        self._log, self._run_id = log, run_id
+        self._histories: dict[Partition, _PartitionHistory] = {}
+
+    def progress(self, located: ConsumedRecord) -> TaskProgress:
+        """The recorded part of the task in a record; nothing for a record that is no task of the run.
+
+        Raises LookupError, TimeoutError or KafkaException when the log cannot be read.
+        """
+        task, log = located.record, self._log
+        if not isinstance(task, Task) or task.run_id != self._run_id:
+            return NOTHING
+        place = (located.topic, located.partition)
+        history = self._histories.get(place)
+        if history is None:
+            history = self._histories[place] = _PartitionHistory(now_us(), BegunTasks(self._run_id))
+            for found in log.read_since(Topic.PROGRESS, located.partition, to_ms(task.issued_at - SKEW_US)):
+                history.begun.observe(found.record)
+        if task.issued_at > history.read_at + SKEW_US:
+            history.begun = BegunTasks(self._run_id)  # tasks from now on were issued after it was read
+        begun = history.begun
+        if not begun.was_begun(task):
+            return NOTHING
+        if not history.rollouts_read:
+            history.rollouts_read = True
+            count = len(log.partitions(Topic.ROLLOUTS))
+            for number in sorted({partition_of(group, count) for group in begun.groups}):
+                for found in log.read_since(Topic.ROLLOUTS, number, to_ms(begun.first_at - SKEW_US)):
+                    begun.observe(found.record)
+        progress = begun.progress(task)
+        turns = sum(map(progress.resumable, progress.turns))
+        LOG.info("task %s was begun: %d rollouts ended, %d turns recorded", task.task_id, len(progress.ended), turns)
+        return progress
+
+    def keep(self, owned: Set[Partition]) -> None:
+        """Forget the partitions that are not among `owned`."""
+        self._histories = {place: history for place, history in self._histories.items() if place in owned}
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._log.close()
+
+
 class Fenced(RuntimeError):
     """Another worker joined under this one's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakenTasks:
-    """What one round brought."""
-
-    delivered: list[tuple[ConsumedRecord, TaskProgress]]
-    """Records of `tasks`, with what the log has of their tasks already."""
-    owned: set[Partition]
-    committed: dict[Partition, int]
 
 
 class TaskIntake:
     """One member's way to the tasks."""
 
     def __init__(self, member: GroupConsumer, recovery: TaskRecovery) -> None:
-        self._member = member
-        self._recovery = recovery
+        self._member, self._recovery = member, recovery
         self._paused = False
         self._polled_at = time.monotonic()
 
-    def round(self, wanted: bool, offsets: dict[Partition, int]) -> TakenTasks:
+    def round(
+        self, wanted: bool, offsets: dict[Partition, int]
+    ) -> tuple[list[tuple[ConsumedRecord, TaskProgress]], set[Partition], dict[Partition, int]]:
         """Commit `offsets` where they are owned; take at most one record, waiting `POLL_S`, when one is wanted.
+
+        Returns records of `tasks`, each with the recorded part of its task; the partitions that are owned; and the
+        offsets that were committed.
 
         Raises Fenced; KafkaException, LookupError or TimeoutError when the log cannot be read.
         """
         try:
             committed = self._commit(offsets)
-            located = self._take() if wanted else self._keep_alive()
+            located: list[ConsumedRecord] = []
+            if wanted or time.monotonic() - self._polled_at >= PATIENCE_S:
+                if not wanted:
+                    self._member.pause()
+                elif self._paused:
+                    self._member.resume()
+                self._paused = not wanted
+                # A partition that was assigned just now is not paused, and may bring a record that is not wanted.
+                located = self._member.poll(POLL_S if wanted else 0.0, max_records=1)
+                self._polled_at = time.monotonic()
         except KafkaException as error:
             if error.args[0].code() not in FENCED:
                 raise
@@ -123,25 +251,7 @@ class TaskIntake:
             ) from error
         owned = self._member.assignment()
         self._recovery.keep(owned)
-        return TakenTasks([(one, self._recovery.progress(one)) for one in located], owned, committed)
-
-    def _take(self) -> list[ConsumedRecord]:
-        if self._paused:
-            self._member.resume()
-            self._paused = False
-        return self._poll(POLL_S)
-
-    def _keep_alive(self) -> list[ConsumedRecord]:
-        if time.monotonic() - self._polled_at < PATIENCE_S:
-            return []
-        self._member.pause()
-        self._paused = True
-        return self._poll(0.0)  # a partition that was assigned just now is not paused, and may bring a record
-
-    def _poll(self, timeout_s: float) -> list[ConsumedRecord]:
-        located = self._member.poll(timeout_s, max_records=1)
-        self._polled_at = time.monotonic()
-        return located
+        return [(one, self._recovery.progress(one)) for one in located], owned, committed
 
     def _commit(self, offsets: dict[Partition, int]) -> dict[Partition, int]:
         owned = self._member.assignment()

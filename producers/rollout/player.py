@@ -1,34 +1,36 @@
 """Plays the episodes that a worker is asked for, so many at once, each within its time; the result is always a record.
 
-What holds: a rollout is completed, or failed with a reason, by its deadline; a defect of an environment fails its own
-rollouts alone. An episode whose process was lost with no fault of its own begins again, and its sampled turns answer
-their requests again.
+What holds: a rollout is completed, or failed with a reason, by its deadline; its id follows from its task and its place
+in the group, so that a repeated one is recognised; a defect of an environment fails its own rollouts alone. An episode
+whose process was lost with no fault of its own begins again, and its sampled turns answer their requests again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.environments.base import Environment, EnvironmentFailed, EnvironmentHung, Score, TaskError
+from tidemill.producers.environments.base import EnvironmentFailed, EnvironmentHung, Score, TaskError
 from tidemill.producers.environments.open import EnvironmentSet, ProcessLost
 from tidemill.producers.rollout.endpoint import AgentEndpoint
-from tidemill.producers.rollout.policy import GIVEN_UP, PolicyLimits, RolloutPolicy
-from tidemill.producers.rollout.record import (
+from tidemill.producers.rollout.policy import (
+    GIVEN_UP,
+    PolicyLimits,
     RecordedTurn,
-    completed_rollout,
-    failed_rollout,
+    RolloutPolicy,
     recorded_turns,
     turn_record,
 )
-from tidemill.producers.sampling.replicas import ReplicaClient, ReplicaSession, replica_pool
-from tidemill.producers.sampling.segments import build_expert_ids
+from tidemill.producers.sampling.completion import Completion, build_expert_ids, build_segment
+from tidemill.producers.sampling.replicas import ReplicaClient, ReplicaIdentity, ReplicaPool, ReplicaSession
+from tidemill.schemas.chat.contexts import Context
 from tidemill.schemas.chat.format import ChatFormat
 from tidemill.schemas.clock import now_us, to_s
-from tidemill.schemas.records import Claim, Rollout, Task, Turn
+from tidemill.schemas.records import Claim, Rollout, RolloutStatus, SamplingParameters, Task, Turn, rollout_id
 
 LOG = logging.getLogger(__name__)
 EXPIRED = "expired before start"
@@ -56,7 +58,7 @@ class Player:
         self._settings, self._worker_id = settings, worker_id
         self._environments, self._chat, self._client, self._endpoint = environments, chat, client, endpoint
         self._record, self._keep = record, keep
-        self._pool = replica_pool(settings)
+        self._pool = ReplicaPool(settings.replicas, settings.backoff_s, settings.backoff_limit_s)
         self._slots = asyncio.Semaphore(settings.max_concurrent_episodes)
 
     async def play(self, task: Task, index: int, recorded: Sequence[Turn] = ()) -> Rollout:
@@ -85,19 +87,13 @@ class Player:
                     policy = self._policy(task, index, kept)
         except EnvironmentFailed as failure:
             LOG.info("rollout %s/%d failed: %s", task.group_id, index, failure)
-            return self._without_result(task, index, str(failure), policy, started_at)
+            return failed_rollout(task, index, str(failure), self._worker_id, policy.identity, started_at)
         metrics = {"resumed_turns": float(policy.resumed), "unused_turns": float(len(policy.unused))} if turns else {}
-        base = self._without_result(task, index, "", policy, started_at)
-        expert_ids = await self._kept(build_expert_ids(policy.contexts.all)) if self._settings.expert_ids else None
-        temperature = self._settings.temperature
-        return completed_rollout(base, policy.contexts.all, score, version, metrics, temperature, expert_ids)
-
-    async def _kept(self, expert_ids: bytes) -> Claim | None:
-        """Where expert ids were stored; None for none. Raises OSError when the store fails."""
-        return await asyncio.to_thread(self._keep, expert_ids) if expert_ids and self._keep is not None else None
-
-    def _without_result(self, task: Task, index: int, reason: str, policy: RolloutPolicy, started_at: int) -> Rollout:
-        return failed_rollout(task, index, reason, self._worker_id, policy.identity, started_at)
+        base = failed_rollout(task, index, "", self._worker_id, policy.identity, started_at)
+        contexts, temperature, kept_at = policy.contexts.all, self._settings.temperature, None
+        if self._settings.expert_ids and self._keep is not None and (expert_ids := build_expert_ids(contexts)):
+            kept_at = await asyncio.to_thread(self._keep, expert_ids)
+        return completed_rollout(base, contexts, score, version, metrics, temperature, kept_at)
 
     @asynccontextmanager
     async def _slot(self, task: Task) -> AsyncIterator[None]:
@@ -118,13 +114,8 @@ class Player:
             if record is not None:
                 record(turn_record(task, index, self._worker_id, number, turn))
 
-        limits = PolicyLimits(
-            settings.max_context_tokens,
-            settings.max_turn_tokens,
-            task.max_turns,
-            settings.temperature,
-            settings.expert_ids,
-        )
+        tokens = (settings.max_context_tokens, settings.max_turn_tokens)
+        limits = PolicyLimits(*tokens, task.max_turns, settings.temperature, settings.expert_ids)
         session = ReplicaSession(self._client, self._pool)
         return RolloutPolicy(self._chat, session, limits, recorded, write, self._endpoint.open)
 
@@ -138,7 +129,14 @@ class Player:
         try:
             environment = await self._environments.get(task)
             async with limit, policy.session:
-                score = await self._score(environment, task, policy)
+                try:
+                    score = await environment.play(task, policy)
+                except (EnvironmentHung, ProcessLost):
+                    raise
+                except Exception:  # a full context may surface as any error of the environment's, or of a program's
+                    if not policy.full or policy.failure:
+                        raise
+                    score = await environment.cut_off(task, policy.full)
         except (EnvironmentFailed, ProcessLost):
             raise
         except TaskError as error:
@@ -159,12 +157,80 @@ class Player:
             raise EnvironmentFailed(policy.failure or f"environment {task.environment}: {reason}")
         return score, environment.version
 
-    async def _score(self, environment: Environment, task: Task, policy: RolloutPolicy) -> Score:
-        try:
-            return await environment.play(task, policy)
-        except (EnvironmentHung, ProcessLost):
-            raise
-        except Exception:  # a full context may surface as any error of the environment's, or of a program's
-            if not policy.full or policy.failure:
-                raise
-            return await environment.cut_off(task, policy.full)
+
+def failed_rollout(
+    task: Task, index: int, reason: str, worker_id: str, sampled_by: ReplicaIdentity, started_at: int
+) -> Rollout:
+    """The record of an episode that has no result, and why."""
+    return Rollout(
+        rollout_id=rollout_id(task.group_id, index),
+        group_id=task.group_id,
+        task_id=task.task_id,
+        run_id=task.run_id,
+        environment=task.environment,
+        mode=task.mode,
+        index=index,
+        group_size=task.group_size,
+        deadline_at=task.deadline_at,
+        status=RolloutStatus.FAILED,
+        failure=reason,
+        segments=[],
+        claim=None,
+        rewards=[],
+        reward=None,
+        reward_version="",
+        success=None,
+        turns=0,
+        prompt_tokens=0,
+        sampled_tokens=0,
+        version_min=-1,
+        version_max=-1,
+        replica_id=sampled_by.replica_id,
+        region=sampled_by.region,
+        worker_id=worker_id,
+        started_at=started_at,
+        finished_at=now_us(),
+    )
+
+
+def completed_rollout(
+    without_result: Rollout,
+    contexts: Iterable[Context[Completion]],
+    score: Score,
+    version: str,
+    metrics: Mapping[str, float],
+    temperature: float = 1.0,
+    expert_ids: Claim | None = None,
+) -> Rollout:
+    """The record of a finished episode, one segment a context, from the record of one without a result.
+
+    Args:
+        version: of the reward.
+        temperature: of all turns; replicas are asked for nothing else that changes the distribution.
+        metrics: of the episode, beside those of the score.
+        expert_ids: where those of the segments lie.
+    """
+    kept = list(contexts)
+    turns = [turn.made for context in kept for turn in context.turns]
+    segments = [build_segment(context.ids, context.turns) for context in kept]
+    sampled = sum(len(made.token_ids) for made in turns)
+    versions = [span.version for made in turns for span in made.spans]
+    return replace(
+        without_result,
+        status=RolloutStatus.COMPLETED,
+        failure="",
+        segments=segments,
+        rewards=list(score.rewards),
+        reward=score.total,
+        reward_version=version,
+        success=score.success,
+        turns=len(turns),
+        prompt_tokens=sum(segment.n_tokens for segment in segments) - sampled,
+        sampled_tokens=sampled,
+        version_min=min(versions, default=-1),
+        version_max=max(versions, default=-1),
+        incarnation=turns[0].incarnation if turns else "",
+        metrics={**metrics, **score.metrics},
+        sampling=SamplingParameters(temperature=temperature),
+        expert_ids=expert_ids,
+    )

@@ -16,20 +16,95 @@ import asyncio
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from tidemill.producers.environments.base import AttemptPolicy, ContextFull, Endpoint, GenerationFailed, Reply, Score
-from tidemill.producers.rollout.record import RecordedTurn, context_digest
-from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling
+from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling, checked_completion
 from tidemill.producers.sampling.replicas import ReplicaIdentity, ReplicaSession
 from tidemill.schemas.chat.contexts import Asked, Context, Contexts, Origin
 from tidemill.schemas.chat.format import ChatFormat
 from tidemill.schemas.chat.messages import Message, Tool, Tools, checked_messages, checked_tools
 from tidemill.schemas.chat.template import TemplateRefused
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.expert_ids import unpacked_ids
+from tidemill.schemas.records import Task, Turn, rollout_id
+from tidemill.schemas.stored_object import digest
 
 LOG = logging.getLogger(__name__)
 OVER = "the episode is over"
 GIVEN_UP = "a call was given up before its answer came"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    """A turn that was sampled already, and may answer a request whose context is the same."""
+
+    context: str
+    """Digest of the token ids that it was sampled behind."""
+    completion: Completion
+    sampled_by: ReplicaIdentity
+
+
+def context_digest(token_ids: Sequence[int], temperature: float = 1.0) -> str:
+    """xxh3-128 of the token ids as u4, hexadecimal: names a context in `Turn.context`.
+
+    A temperature other than 1 follows them as f8: a turn answers no request for another one.
+    """
+    sampled_at = b"" if temperature == 1.0 else np.float64(temperature).tobytes()
+    return digest(np.asarray(token_ids, dtype="<u4").tobytes() + sampled_at)
+
+
+def turn_record(task: Task, index: int, worker_id: str, number: int, made: RecordedTurn) -> Turn:
+    """The record of a turn that was sampled now, the `number`-th of its rollout."""
+    completion = made.completion
+    return Turn(
+        rollout_id=rollout_id(task.group_id, index),
+        group_id=task.group_id,
+        task_id=task.task_id,
+        run_id=task.run_id,
+        worker_id=worker_id,
+        replica_id=made.sampled_by.replica_id,
+        region=made.sampled_by.region,
+        incarnation=completion.incarnation,
+        turn=number,
+        n_tokens=len(completion.token_ids),
+        token_ids=np.asarray(completion.token_ids, dtype="<u4").tobytes(),
+        logprobs=np.asarray(completion.logprobs, dtype="<f4").tobytes(),
+        spans=list(completion.spans),
+        finish_reason=completion.finish_reason,
+        at=now_us(),
+        context=made.context,
+        expert_ids=completion.expert_ids,
+    )
+
+
+def recorded_turns(turns: Iterable[Turn]) -> list[RecordedTurn]:
+    """The turns that can be used again, in order. Two workers may have recorded one turn each: the first one counts."""
+    found: dict[tuple[str, int], RecordedTurn] = {}
+    for turn in turns:
+        try:
+            ids, logprobs = np.frombuffer(turn.token_ids, dtype="<u4"), np.frombuffer(turn.logprobs, dtype="<f4")
+            if len(ids) != turn.n_tokens:
+                raise BadResponse(f"it says {turn.n_tokens} tokens and holds {len(ids)}")
+            choice = {
+                "token_ids": ids.tolist(),
+                "logprobs": {"token_logprobs": logprobs.tolist()},
+                "weight_versions": [[span.version, span.start, span.end] for span in turn.spans],
+                "finish_reason": turn.finish_reason,
+                "weight_incarnation": turn.incarnation,
+            }
+            completion = checked_completion(choice, Sampling(max_tokens=len(ids), temperature=1.0))
+            if turn.expert_ids:
+                unpacked_ids(turn.expert_ids)
+                completion = replace(completion, expert_ids=turn.expert_ids)
+        except ValueError as error:  # arrays that are cut short, or what no replica can have answered
+            LOG.warning("recorded turn %d of rollout %s is not used: %s", turn.turn, turn.rollout_id, error)
+            continue
+        by = ReplicaIdentity(turn.replica_id, turn.region)
+        found.setdefault((turn.context, turn.turn), RecordedTurn(turn.context, completion, by))
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +252,12 @@ class RolloutPolicy(AttemptPolicy):
         if room <= 0:
             raise self._no_room(messages, len(asked.ids), trained)
         wanted = min(room, limits.max_turn_tokens if max_tokens is None else max(1, max_tokens))
-        unknown = self._unknown_experts(asked, trained) if limits.expert_ids else None
+        unknown: int | None = None
+        if limits.expert_ids:
+            # The first token whose expert ids no turn of the context has said; of what is not trained, none is asked
+            # for. A fork asks for all: the turns that it shares are another context's.
+            known = asked.context.turns[-1].end - 1 if asked.context.turns else 0
+            unknown = known if trained else len(asked.ids)
         sampling = Sampling(wanted, limits.temperature, self._chat.stop_token_ids, expert_ids_from=unknown)
         made = await self._complete(asked.ids, sampling)
         if self._closed:
@@ -189,13 +269,6 @@ class RolloutPolicy(AttemptPolicy):
         finish = "tool_calls" if read.message.get("tool_calls") else made.finish_reason
         counts = (len(asked.ids), len(made.token_ids))
         return Reply(read.message, finish, read.malformed, counts)  # type: ignore[arg-type]  # checked: stop or length
-
-    def _unknown_experts(self, asked: Asked[Completion], trained: bool) -> int:
-        """The first token of a context whose expert ids no turn of it has said; of what is not trained, none is asked
-        for. A fork asks for all: the turns that it shares are another context's."""
-        if not trained:
-            return len(asked.ids)
-        return asked.context.turns[-1].end - 1 if asked.context.turns else 0
 
     async def _complete(self, ids: list[int], sampling: Sampling) -> Completion:
         context = context_digest(ids, sampling.temperature)
@@ -221,10 +294,12 @@ class RolloutPolicy(AttemptPolicy):
         waiting = self._recorded.get(context)
         while waiting:
             turn = waiting.popleft()
-            said, wanted = turn.expert_ids_from(tokens), sampling.expert_ids_from
-            if wanted is not None and (said is None or said > wanted):
+            made, wanted = turn.completion, sampling.expert_ids_from
+            if wanted is not None and (
+                not made.expert_ids or tokens + len(made.token_ids) - 1 - len(unpacked_ids(made.expert_ids)) > wanted
+            ):
                 continue
-            if len(turn.completion.token_ids) <= sampling.max_tokens and self._fits(turn.completion):
+            if len(made.token_ids) <= sampling.max_tokens and self._fits(made):
                 self.resumed += 1
                 return turn
         return None

@@ -20,19 +20,23 @@ import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.open import EnvironmentSet, host_limits
-from tidemill.producers.outbox import Outbox
+from tidemill.producers.outbox import OVERHEAD_BYTES, SPAN_BYTES, Outbox, SegmentClaims, anchor_of_run
 from tidemill.producers.rollout.endpoint import AgentEndpoint
-from tidemill.producers.rollout.intake import POLL_S, OffsetTracker, TaskIntake
+from tidemill.producers.rollout.intake import (
+    POLL_S,
+    OffsetTracker,
+    Partition,
+    TaskIntake,
+    TaskProgress,
+    TaskRecovery,
+)
 from tidemill.producers.rollout.player import Player
-from tidemill.producers.rollout.recovery import Partition, TaskProgress, TaskRecovery
-from tidemill.producers.sampling.anchor import anchor_of_run
 from tidemill.producers.sampling.replicas import open_replica_client
-from tidemill.producers.sampling.segments import OVERHEAD_BYTES, SPAN_BYTES, SegmentClaims
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.chat.format import ChatFormat, load_chat_format
 from tidemill.schemas.clock import now_us, to_us
@@ -85,12 +89,8 @@ class Worker:
     def __init__(
         self, run: RunSettings, settings: RolloutSettings, worker_id: str, names: Names, player: Player, outbox: Outbox
     ) -> None:
-        self._run = run
-        self._worker_id = worker_id
-        self._settings = settings
-        self._names = names
-        self._player = player
-        self._outbox = outbox
+        self._run, self._settings, self._worker_id = run, settings, worker_id
+        self._names, self._player, self._outbox = names, player, outbox
         self._tracker = OffsetTracker()
         self._jobs: dict[asyncio.Task[None], _Running] = {}
         self._moved = asyncio.Event()
@@ -126,7 +126,8 @@ class Worker:
             self._moved.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._moved.wait(), POLL_S)
-        taken = await loop.run_in_executor(thread, intake.round, wanted, self._tracker.committable())
+        offsets = self._tracker.committable()
+        delivered, owned, committed = await loop.run_in_executor(thread, intake.round, wanted, offsets)
         for job in [job for job in self._jobs if job.done()]:
             del self._jobs[job]
             # Raise what ended a task's work, if anything did; of several episodes, the first
@@ -135,13 +136,13 @@ class Worker:
                 error = error.exceptions[0]
             if error is not None:
                 raise error
-        self._tracker.committed(taken.committed)
-        lost = self._tracker.partitions() - taken.owned
+        self._tracker.committed(committed)
+        lost = self._tracker.partitions() - owned
         for partition in lost:
             LOG.info("partition %s moved to another worker; that worker takes its unfinished tasks", partition)
             self._tracker.drop(partition)
         await self._abandon([job for job, running in self._jobs.items() if running.partition in lost])
-        for located, progress in taken.delivered:
+        for located, progress in delivered:
             await self._accept(located, progress)
 
     async def _accept(self, located: ConsumedRecord, progress: TaskProgress) -> None:
@@ -150,7 +151,10 @@ class Worker:
             return
         reason = refusal(located, self._settings)
         if reason is not None:
-            await self._outbox.call(lambda producer: self._bury(producer, located, reason))
+            LOG.warning("refused the record at %s: %s", located.position, reason)
+            await self._outbox.call(
+                lambda producer: send_dead_letter(producer, self._names, located, reason, APPLICATION)
+            )
         task = located.record
         if reason is None and isinstance(task, Task) and task.run_id == self._run.run_id:
             indexes = [index for index in range(task.group_size) if index not in progress.ended]
@@ -160,34 +164,29 @@ class Worker:
             self._tracker.finish(partition, located.offset)
 
     async def _work(self, running: _Running) -> None:
-        task = running.task
-        if running.indexes:
+        task, progress, indexes = running.task, running.progress, running.indexes
+
+        async def play(index: int) -> None:
+            rollout = await self._player.play(task, index, progress.turns.get(index, ()))
+            running.remaining -= 1
+            running.failed += rollout.status is RolloutStatus.FAILED
+            self._moved.set()
+            await self._outbox.write(rollout.group_id, rollout)
+
+        if indexes:
             at = now_us()
             rounds = math.ceil(self._in_hand() / self._settings.max_concurrent_episodes)
-            longest = to_us(rounds * self._settings.episode_timeout_s)
+            lease_until = min(task.deadline_at, at + to_us(rounds * self._settings.episode_timeout_s))
+            turns = [progress.resumable(index) for index in indexes]
             dispatch = Dispatch(
-                task_id=task.task_id,
-                group_id=task.group_id,
-                run_id=task.run_id,
-                worker_id=self._worker_id,
-                indexes=running.indexes,
-                resumed_turns=[running.progress.resumable(index) for index in running.indexes],
-                lease_until=min(task.deadline_at, at + longest),
-                at=at,
+                task.task_id, task.group_id, task.run_id, self._worker_id, indexes, turns, lease_until, at
             )
             await self._outbox.write(task.task_id, dispatch, Topic.PROGRESS)
         async with asyncio.TaskGroup() as episodes:
-            for index in running.indexes:
-                episodes.create_task(self._episode(running, index))
+            for index in indexes:
+                episodes.create_task(play(index))
         self._tracker.finish(running.partition, running.offset)
-        LOG.info("task %s: %d rollouts, %d failed", task.task_id, len(running.indexes), running.failed)
-
-    async def _episode(self, running: _Running, index: int) -> None:
-        rollout = await self._player.play(running.task, index, running.progress.turns.get(index, ()))
-        running.remaining -= 1
-        running.failed += rollout.status is RolloutStatus.FAILED
-        self._moved.set()
-        await self._outbox.write(rollout.group_id, rollout)
+        LOG.info("task %s: %d rollouts, %d failed", task.task_id, len(indexes), running.failed)
 
     async def _abandon(self, jobs: list[asyncio.Task[None]]) -> None:
         for job in jobs:
@@ -197,10 +196,6 @@ class Worker:
 
     def _in_hand(self) -> int:
         return sum(running.remaining for running in self._jobs.values())
-
-    def _bury(self, producer: RecordProducer, located: ConsumedRecord, reason: str) -> None:
-        LOG.warning("refused the record at %s: %s", located.position, reason)
-        send_dead_letter(producer, self._names, located, reason, APPLICATION)
 
 
 def run(
@@ -221,54 +216,47 @@ def run(
     """
     stop = stop or stop_on_signals()
     checkpoint = rollout.tokenizer or anchor_of_run(kafka, run, stop)
-    if checkpoint is None:
-        return
-    with ExitStack() as cleanup:
-        producer = cleanup.enter_context(RecordProducer(kafka, APPLICATION))
-        claims = SegmentClaims(store.root, run.run_id, rollout.claim_check_bytes, Codec(kafka.registry_url))
-        outbox = Outbox(producer, Topic.ROLLOUTS, claims.checked)
-        cleanup.callback(outbox.close)
-        recovery = TaskRecovery(LogReader(kafka, client_id=APPLICATION), run.run_id)
-        cleanup.callback(recovery.close)
-        # A member of the workers' group; a static one, which comes back to its own partitions, where it has a name
-        if rollout.worker_id is not None:
-            options = {**kafka.client_options, "group.instance.id": rollout.worker_id}
-            kafka = kafka.model_copy(update={"client_options": options})
-        member = GroupConsumer(kafka, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
-        cleanup.callback(member.close)
-        intake = TaskIntake(member, recovery)
-        names = Names(kafka.topic_prefix)
-        chat_format = load_chat_format(checkpoint, chat)
-        asyncio.run(_serve(run, rollout, names, chat_format, outbox, claims, intake, stop, kafka.stall_timeout_s))
+    if checkpoint is not None:
+        asyncio.run(_serve(kafka, run, store, rollout, load_chat_format(checkpoint, chat), stop))
 
 
 async def _serve(
+    kafka: KafkaSettings,
     run: RunSettings,
+    store: StoreSettings,
     settings: RolloutSettings,
-    names: Names,
     chat: ChatFormat,
-    outbox: Outbox,
-    claims: SegmentClaims,
-    intake: TaskIntake,
     stop: threading.Event,
-    stall_timeout_s: float,
 ) -> None:
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-
-    def record(turn: Turn) -> None:
-        """Record a turn. One above the limit of a record is left out: it is sampled again by the next worker."""
-        arrays = len(turn.token_ids) + len(turn.logprobs) + len(turn.expert_ids)
-        size = OVERHEAD_BYTES + arrays + SPAN_BYTES * len(turn.spans)
-        if settings.record_turns and size <= settings.claim_check_bytes:
-            outbox.post(turn.task_id, turn, Topic.PROGRESS)
-
-    environments = EnvironmentSet(run.environments, host_limits(settings))
     async with AsyncExitStack() as stack:
+        producer = stack.enter_context(RecordProducer(kafka, APPLICATION))
+        claims = SegmentClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
+        outbox = Outbox(producer, Topic.ROLLOUTS, claims.checked)
+        stack.callback(outbox.close)
+        recovery = TaskRecovery(LogReader(kafka, client_id=APPLICATION), run.run_id)
+        stack.callback(recovery.close)
+        member_of = kafka
+        if settings.worker_id is not None:  # a static member, which comes back to its own partitions
+            options = {**kafka.client_options, "group.instance.id": settings.worker_id}
+            member_of = kafka.model_copy(update={"client_options": options})
+        member = GroupConsumer(member_of, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
+        stack.callback(member.close)
+
+        def record(turn: Turn) -> None:
+            """Record a turn. One above the limit of a record is left out: it is sampled again by the next worker."""
+            arrays = len(turn.token_ids) + len(turn.logprobs) + len(turn.expert_ids)
+            size = OVERHEAD_BYTES + arrays + SPAN_BYTES * len(turn.spans)
+            if settings.record_turns and size <= settings.claim_check_bytes:
+                outbox.post(turn.task_id, turn, Topic.PROGRESS)
+
+        environments = EnvironmentSet(run.environments, host_limits(settings))
         stack.push_async_callback(environments.close)
         await environments.check(chat)
         client = await stack.enter_async_context(open_replica_client(settings))
         endpoint = await stack.enter_async_context(AgentEndpoint())
         player = Player(settings, worker_id, environments, chat, client, endpoint, record, claims.keep)
+        worker = Worker(run, settings, worker_id, Names(kafka.topic_prefix), player, outbox)
         LOG.info("rollout worker %s serves run %s from %s", worker_id, run.run_id, ", ".join(settings.replicas))
-        with Liveness(f"rollout worker {worker_id}", stall_timeout_s) as liveness:
-            await Worker(run, settings, worker_id, names, player, outbox).serve(intake, stop, liveness)
+        with Liveness(f"rollout worker {worker_id}", kafka.stall_timeout_s) as liveness:
+            await worker.serve(TaskIntake(member, recovery), stop, liveness)

@@ -1,4 +1,4 @@
-"""A completion as a replica answers it, checked before its tokens are used.
+"""A completion as a replica answers it, checked before its tokens are used, and the segments that records hold of it.
 
 The replica speaks vLLM's `/v1/completions` with `return_token_ids`, `logprobs: 0`, and two extensions of the choice:
 `weight_versions`, a list of [version, start, end) over the sampled tokens, and `weight_incarnation`, which names the
@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tidemill.schemas.expert_ids import unpacked_ids
-from tidemill.schemas.records import VersionSpan
+import numpy as np
+
+from tidemill.schemas.chat.contexts import Context, SampledTurn
+from tidemill.schemas.expert_ids import packed_ids, unpacked_ids
+from tidemill.schemas.records import Segment, VersionSpan
 
 LARGEST_TOKEN_ID = 2**32 - 1
 LARGEST_VERSION = 2**63 - 1
@@ -31,8 +34,8 @@ class BadResponse(ValueError):
     """The replica answered something that is not a completion; the message says what is wrong with it."""
 
 
-class Aborted(RuntimeError):
-    """The engine gave the request up before it was finished."""
+class ReplicaUnavailable(RuntimeError):
+    """The replica did not answer the request; another one, or the same one later, may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> by
 
 
 def parse_completion(body: bytes, sampling: Sampling, prompt_tokens: int = 0) -> Completion:
-    """The completion in a response body. Raises BadResponse; Aborted when the engine gave the request up."""
+    """The completion in a response body. Raises BadResponse; ReplicaUnavailable when the engine gave it up."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -97,12 +100,24 @@ def parse_completion(body: bytes, sampling: Sampling, prompt_tokens: int = 0) ->
         raise BadResponse("the body has no `choices` with exactly one choice")
     choice = choices[0]
     if choice.get("finish_reason") == "abort":
-        raise Aborted("the engine aborted the request")
+        raise ReplicaUnavailable("the engine aborted the request")
     made = checked_completion(choice, sampling)
     if sampling.expert_ids_from is None:
         return made
-    computed = prompt_tokens + len(made.token_ids) - 1
-    return replace(made, expert_ids=checked_expert_ids(choice, computed - sampling.expert_ids_from))
+    packed = choice.get("routed_experts")
+    if not isinstance(packed, str):
+        raise BadResponse(
+            "`routed_experts` is missing: set replica.expert_ids on every replica, or rollout.expert_ids to false"
+        )
+    try:
+        expert_ids = base64.b64decode(packed, validate=True)
+        tokens = len(unpacked_ids(expert_ids))
+    except ValueError as error:
+        raise BadResponse(f"`routed_experts`: {error}") from error
+    expected = prompt_tokens + len(made.token_ids) - 1 - sampling.expert_ids_from
+    if tokens != expected:
+        raise BadResponse(f"`routed_experts` has {tokens} tokens, expected {expected}")
+    return replace(made, expert_ids=expert_ids)
 
 
 def checked_completion(choice: Mapping[str, Any], sampling: Sampling) -> Completion:
@@ -146,14 +161,15 @@ def checked_logprobs(value: Any, count: int) -> list[float]:  # noqa: ANN401 - a
     logprobs = value.get("token_logprobs") if isinstance(value, dict) else None
     if not isinstance(logprobs, list) or len(logprobs) != count:
         raise BadResponse(f"`logprobs.token_logprobs` must be a list of {count}, as many as token ids")
-    if not all(_is_logprob(item) for item in logprobs):
+    if not all(type(item) in (float, int) and LOWEST_LOGPROB <= item <= LOGPROB_ROUNDING for item in logprobs):
         raise BadResponse("`logprobs.token_logprobs` holds something that is not a finite logprob")
     return [float(item) for item in logprobs]
 
 
 def checked_spans(value: Any, count: int | None = None) -> tuple[VersionSpan, ...]:  # noqa: ANN401 - a JSON tree
     """Spans that cover `count` tokens, or without it as many as their last end says. Raises BadResponse."""
-    if not isinstance(value, list) or not all(_is_span(item) for item in value):
+    triples = isinstance(value, list) and all(isinstance(item, list) and len(item) == 3 for item in value)
+    if not triples or not all(type(part) is int and 0 <= part <= LARGEST_VERSION for item in value for part in item):
         raise BadResponse("`weight_versions` must be a list of [version, start, end]: is this a Tidemill replica?")
     spans = tuple(VersionSpan(*item) for item in value)
     ends = [0, *(span.end for span in spans)]
@@ -163,30 +179,43 @@ def checked_spans(value: Any, count: int | None = None) -> tuple[VersionSpan, ..
     return spans
 
 
-def checked_expert_ids(choice: Mapping[str, Any], count: int) -> bytes:
-    """The expert ids of `count` tokens, packed. Raises BadResponse."""
-    value = choice.get("routed_experts")
-    if not isinstance(value, str):
-        raise BadResponse(
-            "`routed_experts` is missing: set replica.expert_ids on every replica, or rollout.expert_ids to false"
-        )
-    try:
-        payload = base64.b64decode(value, validate=True)
-        tokens = len(unpacked_ids(payload))
-    except ValueError as error:
-        raise BadResponse(f"`routed_experts`: {error}") from error
-    if tokens != count:
-        raise BadResponse(f"`routed_experts` has {tokens} tokens, expected {count}")
-    return payload
+def build_segment(ids: Sequence[int], turns: Iterable[SampledTurn[Completion]]) -> Segment:
+    """The segment of a context.
+
+    Its mask is 1 on the tokens of `turns`, which are in order; spans cover exactly those, and neighbours of one version
+    are one span.
+    """
+    mask, logprobs = np.zeros(len(ids), "u1"), np.zeros(len(ids), "<f4")
+    spans: list[VersionSpan] = []
+    for turn in turns:
+        mask[turn.start : turn.end] = 1
+        logprobs[turn.start : turn.end] = turn.made.logprobs
+        for span in turn.made.spans:
+            begun = VersionSpan(span.version, span.start + turn.start, span.end + turn.start)
+            if spans and (spans[-1].version, spans[-1].end) == (begun.version, begun.start):
+                begun = VersionSpan(begun.version, spans.pop().start, begun.end)
+            spans.append(begun)
+    token_ids = np.asarray(ids, dtype="<u4").tobytes()
+    return Segment(len(ids), token_ids, mask.tobytes(), logprobs.tobytes(), spans)
 
 
-def _is_logprob(item: object) -> bool:
-    return type(item) in (float, int) and LOWEST_LOGPROB <= item <= LOGPROB_ROUNDING  # type: ignore[operator]
+def build_expert_ids(contexts: Iterable[Context[Completion]]) -> bytes:
+    """The expert ids of the segments of contexts, packed; empty where those of a token are not known.
 
-
-def _is_span(item: object) -> bool:
-    return isinstance(item, list) and len(item) == 3 and all(_is_whole(part) for part in item)
-
-
-def _is_whole(part: object) -> bool:
-    return type(part) is int and 0 <= part <= LARGEST_VERSION
+    A token has the ids of the first answer that said them: a later one may have computed it anew, for a newer version.
+    """
+    parts = []
+    for context in contexts:
+        known = 0
+        for turn in context.turns:
+            if not turn.made.expert_ids:
+                return b""
+            ids = unpacked_ids(turn.made.expert_ids)
+            first = turn.end - 1 - len(ids)
+            if first > known:
+                return b""
+            parts.append(ids[known - first :])
+            known = turn.end - 1
+    if len({(ids.shape[1:], ids.dtype) for ids in parts}) != 1:
+        return b""
+    return packed_ids(np.concatenate(parts))

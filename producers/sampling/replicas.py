@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from tidemill.producers.config import RolloutSettings
+from tidemill.producers.config import RolloutSettings, RouterSettings
 from tidemill.producers.sampling.completion import (
-    Aborted,
     BadResponse,
     Completion,
+    ReplicaUnavailable,
     Sampling,
     parse_completion,
     request_body,
@@ -37,8 +37,12 @@ LARGEST_BODY = 64 * 2**20
 """Bytes. A longer answer is refused before it fills the memory."""
 
 
-class ReplicaUnavailable(RuntimeError):
-    """The replica did not answer the request; another one, or the same one later, may."""
+class RequestRefused(BadResponse):
+    """The replica answered that the request is wrong."""
+
+    def __init__(self, message: str, status: int, said: str) -> None:
+        super().__init__(message)
+        self.status, self.said = status, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +65,7 @@ class ReplicaPool:
 
     def __init__(self, addresses: Sequence[str], backoff_s: float, backoff_limit_s: float) -> None:
         self._replicas = {address.rstrip("/"): _Replica() for address in addresses}
-        self._backoff_s = backoff_s
-        self._backoff_limit_s = backoff_limit_s
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no replica at all."""
-        return not self._replicas
+        self._backoff_s, self._backoff_limit_s = backoff_s, backoff_limit_s
 
     def pick(self, now: float) -> str | None:
         """Take a place on the least loaded replica that is not resting; None when all rest."""
@@ -93,9 +91,7 @@ class ReplicaPool:
 
     def succeeded(self, address: str) -> None:
         """A request was answered."""
-        replica = self._replicas[address]
-        replica.failures = 0
-        replica.rests_until = 0.0
+        self._replicas[address].failures, self._replicas[address].rests_until = 0, 0.0
 
     def next_wake(self) -> float:
         """When the first replica may be tried again."""
@@ -105,26 +101,27 @@ class ReplicaPool:
 class ReplicaClient:
     """Requests to single replicas, over shared connections. Open with `open_replica_client`."""
 
-    def __init__(self, session: aiohttp.ClientSession, settings: RolloutSettings) -> None:
-        self._session = session
-        self._settings = settings
+    def __init__(self, session: aiohttp.ClientSession, model: str | None, quotes: bool) -> None:
+        """`quotes`: error messages quote the replica, whose words may hold a part of the prompt."""
+        self._session, self._model, self._quotes = session, model, quotes
         self._identities: dict[str, ReplicaIdentity] = {}
 
     async def complete(self, address: str, prompt: list[int], sampling: Sampling) -> Completion:
         """Sample one turn. Raises ReplicaUnavailable, BadResponse."""
-        body = request_body(prompt, sampling, self._settings.model)
+        body = request_body(prompt, sampling, self._model)
+        async with self.request("POST", address, COMPLETIONS_PATH, body) as response:
+            self.forget_other(address, response)
+            answer = await read_body(response)
         try:
-            return parse_completion(await self._post(address, body), sampling, len(prompt))
-        except Aborted as error:
-            raise ReplicaUnavailable(f"{address}: {error}") from error
-        except BadResponse as error:
-            raise BadResponse(f"{address}: {error}") from error
+            return parse_completion(answer, sampling, len(prompt))
+        except (ReplicaUnavailable, BadResponse) as error:
+            raise type(error)(f"{address}: {error}") from error
 
     async def identity(self, address: str) -> ReplicaIdentity:
         """Who answers at an address, asked once for each replica. Raises ReplicaUnavailable, BadResponse."""
         if address not in self._identities:
-            async with self._request("GET", address, STATUS_PATH) as response:
-                body = await _read(response)
+            async with self.request("GET", address, STATUS_PATH) as response:
+                body = await read_body(response)
             try:
                 status = json.loads(body)
                 self._identities[address] = ReplicaIdentity(str(status["replica_id"]), str(status["region"]))
@@ -132,58 +129,48 @@ class ReplicaClient:
                 raise BadResponse(f"{address}{STATUS_PATH} is not a replica's status: {error!r}") from error
         return self._identities[address]
 
-    async def _post(self, address: str, body: bytes) -> bytes:
-        headers = {"content-type": "application/json"}
-        async with self._request("POST", address, COMPLETIONS_PATH, body, headers) as response:
-            answered_by = response.headers.get(REPLICA_HEADER, "")
-            known = self._identities.get(address)
-            if known is not None and answered_by not in ("", known.replica_id):
-                del self._identities[address]
-            return await _read(response)
+    def forget_other(self, address: str, response: aiohttp.ClientResponse) -> None:
+        """Ask again who answers at an address, where an answer names another replica than the known one."""
+        known = self._identities.get(address)
+        if known is not None and response.headers.get(REPLICA_HEADER, known.replica_id) != known.replica_id:
+            del self._identities[address]
 
     @asynccontextmanager
-    async def _request(
-        self, method: str, address: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    async def request(
+        self, method: str, address: str, path: str, body: bytes | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A replica's answer with status 200. Raises ReplicaUnavailable, RequestRefused."""
+        headers = None if body is None else {"content-type": "application/json"}
         try:
             async with self._session.request(method, address + path, data=body, headers=headers) as response:
-                await _check_status(response, address)
+                if response.status != 200:
+                    said = (await response.content.read(4000)).decode("utf-8", "replace")
+                    message = f"{address}: HTTP {response.status}" + (f": {said:.300}" if self._quotes else "")
+                    if response.status >= 500 or response.status == OVERLOADED:
+                        raise ReplicaUnavailable(message)
+                    raise RequestRefused(message, response.status, said)
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ReplicaUnavailable(f"{address}: {type(error).__name__}: {error}") from error
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    chunks, size = [], 0
+async def read_body(response: aiohttp.ClientResponse) -> bytes:
+    """The whole body of an answer. Raises BadResponse for one above `LARGEST_BODY`."""
+    body = bytearray()
     async for chunk in response.content.iter_any():
-        size += len(chunk)
-        if size > LARGEST_BODY:
+        body += chunk
+        if len(body) > LARGEST_BODY:
             raise BadResponse(f"the body is longer than {LARGEST_BODY} bytes")
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
-async def _check_status(response: aiohttp.ClientResponse, address: str) -> None:
-    if response.status == 200:
-        return
-    excerpt = (await response.content.read(300)).decode("utf-8", "replace")
-    said = f"{address}: HTTP {response.status}: {excerpt}"
-    if response.status >= 500 or response.status == OVERLOADED:
-        raise ReplicaUnavailable(said)
-    raise BadResponse(said)
+    return bytes(body)
 
 
 @asynccontextmanager
-async def open_replica_client(settings: RolloutSettings) -> AsyncIterator[ReplicaClient]:
-    """A client whose connections are closed at the end."""
-    async with connections(settings.request_timeout_s, settings.connect_timeout_s) as session:
-        yield ReplicaClient(session, settings)
-
-
-def connections(request_s: float, connect_s: float) -> aiohttp.ClientSession:
-    """Connections to replicas, as many as are needed. Proxies in the environment are not used."""
-    timeout = aiohttp.ClientTimeout(total=request_s, connect=connect_s)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+async def open_replica_client(settings: RolloutSettings | RouterSettings) -> AsyncIterator[ReplicaClient]:
+    """A client with as many connections as are needed, closed at the end. Proxies in the environment are not used."""
+    timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s, connect=settings.connect_timeout_s)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        model = settings.model if isinstance(settings, RolloutSettings) else None
+        yield ReplicaClient(session, model, quotes=isinstance(settings, RolloutSettings))
 
 
 class ReplicaSession:
@@ -193,8 +180,7 @@ class ReplicaSession:
     """
 
     def __init__(self, client: ReplicaClient, pool: ReplicaPool) -> None:
-        self._client = client
-        self._pool = pool
+        self._client, self._pool = client, pool
         self._address: str | None = None
         self.identity = ReplicaIdentity("", "")
         """Who was asked last; empty before the first request."""
@@ -241,8 +227,3 @@ class ReplicaSession:
         if self._address is not None:
             self._pool.release(self._address)
             self._address = None
-
-
-def replica_pool(settings: RolloutSettings) -> ReplicaPool:
-    """The pool of the configured replicas."""
-    return ReplicaPool(settings.replicas, settings.backoff_s, settings.backoff_limit_s)

@@ -54,11 +54,6 @@ class AdmissionPolicy:
     skip_no_signal: bool = True
     """Whether the trainer leaves out groups whose completed members all have the same reward."""
 
-    @property
-    def places(self) -> int:
-        """Groups that may be outstanding at once: (eta + 1) * B."""
-        return (self.max_policy_lag + 1) * self.groups_per_step
-
 
 @dataclass(frozen=True, slots=True)
 class ExpiredTasks:
@@ -82,41 +77,32 @@ class ServedVersions:
 
     def __init__(self, silence_us: int) -> None:
         self._silence_us = silence_us
-        self._serving: dict[str, int] = {}
+        self.serving: dict[str, int] = {}
+        """The newest proved version of each replica that is not silent."""
         self._reached: dict[str, int] = {}
 
     def observe(self, ack: WeightAck) -> None:
         """Take an ack; of a replica's acks the one with the newest time counts. Before a first proof it serves none."""
         if ack.at < self._reached.get(ack.replica_id, 0) or ack.serving_version < 0:
             return
-        if ack.serving_version != self._serving.get(ack.replica_id):
+        if ack.serving_version != self.serving.get(ack.replica_id):
             self._reached[ack.replica_id] = ack.at
-        self._serving[ack.replica_id] = ack.serving_version
+        self.serving[ack.replica_id] = ack.serving_version
 
     def drop_silent(self, now_us: int) -> list[str]:
         """Forget the replicas that are still behind `silence_us` after another one served the newest version.
 
         They count again with their next ack.
         """
-        newest = max(self._serving.values(), default=-1)
-        leaders = [name for name, version in self._serving.items() if version == newest]
+        newest = max(self.serving.values(), default=-1)
+        leaders = [name for name, version in self.serving.items() if version == newest]
         since = min((self._reached[name] for name in leaders), default=now_us)
         if now_us - since <= self._silence_us:
             return []
-        silent = [name for name, version in self._serving.items() if version < newest]
+        silent = [name for name, version in self.serving.items() if version < newest]
         for name in silent:
-            del self._serving[name]
+            del self.serving[name]
         return silent
-
-    @property
-    def replicas(self) -> int:
-        """How many replicas serve a proved version."""
-        return len(self._serving)
-
-    @property
-    def oldest(self) -> int:
-        """The oldest version that a replica serves; -1 when none serves."""
-        return min(self._serving.values(), default=-1)
 
 
 class AdmissionController:
@@ -129,7 +115,8 @@ class AdmissionController:
         self._unserved: dict[int, set[str]] = {}
         self._steps: set[int] = set()
         self._closed: dict[str, int] = {}
-        """Closed groups that hold a place, with the version of their oldest token."""
+        """Closed groups that hold a place, with the version of the oldest token of their completed members; -1 where
+        none completed."""
         self._trainer_version = 0
         self._moved_at = 0
         self._spare = 0
@@ -149,14 +136,30 @@ class AdmissionController:
                 if record.group_id not in self._ended:
                     self._open[record.group_id] = record.deadline_at
             case Group(mode=Mode.TRAIN):
-                self._observe_group(record)
+                if record.closed_by is not CloseReason.LATE and record.group_id not in self._ended:
+                    completed = [m.version_min for m in record.members if m.status is RolloutStatus.COMPLETED]
+                    self._closed[record.group_id] = min(completed, default=-1)
+                    self._moved_at = max(self._moved_at, record.closed_at)
+                    if not trainable(record, self._policy):
+                        self._end(record.group_id)
+                    self._end_stale()
             case TrainStep():
-                self._observe_step(record)
+                self._steps.add(record.step)
+                self._moved_at = max(self._moved_at, record.finished_at)
+                self._spare = 0
+                self.newest_version = max(self.newest_version, record.version)
+                for exclusion in record.exclusions:
+                    if exclusion.reason not in SECOND_RECORDS:
+                        self._end(exclusion.group_id)
+                self._unserved[record.version] = {entry.group_id for entry in record.inputs}
+                self._trainer_version = max(self._trainer_version, record.version)
+                self._end_stale()
+                self._release()
             case Manifest():
                 self.newest_version = max(self.newest_version, record.version)
             case WeightAck():
                 self._served.observe(record)
-                self.ready = self.ready or self._served.replicas >= self._policy.replicas
+                self.ready = self.ready or len(self._served.serving) >= self._policy.replicas
                 self._release()
             case _:
                 pass
@@ -164,26 +167,23 @@ class AdmissionController:
 
     def expire(self, now_us: int) -> ExpiredTasks:
         """Stop waiting for what will not come: groups long past their deadline that never closed, silent replicas."""
-        limit = now_us - self._policy.overdue_us
-        overdue = [g for g, deadline in self._open.items() if deadline < limit and g not in self._closed]
+        overdue_us = self._policy.overdue_us
+        overdue = [g for g, due in self._open.items() if due < now_us - overdue_us and g not in self._closed]
         for group in overdue:
             self._end(group)
         silent = self._served.drop_silent(now_us)
         self._release()
         starved = self.untrained > 0 and self.unclosed == 0 and not self.finished
-        if starved and self.capacity() == 0 and now_us - self._moved_at > self._policy.overdue_us:
+        if starved and self.capacity() == 0 and now_us - self._moved_at > overdue_us:
             self._spare = self._policy.groups_per_step
         return ExpiredTasks(tuple(overdue), tuple(silent))
 
     def capacity(self) -> int:
         """Training tasks that may be issued now."""
-        free = self._policy.places + self._spare - len(self._open)
-        return max(0, min(free, self._needed())) if self.ready else 0
-
-    @property
-    def outstanding(self) -> int:
-        """Groups that hold a place."""
-        return len(self._open)
+        step = self._policy.groups_per_step
+        free = (self._policy.max_policy_lag + 1) * step + self._spare - len(self._open)
+        needed = (self._policy.max_steps - self.steps) * step + self._spare - self.untrained
+        return max(0, min(free, needed)) if self.ready else 0
 
     @property
     def untrained(self) -> int:
@@ -208,40 +208,10 @@ class AdmissionController:
     @property
     def served_version(self) -> int:
         """The oldest version that a live replica serves; -1 when none does."""
-        return self._served.oldest
-
-    def _needed(self) -> int:
-        missing = (self._policy.max_steps - self.steps) * self._policy.groups_per_step
-        return missing + self._spare - self.untrained
+        return min(self._served.serving.values(), default=-1)
 
     def _trained(self) -> set[str]:
         return set().union(*self._unserved.values())
-
-    def _observe_group(self, group: Group) -> None:
-        if group.closed_by is CloseReason.LATE:
-            return
-        if group.group_id in self._ended:
-            return
-        # The weight version of the oldest token of a group's completed members; -1 when none completed
-        completed = [m.version_min for m in group.members if m.status is RolloutStatus.COMPLETED]
-        self._closed[group.group_id] = min(completed, default=-1)
-        self._moved_at = max(self._moved_at, group.closed_at)
-        if not trainable(group, self._policy):
-            self._end(group.group_id)
-        self._end_stale()
-
-    def _observe_step(self, step: TrainStep) -> None:
-        self._steps.add(step.step)
-        self._moved_at = max(self._moved_at, step.finished_at)
-        self._spare = 0
-        self.newest_version = max(self.newest_version, step.version)
-        for exclusion in step.exclusions:
-            if exclusion.reason not in SECOND_RECORDS:
-                self._end(exclusion.group_id)
-        self._unserved[step.version] = {entry.group_id for entry in step.inputs}
-        self._trainer_version = max(self._trainer_version, step.version)
-        self._end_stale()
-        self._release()
 
     def _end_stale(self) -> None:
         limit = self._trainer_version - self._policy.stale_lag

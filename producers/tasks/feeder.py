@@ -1,7 +1,16 @@
-"""The task feeder: issues evaluation and training tasks, and exits when the run's last evaluation has closed.
+"""The task feeder: issues evaluation before, training under admission control, evaluation during and after a run.
 
-It holds no state that the log does not: it reads the topics to their end, and then follows them. The decisions are
-`feeder_state`'s; this module does the talking.
+It exits when the run's last evaluation has closed. It holds no state that the log does not: it reads the topics to
+their end, and then follows them. `FeederState` decides, `Feeder` does the talking. What holds:
+
+- the state is a function of the records observed, so a restarted feeder that reads the log to its end goes on where it
+  stopped: a set of held-out tasks of which some were issued is completed under the same version, and a training task
+  that a killed feeder did not get to the log, while later ones did, is issued first;
+- no training task is issued while the evaluation before is open, and the evaluation after begins when the last version
+  is served;
+- a held-out group that never closes stops being waited for once it is overdue;
+- a held-out task with a rollout that failed is asked for again while the same version is served, each time after twice
+  as long: a gate that waits for so many rollouts of that version would otherwise wait for ever.
 """
 
 from __future__ import annotations
@@ -10,15 +19,24 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import count, islice
 from types import MappingProxyType
 
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.environments.open import open_environment
 from tidemill.producers.environments.process import HostLimits
-from tidemill.producers.tasks.feeder_state import FeederState
-from tidemill.producers.tasks.source import TaskEnvironment, TaskSource
+from tidemill.producers.tasks.admission import AdmissionController, AdmissionPolicy, ExpiredTasks
+from tidemill.producers.tasks.source import (
+    Stage,
+    TaskEnvironment,
+    TaskName,
+    TaskSource,
+    evaluation_size,
+    parse_task_name,
+)
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -28,13 +46,179 @@ from tidemill.schemas.log.guard import Stillness
 from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Group, Task
+from tidemill.schemas.records import (
+    CloseReason,
+    Group,
+    Manifest,
+    Mode,
+    Record,
+    RolloutStatus,
+    Task,
+    TrainStep,
+    WeightAck,
+)
 from tidemill.schemas.shutdown import stop_on_signals
 
 LOG = logging.getLogger(__name__)
 TOPICS = (Topic.TASKS, Topic.GROUPS, Topic.STEPS, Topic.MANIFESTS, Topic.ACKS)
 CLIENT_ID = "tidemill-feeder"
 POLL_S = 0.05
+
+AGAIN_AFTER_US = to_us(10)
+"""So long after a held-out rollout failed its task is asked for again, for the first time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do now."""
+
+    names: tuple[TaskName, ...]
+    """Tasks to issue, in this order."""
+    done: bool
+    """The run is over: nothing is left to issue or to wait for."""
+    expired: ExpiredTasks
+
+
+class FeederState:
+    """State machine of the feeder of one run and branch; records of others are left alone."""
+
+    def __init__(self, run: RunSettings, feed: FeedSettings) -> None:
+        self._run, self._feed = run, feed
+        self.admission = AdmissionController(
+            AdmissionPolicy(
+                groups_per_step=run.groups_per_step,
+                max_policy_lag=0 if feed.sync else run.max_policy_lag,
+                stale_lag=run.max_policy_lag,
+                max_steps=run.max_steps,
+                replicas=feed.replicas,
+                replica_silence_us=to_us(feed.replica_silence_s),
+                overdue_us=to_us(feed.overdue_s),
+                min_completed=run.min_completed,
+                skip_no_signal=run.skip_no_signal,
+            )
+        )
+        """The admission controller, to read from."""
+        self._unissued = 0
+        """Every training task before this one was issued."""
+        self._issued_ahead: set[int] = set()
+        """Training tasks issued after it."""
+        self._eval_issued: dict[tuple[Stage, int], set[int]] = {}
+        self._eval_open: dict[str, int] = {}
+        self._eval_closed: set[str] = set()
+        self._eval_failed: dict[str, int] = {}
+        """Held-out groups with a rollout that failed, and when they closed."""
+        self._manifest_version = -1
+
+    def observe(self, record: Record) -> None:
+        """Take one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`."""
+        if not self._ours(record):
+            return
+        self.admission.observe(record)
+        match record:
+            case Task():
+                self._observe_task(record)
+            case Group(mode=Mode.EVAL):
+                self._eval_closed.add(record.group_id)
+                self._eval_open.pop(record.group_id, None)
+                failed = any(member.status is RolloutStatus.FAILED for member in record.members)
+                if failed and record.closed_by is not CloseReason.LATE:
+                    self._eval_failed[record.group_id] = record.closed_at
+            case Manifest():
+                self._manifest_version = max(self._manifest_version, record.version)
+            case _:
+                pass
+
+    def decide(self, now_us: int) -> Decision:
+        """What to issue at `now_us`, and whether the run is over. The tasks count once they are observed."""
+        expired = self.admission.expire(now_us)
+        limit = now_us - to_us(self._feed.overdue_s)
+        overdue = [group for group, deadline in self._eval_open.items() if deadline < limit]
+        for group in overdue:
+            del self._eval_open[group]
+            self._eval_closed.add(group)
+            self._eval_failed[group] = now_us
+        names = (*self._evaluations(now_us), *self._training()) if self.admission.ready else ()
+        served = self.admission.finished and self.admission.served_version >= self.admission.newest_version
+        done = not names and self.admission.ready and served and not self._eval_open
+        done = done and not (self._feed.eval_after and self._incomplete(Stage.EVAL_AFTER))
+        return Decision(names, done, ExpiredTasks((*expired.groups, *overdue), expired.replicas))
+
+    def waiting_for(self) -> frozenset[Topic]:
+        """The topics that have to speak for the run to go on."""
+        admission = self.admission
+        waits = {
+            Topic.MANIFESTS: self._manifest_version < max(0, admission.newest_version),
+            Topic.ACKS: not admission.ready or admission.served_version < self._manifest_version,
+            Topic.GROUPS: bool(self._eval_open) or admission.unclosed > 0,
+            Topic.STEPS: admission.untrained > admission.unclosed and not admission.finished,
+        }
+        return frozenset(topic for topic, waiting in waits.items() if waiting)
+
+    def _ours(self, record: Record) -> bool:
+        match record:
+            case Task() | Group() | TrainStep():
+                return record.run_id == self._run.run_id
+            case WeightAck() if self._feed.replica_ids and record.replica_id not in self._feed.replica_ids:
+                return False
+            case Manifest() | WeightAck():
+                return record.run_id == self._run.run_id and record.branch == self._run.branch
+            case _:
+                return False
+
+    def _observe_task(self, task: Task) -> None:
+        name = parse_task_name(task.task_id)
+        if name is None:
+            return
+        if name.stage is Stage.TRAIN:
+            if name.index >= self._unissued:
+                self._issued_ahead.add(name.index)
+            while self._unissued in self._issued_ahead:
+                self._issued_ahead.remove(self._unissued)
+                self._unissued += 1
+            return
+        self._eval_issued.setdefault((name.stage, name.version), set()).add(name.index)
+        if task.group_id not in self._eval_closed:
+            self._eval_open[task.group_id] = task.deadline_at
+
+    def _training(self) -> Iterator[TaskName]:
+        if self._feed.eval_before:
+            names = (parse_task_name(group) for group in self._eval_open)
+            open_before = any(name is not None and name.stage is Stage.EVAL_BEFORE for name in names)
+            if open_before or self._incomplete(Stage.EVAL_BEFORE):
+                return
+        unissued = (index for index in count(self._unissued) if index not in self._issued_ahead)
+        for index in islice(unissued, self.admission.capacity()):
+            yield TaskName(self._run.run_id, Stage.TRAIN, 0, index)
+
+    def _evaluations(self, now_us: int) -> Iterator[TaskName]:
+        for stage, version in self._due():
+            size, issued = evaluation_size(self._feed, stage), self._eval_issued.get((stage, version), set())
+            for name in (TaskName(self._run.run_id, stage, version, index) for index in range(size)):
+                if name.index not in issued:
+                    yield name
+                elif version == self.admission.served_version:
+                    # Once more, where a rollout of the last time failed long enough ago
+                    times = next(times for times in count(1) if name.index + times * size not in issued)
+                    failed_at = self._eval_failed.get(str(replace(name, index=name.index + (times - 1) * size)))
+                    if failed_at is not None and now_us >= failed_at + AGAIN_AFTER_US * 2 ** (times - 1):
+                        yield replace(name, index=name.index + times * size)
+
+    def _due(self) -> Iterator[tuple[Stage, int]]:
+        """Evaluations, each a stage at a version, that are under way or to begin."""
+        served, every = self.admission.served_version, self._feed.eval_every
+        if self._feed.eval_before:
+            yield self._begun(Stage.EVAL_BEFORE) or (Stage.EVAL_BEFORE, served)
+        if every > 0 and served >= every and not self.admission.finished:
+            yield Stage.EVAL_DURING, served - served % every
+        if self._feed.eval_after and self.admission.finished and served >= self.admission.newest_version:
+            yield self._begun(Stage.EVAL_AFTER) or (Stage.EVAL_AFTER, served)
+
+    def _begun(self, stage: Stage) -> tuple[Stage, int] | None:
+        return next((known for known in self._eval_issued if known[0] is stage), None)
+
+    def _incomplete(self, stage: Stage) -> bool:
+        begun = self._begun(stage)
+        return begun is None or not self._eval_issued[begun].issuperset(range(evaluation_size(self._feed, stage)))
 
 
 WRITERS = MappingProxyType(
@@ -57,14 +241,12 @@ class SilentTopics:
     def observe(self, topic: Topic, now_us: int) -> None:
         """A record of `topic` arrived."""
         self._read[topic] += 1
-        self._look(topic, True, now_us)
+        self._still.observe(topic, self._read[topic], True, now_us)
 
     def silent(self, waiting_for: Set[Topic], now_us: int) -> list[Topic]:
         """The topics that were waited for without a record for the timeout; each is named once per timeout."""
-        return [topic for topic in WRITERS if self._look(topic, topic in waiting_for, now_us)]
-
-    def _look(self, topic: Topic, waiting: bool, now_us: int) -> bool:
-        return self._still.observe(topic, self._read[topic], waiting, now_us) is not None
+        still = {t: self._still.observe(t, self._read[t], t in waiting_for, now_us) for t in WRITERS}
+        return [topic for topic, since in still.items() if since is not None]
 
 
 class Feeder:

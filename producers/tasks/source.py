@@ -220,12 +220,19 @@ class Questions:
             misses += 1
             if draft is None or misses == PATIENCE:
                 misses = 0
-                self._begin_epoch()
+                if not self._asked or (self._epochs and self._epoch >= self._epochs):
+                    raise TaskError(
+                        f"{self.title} has no unused training question left after {len(self._asked)}: allow more by "
+                        "its options, or let each be asked again (feed.epochs)"
+                    )
+                self._epoch += 1
+                self.close()
+                self._drafts = self._environment.tasks(self._query)
+                self._waiting = {split: deque() for split in Split}
 
     def close(self) -> None:
         """End the stream of drafts."""
-        close = getattr(self._drafts, "close", None)
-        if close is not None:
+        if close := getattr(self._drafts, "close", None):
             close()
 
     def _next(self, split: Split) -> TaskDraft | None:
@@ -241,17 +248,6 @@ class Questions:
             if side is split or side is Split.TRAIN:  # held-out questions are all drawn before the first training one
                 self._waiting[side].append(draft)
         return None
-
-    def _begin_epoch(self) -> None:
-        if not self._asked or (self._epochs and self._epoch >= self._epochs):
-            raise TaskError(
-                f"{self.title} has no unused training question left after {len(self._asked)}: allow more by its "
-                "options, or let each be asked again (feed.epochs)"
-            )
-        self._epoch += 1
-        self.close()
-        self._drafts = self._environment.tasks(self._query)
-        self._waiting = {split: deque() for split in Split}
 
 
 def take_turns(weights: Sequence[float]) -> Iterator[int]:

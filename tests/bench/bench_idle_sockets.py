@@ -32,8 +32,8 @@ from pydantic import SecretStr
 
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
-from tidemill.producers.gateway.app import application
-from tidemill.producers.gateway.config import GatewaySettings
+from tidemill.producers.config import GatewaySettings
+from tidemill.producers.edge.gateway import application
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.config import HttpSettings, KafkaSettings

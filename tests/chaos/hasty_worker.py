@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from tidemill.compose.cli import main
 from tidemill.producers.rollout import worker
-from tidemill.producers.rollout.intake import OffsetTracker
-from tidemill.producers.rollout.recovery import Partition
+from tidemill.producers.rollout.intake import OffsetTracker, Partition
 
 
 class HastyTracker(OffsetTracker):

@@ -32,8 +32,8 @@ BENCHES = sorted(
     path.name for path in (ROOT / "tests/bench").glob("*.py") if "ArgumentParser" in path.read_text("utf-8")
 )
 LISTENERS = {
-    "producers/router/role.py": "router",
-    "producers/gateway/server.py": "gateway",
+    "producers/edge/router.py": "router",
+    "producers/edge/gateway.py": "gateway",
     "producers/rollout/endpoint.py": "a local port of the worker",
     "consumers/sink/http_api.py": "sink",
     "consumers/view/app.py": "the page",

@@ -16,15 +16,14 @@ from tokenizers import Tokenizer
 
 from tests.producers.conftest import END, byte_tokenizer
 from tests.records import build
+from tidemill.producers.config import PoolAddresses, RouterSettings
+from tidemill.producers.edge.exchange import Recorder, Router
+from tidemill.producers.edge.metrics import RouterMetrics
+from tidemill.producers.edge.router import Application
+from tidemill.producers.edge.routing import CanaryShare, Replicas
 from tidemill.producers.product.settings import ProductSettings, key_hash
 from tidemill.producers.product.signing import Pseudonyms, Signer
-from tidemill.producers.router.app import Application
-from tidemill.producers.router.canary import CanaryShare
-from tidemill.producers.router.config import PoolAddresses, RouterSettings
-from tidemill.producers.router.exchange import Router
-from tidemill.producers.router.metrics import RouterMetrics
-from tidemill.producers.router.recorder import Recorder
-from tidemill.producers.router.replicas import open_replicas
+from tidemill.producers.sampling.replicas import open_replica_client
 from tidemill.schemas.chat.format import ChatFormat, chatml, special_texts
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.chat.template import ChatTemplate
@@ -217,8 +216,8 @@ async def rig(
         outbox = MemoryOutbox()
         router = Router(
             RUN, chosen, Signer(PRODUCT), Pseudonyms(PRODUCT), CanaryShare("r", "main"),
-            await stack.enter_async_context(open_replicas(chosen)), Recorder(outbox, 5.0, chosen.log_rest_s),
-            RouterMetrics(),
+            Replicas(await stack.enter_async_context(open_replica_client(chosen)), chosen),
+            Recorder(outbox, 5.0, chosen.log_rest_s), RouterMetrics(),
             ChatServer(chat or chat_format(), chosen.remembered_turns, chosen.max_prompt_tokens),
         )  # fmt: skip
         application = Application(router)

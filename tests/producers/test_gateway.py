@@ -30,8 +30,8 @@ from tests.producers.feedback_support import (
     topics_of,
     written,
 )
-from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.server import gateway_server, run
+from tidemill.producers.config import GatewaySettings
+from tidemill.producers.edge.gateway import gateway_server, run
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
 from tidemill.schemas.config import HttpSettings, KafkaSettings
 from tidemill.schemas.http_room import PortTaken, bind
@@ -493,7 +493,7 @@ def test_an_error_of_its_own_is_not_shown_to_the_client(client: httpx.Client, mo
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a secret of the program")
 
-    monkeypatch.setattr("tidemill.producers.gateway.app.parse_json", broken)
+    monkeypatch.setattr("tidemill.producers.edge.gateway.parse_json", broken)
     assert problem(client.post("/v1/feedback", json=event()), 500) == "an error of the gateway"
 
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tidemill.producers.config import GatewaySettings
+from tidemill.producers.edge.events import TokenBuckets
+from tidemill.producers.edge.gateway import Health
+from tidemill.producers.edge.problem import Problem, parse_json, whole_seconds
 from tidemill.producers.feedback.event import LogUnreachable
-from tidemill.producers.gateway.app import Health
-from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.intake import TokenBuckets
-from tidemill.producers.gateway.problem import Problem, parse_json, whole_seconds
-from tidemill.producers.product.settings import ApiKeysMissing, require_some
+from tidemill.producers.product.settings import KeysMissing, require_some
 
 HASH = "a" * 64
 
@@ -105,7 +105,7 @@ def test_unusable_settings_are_refused(values: dict, said: str):
 
 
 def test_a_gateway_without_api_keys_says_how_to_make_one():
-    with pytest.raises(ApiKeysMissing, match=r"openssl rand -hex 32.*sha256sum"):
+    with pytest.raises(KeysMissing, match=r"openssl rand -hex 32.*sha256sum"):
         require_some({}, "gateway")
 
 

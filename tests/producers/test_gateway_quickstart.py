@@ -8,11 +8,11 @@ import os
 import subprocess
 from pathlib import Path
 
-import tidemill.producers.gateway as module
+import tidemill.producers.edge.gateway as module
 from tests.producers.feedback_support import PRODUCT, token, topics_of, written
 from tidemill.compose.config import TidemillSettings
-from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.server import gateway_server
+from tidemill.producers.config import GatewaySettings
+from tidemill.producers.edge.gateway import gateway_server
 
 EXTEND = (Path(__file__).resolve().parents[2] / "docs/extend.md").read_text("utf-8")
 

@@ -16,11 +16,11 @@ import pytest
 
 from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decision, interaction_of, served
 from tests.records import build
+from tidemill.producers.config import RouterSettings
+from tidemill.producers.edge.exchange import LogUnavailable, open_recorder
+from tidemill.producers.edge.router import run
 from tidemill.producers.product.settings import key_hash
 from tidemill.producers.product.signing import Pseudonyms, Signer
-from tidemill.producers.router.config import RouterSettings
-from tidemill.producers.router.recorder import LogUnavailable, open_recorder
-from tidemill.producers.router.role import run
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, StoreSettings
 from tidemill.schemas.http_room import bind

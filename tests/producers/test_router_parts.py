@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from tests.producers.router_support import decision, interaction_of
 from tests.records import build
-from tidemill.producers.router.ask import Collected, Refusal, RequestKind, parse, sampling_of
-from tidemill.producers.router.canary import CanaryShare
-from tidemill.producers.router.config import RouterSettings
+from tidemill.producers.config import RouterSettings
+from tidemill.producers.edge.ask import Collected, Refusal, RequestKind, parse, sampling_of
+from tidemill.producers.edge.routing import CanaryShare
+from tidemill.producers.outbox import SegmentClaims
 from tidemill.producers.sampling.completion import BadResponse
-from tidemill.producers.sampling.segments import SegmentClaims
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import Arm, GateVerdict, Interaction, VersionSpan
 from tidemill.schemas.stored_object import claimed_interaction

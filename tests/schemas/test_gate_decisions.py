@@ -13,7 +13,7 @@ from tidemill.compose.demo.state import OnlineState
 from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.state import PoolGate
 from tidemill.consumers.weights.chain import Chain
-from tidemill.producers.router.canary import CanaryShare
+from tidemill.producers.edge.routing import CanaryShare
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.gate_decisions import GENERATION, LIMITS, NAMES, BranchDecisions, by_gate, followed
 from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict

@@ -16,13 +16,19 @@ from tests.producers.rollout.test_player import Environments
 from tests.producers.rollout.test_player import play as played
 from tests.producers.rollout.test_policy import END, LEDGER, TASK, USER, Script
 from tests.producers.rollout.test_worker import settings_for, task
+from tidemill.producers.outbox import SegmentClaims
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.player import Player
-from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
-from tidemill.producers.rollout.record import recorded_turns, turn_record
-from tidemill.producers.sampling.completion import BadResponse, Sampling, parse_completion, request_body
+from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy, recorded_turns, turn_record
+from tidemill.producers.sampling.completion import (
+    BadResponse,
+    Sampling,
+    build_expert_ids,
+    build_segment,
+    parse_completion,
+    request_body,
+)
 from tidemill.producers.sampling.replicas import open_replica_client
-from tidemill.producers.sampling.segments import SegmentClaims, build_expert_ids, build_segment
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.expert_ids import packed_ids, unpacked_ids
 from tidemill.schemas.records import RolloutStatus, Turn

@@ -14,18 +14,17 @@ from tests.producers.conftest import END, solution
 from tests.records import build
 from tidemill.producers.environments.base import ContextFull, GenerationFailed
 from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, LedgerOptions, LedgerTask
-from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
-from tidemill.producers.rollout.record import (
-    completed_rollout,
+from tidemill.producers.rollout.intake import NOTHING, BegunTasks, TaskProgress
+from tidemill.producers.rollout.player import completed_rollout, failed_rollout
+from tidemill.producers.rollout.policy import (
+    PolicyLimits,
+    RolloutPolicy,
     context_digest,
-    failed_rollout,
     recorded_turns,
     turn_record,
 )
-from tidemill.producers.rollout.recovery import NOTHING, BegunTasks, TaskProgress
-from tidemill.producers.sampling.completion import BadResponse, Completion
+from tidemill.producers.sampling.completion import BadResponse, Completion, build_segment
 from tidemill.producers.sampling.replicas import ReplicaIdentity
-from tidemill.producers.sampling.segments import build_segment
 from tidemill.schemas.chat.contexts import SampledTurn
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import (

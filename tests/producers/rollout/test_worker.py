@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 
 from tests.records import build
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.outbox import Outbox
+from tidemill.producers.outbox import Outbox, anchor_of_run
 from tidemill.producers.rollout import worker
 from tidemill.producers.rollout.intake import OffsetTracker
 from tidemill.producers.rollout.player import EXPIRED
-from tidemill.producers.sampling.anchor import anchor_of_run
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.sampling.completion import Aborted, BadResponse, Sampling, parse_completion, request_body
+from tidemill.producers.sampling.completion import BadResponse, Sampling, parse_completion, request_body
 from tidemill.producers.sampling.replicas import ReplicaPool, ReplicaSession, ReplicaUnavailable, open_replica_client
 from tidemill.schemas.records import VersionSpan
 
@@ -42,7 +42,7 @@ def test_a_completion_names_the_incarnation_of_its_versions(bodies):
 
 
 def test_an_aborted_request_is_not_a_completion(bodies):
-    with pytest.raises(Aborted):
+    with pytest.raises(ReplicaUnavailable):
         parsed(changed(bodies, finish_reason="abort"))
 
 
@@ -119,7 +119,7 @@ def test_hostile_choices_are_refused_or_consistent(changes):
     }
     try:
         found = parsed({"choices": [choice]})
-    except (BadResponse, Aborted):
+    except (BadResponse, ReplicaUnavailable):
         return
     covered = [place for span in found.spans for place in range(span.start, span.end)]
     assert covered == list(range(len(found.token_ids))) and len(found.logprobs) == len(found.token_ids)

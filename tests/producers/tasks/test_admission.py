@@ -129,7 +129,7 @@ def test_a_group_that_the_trainer_will_find_stale_frees_its_place_before_that_is
     assert made.untrained == 1
     assert made.observe(ack(2, at=1)) == 3
     made.observe(step(3, excluded=[("run/train/2", "stale"), ("run/train/3", "stale")]))
-    assert made.outstanding == 0
+    assert made.untrained == 0
 
 
 def test_groups_that_the_trainer_could_not_use_do_not_wedge_the_run():
@@ -251,7 +251,7 @@ def test_order_and_repeats_do_not_matter(ordered, repeated):
         straight.observe(record)
     for record in [*ordered, *repeated]:
         shuffled.observe(record)
-    for view in ("outstanding", "untrained", "steps", "newest_version", "served_version"):
+    for view in ("unclosed", "untrained", "steps", "newest_version", "served_version"):
         assert getattr(straight, view) == getattr(shuffled, view)
     assert straight.capacity() == shuffled.capacity() == 8
 

@@ -27,7 +27,7 @@ from tidemill.producers.environments.find import UnknownEnvironment
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions
 from tidemill.producers.environments.process import HostLimits
 from tidemill.producers.tasks import feeder
-from tidemill.producers.tasks.feeder_state import FeederState
+from tidemill.producers.tasks.feeder import FeederState
 from tidemill.producers.tasks.source import Stage, TaskEnvironment, TaskName, TaskSource, parse_task_name, take_turns
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us

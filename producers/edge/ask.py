@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -19,12 +19,13 @@ from typing import Any
 from tidemill.producers.sampling.completion import (
     BadResponse,
     Completion,
+    build_segment,
     checked_ids,
     checked_logprobs,
     checked_spans,
     incarnation_of,
 )
-from tidemill.producers.sampling.segments import build_segment
+from tidemill.producers.sampling.replicas import RequestRefused
 from tidemill.schemas.chat.contexts import SampledTurn
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.chat.protocol import CHAT_FIELDS, ChatRequest, chat_request, json_object
@@ -66,6 +67,16 @@ def unavailable(message: str) -> Refusal:
     return Refusal(503, message, "service_unavailable_error")
 
 
+def refused_by_replica(error: RequestRefused) -> Refusal:
+    """A replica's refusal, with its own words where it has OpenAI's shape."""
+    try:
+        said = json.loads(error.said)["error"]
+        kind = str(said.get("type") or "invalid_request_error")
+        return Refusal(error.status, str(said["message"]), kind, said.get("param"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Refusal(error.status, "the replica refused the request", "invalid_request_error")
+
+
 class RequestKind(StrEnum):
     """Which endpoint; the value is its path."""
 
@@ -91,22 +102,18 @@ class Ask:
     """Names of the parameters that make the sampler's distribution another one than the model's own."""
 
 
-def _is(*values: Json) -> Callable[[Json], bool]:
-    return lambda given: any(given == value and type(given) is not bool for value in values)
-
-
-NEUTRAL: Mapping[str, Callable[[Json], bool]] = {
-    "temperature": _is(1),
-    "top_p": _is(1),
-    "top_k": _is(-1, 0),
-    "min_p": _is(0),
-    "presence_penalty": _is(0),
-    "frequency_penalty": _is(0),
-    "repetition_penalty": _is(1),
-    "min_tokens": _is(0),
-    "logit_bias": lambda given: given == {},
-    "bad_words": lambda given: given == [],
-    "response_format": lambda given: given == {"type": "text"},
+NEUTRAL: Mapping[str, tuple[Json, ...]] = {
+    "temperature": (1,),
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "response_format": ({"type": "text"},),
 }
 """Sampling parameters, and which of their values leave the model's own distribution as it is."""
 
@@ -140,33 +147,30 @@ def parse(kind: RequestKind, body: bytes) -> Ask:
     stream, token_ids = _flag(asked, "stream"), _flag(asked, "return_token_ids")
     fields = {name: value for name, value in asked.items() if name in FORWARDED[kind] and value is not None}
     fields = {"temperature": 1.0, **fields, "logprobs": 0, "return_token_ids": True, "stream": stream}
-    if _wants_usage(asked) and stream:
+    options, metadata = ({} if asked.get(name) is None else asked[name] for name in ("stream_options", "metadata"))
+    if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
+        raise bad_request("`stream_options` takes only `include_usage`", "stream_options")
+    if _flag(options, "include_usage") and stream:
         fields["stream_options"] = {"include_usage": True}
     if chat is None:
-        _check_prompt(asked["prompt"])
-        fields["logprobs"] = _logprobs(asked)
-    return Ask(
-        fields=fields,
-        chat=chat,
-        stream=stream,
-        user=_text(asked, "user"),
-        session_id=_session(asked),
-        shows_logprobs=asked.get("logprobs") is not None if chat is None else chat.alternatives is not None,
-        shows_token_ids=token_ids,
-        other_sampling=tuple(
-            name for name, neutral in NEUTRAL.items() if asked.get(name) is not None and not neutral(asked[name])
-        ),
-    )
-
-
-def sampling_of(ask: Ask) -> SamplingParameters:
-    """What the record of the answer says of its sampling: what the request asked for beside the model's own
-    distribution."""
-    given = {name: ask.fields[name] for name in ask.other_sampling if name in NUMBERS}
-    numbers: dict[str, Any] = {
-        name: int(v) if name == "top_k" else float(v) for name, v in given.items() if type(v) in (int, float)
-    }
-    return SamplingParameters(**numbers, others=",".join(name for name in ask.other_sampling if name not in numbers))
+        prompt, logprobs = asked["prompt"], asked.get("logprobs")
+        is_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+        if not is_ids and not isinstance(prompt, str):
+            raise bad_request(
+                "`prompt` is one text or one list of token ids; send several prompts one by one", "prompt"
+            )
+        if logprobs is not None and (type(logprobs) is not int or logprobs < 0):
+            raise bad_request("`logprobs` is not a number of tokens", "logprobs")
+        fields["logprobs"] = logprobs or 0
+    if not isinstance(metadata, dict):
+        raise bad_request("`metadata` is not an object", "metadata")
+    user, session = _text(asked, "user"), _text(metadata, "session_id") or ""
+    if len(session) > LONGEST_SESSION:
+        raise bad_request(f"`metadata.session_id` is longer than {LONGEST_SESSION} characters", "metadata.session_id")
+    given = {name: asked[name] for name in NEUTRAL if asked.get(name) is not None}
+    other = (name for name, value in given.items() if type(value) is bool or value not in NEUTRAL[name])
+    shows_logprobs = asked.get("logprobs") is not None if chat is None else chat.alternatives is not None
+    return Ask(fields, chat, stream, user, session, shows_logprobs, token_ids, tuple(other))
 
 
 def _check_fields(kind: RequestKind, asked: Mapping[str, Json]) -> None:
@@ -180,34 +184,6 @@ def _check_fields(kind: RequestKind, asked: Mapping[str, Json]) -> None:
                 raise bad_request(f"`{name}` is only taken as {json.dumps(ONLY_ONE[name])}", name)
         elif name not in known:
             raise bad_request(f"`{name[:64]}` is not a field of this endpoint", name[:64])
-
-
-def _logprobs(asked: Mapping[str, Json]) -> int:
-    given = asked.get("logprobs")
-    if given is not None and (type(given) is not int or given < 0):
-        raise bad_request("`logprobs` is not a number of tokens", "logprobs")
-    return given or 0
-
-
-def _wants_usage(asked: Mapping[str, Json]) -> bool:
-    options = asked.get("stream_options")
-    if options is None:
-        return False
-    if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
-        raise bad_request("`stream_options` takes only `include_usage`", "stream_options")
-    return _flag(options, "include_usage")
-
-
-def _session(asked: Mapping[str, Json]) -> str:
-    metadata = asked.get("metadata")
-    if metadata is None:
-        return ""
-    if not isinstance(metadata, dict):
-        raise bad_request("`metadata` is not an object", "metadata")
-    session = _text(metadata, "session_id") or ""
-    if len(session) > LONGEST_SESSION:
-        raise bad_request(f"`metadata.session_id` is longer than {LONGEST_SESSION} characters", "metadata.session_id")
-    return session
 
 
 def _text(fields: Mapping[str, Json], name: str) -> str | None:
@@ -224,11 +200,14 @@ def _flag(fields: Mapping[str, Json], name: str) -> bool:
     return bool(value)
 
 
-def _check_prompt(prompt: Json) -> None:
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return
-    if not isinstance(prompt, str):
-        raise bad_request("`prompt` is one text or one list of token ids; send several prompts one by one", "prompt")
+def sampling_of(ask: Ask) -> SamplingParameters:
+    """What the record of the answer says of its sampling: what the request asked for beside the model's own
+    distribution."""
+    given = {name: ask.fields[name] for name in ask.other_sampling if name in NUMBERS}
+    numbers: dict[str, Any] = {
+        name: int(v) if name == "top_k" else float(v) for name, v in given.items() if type(v) in (int, float)
+    }
+    return SamplingParameters(**numbers, others=",".join(name for name in ask.other_sampling if name not in numbers))
 
 
 MOST_TOKENS = 2**31

@@ -33,10 +33,7 @@ class Problem(Exception):
 
     def __init__(self, status: int, detail: str, *, retry_after_s: float | None = None, close: bool = False) -> None:
         super().__init__(detail)
-        self.status = status
-        self.detail = detail
-        self.retry_after_s = retry_after_s
-        self.close = close
+        self.status, self.detail, self.retry_after_s, self.close = status, detail, retry_after_s, close
 
 
 class ProblemOut(BaseModel):
@@ -89,9 +86,20 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 def parse_json(body: bytes) -> Any:  # noqa: ANN401 - a JSON tree
     """The JSON value of bytes. Raises Problem 400."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise Problem(400, f"the key {key[:40]!r} comes twice in one object")
+            found[key] = value
+        return found
+
+    def constant(name: str) -> NoReturn:
+        raise Problem(400, f"{name} is not JSON")
+
     try:
-        text = body.decode()
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        return json.loads(body.decode(), object_pairs_hook=unique, parse_constant=constant)
     except UnicodeDecodeError as error:
         raise Problem(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
     except json.JSONDecodeError as error:
@@ -101,16 +109,3 @@ def parse_json(body: bytes) -> Any:  # noqa: ANN401 - a JSON tree
     except ValueError as error:
         # Python refuses integers of thousands of digits, whose conversion would take quadratic time.
         raise Problem(400, "the body has an integer of thousands of digits") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise Problem(400, f"the key {key[:40]!r} comes twice in one object")
-        found[key] = value
-    return found
-
-
-def _constant(name: str) -> NoReturn:
-    raise Problem(400, f"{name} is not JSON")

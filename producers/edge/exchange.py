@@ -1,7 +1,8 @@
-"""One request of the product from its arrival to its end.
+"""One request of the product from its arrival to its end, and its record.
 
 What holds:
 
+- while the log fails, requests are turned away at once, one of them let through now and then to try it again;
 - nothing is sent before a replica has begun to answer, so that until then another replica may be asked;
 - the chunk that ends the answer, or the whole body, is sent after the log has acknowledged the interaction;
 - every answer of which a part was sent is recorded, with what was sampled until it ended or broke off;
@@ -22,27 +23,92 @@ from typing import Any
 
 from starlette.types import Send
 
+from tidemill.producers.config import LogFailure, OtherSampling, RouterSettings
+from tidemill.producers.edge.ask import (
+    Ask,
+    Collected,
+    Refusal,
+    bad_request,
+    refused_by_replica,
+    sampling_of,
+    shown,
+    unavailable,
+)
+from tidemill.producers.edge.metrics import RouterMetrics
+from tidemill.producers.edge.routing import CanaryShare, Lot, NoPlace, Replicas
+from tidemill.producers.outbox import Outbox, SegmentClaims
 from tidemill.producers.product.signing import Pseudonyms, Signer
-from tidemill.producers.router.ask import Ask, Collected, Refusal, bad_request, sampling_of, shown, unavailable
-from tidemill.producers.router.canary import CanaryShare, Lot
-from tidemill.producers.router.config import LogFailure, OtherSampling, RouterSettings
-from tidemill.producers.router.metrics import RouterMetrics
-from tidemill.producers.router.recorder import LogUnavailable, Recorder
-from tidemill.producers.router.replicas import NoPlace, ReplicaAnswer, Replicas
-from tidemill.producers.sampling.completion import BadResponse
-from tidemill.producers.sampling.replicas import ReplicaUnavailable
+from tidemill.producers.sampling.completion import BadResponse, ReplicaUnavailable
+from tidemill.producers.sampling.replicas import ReplicaIdentity, RequestRefused
+from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.chat.serving import ChatServer, ChatTurn
 from tidemill.schemas.clock import now_us
-from tidemill.schemas.config import RunSettings
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.records import Arm, Interaction
 
 LOG = logging.getLogger(__name__)
+APPLICATION = "tidemill-router"
 INTERACTION_HEADER = "x-tidemill-interaction"
 ABANDONED = "abandoned"
 """The client went away before the end."""
 FAILED = "failed"
 """The answer broke off for the replica's sake, or cannot be believed."""
+
+
+class LogUnavailable(RuntimeError):
+    """The log did not acknowledge an interaction in time."""
+
+
+class Recorder:
+    """Writes interactions. `rest_s` is how long the log is left alone after a failure."""
+
+    def __init__(self, outbox: Outbox, timeout_s: float, rest_s: float) -> None:
+        self._outbox, self._timeout_s, self._rest_s = outbox, timeout_s, rest_s
+        self._rests_until = float("-inf")
+        self.failing = False
+        """Whether the last interaction was not acknowledged."""
+
+    async def write(self, made: Interaction) -> None:
+        """Write one interaction and wait for its acknowledgement. Raises LogUnavailable."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._outbox.write(made.interaction_id, made)
+        except (DeliveryError, TimeoutError, OSError) as error:
+            self.failing, self._rests_until = True, self._now() + self._rest_s
+            reason = str(error) or "no acknowledgement in time"
+            raise LogUnavailable(f"interaction {made.interaction_id}: {reason}") from error
+        self.failing = False
+
+    def may_try(self) -> bool:
+        """Whether a request may come in: always while the log answers; one each `rest_s` while it does not."""
+        if not self.failing:
+            return True
+        if self._now() < self._rests_until:
+            return False
+        self._rests_until = self._now() + self._rest_s
+        return True
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+@asynccontextmanager
+async def open_recorder(
+    kafka: KafkaSettings, run: RunSettings, store: StoreSettings, settings: RouterSettings
+) -> AsyncIterator[Recorder]:
+    """A recorder whose producer has sent everything when it is closed, or has given it up in time."""
+    # What is not acknowledged in time is not sent later either: the client was told that it was not served.
+    limit = {"delivery.timeout.ms": str(round(1000 * settings.log_timeout_s))}
+    options = kafka.model_copy(update={"client_options": {**limit, **kafka.client_options}})
+    claims = SegmentClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
+    outbox = Outbox(RecordProducer(options, APPLICATION), Topic.INTERACTIONS, claims.checked)
+    try:
+        yield Recorder(outbox, settings.log_timeout_s + 1.0, settings.log_rest_s)
+    finally:
+        await asyncio.to_thread(outbox.close)
 
 
 @dataclass(slots=True)
@@ -61,43 +127,26 @@ class Router:
     """None until the run's chat format is known."""
 
 
-class Client:
-    """The way back to one client, over ASGI."""
-
-    def __init__(self, metrics: RouterMetrics, send: Send) -> None:
-        self._metrics, self._send = metrics, send
-        self.begun = False
-
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send status and headers."""
-        self.begun = True
-        self._metrics.responses.labels(str(status)).inc()
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
-
-    async def send(self, text: str, *, more: bool = True) -> None:
-        """Send a part of the body."""
-        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
-
-
 class Exchange:
     """One request. `run` it once; cancelling it means that the client went away."""
 
-    def __init__(self, router: Router, ask: Ask, consent: bool, client: Client, arrived: float) -> None:
-        """Check the request against the settings. Raises Refusal, BadUser."""
-        self._router, self._ask, self._consent, self._client = router, ask, consent, client
-        self._arrived = arrived
+    def __init__(self, router: Router, ask: Ask, consent: bool, send: Send, arrived: float) -> None:
+        """Check the request against the settings. Raises Refusal, BadUserId."""
+        self._router, self._ask, self._consent, self._send = router, ask, consent, send
+        self.begun = False
+        """Whether status and headers were sent."""
+        self._arrived = self._last_token = arrived
         self._id = uuid.uuid4().hex
         self._user = router.pseudonyms.of(ask.user)
         unit = self._user or ask.session_id or self._id
-        has_canary = router.replicas.has_canary()
-        self._lot = router.canary.lot(unit, router.settings.experiment_salt) if has_canary else Lot(Arm.STABLE, 1.0)
+        canary = router.canary.lot(unit, router.settings.experiment_salt)
+        self._lot = canary if router.settings.pools.canary else Lot(Arm.STABLE, 1.0)
         self._token = router.signer.sign(self._id, self._user)
         self._turn: ChatTurn | None = None
         self._collected = Collected()
         self._first_token: float | None = None
-        self._last_token = arrived
-        self._answer: ReplicaAnswer | None = None
+        self._arm, self._identity = Arm.STABLE, ReplicaIdentity("", "")
+        """The pool and the replica that answer."""
         self._settled = False
         self._deadline = asyncio.timeout(router.settings.request_timeout_s)
         if ask.other_sampling and router.settings.other_sampling is OtherSampling.REFUSE:
@@ -110,12 +159,13 @@ class Exchange:
     async def run(self) -> None:
         """Answer the request. Raises Refusal while nothing has been sent."""
         try:
-            async with self._deadline, self._answered(await self._body()) as answer:
-                self._answer = answer
-                await self._relay(answer)
+            async with self._deadline, self._answered(await self._body()) as documents:
+                await self._relay(documents)
         except asyncio.CancelledError:
             await self._break_off(ABANDONED)
             raise
+        except RequestRefused as error:
+            raise refused_by_replica(error) from error
         except (ReplicaUnavailable, BadResponse, TimeoutError) as error:
             LOG.warning("interaction %s: %s: %s", self._id, type(error).__name__, error)
             if isinstance(error, BadResponse):
@@ -124,7 +174,7 @@ class Exchange:
                 refusal = unavailable("the answer was interrupted")
             else:
                 refusal = Refusal(504, "no whole answer in time", "timeout_error")
-            if not self._client.begun:
+            if not self.begun:
                 raise refusal from error
             await self._break_off(FAILED)
             if self._ask.stream:
@@ -149,14 +199,14 @@ class Exchange:
             self._check_length(fields["prompt"])
         return json.dumps(fields).encode()
 
-    async def _relay(self, answer: ReplicaAnswer) -> None:
-        async for document in answer.documents:
+    async def _relay(self, documents: AsyncIterator[dict[str, Any]]) -> None:
+        async for document in documents:
             if self._collected.take(document):
                 self._last_token = time.monotonic()
                 if self._first_token is None:
                     self._first_token = self._last_token
-                    self._router.metrics.first_token.labels(answer.arm.value).observe(self._last_token - self._arrived)
-            if not self._client.begun:
+                    self._router.metrics.first_token.labels(self._arm.value).observe(self._last_token - self._arrived)
+            if not self.begun:
                 self._check_length(self._collected.prompt)
             ends = self._collected.finish_reason is not None and not self._settled
             if ends and not await self._settle():
@@ -166,7 +216,7 @@ class Exchange:
         if not self._settled:
             raise BadResponse("the answer ended without a finish_reason")
         if self._ask.stream:
-            await self._client.send("data: [DONE]\n\n")
+            await self.send("data: [DONE]\n\n")
 
     def _check_length(self, prompt: list[int]) -> None:
         most = self._router.settings.max_prompt_tokens
@@ -187,7 +237,7 @@ class Exchange:
             self._router.metrics.unrecorded.labels("served" if serve else "refused").inc()
             if serve:
                 self._token = ""
-            elif self._client.begun:
+            elif self.begun:
                 await self._send_event(unavailable("the answer could not be recorded").body())
             else:
                 raise unavailable("the answer could not be recorded: try again later") from error
@@ -197,15 +247,8 @@ class Exchange:
         return True
 
     async def _record(self, finish_reason: str) -> None:
-        made = self._interaction(finish_reason)
-        with self._router.metrics.acknowledgement.time():
-            await self._router.recorder.write(made)
-        self._router.metrics.interactions.labels(made.arm, made.finish_reason).inc()
-
-    def _interaction(self, finish_reason: str) -> Interaction:
-        """The record. An answer that cannot be believed is recorded as failed, without sampled tokens."""
-        assert self._answer is not None
-        identity, collected = self._answer.identity, self._collected
+        """Have the answer recorded. One that cannot be believed is recorded as failed, without sampled tokens."""
+        identity, collected = self._identity, self._collected
         try:
             segment = collected.segment(trainable=not self._ask.other_sampling)
         except BadResponse as error:
@@ -213,13 +256,13 @@ class Exchange:
             finish_reason, segment = FAILED, collected.segment(trainable=False)
         versions = [span.version for span in segment.spans]
         first = self._last_token if self._first_token is None else self._first_token
-        return Interaction(
+        made = Interaction(
             interaction_id=self._id,
             run_id=self._router.run.run_id,
             branch=self._router.run.branch,
             user_id=self._user,
             session_id=self._ask.session_id,
-            arm=(self._lot.arm if self._lot.arm is self._answer.arm else Arm.FALLBACK).value,
+            arm=(self._lot.arm if self._lot.arm is self._arm else Arm.FALLBACK).value,
             propensity=self._lot.propensity,
             consent=self._consent,
             segments=[segment],
@@ -237,10 +280,13 @@ class Exchange:
             incarnation=collected.incarnation,
             sampling=sampling_of(self._ask),
         )
+        with self._router.metrics.acknowledgement.time():
+            await self._router.recorder.write(made)
+        self._router.metrics.interactions.labels(made.arm, made.finish_reason).inc()
 
     async def _break_off(self, finish_reason: str) -> None:
         """Record what was sent of an answer that has no end."""
-        if not self._client.begun or self._settled:
+        if not self.begun or self._settled:
             return
         self._settled = True
         self._collected.finish_reason = None
@@ -252,17 +298,14 @@ class Exchange:
             self._router.metrics.unrecorded.labels(finish_reason).inc()
 
     @asynccontextmanager
-    async def _answered(self, body: bytes) -> AsyncIterator[ReplicaAnswer]:
+    async def _answered(self, body: bytes) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
         """The answer of the first replica that begins one: of the user's arm, then of the stable pool."""
         arm, replicas = self._lot.arm, self._router.replicas
         async with AsyncExitStack() as stack:
             while True:
                 try:
-                    async with AsyncExitStack() as opened:
-                        address = await opened.enter_async_context(replicas.place(arm, wait=arm is Arm.STABLE))
-                        asking = replicas.ask(address, arm, body, stream=self._ask.stream)
-                        answer = await opened.enter_async_context(asking)
-                        stack.push_async_exit(opened.pop_all())
+                    answer = replicas.ask(arm, body, stream=self._ask.stream)
+                    self._identity, documents = await stack.enter_async_context(answer)
                     break
                 except NoPlace:
                     LOG.warning("no replica of the %s pool answers: asking the %s pool", arm, Arm.STABLE)
@@ -271,11 +314,15 @@ class Exchange:
                 except ReplicaUnavailable as error:
                     LOG.warning("asking another replica: %s", error)
                     self._router.metrics.retries.inc()
-            yield answer
+            self._arm = arm
+            yield documents
 
     async def _show(self, document: dict[str, Any], token: str) -> None:
         """Send a document as the client asked for it, with the signed `token` of the interaction where it is given."""
-        told = shown(document, self._ask) if self._turn is None else self._told(self._turn, document)
+        try:
+            told = shown(document, self._ask) if self._turn is None else self._turn.take(document)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:  # in what only this client asked for
+            raise BadResponse(f"a part of the answer has another shape: {error!r}") from error
         if told is None:
             return
         if token:
@@ -284,19 +331,21 @@ class Exchange:
             await self._send_event(told)
         else:
             await self._begin("application/json")
-            await self._client.send(json.dumps(told, ensure_ascii=False))
-
-    def _told(self, turn: ChatTurn, document: dict[str, Any]) -> dict[str, Any] | None:
-        try:
-            return turn.take(document)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:  # in what only this client asked for
-            raise BadResponse(f"a part of the answer has another shape: {error!r}") from error
+            await self.send(json.dumps(told, ensure_ascii=False))
 
     async def _send_event(self, document: Mapping[str, Any]) -> None:
         await self._begin("text/event-stream; charset=utf-8")
-        await self._client.send(f"data: {json.dumps(document, ensure_ascii=False)}\n\n")
+        await self.send(f"data: {json.dumps(document, ensure_ascii=False)}\n\n")
 
     async def _begin(self, content_type: str) -> None:
-        if not self._client.begun:
-            headers = {"content-type": content_type, "cache-control": "no-store"}
-            await self._client.begin(200, {**headers, **({INTERACTION_HEADER: self._token} if self._token else {})})
+        if not self.begun:
+            self.begun = True
+            self._router.metrics.responses.labels("200").inc()
+            headers = [(b"content-type", content_type.encode()), (b"cache-control", b"no-store")]
+            if self._token:
+                headers.append((INTERACTION_HEADER.encode(), self._token.encode()))
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def send(self, text: str, *, more: bool = True) -> None:
+        """Send a part of the body."""
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})

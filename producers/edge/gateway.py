@@ -1,46 +1,110 @@
-"""The gateway's HTTP interface. What is answered with 202 is in the log; what is answered with 503 may be, and the same
-event sent again counts once.
+r"""The feedback gateway: what the feedback SDK does, over HTTP, for backends in any language.
+
+Make the keys, and start it:
+
+    export KEY=$(openssl rand -hex 32)
+    export TIDEMILL_PRODUCT__SIGNING_KEYS="[\"$(openssl rand -hex 32)\"]"
+    export TIDEMILL_PRODUCT__PSEUDONYM_KEY=$(openssl rand -hex 32)
+    export TIDEMILL_GATEWAY__API_KEYS="{\"shop\": \"$(printf %s "$KEY" | sha256sum | cut -d ' ' -f 1)\"}"
+    tidemill gateway --bootstrap kafka:9092 --port 8090
+
+Send an event; `TOKEN` is the interaction token that the router, started with the same keys, returned with an answer:
+
+    curl --fail-with-body http://127.0.0.1:8090/v1/feedback \
+      -H "Authorization: Bearer $KEY" -H "Content-Type: application/json" \
+      -d '{"interaction": "'"$TOKEN"'", "kind": "thumb", "value": 1, "user": "ann@example.com", "event_id": "click-1"}'
+
+`/docs` shows the rest: batches, withdrawals, and what each refusal means.
+
+What is answered with 202 is in the log; what is answered with 503 may be, and the same event sent again counts once. To
+stop, the server closes its door, finishes what is inside, and flushes what the log has not acknowledged.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidemill.producers.feedback.awaited import Acknowledged
-from tidemill.producers.feedback.event import FeedbackMaker, LogUnreachable
-from tidemill.producers.feedback.producer import FLUSH_S, open_queue
-from tidemill.producers.feedback.queue import FeedbackQueue
-from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.intake import RETRY_AFTER_S, EventIntake
-from tidemill.producers.gateway.metrics import CountedRequests, GatewayMetrics
-from tidemill.producers.gateway.models import (
+from tidemill.producers.config import GatewaySettings
+from tidemill.producers.edge.events import (
+    RETRY_AFTER_S,
     THUMB_EXAMPLE,
     WITHDRAWAL_EXAMPLE,
     AcceptedOut,
     BatchIn,
     BatchOut,
+    EventIntake,
     FeedbackIn,
-    HealthOut,
+    checked,
 )
-from tidemill.producers.gateway.problem import MEDIA_TYPE, Problem, ProblemOut, answer, parse_json, read_body
+from tidemill.producers.edge.metrics import GatewayMetrics
+from tidemill.producers.edge.problem import Problem, ProblemOut, answer, parse_json, read_body
+from tidemill.producers.feedback.awaited import Acknowledged
+from tidemill.producers.feedback.event import FeedbackMaker, LogUnreachable
+from tidemill.producers.feedback.producer import FLUSH_S, open_queue
+from tidemill.producers.feedback.queue import FeedbackQueue
 from tidemill.producers.product.settings import ProductSettings, require_some
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_server import BoundedConfig, ThreadServer
+from tidemill.schemas.shutdown import stop_on_signals
+
+log = logging.getLogger(__name__)
 
 KEPT_S = 1.0
 TIMEOUT_S = 2.0
+GRACE_S = 5
+BACKLOG = 512
+OTHER_ROUTE = "other"
+DESCRIPTION = """Tells Tidemill what a product's users did with the answers that they got.
+
+Each event names the answer, by the interaction token that the router returned with it, and its user. Give `event_id` or
+`observed_at`: an event sent twice then counts once, so that a request answered with 429 or 503, or not at all, may
+be sent again."""
+
+
+def _described(said: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": ProblemOut, "description": text} for status, text in said.items()}
+
+
+REFUSALS = _described(
+    {
+        400: "The body is no JSON.",
+        401: "The API key is not known.",
+        408: "The body came too slowly.",
+        413: "The body is too long.",
+        415: "The body is not declared as JSON.",
+        422: "The event says something that it cannot.",
+        429: "Too many events; come again after `Retry-After` seconds.",
+        503: "Not acknowledged by the log in time; send it again.",
+    }
+)
+NOT_SERVED = _described({403: "The interaction was not served to this user."})
+SOME_REFUSED: dict[int | str, dict[str, Any]] = {
+    207: {"model": BatchOut, "description": "Some were refused: each result says why."}
+}
+
+
+class HealthOut(BaseModel):
+    """Whether the log can be reached."""
+
+    status: str = Field(examples=["ok"])
+    detail: str = Field(examples=["the log answers"])
 
 
 class Health:
@@ -56,43 +120,16 @@ class Health:
         """What is wrong; empty when the log answers and has the topic."""
         async with self._asking:
             if time.monotonic() - self._asked_at > KEPT_S:
-                self._wrong = await self._ask()
+                try:
+                    await asyncio.to_thread(self._queue.ask_partitions, TIMEOUT_S)
+                    self._wrong = ""
+                except LogUnreachable:
+                    self._wrong = "no broker of the log answers"
+                except LookupError:
+                    self._wrong = "the log has no feedback topic: create the topics with `tidemill topics --create`"
                 self._asked_at = time.monotonic()
             return self._wrong
 
-    async def _ask(self) -> str:
-        try:
-            await asyncio.to_thread(self._queue.ask_partitions, TIMEOUT_S)
-        except LogUnreachable:
-            return "no broker of the log answers"
-        except LookupError:
-            return "the log has no feedback topic: create the topics with `tidemill topics --create`"
-        return ""
-
-
-log = logging.getLogger(__name__)
-
-DESCRIPTION = """Tells Tidemill what a product's users did with the answers that they got.
-
-Each event names the answer, by the interaction token that the router returned with it, and its user. Give `event_id` or
-`observed_at`: an event sent twice then counts once, so that a request answered with 429 or 503, or not at all, may
-be sent again."""
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ProblemOut, "description": "The body is no JSON."},
-    401: {"model": ProblemOut, "description": "The API key is not known."},
-    408: {"model": ProblemOut, "description": "The body came too slowly."},
-    413: {"model": ProblemOut, "description": "The body is too long."},
-    415: {"model": ProblemOut, "description": "The body is not declared as JSON."},
-    422: {"model": ProblemOut, "description": "The event says something that it cannot."},
-    429: {"model": ProblemOut, "description": "Too many events; come again after `Retry-After` seconds."},
-    503: {"model": ProblemOut, "description": "Not acknowledged by the log in time; send it again."},
-}
-NOT_SERVED: dict[int | str, dict[str, Any]] = {
-    403: {"model": ProblemOut, "description": "The interaction was not served to this user."}
-}
-SOME_REFUSED: dict[int | str, dict[str, Any]] = {
-    207: {"model": BatchOut, "description": "Some were refused: each result says why."}
-}
 
 _bearer = HTTPBearer(auto_error=False, description="An API key of the gateway.")
 _routes = APIRouter()
@@ -149,7 +186,9 @@ async def one(request: Request, caller: Caller) -> AcceptedOut:
 async def batch(request: Request, response: Response, caller: Caller) -> BatchOut:
     """Takes or refuses each event by itself, and answers when the log has those that it takes."""
     intake: EventIntake = request.app.state.intake
-    events = intake.events_of(await _tree(request, caller))
+    events, most = checked(BatchIn, await _tree(request, caller)).events, request.app.state.settings.max_batch
+    if len(events) > most:
+        raise Problem(422, f"events: {len(events)} of them, and a batch has at most {most}")
     intake.charge(caller, len(events) - 1)
     results = await intake.take(events, caller)
     accepted = sum(result.status == 202 for result in results)
@@ -175,15 +214,37 @@ async def healthz(request: Request, response: Response) -> HealthOut:
 async def metrics(request: Request) -> Response:
     """Requests, events, seconds until the log's acknowledgement, and events that wait for it."""
     found: GatewayMetrics = request.app.state.metrics
-    return Response(found.text(), media_type=found.content_type)
+    return Response(found.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+class CountedRequests:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on and count its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # The route's own path, not the request's: clients choose that one.
+                route = getattr(scope.get("route"), "path", OTHER_ROUTE)
+                metrics: GatewayMetrics = scope["app"].state.metrics
+                metrics.requests.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted)
 
 
 def application(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> FastAPI:
     """The gateway as an ASGI application; its connection to the log lasts as long as its lifespan.
 
     Raises:
-        KeysMissing: the product has no keys.
-        ApiKeysMissing: there are no API keys.
+        KeysMissing: the product has no keys, or there are no API keys.
         ValueError: no brokers are named.
     """
     require_some(settings.api_keys, "gateway")
@@ -199,9 +260,8 @@ def application(kafka: KafkaSettings, product: ProductSettings, settings: Gatewa
     app.state.settings = settings
     app.include_router(_routes)
     app.add_middleware(CountedRequests)
-    app.add_exception_handler(Problem, _problem)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unexpected)
+    for kind in (Problem, HTTPException, Exception):
+        app.add_exception_handler(kind, _error)
     app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     return app
 
@@ -232,17 +292,38 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-async def _problem(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, Problem)
-    return answer(error)
+async def _error(_request: Request, error: Exception) -> Response:
+    """The answer to an error. The trace of an unexpected one is in the server's log alone."""
+    if isinstance(error, Problem):
+        return answer(error)
+    if isinstance(error, HTTPException):
+        return answer(Problem(error.status_code, "see /docs for the paths that exist"))
+    return answer(Problem(500, "an error of the gateway"))
 
 
-async def _http_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return answer(Problem(error.status_code, "see /docs for the paths that exist"))
+def gateway_server(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> ThreadServer:
+    """The gateway, to be entered.
+
+    Raises:
+        KeysMissing, ValueError: as `application`.
+        PortTaken: the address cannot be bound.
+    """
+    app = application(kafka, product, settings)
+    listener = bind(settings.host, settings.port, "gateway.port", BACKLOG)
+    grace_s = settings.acknowledge_timeout_s + GRACE_S
+    return ThreadServer("gateway-http", listener, BoundedConfig(app, settings.http, lifespan="on", grace_s=grace_s))
 
 
-async def _unexpected(_request: Request, _error: Exception) -> Response:
-    """The server logs the error with its trace; the client learns that there was one."""
-    return JSONResponse({"title": "Internal Server Error", "status": 500, "detail": "an error of the gateway"}, 500,
-                        media_type=MEDIA_TYPE)  # fmt: skip
+def run(
+    kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings, stop: threading.Event | None = None
+) -> None:
+    """Take feedback until `stop` is set (without one: SIGTERM or SIGINT comes); then finish the answers, and flush.
+
+    Raises:
+        KeysMissing, ValueError, PortTaken: as `gateway_server`.
+        RuntimeError: the server ended by itself; its log says why.
+    """
+    stop = stop or stop_on_signals()
+    with gateway_server(kafka, product, settings) as server:
+        log.info("gateway at %s (API page /docs), for %s", server.url, ", ".join(sorted(settings.api_keys)))
+        server.watch(stop)

@@ -1,0 +1,251 @@
+"""The router: serves product traffic with OpenAI's protocol, follows the gate's decisions, records what it answers.
+
+`POST /v1/completions`, `POST /v1/chat/completions` and `GET /v1/models` need an API key; `GET /healthz` and
+`GET /metrics` do not. A client that goes away ends its request at the replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack, closing, contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tidemill.producers.config import LogFailure, RouterSettings
+from tidemill.producers.edge.ask import Refusal, RequestKind, bad_request, parse, refused_by_replica, unavailable
+from tidemill.producers.edge.exchange import APPLICATION, Exchange, Router, open_recorder
+from tidemill.producers.edge.metrics import RouterMetrics
+from tidemill.producers.edge.routing import CanaryShare, Replicas
+from tidemill.producers.outbox import anchor_of_run
+from tidemill.producers.product.settings import ApiKeys, ProductSettings, require_some
+from tidemill.producers.product.signing import BadUserId, Pseudonyms, Signer
+from tidemill.producers.sampling.completion import BadResponse, ReplicaUnavailable
+from tidemill.producers.sampling.replicas import RequestRefused, open_replica_client
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.chat.serving import ChatServer
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_server import BoundedConfig
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.liveness import Liveness
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import GateDecision
+from tidemill.schemas.shutdown import stop_on_signals
+
+LOG = logging.getLogger(__name__)
+POLL_S = 0.2
+CONSENT_HEADER = "x-tidemill-consent"
+_CONSENT = {"yes": True, "no": False}
+
+
+class Application:
+    """The endpoints over one router, and the requests in hand. Called, it answers one request of a `RequestKind`."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._keys = ApiKeys(router.settings.api_keys)
+        self._in_hand = 0
+        self._running: set[asyncio.Task[None]] = set()
+
+    def build(self) -> Starlette:
+        """The ASGI application."""
+        answers = [Route(kind.value, self, methods=["POST"]) for kind in RequestKind]
+        told = [("/v1/models", self._models), ("/healthz", self._health), ("/metrics", self._metrics)]
+        return Starlette(routes=[*answers, *(Route(path, endpoint) for path, endpoint in told)])
+
+    async def drain(self) -> None:
+        """Wait until every request in hand has been recorded."""
+        while self._running:
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request from its first byte to its last; the answer's parts are sent as they come."""
+        request = Request(scope, receive)
+        try:
+            self._check_key(request)
+            with self._place():
+                exchange = await self._admit(request, send)
+                await self._run(exchange, receive)
+            if exchange.begun:
+                await exchange.send("", more=False)
+        except Refusal as refusal:
+            self._router.metrics.responses.labels(str(refusal.status)).inc()
+            await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
+        except ClientDisconnect:
+            LOG.info("a client went away before its request was whole")
+
+    def _check_key(self, request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or self._keys.name_of(given.strip()) is None:
+            raise Refusal(401, "no valid API key: send `Authorization: Bearer KEY`", "authentication_error")
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if self._in_hand >= self._router.settings.max_concurrent_requests:
+            raise Refusal(429, "too many requests in hand: try again later", "rate_limit_error")
+        self._in_hand += 1
+        try:
+            with self._router.metrics.in_flight.track_inprogress():
+                yield
+        finally:
+            self._in_hand -= 1
+
+    async def _admit(self, request: Request, send: Send) -> Exchange:
+        arrived, router = time.monotonic(), self._router
+        said = request.headers.get(CONSENT_HEADER)
+        if said is not None and said not in _CONSENT:
+            raise bad_request(f"the header {CONSENT_HEADER} is neither yes nor no", CONSENT_HEADER)
+        body, most = bytearray(), router.settings.max_body_bytes
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most:
+                raise Refusal(413, f"the body is longer than {most} bytes", "invalid_request_error")
+        ask = parse(RequestKind(request.scope["path"]), bytes(body))
+        consent = router.settings.consent_default if said is None else _CONSENT[said]
+        try:
+            exchange = Exchange(router, ask, consent, send, arrived)
+        except BadUserId as error:
+            raise bad_request(str(error), "user") from error
+        if router.settings.on_log_failure is LogFailure.REFUSE and not router.recorder.may_try():
+            raise unavailable("answers cannot be recorded: try again later")
+        return exchange
+
+    async def _run(self, exchange: Exchange, receive: Receive) -> None:
+        async def departure() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        work, gone = asyncio.create_task(exchange.run()), asyncio.create_task(departure())
+        self._running.add(work)
+        work.add_done_callback(self._running.discard)
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        if not work.cancelled():
+            work.result()
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            self._check_key(request)
+            return JSONResponse(await self._router.replicas.models())
+        except Refusal as error:
+            refusal = error
+        except RequestRefused as error:
+            refusal = refused_by_replica(error)
+        except (ReplicaUnavailable, BadResponse) as error:
+            LOG.warning("models: %s", error)
+            refusal = unavailable("no replica answers: try again later")
+        return JSONResponse(refusal.body(), refusal.status)
+
+    async def _health(self, _request: Request) -> Response:
+        canary, failing = self._router.canary, self._router.recorder.failing
+        said = {"log": "failing" if failing else "ok", "canary": {"version": canary.version, "share": canary.share}}
+        return JSONResponse(said, 503 if failing else 200)
+
+    async def _metrics(self, _request: Request) -> Response:
+        return Response(self._router.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def run(
+    kafka: KafkaSettings,
+    run: RunSettings,
+    store: StoreSettings,
+    product: ProductSettings,
+    router: RouterSettings,
+    chat: ChatSettings,
+    stop: threading.Event | None = None,
+) -> None:
+    """Serve until `stop` is set; without one, until SIGTERM or SIGINT. Then record what is in hand.
+
+    Chat is served from the run's first anchor on, whose chat template it needs; completions are served at once.
+
+    Raises:
+        KeysMissing: the product's keys are not configured, or there is no API key.
+        PortTaken: the address cannot be bound.
+        LookupError: a topic does not exist.
+        OSError, ValueError: the tokenizer cannot be read.
+    """
+    require_some(router.api_keys, "router")
+    asyncio.run(_serve(kafka, run, store, product, router, chat, stop or stop_on_signals()))
+
+
+async def _serve(
+    kafka: KafkaSettings,
+    run: RunSettings,
+    store: StoreSettings,
+    product: ProductSettings,
+    settings: RouterSettings,
+    chat: ChatSettings,
+    stop: threading.Event,
+) -> None:
+    canary, metrics = CanaryShare(run.run_id, run.branch), RouterMetrics()
+    signer, pseudonyms = Signer(product), Pseudonyms(product)
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(closing(bind(settings.host, settings.port, "router.port")))
+        decisions = stack.enter_context(LogReader(kafka, [Topic.GATE], client_id=f"{APPLICATION}-gate"))
+
+        def observe(found: Iterable[ConsumedRecord]) -> None:
+            for located in found:
+                made = located.record
+                objection = canary.observe(made) if isinstance(made, GateDecision) else located.error
+                if objection:
+                    LOG.warning("decision at %s left out: %s", located.position, objection)
+            metrics.share.set(canary.share)
+
+        async def follow() -> None:
+            with Liveness("the router", kafka.stall_timeout_s) as liveness:
+                while not stop.is_set():
+                    liveness.beat("following the gate's decisions")
+                    observe(await asyncio.to_thread(decisions.poll, POLL_S))
+
+        async def load_chat() -> None:
+            """Serve chat as soon as its format can be known."""
+            uri = settings.tokenizer or await asyncio.to_thread(anchor_of_run, kafka, run, stop)
+            if uri is not None:
+                router.chat = await asyncio.to_thread(
+                    ChatServer.load, uri, chat, settings.remembered_turns, settings.max_prompt_tokens
+                )
+
+        observe(await asyncio.to_thread(lambda: list(decisions.read_to_end())))
+        recorder = await stack.enter_async_context(open_recorder(kafka, run, store, settings))
+        replicas = Replicas(await stack.enter_async_context(open_replica_client(settings)), settings)
+        router = Router(run, settings, signer, pseudonyms, canary, replicas, recorder, metrics)
+        application = Application(router)
+        server = _Server(BoundedConfig(application.build(), settings.http, lifespan="off", grace_s=settings.grace_s))
+        LOG.info("serving run %s on http://%s:%d", run.run_id, *listener.getsockname()[:2])
+        following = asyncio.gather(follow(), load_chat())
+        tasks: list[asyncio.Future[Any]] = [asyncio.create_task(server.serve(sockets=[listener])), following]
+        # Serve and follow until one ends; then record what is in hand, and raise what ended them
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.set()
+            server.should_exit = True
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            await application.drain()
+        for result in ended:
+            if isinstance(result, BaseException):
+                raise result
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the role."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take none."""
+        yield

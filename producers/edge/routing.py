@@ -1,0 +1,196 @@
+"""Where a request of the product goes: the arm of its user, the replica that is asked, and the answer as it comes.
+
+What holds: while a version is tried, the newest CANARY decision's share of the users is in the canary arm, always the
+same ones; another candidate draws other users, so that nobody is the first to get every candidate. Of a pool the least
+loaded replica that is not being left alone after a failure is asked; closing an answer before its end closes the
+connection, by which the replica gives the request up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from tidemill.producers.config import RouterSettings
+from tidemill.producers.sampling.completion import BadResponse, ReplicaUnavailable
+from tidemill.producers.sampling.replicas import (
+    COMPLETIONS_PATH,
+    LARGEST_BODY,
+    ReplicaClient,
+    ReplicaIdentity,
+    ReplicaPool,
+    read_body,
+)
+from tidemill.schemas.gate_decisions import BranchDecisions, canary_share
+from tidemill.schemas.records import CANARY_SHARE, Arm, GateDecision, GateVerdict
+
+MODELS_PATH = "/v1/models"
+_GAVE_UP = ("abort", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Lot:
+    """The arm that a user is in, and the probability with which they are."""
+
+    arm: Arm
+    propensity: float
+
+
+class CanaryShare:
+    """The share of the version under trial on one branch of one run; 0 while there is none."""
+
+    def __init__(self, run_id: str, branch: str) -> None:
+        self._of = (run_id, branch)
+        self._branch = BranchDecisions()
+
+    @property
+    def share(self) -> float:
+        """Part of the users, 0 to 1; 0 while nothing is tried."""
+        return 0.0 if self._branch.trial is None else self._branch.trial.share
+
+    @property
+    def version(self) -> int | None:
+        """The version that is tried; None while none is."""
+        return None if self._branch.trial is None else self._branch.trial.version
+
+    def observe(self, decision: GateDecision) -> str:
+        """Take a decision in, in log order. Returns why it is not taken; else an empty string."""
+        if (decision.run_id, decision.branch) != self._of:
+            return ""
+        objection = self._branch.observe(decision)
+        if decision.verdict is GateVerdict.CANARY and canary_share(decision) is None:
+            wanted = f"a version and numbers[{CANARY_SHARE!r}] from 0 to 1"
+            said = decision.numbers.get(CANARY_SHARE, math.nan)
+            return f"a canary needs {wanted}, not {decision.version} and {said:g}"
+        return objection
+
+    def lot(self, unit: str, salt: str) -> Lot:
+        """The arm of a user.
+
+        Args:
+            unit: what is always in the same arm: a pseudonym; without one, a conversation or a single request.
+            salt: the experiment's.
+        """
+        digest = hashlib.sha256(f"{salt}\x00{self.version}\x00{unit}".encode()).digest()
+        drawn = int.from_bytes(digest[:7]) / 2**56  # uniform in [0, 1)
+        return Lot(Arm.CANARY, self.share) if drawn < self.share else Lot(Arm.STABLE, 1.0 - self.share)
+
+
+class NoPlace(ReplicaUnavailable):
+    """Every replica of a pool is being left alone after a failure."""
+
+
+Answer = tuple[ReplicaIdentity, AsyncIterator[dict[str, Any]]]
+"""Who answers, and the answer as it comes: the whole body as one document, or a document a chunk."""
+
+
+class Replicas:
+    """The replicas of both pools."""
+
+    def __init__(self, client: ReplicaClient, settings: RouterSettings) -> None:
+        self._client = client
+        self._pools = {
+            arm: ReplicaPool(addresses, settings.backoff_s, settings.backoff_limit_s)
+            for arm, addresses in ((Arm.STABLE, settings.pools.stable), (Arm.CANARY, settings.pools.canary))
+        }
+
+    @asynccontextmanager
+    async def ask(self, arm: Arm, body: bytes, *, stream: bool) -> AsyncIterator[Answer]:
+        """Have a request to `/v1/completions` answered by a replica of a pool. The answer has at least one document.
+
+        Raises:
+            NoPlace: all replicas of the pool are left alone; those of the stable pool are waited for.
+            ReplicaUnavailable: no connection, an error of the replica's, or an answer that is cut short.
+            RequestRefused: the replica says that the request is wrong.
+            BadResponse: the answer is empty, or not JSON.
+        """
+        async with (
+            self._place(arm, wait=arm is Arm.STABLE) as address,
+            self._client.request("POST", address, COMPLETIONS_PATH, body) as response,
+        ):
+            self._client.forget_other(address, response)
+            identity = await self._client.identity(address)
+            documents = _documents(response, stream)
+            try:
+                first = await anext(documents)
+            except StopAsyncIteration as error:
+                raise BadResponse("the answer is empty") from error
+
+            async def rejoined() -> AsyncIterator[dict[str, Any]]:
+                yield first
+                async for document in documents:
+                    yield document
+
+            yield identity, rejoined()
+
+    async def models(self) -> dict[str, Any]:
+        """What the stable pool serves, as OpenAI lists models. Raises ReplicaUnavailable, BadResponse."""
+        async with (
+            self._place(Arm.STABLE, wait=False) as address,
+            self._client.request("GET", address, MODELS_PATH) as response,
+        ):
+            listed = _document(await read_body(response))
+        kept = ("id", "object", "created", "owned_by", "max_model_len")
+        return {"object": "list", "data": [{name: model.get(name) for name in kept} for model in listed["data"]]}
+
+    @asynccontextmanager
+    async def _place(self, arm: Arm, wait: bool) -> AsyncIterator[str]:
+        """A place on a replica of a pool. Raises NoPlace when all are left alone, unless it is to `wait`."""
+        pool, clock = self._pools[arm], asyncio.get_running_loop().time
+        while (address := pool.pick(clock())) is None:
+            if not wait:
+                raise NoPlace(f"no replica of the {arm} pool answers")
+            await asyncio.sleep(max(0.001, pool.next_wake() - clock()))
+        try:
+            yield address
+        except ReplicaUnavailable:
+            pool.failed(address, clock())
+            raise
+        else:
+            pool.succeeded(address)
+        finally:
+            pool.release(address)
+
+
+async def _documents(response: aiohttp.ClientResponse, stream: bool) -> AsyncIterator[dict[str, Any]]:
+    """A whole body, or the documents of a stream of server-sent events up to its end mark.
+
+    Raises ReplicaUnavailable for a stream without an end mark.
+    """
+    if not stream:
+        yield _document(await read_body(response))
+        return
+    waiting, ended = b"", False
+    async for piece in response.content.iter_any():
+        *events, waiting = (waiting + piece).split(b"\n\n")
+        for event in events:
+            # What follows the end mark is read too: only a connection that was read to its end is used again.
+            ended = ended or event == b"data: [DONE]"
+            if not ended and event.startswith(b"data: "):
+                yield _document(event[6:])
+        if len(waiting) > LARGEST_BODY:
+            raise BadResponse(f"an event is longer than {LARGEST_BODY} bytes")
+    if not ended:
+        raise ReplicaUnavailable("the stream ended without its end mark")
+
+
+def _document(text: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise BadResponse("the answer is not JSON") from error
+    if not isinstance(document, dict):
+        raise BadResponse("the answer is not a JSON object")
+    choices = document.get("choices")
+    listed = choices if isinstance(choices, list) else []
+    if "error" in document or any(isinstance(one, dict) and one.get("finish_reason") in _GAVE_UP for one in listed):
+        raise ReplicaUnavailable("the engine gave the request up")
+    return document
