@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAIN = "def test_plain(): ...\n"
 FIXTURES = """
 import pytest
 from tests.conftest import broker, kafka, vllm
@@ -19,56 +18,47 @@ def topics(kafka): ...
 
 @pytest.fixture
 def engine(vllm): ...
+
+"""
+STARTS = """
+import subprocess, sys
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
+
+def test_plain(): ...
+def test_broker(tmp_path): LocalStack(StackSettings(data_dir=tmp_path)).up()
+def test_vllm(): import vllm
+def test_child(): subprocess.run([sys.executable, "-c", "import vllm.config"], check=True)
 """
 
 
-def play(folder: Path, source: str) -> tuple[int, str]:
+def play(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
     """A file of tests in the fast lane: exit status and report."""
+    monkeypatch.setenv("TIDEMILL_KAFKA__BOOTSTRAP", "kafka:9092")
     file = folder / "test_it.py"
     file.write_text(source)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.fast_lane",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(folder),
-    ]
-    done = subprocess.run([*command, str(file)], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.fast_lane", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--rootdir", str(folder), str(file)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("fixture", ["broker", "kafka", "topics", "vllm", "engine"])
-def test_one_that_needs_a_broker_or_vllm_is_left_out(fixture: str, tmp_path: Path):
-    status, report = play(tmp_path, f"{FIXTURES}{PLAIN}def test_heavy({fixture}): assert False\n")
-    assert status == 0 and "1 passed, 1 deselected" in report, report
+def test_those_that_need_a_broker_or_vllm_are_left_out_and_a_broker_elsewhere_is_not_used(tmp_path: Path, monkeypatch):
+    heavy = ("broker", "kafka", "topics", "vllm", "engine")
+    tests = "".join(f"def test_{fixture}({fixture}): assert False\n" for fixture in heavy)
+    plain = "import os\ndef test_plain(): assert 'TIDEMILL_KAFKA__BOOTSTRAP' not in os.environ\n"
+    status, report = play(tmp_path, f"{FIXTURES}{tests}{plain}", monkeypatch)
+    assert status == 0 and f"1 passed, {len(heavy)} deselected" in report, report
 
 
-STARTS = {
-    "from tidemill.compose.stack.config import StackSettings\n"
-    "from tidemill.compose.stack.kafka import LocalStack\n"
-    "def test_it(tmp_path): LocalStack(StackSettings(data_dir=tmp_path)).up()\n": "broker",
-    "def test_it(): import vllm\n": "vllm",
-    "import subprocess, sys\n"
-    "def test_it(): subprocess.run([sys.executable, '-c', 'import vllm.config'], check=True)\n": "vllm",
-}
-
-
-@pytest.mark.parametrize("source", STARTS, ids=["a broker", "vLLM", "vLLM in a child"])
-def test_one_that_starts_what_it_does_not_name_fails(source: str, tmp_path: Path):
-    status, report = play(tmp_path, PLAIN + source)
-    assert status == 1 and "1 failed, 1 passed" in report, report
-    assert f"the fast lane starts no {STARTS[source]}" in report
-
-
-def test_a_broker_elsewhere_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TIDEMILL_KAFKA__BOOTSTRAP", "kafka:9092")
-    source = "import os\ndef test_it(): assert 'TIDEMILL_KAFKA__BOOTSTRAP' not in os.environ\n"
-    status, report = play(tmp_path, source)
-    assert status == 0, report
+def test_those_that_start_what_they_do_not_name_fail(tmp_path: Path, monkeypatch):
+    status, report = play(tmp_path, STARTS, monkeypatch)
+    assert status == 1 and "3 failed, 1 passed" in report, report
+    said = report.partition("FAILURES")[2].partition("short test summary")[0]
+    for test, fixture in {"test_broker": "broker", "test_vllm": "vllm", "test_child": "vllm"}.items():
+        own = said.partition(f"_ {test} _")[2].partition("_ test_")[0]
+        assert f"the fast lane starts no {fixture}" in own, report
 
 
 def test_slow_tests_exist():
