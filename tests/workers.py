@@ -17,9 +17,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-WHOLE_LOOP = frozenset(
-    f"tests/system/test_{name}.py" for name in ("chaos", "demo", "real_time", "replay", "serving_format")
-)
+WHOLE_LOOP = frozenset(f"tests/system/test_{name}.py" for name in ("chaos", "demo", "real_time", "replay"))
 UNIT = "tests/system"
 
 
