@@ -23,6 +23,7 @@ LEFT_OUT = {"broker", "vllm"}
 ROOT = Path(__file__).resolve().parent
 SLOW: tuple[str, ...] = (
     "compose/test_plan.py::test_the_formula_is_within_15_percent_of_a_process_that_took_two_steps",
+    "compose/test_readme.py::test_a_script_that_does_not_start_is_seen",
     "compose/test_readme.py::test_every_bench_explains_itself_from_any_directory",
     "gpu/test_run.py::test_a_rehearsal_runs_every_check",
     "kernels/test_triton.py",
