@@ -33,6 +33,10 @@ SMALL = [
     "midtrain.threads=1",
     "demo.start_timeout_s=600",
     "demo.stall_timeout_s=600",
+    # A replica that is killed may take minutes to come back, where other tests run beside; its episodes wait for it.
+    "feed.deadline_s=600",
+    "feed.eval_deadline_s=600",
+    "rollout.episode_timeout_s=600",
 ]
 """A demonstration that is quick, and whose model answers now and then."""
 TIMEOUT_S = 2400.0
