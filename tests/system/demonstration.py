@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,7 +101,7 @@ def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str, 
     """Run one to its end, looking at its processes meanwhile.
 
     Args:
-        kill_after: once the demonstration has said this, every role that runs is killed.
+        kill_after: once what the demonstration said matches this, every role that runs is killed.
     """
     output, log = data_dir / "summary.json", data_dir / "demo.log"
     command = demo_command(data_dir, settings, "--json", str(output), *arguments)
@@ -113,7 +114,7 @@ def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str, 
         while process.poll() is None:
             assert time.monotonic() < deadline, log.read_text()
             look(process.pid, connections)
-            if kill_after and not killed and kill_after in log.read_text():
+            if kill_after and not killed and re.search(kill_after, log.read_text()):
                 running = {role: child for child in descendants(process.pid) if (role := role_of(child))}
                 for child in running.values():
                     child.kill()
