@@ -1,6 +1,7 @@
 """Records for tests: a test says what it is about, and everything else has a neutral value.
 
     build(Manifest, version=3, parent=2)
+    member_of(rollout, partition=1, offset=7)
 
 A field that is not given has its own default; else what follows from the given ones (`RELATED`: the parent of version 3
 is 2); else the value of `BY_NAME`; else the neutral one of its type: "", 0, 0.0, False, b"", an empty list or
@@ -16,7 +17,8 @@ from dataclasses import MISSING, fields
 from enum import Enum
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tidemill.schemas.records import Group, Manifest, Rollout, Task, TrainStep, WeightAck
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.records import Group, GroupMember, Manifest, Rollout, Task, TrainStep, WeightAck
 
 R = TypeVar("R")
 
@@ -88,3 +90,12 @@ def neutral(name: str, hint: Any) -> Any:
         return next(iter(kind))
     assert kind in (str, int, float, bool, bytes, list, dict), f"give {name}: there is no neutral {hint}"
     return kind()
+
+
+def member_of(played: Rollout, partition: int = 0, offset: int = 0, **given: Any) -> GroupMember:
+    """What a group holds of a rollout; without a reward it has no advantage, else one of 0."""
+    same = ("rollout_id", "status", "reward", "success", "sampled_tokens", "version_min", "version_max")
+    place = {"topic": Topic.ROLLOUTS.value, "partition": partition, "offset": offset}
+    advantage = None if played.reward is None else 0.0
+    of_rollout = {name: getattr(played, name) for name in same}
+    return build(GroupMember, **{"advantage": advantage, **place, **of_rollout, **given})

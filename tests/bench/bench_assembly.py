@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from stream_support import CODEC, FAR_AWAY_US, RUN_ID, fresh_topics, rollout
 

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 from join_support import feedback, interaction
+from measuring import peak_bytes
 from stream_support import RUN_ID, fresh_topics, rollout, stream_process
 
 from tests.consumers.product_support import interaction as answer
@@ -177,12 +178,6 @@ def peak(role: Role, bootstrap: str, count: int) -> int:
         return role.work(kafka, count, Path(directory))
 
 
-def high_water(pid: int) -> int:
-    """Peak of a process's resident memory so far, in bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
-
-
 def segment(number: int) -> Segment:
     """Tokens that do not compress."""
     generator = np.random.default_rng(number)
@@ -238,7 +233,7 @@ def of_stream(processor: ProcessorName, output: Topic, kafka: KafkaSettings, cou
 
         wait_for(done, worker.process)
         assert worker.process is not None
-        return high_water(worker.process.pid)
+        return peak_bytes(worker.process.pid)
 
 
 def of_assembly(kafka: KafkaSettings, count: int, directory: Path) -> int:
@@ -345,7 +340,7 @@ def until_done(program: str, settings: Sequence[Any]) -> int:
         assert process.stdout is not None
         if not process.stdout.readline():
             raise RuntimeError("the role ended before it had done")
-        return high_water(process.pid)
+        return peak_bytes(process.pid)
 
 
 @contextmanager
@@ -373,7 +368,7 @@ def of_sink(kafka: KafkaSettings, count: int, directory: Path) -> int:
     write_rollouts(kafka, range(count))
     with sink_process(kafka, directory) as (process, settings):
         wait_for(lambda: rows(settings) >= count, process)
-        return high_water(process.pid)
+        return peak_bytes(process.pid)
 
 
 def of_reader(kafka: KafkaSettings, count: int, _directory: Path) -> int:
@@ -384,7 +379,7 @@ def of_reader(kafka: KafkaSettings, count: int, _directory: Path) -> int:
         assert process.stdout is not None
         if int(process.stdout.readline()) != count:
             raise RuntimeError("the reader did not read every record once")
-        return high_water(process.pid)
+        return peak_bytes(process.pid)
 
 
 ROLES: dict[str, Role] = {

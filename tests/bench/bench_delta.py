@@ -28,13 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 from bench_prefix import groups_of, model_of, sizes
+from measuring import log_at, peak_bytes, say
 from recency import BYTES_PER_ELEMENT, RecencyContexts
 from safetensors.torch import save_file
 from synthetic import synthetic_change, synthetic_steps
 
 from tests.kernels.encoding import encode_delta, encode_tensor
-from tidemill.compose.stack.config import StackSettings
-from tidemill.compose.stack.kafka import LocalStack
 from tidemill.kernels.comparison import DeltaReport, compare
 from tidemill.kernels.delta import BLOCK_ELEMENTS, CodecSettings, TensorChange, apply_change, decode_delta, resolve
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
@@ -61,12 +60,6 @@ MEGA = 1e6
 GIGA = 1e9
 
 
-def report(figure: str, **values: object) -> None:
-    """Print one JSON line; numbers with four significant digits."""
-    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
-    print(json.dumps({"figure": figure, **rounded}), flush=True)
-
-
 def gb_per_second(n_bytes: int, work: Callable[[], object], runs: int) -> float:
     """Median throughput of `work` over `n_bytes`, by processor time, after one run to warm up."""
     work()
@@ -83,7 +76,7 @@ def report_size(figure: str, result: DeltaReport, **told: object) -> None:
     speeds = {"encode_gb_s": result.encode_gb_per_second, "apply_gb_s": result.apply_gb_per_second}
     for dtype, size in result.by_dtype.items():
         per_changed = max(1, size.changed)
-        report(
+        say(
             figure,
             dtype=dtype,
             **told,
@@ -104,7 +97,7 @@ def report_against(result: DeltaReport, others: Iterable[dict[str, Any]], **told
     """One line for each other format, of all element types together."""
     total = result.total
     for other in (*map(asdict, result.against), *others):
-        report(
+        say(
             "against",
             format=other["name"],
             **told,
@@ -120,12 +113,12 @@ def report_against(result: DeltaReport, others: Iterable[dict[str, Any]], **told
 def arc(python: Path | None, base: Path, target: Path) -> Iterator[dict[str, Any]]:
     """What Fireworks' codec takes for two files; nothing, and a word on it, without an interpreter that has it."""
     if python is None:
-        report("against", format="fireworks arc_v3", left_out="no --arc-python was given")
+        say("against", format="fireworks arc_v3", left_out="no --arc-python was given")
         return
     script = Path(__file__).with_name("arc_codec.py")
     done = subprocess.run([python, script, base, target], capture_output=True, text=True, check=False)
     if done.returncode:
-        report("against", format="fireworks arc_v3", failed=done.stderr.strip().splitlines()[-1])
+        say("against", format="fireworks arc_v3", failed=done.stderr.strip().splitlines()[-1])
         return
     yield json.loads(done.stdout)
 
@@ -162,7 +155,7 @@ def measure_small(chosen: argparse.Namespace) -> None:
                 result = compare(changes, CodecSettings(coder=chosen.coder))
                 alone = sum(len(block) for change in changes for block in encode_tensor(*change))
                 total = result.total
-                report(
+                say(
                     "small",
                     dtype=dtype,
                     lr=learning_rate,
@@ -239,7 +232,7 @@ def _speed_of(change: TensorChange, learning_rate: float, runs: int) -> None:
     copied, applied = speed(lambda: np.copyto(held, old)), speed(revert_and_apply)
     if not np.array_equal(held, change.new_bits):
         raise AssertionError("the round trip is not bit-equal")
-    report(
+    say(
         "speed",
         dtype=change.dtype,
         lr=learning_rate,
@@ -275,17 +268,17 @@ def measure_memory_point(chosen: argparse.Namespace) -> None:
     begin = time.process_time()
     encoded = [len(chunk) for chunk in encode_delta(1, 0, changes, settings)]
     encode_seconds = time.process_time() - begin
-    encode_peak, before_apply = _peak() - before, _reset_peak()
+    encode_peak, before_apply = peak_bytes() - before, _reset_peak()
     result = compare(changes, settings)
     dense = sum(change.old_bits.nbytes for change in changes)
-    report(
+    say(
         "memory",
         block_elements=chosen.block,
         elements=result.total.elements,
         lr=learning_rate,
         density=result.total.density,
         encode_peak_mb=encode_peak / MEGA,
-        encode_and_apply_peak_mb=(_peak() - before_apply) / MEGA,
+        encode_and_apply_peak_mb=(peak_bytes() - before_apply) / MEGA,
         dense_mb=dense / MEGA,
         encode_seconds=encode_seconds,
         apply_seconds=dense / result.apply_gb_per_second / GIGA,
@@ -294,17 +287,11 @@ def measure_memory_point(chosen: argparse.Namespace) -> None:
     )
 
 
-def _peak() -> int:
-    """Peak resident bytes since `_reset_peak`."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text("utf-8").splitlines())
-    return int(status["VmHWM"].split()[0]) << 10
-
-
 def _reset_peak() -> int:
     """Resident bytes now, from which the peak is counted anew; what the allocator holds back of freed memory is not."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", "utf-8")
-    return _peak()
+    return peak_bytes()
 
 
 def measure_recency(chosen: argparse.Namespace) -> None:
@@ -330,7 +317,7 @@ def _report_recency(versions: Iterable[Iterable[TensorChange]], steps: int, **to
                 contexts.measure(change)
             contexts.observe(change)
     plain, known = contexts.bounds()
-    report(
+    say(
         "recency",
         **told,
         versions_seen=steps - 1,
@@ -350,9 +337,8 @@ def measure_beside(chosen: argparse.Namespace) -> None:
     longer a round took than one without a publication. All are medians.
     """
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        broker = LocalStack(StackSettings(data_dir=Path(directory, "stack")))
-        stack.callback(broker.down)
-        kafka, run, store = KafkaSettings(bootstrap=broker.up().bootstrap), RunSettings(), StoreSettings(root=directory)
+        bootstrap = stack.enter_context(log_at(None, Path(directory, "stack")))
+        kafka, run, store = KafkaSettings(bootstrap=bootstrap), RunSettings(), StoreSettings(root=directory)
         create_topics(kafka)
         model = chosen.model or Path(directory, "model")
         if chosen.model is None:
@@ -384,11 +370,11 @@ def measure_beside(chosen: argparse.Namespace) -> None:
             weights.published()
             weights.snapshot()
             seconds = time.monotonic() - begun
-            rounds[kind].append((seconds, (_peak() - before) / MEGA, *weights.publish_costs.values()))
-            report("round", publication=kind, seconds=seconds)
+            rounds[kind].append((seconds, (peak_bytes() - before) / MEGA, *weights.publish_costs.values()))
+            say("round", publication=kind, seconds=seconds)
         medians = {kind: [*map(statistics.median, zip(*found[1:], strict=True))] for kind, found in rounds.items()}
         for kind, (seconds, peak, published, waited) in medians.items():
-            report(
+            say(
                 "beside",
                 publication=kind,
                 rounds=chosen.runs,

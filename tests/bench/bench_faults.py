@@ -16,11 +16,11 @@ import time
 import uuid
 from pathlib import Path
 
+from measuring import log_at
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.consumers.replica_faults import STORIES, Site
-from tidemill.compose.stack.config import StackSettings
-from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.config import KafkaSettings
 
 
@@ -46,16 +46,11 @@ def main() -> None:
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
         root = Path(name)
-        stack = None if arguments.bootstrap else LocalStack(StackSettings(data_dir=root / "stack", heap_mb=320))
-        try:
-            bootstrap = arguments.bootstrap if stack is None else stack.up(lambda _: None).bootstrap
+        with log_at(arguments.bootstrap, root / "stack") as bootstrap:
             for fault in STORIES:
                 directory = root / fault.replace(" ", "-")
                 directory.mkdir()
                 tell(fault, bootstrap, directory)
-        finally:
-            if stack is not None:
-                stack.down(lambda _: None)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,8 @@ from pathlib import Path
 
 import aiohttp
 from confluent_kafka import Producer
+from measuring import free_port, log_at, until_up
 
-from tidemill.compose.stack.config import StackSettings
-from tidemill.compose.stack.kafka import LocalStack
 from tidemill.producers.feedback import AsyncFeedbackProducer, FeedbackProducer
 from tidemill.producers.feedback.event import FeedbackMaker, Report
 from tidemill.producers.product.settings import ProductSettings
@@ -42,7 +41,6 @@ from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.http_room import bind
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.client_settings import producer_settings
 from tidemill.schemas.log.producer import partition_of
@@ -173,9 +171,7 @@ async def post_all(url: str, bodies: list[bytes], events: int, clients: int) -> 
 @contextmanager
 def gateway(load: Load) -> Iterator[str]:
     """A gateway process whose caps nobody meets."""
-    with bind("127.0.0.1", 0, "gateway.port") as free:
-        port = free.getsockname()[1]
-    keys = load.product.revealed()
+    port, keys = free_port(), load.product.revealed()
     environment = {
         **os.environ,
         "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps(keys["signing_keys"]),
@@ -189,24 +185,11 @@ def gateway(load: Load) -> Iterator[str]:
     where = ["--bootstrap", load.kafka.bootstrap, "--topic-prefix", load.kafka.topic_prefix]
     process = subprocess.Popen([*command, *where], env=environment, stderr=subprocess.DEVNULL)
     try:
-        asyncio.run(answering(f"http://127.0.0.1:{port}/healthz", process))
+        asyncio.run(until_up(f"http://127.0.0.1:{port}/healthz", process))
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait()
-
-
-async def answering(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_S
-    async with aiohttp.ClientSession() as session:
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, "the gateway does not answer"
-            try:
-                async with session.get(url) as answer:
-                    if answer.status == 200:
-                        return
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.05)
 
 
 def measure(load: Load, rounds: int) -> dict[str, list[Measured]]:
@@ -245,17 +228,12 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16, help="connections to the gateway")
     parser.add_argument("--batch", type=int, default=100, help="events of one batch request")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        stack = LocalStack(StackSettings(data_dir=Path(directory), heap_mb=384))
-        try:
-            bootstrap = arguments.bootstrap or stack.up().bootstrap
-            kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=f"bench{os.getpid()}.")
-            create_topics(kafka)
-            load = Load.of(kafka, arguments.events, arguments.clients, arguments.batch)
-            for line in report(measure(load, arguments.rounds)):
-                print(json.dumps(line), flush=True)
-        finally:
-            stack.down()
+    with tempfile.TemporaryDirectory() as directory, log_at(arguments.bootstrap, Path(directory)) as bootstrap:
+        kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=f"bench{os.getpid()}.")
+        create_topics(kafka)
+        load = Load.of(kafka, arguments.events, arguments.clients, arguments.batch)
+        for line in report(measure(load, arguments.rounds)):
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

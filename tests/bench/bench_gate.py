@@ -10,17 +10,16 @@ betting stand, on the same data, a two-sample t-test as for a single look, and a
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
+from measuring import say
 
 from tests.streams.gate.gate_support import (
     QUICK,
@@ -37,10 +36,6 @@ ALPHA = 0.05
 MIXTURE_SCALE = 0.2
 """Standard deviation of the normal mixture over effects, for the mixture SPRT."""
 Draw = Callable[[np.random.Generator, int], np.ndarray]
-
-
-def say(figure: str, **values: Any) -> None:
-    print(json.dumps({"figure": figure, **values}), flush=True)
 
 
 def bet(arms: Sequence[int], values: np.ndarray, share: float, side: Side) -> int | None:

@@ -28,10 +28,9 @@ from pathlib import Path
 
 import aiohttp
 import uvicorn
+from measuring import free_port, log_at, until_up
 from pydantic import SecretStr
 
-from tidemill.compose.stack.config import StackSettings
-from tidemill.compose.stack.kafka import LocalStack
 from tidemill.producers.config import GatewaySettings
 from tidemill.producers.edge.gateway import application
 from tidemill.producers.product.settings import ProductSettings
@@ -158,26 +157,12 @@ def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-async def answering(url: str) -> None:
-    deadline = time.monotonic() + START_S
-    async with aiohttp.ClientSession() as session:
-        while True:
-            assert time.monotonic() < deadline, "the gateway does not answer"
-            try:
-                async with session.get(f"{url}/healthz") as answer:
-                    if answer.status == 200:
-                        return
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.05)
-
-
 def measure(kafka: KafkaSettings, kind: str, sockets: int, seconds: float) -> dict[str, object]:
-    with bind("127.0.0.1", 0, "gateway.port") as free:
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     with child("--be", "gateway", "--kind", kind, "--port", str(port), "--bootstrap", kafka.bootstrap,
-               "--prefix", kafka.topic_prefix):  # fmt: skip
-        asyncio.run(answering(url))
+               "--prefix", kafka.topic_prefix) as gateway:  # fmt: skip
+        asyncio.run(until_up(f"{url}/healthz", gateway))
         asyncio.run(ask(url, 1.0))
         if sockets:
             with child("--be", "sockets", "--port", str(port), "--sockets", str(sockets)) as holding:
@@ -210,16 +195,12 @@ def main() -> None:
     if arguments.be == "sockets":
         asyncio.run(hold(arguments.port, arguments.sockets))
         return
-    with tempfile.TemporaryDirectory() as directory:
-        stack = LocalStack(StackSettings(data_dir=Path(directory), heap_mb=256))
-        try:
-            kafka = kafka.model_copy(update={"bootstrap": arguments.bootstrap or stack.up().bootstrap})
-            create_topics(kafka)
-            for kind in ("plain", "bounded"):
-                for sockets in (0, arguments.sockets):
-                    print(json.dumps(measure(kafka, kind, sockets, arguments.seconds)), flush=True)
-        finally:
-            stack.down()
+    with tempfile.TemporaryDirectory() as directory, log_at(arguments.bootstrap, Path(directory)) as bootstrap:
+        kafka = kafka.model_copy(update={"bootstrap": bootstrap})
+        create_topics(kafka)
+        for kind in ("plain", "bounded"):
+            for sockets in (0, arguments.sockets):
+                print(json.dumps(measure(kafka, kind, sockets, arguments.seconds)), flush=True)
 
 
 if __name__ == "__main__":

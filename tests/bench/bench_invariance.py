@@ -29,7 +29,8 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
 
-from bench_prefix import groups_of, model_of, say, sizes  # noqa: E402
+from bench_prefix import groups_of, model_of, sizes  # noqa: E402
+from measuring import say  # noqa: E402
 
 WAYS = (False, True)
 

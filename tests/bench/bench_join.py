@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench_assembly import SESSION_S, cpu_s, held
 from join_support import CODEC, RUN_ID, SECOND_US, feedback, interaction

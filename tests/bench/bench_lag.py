@@ -27,18 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measuring import say
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
 
 PROMPT, VOCABULARY = 12, 160
 View = dict[str, np.ndarray]
-
-
-def say(figure: str, **values: Any) -> None:
-    """Print one JSON line; numbers with three significant digits."""
-    rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in values.items()}
-    print(json.dumps({"figure": figure, **rounded}), flush=True)
 
 
 def noisy(view: View, share: float, seed: int) -> View:

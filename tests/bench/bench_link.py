@@ -35,6 +35,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "system"), str(HERE.parent / "consumers"), str(HERE.parents[1])]
+from measuring import say  # noqa: E402
 from network.regions import Region, Regions  # noqa: E402 - the helpers are modules beside the tests
 from network.shape import LinkShape  # noqa: E402
 from weight_log import WeightLog  # noqa: E402
@@ -70,12 +71,6 @@ class Place:
     outside: str
     """The broker's address, as the region sees it."""
     directory: Path
-
-
-def report(figure: str, **values: object) -> None:
-    """Print one JSON line; numbers with four significant digits."""
-    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
-    print(json.dumps({"figure": figure, **rounded}), flush=True)
 
 
 @contextmanager
@@ -196,7 +191,7 @@ def measure_rate(place: Place, link: LinkShape, elements: int, versions: int) ->
                 bits = replaced(bits, random, 0.05)
                 arrivals.append(arrival(publisher, version, bits, reader, rate))
     n_bytes = int(statistics.median(each.n_bytes for each in arrivals))
-    report(
+    say(
         "link", backend=place.regions.backend, bits_per_second=rate, round_trip_ms=2 * link.delay_ms,
         delta_bytes=n_bytes, versions=versions, seconds=statistics.median(each.seconds for each in arrivals),
         worst_seconds=max(each.seconds for each in arrivals), bound_seconds=bound_seconds(n_bytes, rate),
@@ -222,7 +217,7 @@ def arrival(publisher: WeightPublisher, version: int, bits: np.ndarray, reader: 
     published = time.time()
     said = reader.next()
     seconds, bound = said["at"] - begun, bound_seconds(n_bytes, rate)
-    report(
+    say(
         "version", bits_per_second=rate, version=version, delta_bytes=n_bytes, seconds=seconds, bound_seconds=bound,
         ratio=seconds / bound, publish_seconds=published - begun, fetch_seconds=said["fetch_seconds"],
     )  # fmt: skip
@@ -269,7 +264,7 @@ def measure_shards(place: Place, link: LinkShape, elements: int, versions: int) 
                 decoded.append(reader.next())
         seconds = statistics.median(said["seconds"] for said in decoded)
         one = one or seconds
-        report(
+        say(
             "shards", backend=place.regions.backend, round_trip_ms=2 * link.delay_ms, loss=link.loss,
             shards=shards, connections=connections,
             partitions=len(partitions), delta_bytes=int(statistics.median(sizes)), seconds=seconds,

@@ -14,12 +14,11 @@ figure, with everything needed beside it: seeds, learning rate, control, rollout
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from measuring import demonstration, say
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.query import ask
@@ -39,20 +38,6 @@ FEW_EVALUATIONS = ("--set", "feed.eval_tasks=8", "--set", "feed.eval_every=0")
 """For the figures that are not about learning."""
 
 
-def demo(data_dir: Path, name: str, *arguments: str) -> Summary:
-    """Run one demonstration; its summary."""
-    output = data_dir / f"{name}.json"
-    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--act", "one", "--json", str(output)]
-    with (data_dir / f"{name}.log").open("wb") as log:
-        subprocess.run([*command, "--data-dir", str(data_dir), *arguments], stdout=log, stderr=log, check=True)
-    return json.loads(output.read_text("utf-8"))
-
-
-def figure(name: str, **values: object) -> None:
-    """Print one figure."""
-    print(json.dumps({"figure": name, **values}), flush=True)
-
-
 def kept(summary: Summary) -> Summary:
     """What a figure shows of a summary."""
     return {key: summary[key] for key in KEPT}
@@ -62,22 +47,22 @@ def learning(options: argparse.Namespace) -> None:
     """Held-out success before and after, by seed."""
     summaries = [run(options, f"seed-{seed}", seed) for seed in options.seeds]
     for summary in summaries:
-        figure("held_out_success", **kept(summary), **query(summary, PROCESSES))
+        say("held_out_success", **kept(summary), **query(summary, PROCESSES))
     rates = {key: [s[key] for s in summaries] for key in ("held_out_before", "held_out_after", "loop_seconds")}
-    figure("held_out_success_by_seed", seeds=len(summaries), **rates)
+    say("held_out_success_by_seed", seeds=len(summaries), **rates)
 
 
 def control(options: argparse.Namespace) -> None:
     """The same run with rewards permuted within each group."""
     for seed in options.seeds:
-        figure("shuffled_control", **kept(run(options, f"shuffled-{seed}", seed, "--shuffle-rewards")))
+        say("shuffled_control", **kept(run(options, f"shuffled-{seed}", seed, "--shuffle-rewards")))
 
 
 def run(options: argparse.Namespace, name: str, seed: int, *arguments: str) -> Summary:
     """One run with the shared options."""
     steps = [] if options.steps is None else ["--steps", str(options.steps)]
     model = [] if options.model is None else ["--model", str(options.model)]
-    return demo(options.data_dir, name, "--seed", str(seed), *steps, *model, *arguments)
+    return demonstration(options.data_dir, name, "--act", "one", "--seed", str(seed), *steps, *model, *arguments)
 
 
 def formats(options: argparse.Namespace) -> None:
@@ -85,7 +70,7 @@ def formats(options: argparse.Namespace) -> None:
     for form in options.formats:
         for seed in options.seeds:
             summary = run(options, f"{form}-{seed}", seed, "--set", f"trainer.serving_format={form}")
-            figure("reward_curve", serving_format=form, **kept(summary), **query(summary, CURVE))
+            say("reward_curve", serving_format=form, **kept(summary), **query(summary, CURVE))
 
 
 def overlap(options: argparse.Namespace) -> None:
@@ -95,8 +80,8 @@ def overlap(options: argparse.Namespace) -> None:
         summary = run(options, mode, options.seeds[0], f"--{mode}", *FEW_EVALUATIONS)
         shared = query(summary, "overlap")
         rates[mode] = summary["rollouts_trained"] / training_seconds(summary)
-        figure("overlap", mode=mode, **shared, samples_per_s=round(rates[mode], 2), steps=summary["versions"])
-    figure("samples_per_s_async_over_sync", ratio=round(rates["async"] / rates["sync"], 3))
+        say("overlap", mode=mode, **shared, samples_per_s=round(rates[mode], 2), steps=summary["versions"])
+    say("samples_per_s_async_over_sync", ratio=round(rates["async"] / rates["sync"], 3))
 
 
 def query(summary: Summary, sql: str) -> dict[str, Any]:
@@ -140,7 +125,7 @@ def lag(options: argparse.Namespace) -> None:
         tokens = {int(k): v for k, v in summary["policy_lag_tokens"].items()}
         total = sum(tokens.values())
         shares = {k: round(v / total, 4) for k, v in sorted(tokens.items())}
-        figure("policy_lag", variant=name, bound=summary["policy_lag_bound"], max=max(tokens), shares=shares)
+        say("policy_lag", variant=name, bound=summary["policy_lag_bound"], max=max(tokens), shares=shares)
 
 
 def main() -> None:

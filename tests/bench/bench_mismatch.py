@@ -20,7 +20,8 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "trainer"), str(Path(__file__).parents[2])]
 
-from bench_prefix import groups_of, model_of, say, sizes  # noqa: E402
+from bench_prefix import groups_of, model_of, sizes  # noqa: E402
+from measuring import say  # noqa: E402
 
 
 def step(options: argparse.Namespace) -> Any:

@@ -24,9 +24,11 @@ from typing import Any
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "trainer"), str(Path(__file__).parents[2])]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "trainer"), str(HERE.parents[1])]
 
 from conftest import trainable_group  # noqa: E402
+from measuring import log_at, peak_bytes  # noqa: E402
 
 SMALL = {
     "vocab_size": 16_000, "hidden_size": 512, "num_hidden_layers": 4, "head_dim": 64, "num_attention_heads": 8,
@@ -55,7 +57,7 @@ def take_steps(directory: str, chosen: argparse.Namespace) -> None:
     from tidemill.trainer.trainable import TopicProgress
     from tidemill.trainer.trained_weights import TrainedWeights
 
-    imported, settings = resident_mb(), trainer_settings(chosen)
+    imported, settings = peak_bytes() / MIB, trainer_settings(chosen)
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(directory)
     model, reference = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
@@ -87,7 +89,7 @@ def take_steps(directory: str, chosen: argparse.Namespace) -> None:
                 weights.published()
                 weights.save(CheckpointState(run.run_id, run.branch, STEPS, STEPS, made, "", TopicProgress()), ())
                 weights.let_go()
-    print(json.dumps({"imported_mb": imported, "measured_mb": resident_mb()}))
+    print(json.dumps({"imported_mb": imported, "measured_mb": peak_bytes() / MIB}))
 
 
 def trainer_settings(chosen: argparse.Namespace) -> Any:
@@ -101,12 +103,6 @@ def trainer_settings(chosen: argparse.Namespace) -> Any:
         checkpoint_activations=chosen.checkpointed,
         score_older_every=STEPS,
     )
-
-
-def resident_mb() -> float:
-    """The most MiB that this process has had resident. Its `ru_maxrss` begins with those of the process before it."""
-    (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(peak.split()[1]) * 1024 / MIB
 
 
 def long_group(rollouts: int, tokens: int, vocabulary: int, prompt: int) -> Any:
@@ -203,19 +199,10 @@ def main() -> None:
     if chosen.take_steps:
         take_steps(chosen.take_steps, chosen)
         return
-    from tidemill.compose.stack.config import StackSettings
-    from tidemill.compose.stack.kafka import LocalStack
-
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder:
         root = Path(folder)
-        if chosen.bootstrap:
-            compare_all(chosen, chosen.bootstrap, root)
-            return
-        stack = LocalStack(StackSettings(data_dir=root / "stack", heap_mb=320))
-        try:
-            compare_all(chosen, stack.up(lambda _: None).bootstrap, root)
-        finally:
-            stack.down(lambda _: None)
+        with log_at(chosen.bootstrap, root / "stack") as bootstrap:
+            compare_all(chosen, bootstrap, root)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measuring import say
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
@@ -34,12 +35,6 @@ sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.pare
 FORMATS = ("bf16", "fp8_blocks", "mxfp8", "nvfp4")
 PROMPTS = 4
 """Questions, each answered equally often: a group of rollouts."""
-
-
-def say(figure: str, **values: Any) -> None:
-    """Print one JSON line; numbers with four significant digits."""
-    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
-    print(json.dumps({"figure": figure, **rounded}), flush=True)
 
 
 def held_in(directory: Path, form: str) -> Any:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measuring import say
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "trainer"), str(Path(__file__).parents[2])]
 
@@ -34,12 +35,6 @@ SMOLLM2_135M = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "max_position_embeddings": 8192,
 }  # fmt: skip
 SHAPES = ("8x54+20", "16x1000+100")
-
-
-def say(figure: str, **values: Any) -> None:
-    """Print one JSON line; numbers with four significant digits."""
-    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
-    print(json.dumps({"figure": figure, **rounded}), flush=True)
 
 
 def sizes(shape: str) -> tuple[int, int, int]:

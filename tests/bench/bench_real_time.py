@@ -11,13 +11,12 @@ figure, with everything needed beside it: seed, control, answers behind a rate, 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from measuring import demonstration, say
 
 Summary = dict[str, Any]
 
@@ -30,27 +29,14 @@ KEPT = (
 )  # fmt: skip
 
 
-def demo(data_dir: Path, name: str, *arguments: str) -> Summary:
-    """Run one demonstration; its summary."""
-    output = data_dir / f"{name}.json"
-    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--json", str(output)]
-    with (data_dir / f"{name}.log").open("wb") as log:
-        subprocess.run([*command, "--data-dir", str(data_dir), *arguments], stdout=log, stderr=log, check=True)
-    return json.loads(output.read_text("utf-8"))
-
-
-def figure(name: str, **values: object) -> None:
-    """Print one figure."""
-    print(json.dumps({"figure": name, **values}), flush=True)
-
-
 def learnt_model(options: argparse.Namespace) -> Path:
     """The model that users meet: the given one, or the newest anchor of a first act."""
     if options.model is not None:
         return options.model
     model = options.data_dir / "model"
     if not model.exists():
-        summary = demo(options.data_dir, "first-act", "--act", "one", "--set", "trainer.publish.anchor_every=5")
+        first = ("--act", "one", "--set", "trainer.publish.anchor_every=5")
+        summary = demonstration(options.data_dir, "first-act", *first)
         anchors = Path(summary["data_dir"]).glob("store/*/anchors/main/v*")
         shutil.copytree(max(anchors, key=lambda path: int(path.name[1:])), model)
     return model
@@ -60,24 +46,24 @@ def runs(options: argparse.Namespace, name: str, *arguments: str) -> list[Summar
     """One second act a seed, from one model."""
     model = learnt_model(options)
     more = ["--act", "two", "--model", str(model), *arguments, *options.demo]
-    return [demo(options.data_dir, f"{name}-{seed}", "--seed", str(seed), *more) for seed in options.seeds]
+    return [demonstration(options.data_dir, f"{name}-{seed}", "--seed", str(seed), *more) for seed in options.seeds]
 
 
 def learning(options: argparse.Namespace) -> None:
     """Held-out users' satisfaction and the simulated skill, before and after, by seed."""
     summaries = runs(options, "learning")
     for summary in summaries:
-        figure("satisfaction", **{key: summary[key] for key in KEPT})
+        say("satisfaction", **{key: summary[key] for key in KEPT})
     names = ("satisfaction_before", "satisfaction_after", "held_out_before_online", "held_out_after_online")
     by_seed = {name: [summary[name] for summary in summaries] for name in names}
     latency = [summary["feedback_to_served_s"] for summary in summaries]
-    figure("satisfaction_by_seed", seeds=options.seeds, **by_seed, feedback_to_served_s=latency)
+    say("satisfaction_by_seed", seeds=options.seeds, **by_seed, feedback_to_served_s=latency)
 
 
 def control(options: argparse.Namespace) -> None:
     """The same run with users' votes exchanged among each other."""
     for summary in runs(options, "control", "--shuffle-thumbs"):
-        figure("shuffled_thumbs", **{key: summary[key] for key in KEPT})
+        say("shuffled_thumbs", **{key: summary[key] for key in KEPT})
 
 
 def main() -> None:

@@ -23,12 +23,10 @@ import time
 import tomllib
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tidemill.compose.stack.config import StackSettings
-from tidemill.compose.stack.kafka import LocalStack
+from measuring import demonstration, log_at
 
 SMALL = (
     "midtrain.steps=80",
@@ -62,36 +60,22 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, help="where a new demonstration keeps its data")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as scratch:
-        directory = options.demo or demonstration(options.data_dir or Path(scratch), options.seed, options.steps)
+        directory = options.demo or played(options.data_dir or Path(scratch), options.seed, options.steps)
         settings = tomllib.loads((directory / "settings.toml").read_text("utf-8"))
         about = {"run_id": settings["run"]["run_id"], "seed": settings["run"]["seed"]}
         shift_s = LEFT_S - settings["feed"]["deadline_s"]
-        with log_of(directory) as bootstrap:
+        with log_at(None, directory / "kafka") as bootstrap:
             replay = Replay(directory / "settings.toml", bootstrap)
             for line in figures(replay, options.last, shift_s):
                 print(json.dumps({**line, **about}), flush=True)
 
 
-def demonstration(data_dir: Path, seed: int, steps: int) -> Path:
-    """Run one; its directory."""
+def played(data_dir: Path, seed: int, steps: int) -> Path:
+    """Run a demonstration; its directory."""
     data_dir.mkdir(parents=True, exist_ok=True)
-    output = data_dir / "summary.json"
     assignments = [part for setting in SMALL for part in ("--set", setting)]
-    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--act", "one", "--json", str(output)]
-    options = ["--data-dir", str(data_dir), "--seed", str(seed), "--steps", str(steps)]
-    with (data_dir / "demo.log").open("wb") as log:
-        subprocess.run([*command, *options, *assignments], stdout=log, stderr=log, check=True)
-    return Path(json.loads(output.read_text("utf-8"))["data_dir"])
-
-
-@contextmanager
-def log_of(directory: Path) -> Iterator[str]:
-    """The address of the Kafka of a demonstration that has ended, over its data, for the length of the context."""
-    stack = LocalStack(StackSettings(data_dir=directory / "kafka"))
-    try:
-        yield stack.up().bootstrap
-    finally:
-        stack.down()
+    options = ("--act", "one", "--seed", str(seed), "--steps", str(steps), *assignments)
+    return Path(demonstration(data_dir, "demo", *options)["data_dir"])
 
 
 class Replay:

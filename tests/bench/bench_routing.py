@@ -17,7 +17,6 @@ median ratio.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,17 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measuring import say
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
 
 PROMPT = 32
-
-
-def say(figure: str, **values: Any) -> None:
-    """Print one JSON line; numbers with three significant digits."""
-    rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in values.items()}
-    print(json.dumps({"figure": figure, **rounded}), flush=True)
 
 
 def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) -> None:

@@ -257,7 +257,7 @@ def timed(act: Callable[[], object]) -> float:
 def look_with(browser: Browser) -> Look:
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(60_000)
-    return Look(context.new_page(), context, Path())
+    return Look(context.new_page(), context)
 
 
 def measure_views(rollouts: int, seed: int, times: int, folder: Path) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import sys
 import tempfile
 import threading
 import time
@@ -21,8 +22,11 @@ from pathlib import Path
 
 import aiohttp
 import httpx
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.producers.rollout.agents import byte_tokenizer
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.rollout import worker
 from tidemill.producers.sampling.completion import Sampling, request_body
@@ -41,15 +45,6 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 10, "b": 13}}</tool_call>'
 GROUP_SIZE = 16
 REQUESTS = 2000
 AT_ONCE = 32
-
-
-def byte_tokenizer() -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in CHATML_TOKENS])
-    return tokenizer
 
 
 def http(document: dict) -> bytes:
@@ -92,7 +87,7 @@ class Replica(asyncio.Protocol):
 
 def serve(delay_s: float, port) -> None:
     async def main() -> None:
-        tokenizer = byte_tokenizer()
+        tokenizer = byte_tokenizer(CHATML_TOKENS)
         server = await asyncio.get_running_loop().create_server(lambda: Replica(tokenizer, delay_s), "127.0.0.1", 0)
         port.value = server.sockets[0].getsockname()[1]
         await server.serve_forever()
@@ -155,7 +150,7 @@ def episodes(kafka: KafkaSettings, address: str, groups: int, at_once: int, reco
     watcher = threading.Thread(target=watch)
     watcher.start()
     with tempfile.TemporaryDirectory() as folder:
-        byte_tokenizer().save(str(Path(folder) / "tokenizer.json"))
+        byte_tokenizer(CHATML_TOKENS).save(str(Path(folder) / "tokenizer.json"))
         (Path(folder) / "chat_template.jinja").write_text(chatml())
         settings = RolloutSettings(
             replicas=[address],

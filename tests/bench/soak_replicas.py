@@ -20,11 +20,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from measuring import log_at
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.consumers.replica_role import Acks, RoleProcess, Trainer
-from tidemill.compose.stack.config import StackSettings
-from tidemill.compose.stack.kafka import LocalStack
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import AckStatus
@@ -109,12 +109,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
         root = Path(name)
-        stack = LocalStack(StackSettings(data_dir=root / "stack", heap_mb=320))
-        try:
-            bootstrap = stack.up(lambda _: None).bootstrap
+        with log_at(None, root / "stack") as bootstrap:
             result = soak(arguments, KafkaSettings(bootstrap=bootstrap, topic_prefix="soak."), root)
-        finally:
-            stack.down(lambda _: None)
     print(json.dumps(result), flush=True)
     sys.exit(1 if result["unequal"] else 0)
 

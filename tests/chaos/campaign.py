@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,11 @@ from tests.chaos.sink_tables import SinkTables
 from tests.chaos.site import Site, make_model, settings_for, site_of
 from tests.chaos.storm import FaultKind, Share, Storm, counted, draw
 from tests.chaos.tally import FEED
-from tests.chaos.undisturbed import Chains, train_undisturbed
-from tests.chaos.verdict import Answer, audit, steps_again
+from tests.chaos.verdict import Answer, Chains, Say, audit, steps_again, train_undisturbed
 from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.processes import Supervisor
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.schemas.log.reader import LogReader
-
-Say = Callable[[str], None]
 
 BROKER_FAULTS = frozenset({FaultKind.BROKER_KILL, FaultKind.BROKER_PAUSE})
 OFFENDERS = 10

@@ -1,6 +1,8 @@
-"""What is asked of a run that went through a storm: the audit, and the steps made again.
+"""What is asked of a run that went through a storm: the audit, the steps made again, the same run without the storm.
 
-The audit and the replay are the operator's own commands, run as an operator would.
+The audit and the replay are the operator's own commands, run as an operator would. In the deterministic mode
+(`trainer.in_order`, one partition) the weights are a function of the groups and their rollouts, so that a trainer that
+nobody disturbs must make, over a copy of the two topics, the chain of versions that the disturbed one made.
 """
 
 from __future__ import annotations
@@ -8,13 +10,29 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from confluent_kafka import Consumer, Producer, TopicPartition
+
 from tests.chaos.course import on_ranks
+from tidemill.compose.config import TidemillSettings
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import Manifest, TrainStep
 
 COMMAND_S = 900.0
+PREFIX = "undisturbed."
+COPIED = (Topic.ROLLOUTS, Topic.GROUPS)
+POLL_S = 1.0
+SETTLED_S = 60.0
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +74,81 @@ def _json(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return document if isinstance(document, dict) else {"answer": document}
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Fingerprints of the weights after each step."""
+
+    disturbed: dict[int, str]
+    undisturbed: dict[int, str]
+    said: str
+    """The end of what the undisturbed trainer printed."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether both made the same versions, bit for bit, and there were any."""
+        return bool(self.disturbed) and self.disturbed == self.undisturbed
+
+
+def train_undisturbed(settings: TidemillSettings, config: Path, steps: dict[int, str], say: Say) -> Chains:
+    """Train over a copy of what the run trained on, to the same last step.
+
+    Args:
+        config: the settings file of the run.
+        steps: fingerprints that the run's own trainer recorded, by step.
+    """
+    copy = settings.kafka.model_copy(update={"topic_prefix": PREFIX})
+    create_topics(copy)
+    for topic in COPIED:
+        say(f"copied {_copy(settings.kafka, copy, topic)} records of {topic}")
+    store = str(config.parent / "store-undisturbed")
+    done = tidemill(
+        "train", "--config", str(config), "--topic-prefix", PREFIX, "--max-steps", str(max(steps)),
+        "--set", f"store.root={store}", "--set", f"trainer.publish.incarnation={_incarnation(settings.kafka)}",
+        "--set", "trainer.min_step_seconds=0",
+    )  # fmt: skip
+    with LogReader(copy, [Topic.STEPS], client_id="chaos-undisturbed") as reader:
+        found = {each.record.step: each.record.fingerprint for each in reader.read_to_end()
+                 if isinstance(each.record, TrainStep)}  # fmt: skip
+    return Chains(steps, found, done.text)
+
+
+def _incarnation(kafka: KafkaSettings) -> str:
+    """That of the run's versions: rollouts are trained only in the incarnation that they were sampled in."""
+    with LogReader(kafka, [Topic.MANIFESTS], client_id="chaos-incarnation") as reader:
+        return next(each.record.incarnation for each in reader.read_to_end() if isinstance(each.record, Manifest))
+
+
+def _copy(source: KafkaSettings, target: KafkaSettings, topic: Topic) -> int:
+    """Copy a topic byte by byte to the same offsets, which groups name their rollouts by. Raises RuntimeError where
+    the source has gaps."""
+    names, copies = Names(source.topic_prefix), Names(target.topic_prefix)
+    consumer = Consumer(consumer_settings(source, "chaos-copy", "chaos-copy"))
+    producer = Producer(producer_settings(target, "chaos-copy"))
+    copied = 0
+    try:
+        for partition in range(len(consumer.list_topics(names.of(topic)).topics[names.of(topic)].partitions)):
+            place = TopicPartition(names.of(topic), partition, 0)
+            _, end = consumer.get_watermark_offsets(place, timeout=POLL_S * 10)
+            consumer.assign([place])
+            expected = 0
+            while expected < end:
+                message = consumer.poll(POLL_S)
+                if message is None or message.error():
+                    continue
+                if message.offset() != expected:
+                    raise RuntimeError(f"{place.topic}[{partition}] has no offset {expected}")
+                _, at_ms = message.timestamp()
+                producer.produce(
+                    copies.of(topic), message.value(), message.key(), partition, timestamp=at_ms,
+                    headers=message.headers() or [],
+                )  # fmt: skip
+                producer.poll(0)
+                expected += 1
+            copied += expected
+            if producer.flush(SETTLED_S):
+                raise RuntimeError(f"the copy of {place.topic}[{partition}] was not acknowledged")
+    finally:
+        consumer.close()
+    return copied

@@ -33,19 +33,9 @@ RUN = "run"
 
 def member(name: str, reward: float | None, versions: tuple[int, int] = (0, 0)) -> GroupMember:
     done = reward is not None
-    return GroupMember(
-        rollout_id=name,
-        topic="rollouts",
-        partition=0,
-        offset=0,
-        status=RolloutStatus.COMPLETED if done else RolloutStatus.FAILED,
-        reward=reward,
-        advantage=0.0 if done else None,
-        success=reward == 1.0 if done else None,
-        sampled_tokens=5,
-        version_min=versions[0],
-        version_max=versions[1],
-    )
+    return build(GroupMember, rollout_id=name, topic="rollouts", reward=reward, advantage=0.0 if done else None,
+                 status=RolloutStatus.COMPLETED if done else RolloutStatus.FAILED, sampled_tokens=5,
+                 success=reward == 1.0 if done else None, version_min=versions[0], version_max=versions[1])  # fmt: skip
 
 
 def group(

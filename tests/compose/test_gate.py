@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from tests.consumers.weight_log import WeightLog
 from tests.streams.gate.gate_support import ack, bench, manifest, outcome
+from tests.waiting import until
 from tidemill.compose.cli import app
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.catalogue import Names, Topic
@@ -85,11 +86,8 @@ class Branch:
 
     def wait(self, condition: Callable[[list[GateDecision]], bool]) -> list[GateDecision]:
         """Wait for the decisions."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition(found := self.decisions()):
-            assert time.monotonic() < deadline, self.verdicts()
-            time.sleep(0.05)
-        return found
+        until(lambda: condition(self.decisions()), self.verdicts, pause_s=0.05)
+        return self._decisions
 
     def wait_last(self, verdict: GateVerdict, version: int | None) -> GateDecision:
         """Wait until such a decision is the newest."""

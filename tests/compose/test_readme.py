@@ -115,9 +115,10 @@ def test_the_benches_are_those_that_are_named():
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with what each bench said to `--help`, started from another directory."""
+    """A directory with what each bench said to `--help`, started from another directory, and one that cannot start."""
     out = tmp_path_factory.mktemp("said")
-    scripts = [str(ROOT / "tests/bench" / script) for script in BENCHES]
+    (out / "broken.py").write_text("import tests.bench.synthetic\n", "utf-8")
+    scripts = [str(out / "broken.py"), *(str(ROOT / "tests/bench" / script) for script in BENCHES)]
     program = ROOT / "tests/compose/forked_help.py"
     subprocess.run([sys.executable, str(program), str(out), *scripts], cwd=out, check=True)
     return out
@@ -129,12 +130,8 @@ def test_every_bench_explains_itself_from_any_directory(script: str, said: Path)
     assert done["status"] == 0 and done["out"].startswith(f"usage: {script}"), done["errors"]
 
 
-def test_a_script_that_does_not_start_is_seen(tmp_path: Path):
-    script = tmp_path / "broken.py"
-    script.write_text("import tests.bench.synthetic\n", "utf-8")
-    program = ROOT / "tests/compose/forked_help.py"
-    subprocess.run([sys.executable, str(program), str(tmp_path), str(script)], cwd=tmp_path, check=True)
-    done = json.loads((tmp_path / "broken.py.json").read_text("utf-8"))
+def test_a_script_that_does_not_start_is_seen(said: Path):
+    done = json.loads((said / "broken.py.json").read_text("utf-8"))
     assert done["status"] == 1 and "No module named 'tests'" in done["errors"]
 
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from tests.waiting import until
 from tidemill.compose.cli.stack_commands import stack_app
 from tidemill.compose.stack.cluster import Cluster, load_cluster, new_cluster, render, save_cluster, server_properties
 from tidemill.compose.stack.config import HOST, MissingTool, StackError, StackSettings
@@ -246,10 +247,7 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         "pathlib.Path(sys.argv[2]).touch()\nwhile True: signal.pause()"
     )
     pid = detached.start([sys.executable, "-c", program, detached.marker, str(ready)], tmp_path / "out")
-    deadline = time.monotonic() + 180
-    while not ready.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(ready.exists)
     told: list[str] = []
     stop_all([detached], 0.3, told.append)
     assert not psutil.pid_exists(pid)

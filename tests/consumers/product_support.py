@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tests.consumers.sink_support import START_US, ack, segment, step
+from tests.records import build
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.config import KafkaSettings
@@ -23,28 +24,11 @@ def interaction(
     served_at: int = START_US,
     claim: r.Claim | None = None,
 ) -> r.Interaction:
-    return r.Interaction(
-        interaction_id=name,
-        run_id="run",
-        branch="main",
-        user_id=user,
-        session_id="",
-        arm=arm,
-        propensity=0.9,
-        consent=True,
-        segments=[] if claim else [segment([version])],
-        claim=claim,
-        prompt_tokens=3,
-        sampled_tokens=2,
-        version_min=version,
-        version_max=version,
-        replica_id="replica-0",
-        region="local",
-        finish_reason="stop",
-        first_token_ms=20.0,
-        latency_ms=100.0,
-        served_at=served_at,
-    )
+    return build(
+        r.Interaction, interaction_id=name, user_id=user, arm=arm, propensity=0.9, claim=claim,
+        segments=[] if claim else [segment([version])], prompt_tokens=3, sampled_tokens=2, version_min=version,
+        version_max=version, replica_id="replica-0", first_token_ms=20.0, latency_ms=100.0, served_at=served_at,
+    )  # fmt: skip
 
 
 def feedback(
@@ -71,30 +55,15 @@ def outcome(
     revision: int = 0,
     previous: float | None = None,
 ) -> r.Outcome:
-    return r.Outcome(
-        interaction_id=served.interaction_id,
-        run_id=served.run_id,
-        branch=served.branch,
-        user_id=served.user_id,
-        arm=served.arm,
-        topic=Topic.INTERACTIONS.value,
-        partition=place[0],
-        offset=place[1],
-        version_min=served.version_min,
-        version_max=served.version_max,
-        sampled_tokens=served.sampled_tokens,
-        latency_ms=served.latency_ms,
-        reward=reward,
-        exclusion=exclusion,
-        signals=list(signals),
+    same = ("interaction_id", "run_id", "branch", "user_id", "arm", "version_min", "version_max", "sampled_tokens",
+            "latency_ms", "served_at")  # fmt: skip
+    return build(
+        r.Outcome, **{name: getattr(served, name) for name in same}, topic=Topic.INTERACTIONS.value,
+        partition=place[0], offset=place[1], reward=reward, exclusion=exclusion, signals=list(signals),
         observed=observed if observed is not None else {use.kind.value: use.value for use in signals},
-        map_version="default/abc",
-        revision=revision,
-        previous_reward=previous,
-        served_at=served.served_at,
-        feedback_at=served.served_at + SECOND if signals else None,
-        closed_at=served.served_at + 10 * SECOND,
-    )
+        map_version="default/abc", revision=revision, previous_reward=previous,
+        feedback_at=served.served_at + SECOND if signals else None, closed_at=served.served_at + 10 * SECOND,
+    )  # fmt: skip
 
 
 def use(event_id: str, value: float = 1.0, kind: r.SignalKind = r.SignalKind.THUMB) -> r.SignalUse:
@@ -103,40 +72,24 @@ def use(event_id: str, value: float = 1.0, kind: r.SignalKind = r.SignalKind.THU
 
 def member(ended: r.Outcome, place: tuple[int, int] = (0, 0), *, correction: bool = False) -> r.OnlineMember:
     reward = ended.reward or 0.0
-    return r.OnlineMember(
-        interaction_id=ended.interaction_id,
-        user_id=ended.user_id,
-        topic=Topic.INTERACTIONS.value,
-        partition=place[0],
-        offset=place[1],
+    same = ("interaction_id", "user_id", "sampled_tokens", "version_min", "version_max", "arm", "feedback_at")
+    return build(
+        r.OnlineMember, **{name: getattr(ended, name) for name in same}, topic=Topic.INTERACTIONS.value,
+        partition=place[0], offset=place[1], correction=correction,
         reward=reward - (ended.previous_reward or 0.0) if correction else reward,
-        correction=correction,
-        sampled_tokens=ended.sampled_tokens,
-        version_min=ended.version_min,
-        version_max=ended.version_max,
-        arm=ended.arm,
-        feedback_at=ended.feedback_at,
-    )
+    )  # fmt: skip
 
 
 def online_batch(
     sequence: int, members: Sequence[r.OnlineMember], *, version: int = 1, dropped: dict[str, int] | None = None
 ) -> r.OnlineBatch:
-    return r.OnlineBatch(
-        batch_id=f"run/main/{sequence}",
-        run_id="run",
-        branch="main",
-        sequence=sequence,
-        version=version,
-        members=sorted(members, key=lambda one: one.interaction_id),
-        tokens=sum(one.sampled_tokens for one in members),
-        closed_by=r.BatchClose.TOKENS,
-        dropped=dropped or {},
-        selection={"served/reward": 0.25, "trained/reward": 0.5},
-        map_version="default/abc",
-        opened_at=START_US,
+    return build(
+        r.OnlineBatch, batch_id=f"run/main/{sequence}", sequence=sequence, version=version,
+        members=sorted(members, key=lambda one: one.interaction_id), tokens=sum(one.sampled_tokens for one in members),
+        closed_by=r.BatchClose.TOKENS, dropped=dropped or {},
+        selection={"served/reward": 0.25, "trained/reward": 0.5}, map_version="default/abc", opened_at=START_US,
         closed_at=START_US + (20 + sequence) * SECOND,
-    )
+    )  # fmt: skip
 
 
 def decision(

@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.records import build, member_of
 from tidemill.consumers.sink.rows import Row
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
@@ -92,57 +93,22 @@ def rollout(
 ) -> r.Rollout:
     """A rollout that took the second after START_US; `success=None` is a failed one."""
     failed = success is None
-    return r.Rollout(
-        rollout_id=name,
-        group_id=group,
-        task_id=f"task-{group}",
-        run_id="run",
-        environment="ledger",
-        mode=mode,
-        index=0,
-        group_size=2,
-        deadline_at=START_US + 60_000_000,
-        status=r.RolloutStatus.FAILED if failed else r.RolloutStatus.COMPLETED,
-        failure="replica gone" if failed else "",
-        segments=[] if failed else [segment(list(versions))],
-        claim=None,
-        rewards=[],
-        reward=None if failed else float(success or False),
-        reward_version="1",
-        success=success,
-        turns=1,
-        prompt_tokens=3,
-        sampled_tokens=2 * len(versions),
-        version_min=min(versions),
-        version_max=max(versions),
-        replica_id="replica-0",
-        region="local",
-        worker_id="worker",
-        started_at=START_US,
-        finished_at=START_US + 1_000_000,
-    )
+    return build(
+        r.Rollout, rollout_id=name, group_id=group, task_id=f"task-{group}", mode=mode, group_size=2,
+        deadline_at=START_US + 60_000_000, status=r.RolloutStatus.FAILED if failed else r.RolloutStatus.COMPLETED,
+        failure="replica gone" if failed else "", segments=[] if failed else [segment(list(versions))],
+        reward=None if failed else float(success or False), success=success, turns=1, prompt_tokens=3,
+        sampled_tokens=2 * len(versions), version_min=min(versions), version_max=max(versions),
+        replica_id="replica-0", worker_id="worker", started_at=START_US, finished_at=START_US + 1_000_000,
+    )  # fmt: skip
 
 
 def group(name: str, members: list[r.Rollout]) -> r.Group:
-    return r.Group(
-        group_id=name,
-        task_id=f"task-{name}",
-        run_id="run",
-        environment="ledger",
-        mode=members[0].mode,
-        closed_by=r.CloseReason.SIZE,
-        expected_size=2,
-        members=[
-            r.GroupMember(
-                m.rollout_id, "rollouts", 0, i, m.status, m.reward, m.reward, m.success, 2, m.version_min, m.version_max
-            )
-            for i, m in enumerate(members)
-        ],
-        mean_reward=0.5,
-        opened_at=START_US,
-        closed_at=START_US + 1_500_000,
-        rewards_shuffled=False,
-    )
+    return build(
+        r.Group, group_id=name, task_id=f"task-{name}", mode=members[0].mode, closed_by=r.CloseReason.SIZE,
+        expected_size=2, mean_reward=0.5, opened_at=START_US, closed_at=START_US + 1_500_000,
+        members=[member_of(m, offset=i, advantage=m.reward, sampled_tokens=2) for i, m in enumerate(members)],
+    )  # fmt: skip
 
 
 def task(name: str, mode: r.Mode) -> r.Task:
@@ -153,74 +119,31 @@ def task(name: str, mode: r.Mode) -> r.Task:
 
 def step(number: int, inputs: list[r.StepInput], exclusions: list[r.StepExclusion]) -> r.TrainStep:
     """A step from half a second to one and a half after START_US."""
-    return r.TrainStep(
-        run_id="run",
-        step=number,
-        version=number,
-        parent_version=number - 1,
-        inputs=inputs,
-        exclusions=exclusions,
-        seed=0,
-        config_hash="c",
-        objective="composer2",
-        learning_rate=0.001,
-        metrics={"policy_lag_bound": 4.0},
-        lag=[r.LagCount(0, 30), r.LagCount(2, 10)],
-        rollouts=2,
-        tokens=40,
-        fingerprint="f",
-        parent_fingerprint="e",
-        started_at=START_US + 500_000,
+    return build(
+        r.TrainStep, step=number, inputs=inputs, exclusions=exclusions, config_hash="c", objective="composer2",
+        learning_rate=0.001, metrics={"policy_lag_bound": 4.0}, lag=[r.LagCount(0, 30), r.LagCount(2, 10)], rollouts=2,
+        tokens=40, fingerprint="f", parent_fingerprint="e", started_at=START_US + 500_000,
         finished_at=START_US + 1_500_000,
-    )
+    )  # fmt: skip
 
 
 def manifest(version: int) -> r.Manifest:
     tensors = [r.TensorInfo("w", "bfloat16", [2, 3], "ab")]
     shards = [r.ShardPosition(0, "weights.deltas", 0, [0, 1], 20, "d")]
-    return r.Manifest(
-        run_id="run",
-        branch="main",
-        version=version,
-        parent=version - 1,
-        step=version,
-        learning_rate=0.001,
-        n_elements=1000,
-        n_changed=100,
-        delta_bytes=300,
-        shards=shards,
-        tensors=tensors,
-        fingerprint="f",
-        anchor=None,
-        trained_at=START_US,
-        published_at=START_US,
-    )
+    return build(
+        r.Manifest, version=version, parent=version - 1, learning_rate=0.001, n_elements=1000, n_changed=100,
+        delta_bytes=300, shards=shards, tensors=tensors, fingerprint="f", trained_at=START_US, published_at=START_US,
+    )  # fmt: skip
 
 
 def ack(version: int, status: r.AckStatus) -> r.WeightAck:
-    return r.WeightAck(
-        replica_id="replica-0",
-        region="local",
-        run_id="run",
-        branch="main",
-        incarnation="i",
-        pid=7,
-        version=version,
-        serving_version=version if status is r.AckStatus.PROVED else version - 1,
-        status=status,
-        reason="" if status is r.AckStatus.PROVED else "digest",
-        fingerprint="f",
-        expected_fingerprint="f",
-        fetch_ms=1.0,
-        decode_ms=1.0,
-        pause_ms=4.0,
-        apply_ms=1.0,
-        proof_ms=1.0,
-        step_to_served_ms=2000.0,
-        decode_step_ms=1.0,
-        requests_in_flight=1,
-        at=START_US,
-    )
+    proved = status is r.AckStatus.PROVED
+    return build(
+        r.WeightAck, replica_id="replica-0", incarnation="i", pid=7, version=version,
+        serving_version=version if proved else version - 1, status=status, reason="" if proved else "digest",
+        fingerprint="f", expected_fingerprint="f", fetch_ms=1.0, decode_ms=1.0, pause_ms=4.0, apply_ms=1.0,
+        proof_ms=1.0, step_to_served_ms=2000.0, decode_step_ms=1.0, requests_in_flight=1, at=START_US,
+    )  # fmt: skip
 
 
 def small_run() -> list[Any]:

@@ -97,9 +97,10 @@ def test_there_are_ten_queries_and_more_each_with_its_question():
 
 def test_every_named_query_answers_on_empty_tables(tmp_path: Path):
     sink = filled(tmp_path / "empty", [])
-    for name in named_queries().keys() - {"table_columns"}:
-        assert ask(sink, name).rows == [], name
-    described = dict(ask(sink, "table_columns").rows)
+    with closing(connect(sink)):
+        for name in named_queries().keys() - {"table_columns"}:
+            assert ask(sink, name).rows == [], name
+        described = dict(ask(sink, "table_columns").rows)
     assert described.keys() >= {table.name for table in tables().values()}
     assert "_offset Int64" in described["rollouts"]
 

@@ -6,8 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from tests.consumers.sink_support import START_US, group, rollout, small_run, step, topic_of
+from tests.waiting import until
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.query import STATE_FILE, ask, read_state
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
@@ -59,7 +59,7 @@ class Sink:
 
     def start(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", SINK, self._arguments], stderr=subprocess.PIPE)
-        wait_for(self._announced)
+        until(self._announced)
 
     def _announced(self) -> bool:
         assert self.process is not None
@@ -86,13 +86,6 @@ def sink(settings: KafkaSettings, tmp_path: Path) -> Iterator[Sink]:
     yield sink
     if sink.process is not None and sink.process.poll() is None:
         sink.end(signal.SIGKILL)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 def write_run(settings: KafkaSettings) -> None:
@@ -153,11 +146,11 @@ def test_killed_again_and_again_it_loses_nothing_and_writes_nothing_twice(settin
     kills = 0
     for kill in range(KILLS):
         sink.start()
-        wait_for(lambda floor=kill: sink.rows() > floor * ROLLOUTS // (KILLS + 1))
+        until(lambda floor=kill: sink.rows() > floor * ROLLOUTS // (KILLS + 1))
         kills += sink.end(signal.SIGKILL) == -signal.SIGKILL
     sink.start()
     wanted = ends(settings)
-    wait_for(lambda: stored(sink.settings) == wanted)
+    until(lambda: stored(sink.settings) == wanted)
     assert sink.end(signal.SIGTERM) == 0
     assert kills == KILLS
     assert not (sink.settings.directory / STATE_FILE).exists()
@@ -171,7 +164,7 @@ def test_killed_again_and_again_it_loses_nothing_and_writes_nothing_twice(settin
 def test_a_stop_writes_what_has_been_read(settings: KafkaSettings, sink: Sink):
     write_run(settings)
     sink.start()
-    wait_for(lambda: sink.rows() > 0)
+    until(lambda: sink.rows() > 0)
     assert sink.end(signal.SIGINT) == 0
     by_place = {(topic, partition): last + 1 for topic, partition, _, _, last in rows_by_place(sink.settings)}
     marks = ask(sink.settings, "SELECT _topic, _partition, max(next_offset) FROM sink_watermarks GROUP BY ALL").rows
@@ -213,8 +206,8 @@ def test_what_the_log_deleted_ends_the_sink_or_is_entered_in_a_table(settings: K
     rollouts, letters = names.of(Topic.ROLLOUTS), names.dead_letter(Topic.GROUPS)
     send(settings, range(10))
     sink.start()
-    wait_for(lambda: sink.rows() == 10)
-    wait_for(lambda: len(ask(sink.settings, "SELECT 1 FROM dead_letters").rows) == 10)
+    until(lambda: sink.rows() == 10)
+    until(lambda: len(ask(sink.settings, "SELECT 1 FROM dead_letters").rows) == 10)
     assert sink.end(signal.SIGTERM) == 0
     send(settings, range(10, 20))
     delete(settings, rollouts, 13)
@@ -226,14 +219,14 @@ def test_what_the_log_deleted_ends_the_sink_or_is_entered_in_a_table(settings: K
     assert f"{rollouts}[0]: the log no longer keeps offset 10, the log begins at 13" in refused.stderr
     accepting = Sink(settings, {**sink.options, "accept_gaps": True})
     accepting.start()
-    wait_for(lambda: accepting.rows() == 17)
-    wait_for(lambda: len(ask(sink.settings, "SELECT 1 FROM dead_letters").rows) == 15)
+    until(lambda: accepting.rows() == 17)
+    until(lambda: len(ask(sink.settings, "SELECT 1 FROM dead_letters").rows) == 15)
     gaps = ask(sink.settings, "SELECT _topic, _partition, first_offset, end_offset FROM sink_gaps ORDER BY 1").rows
     assert sorted(gaps) == sorted([[rollouts, 0, 10, 13], [letters, 0, 10, 15]])
     assert accepting.end(signal.SIGTERM) == 0
     # What was entered once is no gap any more.
     sink.start()
-    wait_for(lambda: sink.rows() == 17)
+    until(lambda: sink.rows() == 17)
 
 
 def test_steps_that_were_written_in_transactions_are_read_to_the_end(settings: KafkaSettings, sink: Sink):
@@ -245,8 +238,8 @@ def test_steps_that_were_written_in_transactions_are_read_to_the_end(settings: K
         writer.produce(full, Codec().encode(step(number, [], [])), key=b"run")
         writer.commit_transaction(DEADLINE_S)
     sink.start()
-    wait_for(lambda: ask(sink.settings, "SELECT step FROM train_steps ORDER BY 1").rows == [[1], [2], [3]])
+    until(lambda: ask(sink.settings, "SELECT step FROM train_steps ORDER BY 1").rows == [[1], [2], [3]])
     mark = f"SELECT max(next_offset) FROM sink_watermarks WHERE _topic = '{full}'"
     # Three records, and the ends of three transactions.
-    wait_for(lambda: ask(sink.settings, mark).rows == [[6]])
+    until(lambda: ask(sink.settings, mark).rows == [[6]])
     assert sink.end(signal.SIGTERM) == 0

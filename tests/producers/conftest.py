@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from tests.producers.feedback_support import StallingLog, stalling_log
+from tests.producers.rollout import agents
 from tidemill.schemas.chat.format import CHATML_TOKENS, ChatFormat, chatml, load_chat_format
 from tidemill.schemas.config import ChatSettings
 
@@ -25,12 +26,7 @@ Answer = Callable[[dict, int], Awaitable[web.StreamResponse]]
 
 def byte_tokenizer() -> Tokenizer:
     """One token a byte, and one for each of ChatML's."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in CHATML_TOKENS])
-    return tokenizer
+    return agents.byte_tokenizer(CHATML_TOKENS)
 
 
 def solution(context: str) -> str:

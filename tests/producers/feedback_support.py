@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from tests.streams.stream_support import wait_until
+from tests.waiting import until
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.producers.product.settings import ProductSettings
@@ -69,7 +69,7 @@ class StallingLog:
         os.kill(self.pid, signal.SIGSTOP)
         try:
             # Its threads stop one by one, and one that still runs may answer.
-            wait_until(self._stands_still, DEADLINE_S, "the broker has stopped")
+            until(self._stands_still, "the broker has stopped", DEADLINE_S)
             yield
         finally:
             os.kill(self.pid, signal.SIGCONT)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import uvicorn
 
+from tests.waiting import until
 from tidemill.schemas.config import HttpSettings
 from tidemill.schemas.http_room import Room, bind, client_of
 from tidemill.schemas.http_server import BoundedConfig
@@ -84,10 +85,8 @@ class Served:
             return client.get("http://{}:{}/".format(*self.address)).status_code
 
     def wait_for_connections(self, count: int) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while len(self.server.server_state.connections) != count:
-            assert time.monotonic() < deadline, len(self.server.server_state.connections)
-            time.sleep(0.01)
+        found = self.server.server_state.connections
+        until(lambda: len(found) == count, lambda: len(found))
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from tests.records import build
 from tidemill.schemas.catalogue import Topic, feedback_key, tick_key, user_request_key
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -42,46 +44,21 @@ def settings_of(**changes: Any) -> JoinSettings:
     return JoinSettings(**{**fields, **changes})
 
 
+SERVED = build(
+    Interaction, run_id=RUN_ID, session_id="s", propensity=0.9, prompt_tokens=3, sampled_tokens=7, version_min=3,
+    version_max=3, first_token_ms=1.0, latency_ms=10.0, served_at=100 * SECOND_US,
+)  # fmt: skip
+THUMB = build(Feedback, kind=SignalKind.THUMB, value=1.0, observed_at=101 * SECOND_US, source="sdk")
+
+
 def interaction(name: str, **changes: Any) -> Interaction:
     """An answer to user `u` of 7 tokens of version 3, served at 100 s."""
-    fields: dict[str, Any] = {
-        "interaction_id": name,
-        "run_id": RUN_ID,
-        "branch": "main",
-        "user_id": "u",
-        "session_id": "s",
-        "arm": "stable",
-        "propensity": 0.9,
-        "consent": True,
-        "segments": [],
-        "claim": None,
-        "prompt_tokens": 3,
-        "sampled_tokens": 7,
-        "version_min": 3,
-        "version_max": 3,
-        "replica_id": "r",
-        "region": "local",
-        "finish_reason": "stop",
-        "first_token_ms": 1.0,
-        "latency_ms": 10.0,
-        "served_at": 100 * SECOND_US,
-    }
-    return Interaction(**{**fields, **changes})
+    return replace(SERVED, interaction_id=name, **changes)
 
 
 def feedback(name: str, event: str, **changes: Any) -> Feedback:
     """A thumb up of user `u` about an interaction, observed at 101 s."""
-    fields: dict[str, Any] = {
-        "event_id": event,
-        "interaction_id": name,
-        "user_id": "u",
-        "kind": SignalKind.THUMB,
-        "value": 1.0,
-        "observed_at": 101 * SECOND_US,
-        "source": "sdk",
-        "corrects": None,
-    }
-    return Feedback(**{**fields, **changes})
+    return replace(THUMB, interaction_id=name, event_id=event, **changes)
 
 
 def request(wish: UserWish, at_s: float, user_id: str = "u", request_id: str = "") -> UserRequest:

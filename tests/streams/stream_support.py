@@ -7,15 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 
+from tests.records import build
+from tests.waiting import until
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
@@ -24,7 +25,7 @@ from tidemill.schemas.log.client_settings import consumer_settings, producer_set
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import HEADER_OFFSET, HEADER_PARTITION
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Group, Mode, Record, Rollout, RolloutStatus
+from tidemill.schemas.records import Group, Record, Rollout, RolloutStatus
 from tidemill.streams.config import ProcessorName, RunnerName
 
 RUN_ID = "run"
@@ -32,6 +33,12 @@ runner = RunnerName.FAUST
 """Of the workers that are started without one; the fixture of its name sets it."""
 CODEC = Codec()
 FAR_AWAY_US = 4_000_000_000_000_000
+
+
+PLAYED = build(
+    Rollout, run_id=RUN_ID, turns=1, prompt_tokens=3, sampled_tokens=7, version_min=1, version_max=2, started_at=1,
+    finished_at=2,
+)  # fmt: skip
 
 
 def rollout(
@@ -45,36 +52,12 @@ def rollout(
 ) -> Rollout:
     """A rollout without tokens: group assembly looks at none. A reward of None is a failed one."""
     failed = reward is None
-    fields: dict[str, Any] = {
-        "rollout_id": f"{group_id}/{index:03d}",
-        "group_id": group_id,
-        "task_id": f"task-{group_id}",
-        "run_id": RUN_ID,
-        "environment": "ledger",
-        "mode": Mode.TRAIN,
-        "index": index,
-        "group_size": group_size,
-        "deadline_at": deadline_at,
-        "status": RolloutStatus.FAILED if failed else RolloutStatus.COMPLETED,
-        "failure": "replica gone" if failed else "",
-        "segments": [],
-        "claim": None,
-        "rewards": [],
-        "reward": reward,
-        "reward_version": "1",
-        "success": None if failed else reward > 0.5,
-        "turns": 1,
-        "prompt_tokens": 3,
-        "sampled_tokens": 7,
-        "version_min": 1,
-        "version_max": 2,
-        "replica_id": "r",
-        "region": "local",
-        "worker_id": "w",
-        "started_at": 1,
-        "finished_at": 2,
-    }
-    return Rollout(**{**fields, **changes})
+    made = replace(
+        PLAYED, rollout_id=f"{group_id}/{index:03d}", group_id=group_id, task_id=f"task-{group_id}", index=index,
+        group_size=group_size, deadline_at=deadline_at, reward=reward, success=None if failed else reward > 0.5,
+        status=RolloutStatus.FAILED if failed else RolloutStatus.COMPLETED, failure="replica gone" if failed else "",
+    )  # fmt: skip
+    return replace(made, **changes)
 
 
 def located(record: Record | None, offset: int, *, at_ms: int = 1_000, **changes: Any) -> ConsumedRecord:
@@ -173,16 +156,8 @@ def fresh_topics(bootstrap: str, prefix: str, partitions: int = 2) -> KafkaSetti
             return False
         return True
 
-    wait_until(led, 240, "leaders of the new topics")
+    until(led, "leaders of the new topics", 240)
     return kafka
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> None:
-    """Poll until `condition` holds. Raises AssertionError past the deadline."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.05)
 
 
 def read_records(
@@ -200,7 +175,7 @@ def read_records(
             raise AssertionError(f"the worker ended: {worker.log.read_text()[-2000:]}")
         return wanted(found)
 
-    wait_until(enough, deadline_s, f"enough records; read {len(found)} so far")
+    until(enough, f"enough records; read {len(found)} so far", deadline_s)
     return found
 
 
@@ -217,7 +192,7 @@ def dead_letters(kafka: KafkaSettings, topic: Topic, count: int) -> list[tuple[b
         return len({(headers[HEADER_PARTITION], headers[HEADER_OFFSET]) for _, headers in found}) >= count
 
     try:
-        wait_until(enough, 240, f"{count} dead letters")
+        until(enough, f"{count} dead letters", 240)
     finally:
         consumer.close()
     return found
@@ -239,7 +214,7 @@ def commit_in_transaction(kafka: KafkaSettings, topic: Topic, key: str, record: 
     producer.produce(full, CODEC.encode(record), key.encode(), partition=partition)
     producer.commit_transaction(60)
     # The coordinator writes the marker after it has answered.
-    wait_until(lambda: end() >= before + 2, 240, "the end marker of a transaction")
+    until(lambda: end() >= before + 2, "the end marker of a transaction", 240)
     consumer.close()
 
 

@@ -15,6 +15,7 @@ from join_support import RUN_ID, SECOND_US, located, request
 from machine_log import MachineLog, records_of, said, work, work_through_kills
 from pydantic import ValidationError
 
+from tests.records import build
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import (
@@ -48,33 +49,17 @@ def settings_of(**changes: Any) -> BatchSettings:
     return BatchSettings(**{**fields, **changes})
 
 
+REWARDED = build(
+    Outcome, run_id=RUN_ID, topic="interactions", partition=5, offset=17, version_min=3, version_max=3,
+    sampled_tokens=10, latency_ms=20.0, reward=1.0, map_version="map-1", observed={"thumb": 1.0},
+    signals=[SignalUse(SignalKind.THUMB, "e", 1.0, 1.0, "feedback", 5, 3)], served_at=100 * SECOND_US,
+    feedback_at=101 * SECOND_US, closed_at=102 * SECOND_US,
+)  # fmt: skip
+
+
 def outcome(name: str, **changes: Any) -> Outcome:
     """A reward of 1 for 10 tokens of version 3, served at 100 s, to a user of its own."""
-    fields: dict[str, Any] = {
-        "interaction_id": name,
-        "run_id": RUN_ID,
-        "branch": "main",
-        "user_id": f"user of {name}",
-        "arm": "stable",
-        "topic": "interactions",
-        "partition": 5,
-        "offset": 17,
-        "version_min": 3,
-        "version_max": 3,
-        "sampled_tokens": 10,
-        "latency_ms": 20.0,
-        "reward": 1.0,
-        "exclusion": "",
-        "signals": [SignalUse(SignalKind.THUMB, "e", 1.0, 1.0, "feedback", 5, 3)],
-        "observed": {"thumb": 1.0},
-        "map_version": "map-1",
-        "revision": 0,
-        "previous_reward": None,
-        "served_at": 100 * SECOND_US,
-        "feedback_at": 101 * SECOND_US,
-        "closed_at": 102 * SECOND_US,
-    }
-    return Outcome(**{**fields, **changes})
+    return replace(REWARDED, **{"interaction_id": name, "user_id": f"user of {name}", **changes})
 
 
 def of_version(name: str, version: int, **changes: Any) -> Outcome:

@@ -16,9 +16,9 @@ from stream_support import (
     read_records,
     rollout,
     stream_process,
-    wait_until,
 )
 
+from tests.waiting import until
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -176,7 +176,7 @@ def test_a_broken_state_ends_the_worker(settings, producer, tmp_path):
         producer.send_bytes(changelog, b"junk", key=b"junk", partition=0)
         producer.flush()
         worker.start()
-        wait_until(lambda: not worker.running(), 240, "the worker's end")
+        until(lambda: not worker.running(), "the worker's end", 240)
         assert worker.stop() == 1
         assert "a state begins with" in worker.log.read_text()
 
@@ -198,7 +198,7 @@ def test_a_record_that_went_missing_ends_faust_and_the_end_of_a_transaction_does
         )
         producer.flush()
         if runner is RunnerName.FAUST:
-            wait_until(lambda: not worker.running(), 240, "the worker's end")
+            until(lambda: not worker.running(), "the worker's end", 240)
             assert worker.stop() == 1
             assert "records were lost on the way" in worker.log.read_text()
             worker.start()

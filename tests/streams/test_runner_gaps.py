@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
-from stream_support import fresh_topics, group_of, read_records, rollout, stream_process, wait_until
+from stream_support import fresh_topics, group_of, read_records, rollout, stream_process
 
+from tests.waiting import until
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import RecordProducer
@@ -45,7 +46,7 @@ def test_what_was_deleted_before_it_was_read_ends_the_worker_unless_it_may_be_mi
             send(settings, "e", "f", "g")
             delete(settings, 6)
             worker.start()
-            wait_until(lambda: not worker.running(), 240, "the worker's end")
+            until(lambda: not worker.running(), "the worker's end", 240)
             assert worker.stop() == 1
             said = worker.log.read_text()
             assert "rollouts[0]: the log no longer keeps offset 4, the log begins at 6" in said

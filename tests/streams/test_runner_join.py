@@ -18,9 +18,9 @@ from stream_support import (
     fresh_topics,
     read_records,
     stream_process,
-    wait_until,
 )
 
+from tests.waiting import until
 from tidemill.schemas.catalogue import Topic, tick_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
@@ -150,7 +150,7 @@ def test_killed_batcher_gives_the_batches_of_the_pure_machine(joined, tmp_path: 
             expected, waits = batch_oracle(joined.kafka, settings)
             return not waits and seen == emitted(expected)
 
-        wait_until(nothing_waits, 240, "the batches of the pure machine, the last of them closed by ticks")
+        until(nothing_waits, "the batches of the pure machine, the last of them closed by ticks", 240)
         assert worker.stop() == 0
         assert not list(reader.read_to_end())
     batches = sorted((CODEC.decode(value) for value in seen), key=lambda batch: batch.sequence)

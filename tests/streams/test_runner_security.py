@@ -13,9 +13,10 @@ from aiokafka.errors import KafkaConnectionError
 from faust.auth import SASLCredentials, SSLCredentials
 from faust.transport.drivers.aiokafka import credentials_to_aiokafka_auth
 from join_support import feedback, interaction
-from stream_support import RUN_ID, group_of, read_records, rollout, stream_process, wait_until
+from stream_support import RUN_ID, group_of, read_records, rollout, stream_process
 
 from tests.secured_log import PASSWORD, USER, SecuredLog
+from tests.waiting import until
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -112,7 +113,7 @@ def test_a_worker_that_is_kept_out_ends_and_says_why(
     if options.get("ssl.ca.location") == "stranger":
         options["ssl.ca.location"] = str(secured.stranger)
     with stream_process(at(getattr(secured, door), topic_prefix, options), tmp_path) as worker:
-        wait_until(lambda: not worker.running(), REFUSAL_S, "the worker's end")
+        until(lambda: not worker.running(), "the worker's end", REFUSAL_S)
         assert worker.stop() == 1
     last = worker.log.read_text().splitlines()[-1]
     assert said in last

@@ -20,9 +20,9 @@ from stream_support import (
     read_records,
     rollout,
     stream_process,
-    wait_until,
 )
 
+from tests.waiting import until
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -91,7 +91,7 @@ def test_at_whatever_step_it_is_killed_or_fails_each_group_is_there_once(setting
         worker.command = [worker.command[0], *doomed]
         worker.start()
         if fate == "kill":
-            wait_until(lambda: not worker.running(), 240, "the worker's own end")
+            until(lambda: not worker.running(), "the worker's own end", 240)
             assert worker.stop() == -signal.SIGKILL
             worker.command = [
                 worker.command[0],
@@ -110,7 +110,7 @@ def test_a_worker_that_was_replaced_while_it_stood_still_writes_nothing_more(set
     fill(settings, range(GROUPS), range(2))
     fast = {**SMALL, "session_timeout_s": 6.0, "heartbeat_interval_s": 1.0}
     with stream_process(settings, tmp_path / "one", **fast) as one:
-        wait_until(lambda: committed(settings) == 2 * GROUPS, 240, "the first worker's state")
+        until(lambda: committed(settings) == 2 * GROUPS, "the first worker's state", 240)
         assert one.process is not None
         os.kill(one.process.pid, signal.SIGSTOP)
         fill(settings, range(GROUPS), range(2, SIZE))
@@ -150,7 +150,7 @@ def test_it_goes_on_from_fausts_state_and_faust_refuses_to_go_on_from_its(settin
     assert sorted(group_of(f).group_id for f in found) == sorted(f"g{n}" for n in range(GROUPS))
     assert all(len(group_of(f).members) == SIZE for f in found)
     with stream_process(settings, tmp_path / "back", runner="faust") as worker:
-        wait_until(lambda: not worker.running(), 240, "the worker's end")
+        until(lambda: not worker.running(), "the worker's end", 240)
         assert worker.stop() == 1
         assert "was written by the transactional runner" in worker.log.read_text()
 
@@ -161,7 +161,7 @@ def test_two_workers_of_one_name_do_not_both_write(settings, groups, tmp_path):
         read_records(groups, lambda read: len(read) >= 1, 240, one)
         with stream_process(settings, tmp_path / "two", instance="same", **SMALL) as two:
             fill(settings, range(1, GROUPS))
-            wait_until(lambda: not one.running(), 240, "the end of the worker that was replaced")
+            until(lambda: not one.running(), "the end of the worker that was replaced", 240)
             assert one.stop() == 1
             found = read_all(groups, GROUPS - 1, two)
     assert len(found) == GROUPS - 1

@@ -14,9 +14,10 @@ from demonstration import SMALL, STEPS, Finished, run_demonstration
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A demonstration of the simulated loop that has ended; its model is where users' tests begin.
+    """A demonstration of the simulated loop that has ended, each of whose roles was killed after a first step.
 
-    Its versions hold values of NVFP4; those of the demonstrations that begin with its model hold any values of bf16.
+    Its model is where users' tests begin. Its versions hold values of NVFP4; those of the demonstrations that begin
+    with its model hold any values of bf16.
     """
-    settings = [*SMALL, "trainer.serving_format=nvfp4"]
-    return run_demonstration(tmp_path_factory.mktemp("demo"), settings, "--act", "one", "--steps", str(STEPS))
+    settings, directory = [*SMALL, "trainer.serving_format=nvfp4"], tmp_path_factory.mktemp("demo")
+    return run_demonstration(directory, settings, "--act", "one", "--steps", str(STEPS), kill_after="s  step [1-3]  ")

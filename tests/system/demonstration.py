@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,10 @@ SMALL = [
     "midtrain.threads=1",
     "demo.start_timeout_s=600",
     "demo.stall_timeout_s=600",
+    # A replica that is killed may take minutes to come back, where other tests run beside; its episodes wait for it.
+    "feed.deadline_s=600",
+    "feed.eval_deadline_s=600",
+    "rollout.episode_timeout_s=600",
 ]
 """A demonstration that is quick, and whose model answers now and then."""
 TIMEOUT_S = 2400.0
@@ -62,6 +67,10 @@ class Finished:
     connections: dict[str, set[str]]
     """Remote TCP addresses by role, seen while it ran."""
     commands: set[str]
+    killed: set[str]
+    """Roles that were killed while it ran."""
+    said: str
+    """Its standard output and standard error."""
     processes_left: list[str]
 
     @property
@@ -71,6 +80,11 @@ class Finished:
     def rows(self, sql: str) -> list[dict]:
         answer = ask(SinkSettings(path=str(self.directory / "clickhouse")), sql)
         return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+
+    def sampled_and_trained_alike(self) -> bool:
+        """Whether tokens sampled at the first version have the trainer's logprobs."""
+        (row,) = self.rows("SELECT metrics['mismatch/max_abs_dlogp'] AS worst FROM train_steps WHERE step = 1")
+        return row["worst"] < 1e-3
 
     def newest_anchor(self) -> Path:
         anchors = self.directory.glob("store/*/anchors/main/v*")
@@ -83,18 +97,28 @@ def demo_command(data_dir: Path, settings: Sequence[str], *arguments: str) -> li
     return [*command, *assignments, *arguments]
 
 
-def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str) -> Finished:
-    """Run one to its end, looking at its processes meanwhile."""
+def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str, kill_after: str = "") -> Finished:
+    """Run one to its end, looking at its processes meanwhile.
+
+    Args:
+        kill_after: once what the demonstration said matches this, every role that runs is killed.
+    """
     output, log = data_dir / "summary.json", data_dir / "demo.log"
     command = demo_command(data_dir, settings, "--json", str(output), *arguments)
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream)
     connections: dict[str, set[str]] = {}
+    killed: set[str] = set()
     try:
         deadline = time.monotonic() + DEADLINE_S
         while process.poll() is None:
             assert time.monotonic() < deadline, log.read_text()
             look(process.pid, connections)
+            if kill_after and not killed and re.search(kill_after, log.read_text()):
+                running = {role: child for child in descendants(process.pid) if (role := role_of(child))}
+                for child in running.values():
+                    child.kill()
+                killed = set(running)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_S)
     finally:
@@ -102,7 +126,8 @@ def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str) 
             process.send_signal(signal.SIGINT)
             process.wait(60)
     assert process.returncode == 0, f"status {process.returncode}\n{log.read_text()}{role_logs(data_dir)}"
-    return Finished(json.loads(output.read_text()), connections, set(connections), belonging_to(data_dir))
+    summary, left = json.loads(output.read_text()), belonging_to(data_dir)
+    return Finished(summary, connections, set(connections), killed, log.read_text(), left)
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -146,10 +171,3 @@ def look(pid: int, connections: dict[str, set[str]]) -> None:
             continue
         if role:
             connections.setdefault(role, set()).update(found)
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.1)

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -44,6 +43,7 @@ from tests.consumers.product_support import interaction, outcome, product_run, u
 from tests.consumers.sink_support import START_US
 from tests.producers.conftest import FakeReplica, byte_tokenizer
 from tests.records import build
+from tests.waiting import until
 from tidemill.compose.config import Act
 from tidemill.compose.processes import Supervisor
 from tidemill.schemas import records as r
@@ -60,13 +60,6 @@ CHAOS = Path(keeping.__file__).parent
 ROLES = ("feed", "rollout-0", "rollout-1", "stream", "train", "replica-0", "sink")
 DEADLINE_S = 600.0
 T = TypeVar("T")
-
-
-def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 # -- the plan -------------------------------------------------------------------------------------------------------
@@ -277,7 +270,7 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 def ended(keeper: Keeper) -> Ended:
     found: list[Ended] = []
-    wait_for(lambda: bool(found.extend(keeper.mend()) or found), "the role goes on")
+    until(lambda: bool(found.extend(keeper.mend()) or found), "the role goes on", DEADLINE_S)
     return found[0]
 
 
@@ -296,7 +289,7 @@ def test_a_killed_rank_ends_the_role_and_that_is_no_crash(tmp_path):
         )
         assert not keeper.kill_rank("role", 1)
         keeper.mend()
-        wait_for(lambda: keeper.kill_rank("role", 1), "the role has no ranks")
+        until(lambda: keeper.kill_rank("role", 1), "the role has no ranks", DEADLINE_S)
         assert ended(keeper) == Ended("role", signal.SIGKILL, by_itself=False, last_words="")
 
 
@@ -527,15 +520,15 @@ def test_the_audit_finds_what_a_worker_loses_that_commits_too_early(bench: Bench
     bench.issue(range(TASKS))
     bench.supervisor.start("stream", ["stream", "--config", str(bench.config)])
     bench.start_worker()
-    wait_for(lambda: len(bench.replica.requests) >= TASKS * GROUP_SIZE, "the worker plays nothing")
+    until(lambda: len(bench.replica.requests) >= TASKS * GROUP_SIZE, "the worker plays nothing", DEADLINE_S)
     if bench.hasty:
-        wait_for(lambda: bench.committed() == TASKS, "it commits nothing early")
+        until(lambda: bench.committed() == TASKS, "it commits nothing early", DEADLINE_S)
     bench.kill_worker()
     released.set()
     bench.start_worker()
     bench.issue(range(TASKS, TASKS + 1))
     whole = 1 if bench.hasty else TASKS + 1
-    wait_for(lambda: len(bench.played()) >= whole and bench.grouped() >= whole, "what is left is not played")
+    until(lambda: len(bench.played()) >= whole and bench.grouped() >= whole, "what is left is not played", DEADLINE_S)
     found = tidemill("audit", "--config", str(bench.config), "--ended", "--json")
     assert found.document is not None, found.text
     failed = {check["name"]: check["first"] for check in found.document["checks"] if not check["passed"]}

@@ -167,6 +167,11 @@ def test_the_roles_are_processes_of_their_own_and_meet_in_the_log(played: Finish
     assert seen and not foreign
 
 
+def test_sampled_tokens_agree_with_the_trainer_at_the_same_version(played: Finished):
+    """Of versions with any values of bf16."""
+    assert played.sampled_and_trained_alike()
+
+
 def test_nothing_is_left_running(played: Finished):
     assert played.processes_left == []
 

@@ -50,6 +50,13 @@ SIZE = (512, 1024)
 DENSITY = 0.16
 
 
+@pytest.fixture(scope="module")
+def namespaces() -> None:
+    """Where this machine can make none, the test is skipped: asked when one runs, since it takes processes."""
+    if reason := why_not():
+        pytest.skip(reason)
+
+
 @dataclass
 class Followed:
     """What the replicas said so far, by region."""
@@ -117,7 +124,7 @@ def weights(previous: np.ndarray | None, seed: int) -> np.ndarray:
     return np.where(random.random(SIZE) < DENSITY, random.integers(0, 1 << 14, SIZE, dtype=np.uint16), previous)
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "it runs")
+@pytest.mark.usefixtures("namespaces")
 def test_regions_follow_through_the_broker_alone(tmp_path: Path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
@@ -146,7 +153,7 @@ def test_regions_follow_through_the_broker_alone(tmp_path: Path):
         assert carried["far"]["down"]["lost"] + carried["far"]["up"]["lost"] > 0
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "it runs")
+@pytest.mark.usefixtures("namespaces")
 def test_a_chunk_comes_over_a_link_that_is_slower_than_the_looks_for_stalls(tmp_path: Path):
     """A look is due every 3 s and waits 2 s for its answer, the chunk takes more than 5 s."""
     rate = 1.5e6

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from tests.records import build
+from tests.records import build, member_of
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import (
     Group,
@@ -73,23 +73,6 @@ def rollout(group_id: str, index: int, reward: float, size: int = 4, version: in
                          version_min=version, version_max=version, replica_id=f"replica-{index % 2}",
                          worker_id="worker")  # fmt: skip
     return replace(made_rollout, **changes)
-
-
-def member_of(record: Rollout, partition: int, offset: int) -> GroupMember:
-    """A group's reference to a rollout."""
-    return GroupMember(
-        rollout_id=record.rollout_id,
-        topic=Topic.ROLLOUTS.value,
-        partition=partition,
-        offset=offset,
-        status=record.status,
-        reward=record.reward,
-        advantage=0.0 if record.reward is not None else None,
-        success=record.success,
-        sampled_tokens=record.sampled_tokens,
-        version_min=record.version_min,
-        version_max=record.version_max,
-    )
 
 
 def group_of(group_id: str, members: list[GroupMember], **changes: object) -> Group:

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ import httpx
 import pytest
 
 from tests.consumers.view.run_records import ONLINE_STEP, TOKENIZER
+from tests.waiting import until
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.query import QueryResult, ask
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 REQUIRED = "TIDEMILL_BROWSER"
 """`required`: without a browser these tests fail. Else the path of one, where Debian's `chromium` is not installed."""
 SCREENSHOTS = "TIDEMILL_SCREENSHOTS"
-"""Directory for the screenshots; each test's own by default."""
+"""Directory for the screenshots of each view; without it none is made."""
 START_S = 120.0
 QUIET = (
     "--no-sandbox",
@@ -88,15 +88,6 @@ def tell(process: subprocess.Popen[str], line: str = "") -> None:
     assert process.stdout.readline() == "ok\n"
 
 
-def until(condition: Callable[[], Any], deadline_s: float = START_S) -> Any:
-    """The first true value of a condition. Raises AssertionError past the deadline."""
-    end = time.monotonic() + deadline_s
-    while not (value := condition()):
-        assert time.monotonic() < end, "not within the deadline"
-        time.sleep(0.05)
-    return value
-
-
 @contextmanager
 def tables_process(directory: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
     """A process that has written the run into `directory`."""
@@ -127,7 +118,7 @@ def serving(log: Path, *arguments: str, **environment: str) -> Iterator[tuple[st
                 found = re.search(r"the page is at (\S+)", said)
                 return found[1] if found else ""
 
-            yield until(address), process
+            yield until(address, "the page", START_S), process
         finally:
             process.terminate()
             process.wait(START_S)
@@ -200,7 +191,6 @@ class Look:
 
     page: Page
     context: BrowserContext
-    directory: Path
     faults: list[str] = field(default_factory=list)
 
     def open(self, url: str) -> Page:
@@ -218,10 +208,10 @@ class Look:
         )
 
     def shoot(self, name: str) -> None:
-        """Write a screenshot of the whole page."""
-        directory = Path(os.environ.get(SCREENSHOTS) or self.directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=directory / f"{name}.png", full_page=True)
+        """Write a screenshot of the whole page, where they are wanted."""
+        if directory := os.environ.get(SCREENSHOTS):
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self.page.screenshot(path=Path(directory, f"{name}.png"), full_page=True)
 
     def watch(self, page: Page) -> None:
         """Note errors on the console and requests to other hosts than the one that is looked at."""
@@ -244,14 +234,14 @@ class Look:
 
 
 @pytest.fixture
-def look_as(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Look]]:
+def look_as(browser: Browser) -> Iterator[Callable[..., Look]]:
     """Makes browser pages; the arguments are those of a Playwright context, such as `color_scheme="dark"`."""
     made: list[Look] = []
 
     def make(**options: Any) -> Look:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         context.set_default_timeout(START_S * 1000 / 3)
-        look = Look(context.new_page(), context, tmp_path)
+        look = Look(context.new_page(), context)
         look.watch(look.page)
         made.append(look)
         return look

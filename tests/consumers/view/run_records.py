@@ -13,7 +13,7 @@ import numpy as np
 from tests.consumers import product_support as product
 from tests.consumers.sink_support import PREFIX, START_US, rows_of
 from tests.producers.rollout.agents import byte_tokenizer
-from tests.records import build
+from tests.records import build, member_of
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
@@ -105,19 +105,7 @@ def group(members: Sequence[r.Rollout], offset: int, at: int) -> r.Group:
         mode=members[0].mode,
         closed_by=r.CloseReason.SIZE,
         members=[
-            r.GroupMember(
-                one.rollout_id,
-                Topic.ROLLOUTS.value,
-                0,
-                offset + place,
-                one.status,
-                one.reward,
-                None if one.reward is None else one.reward - mean,
-                one.success,
-                one.sampled_tokens,
-                one.version_min,
-                one.version_max,
-            )
+            member_of(one, offset=offset + place, advantage=None if one.reward is None else one.reward - mean)
             for place, one in enumerate(members)
         ],
         mean_reward=mean,

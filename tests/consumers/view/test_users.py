@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +14,7 @@ from tests.consumers.view.run_records import ONLINE_STEP, STEPS, SimulatedLoop, 
 from tidemill.consumers.operate.trace.interaction import InteractionPath, InteractionTrace
 from tidemill.consumers.operate.trace.versions import VersionHistory
 from tidemill.consumers.sink.query import ask
-from tidemill.consumers.sink.rows import DeadLetter, DeletedKey
+from tidemill.consumers.sink.rows import DeadLetter, DeletedKey, Row
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 
@@ -21,12 +22,18 @@ if TYPE_CHECKING:
     from tests.consumers.view.conftest import Look, View
 
 
+@cache
+def rows_of_the_run() -> list[Row]:
+    """What stands behind the page."""
+    return page_rows(SimulatedLoop())
+
+
 def traced(interaction: str) -> InteractionPath:
     """What `tidemill trace` says of an interaction of the page's run."""
     history = VersionHistory("run")
     trace = InteractionTrace(interaction, history)
     reached: Counter[str] = Counter()
-    for row in page_rows(SimulatedLoop()):
+    for row in rows_of_the_run():
         if isinstance(row.record, DeadLetter | DeletedKey):
             continue
         topic = Topic(row.topic.removeprefix(PREFIX))

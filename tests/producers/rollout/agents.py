@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -24,13 +24,13 @@ Say = Callable[[str], "str | Awaitable[str]"]
 """The next turn after a context, both as text."""
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token a byte, and ChatML's."""
+def byte_tokenizer(marks: Sequence[str] = ("<|im_start|>", END)) -> Tokenizer:
+    """One token a byte, and one a mark."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|im_start|>", END)])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     return tokenizer
 
 

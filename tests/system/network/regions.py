@@ -19,8 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -155,10 +154,3 @@ def _is_ours(address: str) -> bool:
         except OSError:
             return False
         return True
-
-
-@contextmanager
-def link(shape: LinkShape, backend: str | None = None) -> Iterator[tuple[Regions, Region]]:
-    """A hub and one region."""
-    with Regions(backend) as regions:
-        yield regions, regions.add("region", shape)

@@ -1,0 +1,102 @@
+"""How the tests are run: what the fast lane leaves out, and how workers share the rest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fast_lane import SLOW
+from tests.workers import UNIT, WHOLE_LOOP, unit_of
+
+ROOT = Path(__file__).resolve().parent.parent
+FIXTURES = """
+import pytest
+from tests.conftest import broker, kafka, vllm
+
+@pytest.fixture
+def topics(kafka): ...
+
+@pytest.fixture
+def engine(vllm): ...
+
+"""
+STARTS = """
+import subprocess, sys
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
+
+def test_plain(): ...
+def test_broker(tmp_path): LocalStack(StackSettings(data_dir=tmp_path)).up()
+def test_vllm(): import vllm
+def test_child(): subprocess.run([sys.executable, "-c", "import vllm.config"], check=True)
+"""
+
+
+def play(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """A file of tests in the fast lane: exit status and report."""
+    monkeypatch.setenv("TIDEMILL_KAFKA__BOOTSTRAP", "kafka:9092")
+    file = folder / "test_it.py"
+    file.write_text(source)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.fast_lane", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--rootdir", str(folder), str(file)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_those_that_need_a_broker_or_vllm_are_left_out_and_a_broker_elsewhere_is_not_used(tmp_path: Path, monkeypatch):
+    heavy = ("broker", "kafka", "topics", "vllm", "engine")
+    tests = "".join(f"def test_{fixture}({fixture}): assert False\n" for fixture in heavy)
+    plain = "import os\ndef test_plain(): assert 'TIDEMILL_KAFKA__BOOTSTRAP' not in os.environ\n"
+    status, report = play(tmp_path, f"{FIXTURES}{tests}{plain}", monkeypatch)
+    assert status == 0 and f"1 passed, {len(heavy)} deselected" in report, report
+
+
+def test_those_that_start_what_they_do_not_name_fail(tmp_path: Path, monkeypatch):
+    status, report = play(tmp_path, STARTS, monkeypatch)
+    assert status == 1 and "3 failed, 1 passed" in report, report
+    said = report.partition("FAILURES")[2].partition("short test summary")[0]
+    for test, fixture in {"test_broker": "broker", "test_vllm": "vllm", "test_child": "vllm"}.items():
+        own = said.partition(f"_ {test} _")[2].partition("_ test_")[0]
+        assert f"the fast lane starts no {fixture}" in own, report
+
+
+def test_slow_tests_exist():
+    for name in SLOW:
+        file, *test = name.split("::")
+        assert (ROOT / "tests" / file).exists(), name
+        assert not test or f"def {test[0]}(" in (ROOT / "tests" / file).read_text("utf-8"), name
+
+
+def test_files_that_look_at_one_demonstration_are_one_unit_and_any_other_file_is_its_own():
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "system").glob("test_*.py")]
+    sharing = {file for file in files if "finished" in (ROOT / file).read_text("utf-8")}
+    assert sharing == WHOLE_LOOP
+    assert {unit_of(f"{file}::test_it") for file in sharing} == {UNIT}
+    assert all(unit_of(f"{file}::test_it") == file for file in {*files, "tests/test_lanes.py"} - sharing)
+
+
+def test_the_whole_loop_comes_first_and_is_the_work_of_one(tmp_path: Path):
+    """In a tree with the names of this one, two workers and three units: the loop is not the one that is left over."""
+    test = "import os\ndef test_{0}(): print(os.environ['PYTEST_XDIST_WORKER'], __file__, file=open('ran', 'a'))\n"
+    for file in ("tests/compose/test_one.py", "tests/compose/test_other.py", *WHOLE_LOOP):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(test.format(number) for number in range(3)))
+    options = ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "--import-mode=importlib"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "tests.workers", "-n", "2", "--no-loadscope-reorder", *options, "tests"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    by_worker: dict[str, list[str]] = {}
+    for line in (tmp_path / "ran").read_text().splitlines():
+        worker, file = line.split()
+        by_worker.setdefault(worker, []).append(Path(file).relative_to(tmp_path).as_posix())
+    (files,) = (files for files in by_worker.values() if WHOLE_LOOP & set(files))
+    loop = 3 * len(WHOLE_LOOP)
+    assert set(files[:loop]) == WHOLE_LOOP and sum(map(len, by_worker.values())) == loop + 6
