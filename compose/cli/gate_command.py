@@ -101,8 +101,7 @@ def decide(
     Raises VersionError when it cannot be carried out.
     """
     from tidemill.consumers.weights.builder import anchor_exists
-    from tidemill.consumers.weights.chain import read_chain
-    from tidemill.consumers.weights.chain import Following, decision
+    from tidemill.consumers.weights.chain import Following, decision, read_chain
     from tidemill.schemas.clock import now_us, to_us
     from tidemill.schemas.log.producer import RecordProducer
     from tidemill.schemas.log.reader import LogReader
