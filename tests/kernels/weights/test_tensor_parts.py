@@ -154,7 +154,9 @@ def test_the_order_of_the_ranks_does_not_matter():
 )
 def test_parts_that_are_no_whole_are_refused(changes, message):
     first, *rest = reports(VIEW)
-    wrong = replace(first, parts=[replace(first.parts[0], **changes), *first.parts[1:]])
+    part = first.parts[0]
+    changed = part._replace(**changes) if "name" in changes else part._replace(place=part.place._replace(**changes))
+    wrong = replace(first, parts=[changed, *first.parts[1:]])
     with pytest.raises(CoverageError, match=message):
         merged_tensors([wrong, *rest])
 
