@@ -456,7 +456,7 @@ def test_the_ended_are_forgotten_after_their_time():
 def test_tokens_are_not_held_in_memory():
     spoken = interaction("a", segments=[Segment(1, b"1234", b"1", b"1234", [])])
     item = join_input.read(located(Topic.INTERACTIONS, spoken, 0, 101), 0)
-    assert item == join_input.ServedAnswer(RUN_ID, join_state.Case.of(interaction("a"), 0))
+    assert item == join_input.AnswerToJoin(RUN_ID, join_state.Case.of(interaction("a"), 0))
 
 
 def test_a_busy_user_costs_one_timer():
