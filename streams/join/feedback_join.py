@@ -64,11 +64,6 @@ class FeedbackJoin:
         self._outputs: list[Output] = []
         """What the record at hand decides."""
 
-    @property
-    def open_cases(self) -> int:
-        """Interactions that wait for signals."""
-        return sum(isinstance(entry, Case) and entry.open for entry in self._store.entries())
-
     def next_offset(self, topic: Topic) -> int:
         """The first offset of a topic that is not decided yet."""
         return self._merge.next_offset(topic)
