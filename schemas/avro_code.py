@@ -83,7 +83,7 @@ _GIVEN = {
 }
 
 
-class _Source:
+class _FunctionSource:
     """The source of one function, and the objects that it names."""
 
     def __init__(self, schema: Schema) -> None:
@@ -118,7 +118,7 @@ class _Source:
     def add(self, line: str) -> None:
         self.lines.append("    " * self._depth + line)
 
-    def indented(self, line: str) -> _Source:
+    def indented(self, line: str) -> _FunctionSource:
         """Begin a block; it ends with `with`."""
         self.add(line)
         return self
@@ -148,7 +148,7 @@ class _Source:
 
 def writer(schema: Schema) -> Write:
     """The writer of records whose attributes are the fields of `schema`, a record schema."""
-    source = _Source(schema)
+    source = _FunctionSource(schema)
     parts: list[str] = []
 
     def flush() -> None:
@@ -222,7 +222,7 @@ def writer(schema: Schema) -> Write:
 
 def reader(schema: Schema, record_type: type) -> Read:
     """The reader of `record_type`, whose fields are those of `schema`, a record schema, in its order."""
-    source = _Source(schema)
+    source = _FunctionSource(schema)
 
     def read(kind: Schema, hint: Any, into: str) -> None:  # noqa: ANN401 - a type
         """Source that reads the next value into a variable."""

@@ -65,11 +65,6 @@ class GroupAssembler:
         """Event time: the newest record timestamp seen, microseconds."""
         return self._clock_us
 
-    @property
-    def open_groups(self) -> int:
-        """Groups that wait for members."""
-        return sum(isinstance(entry, OpenGroup) for entry in self._store.entries())
-
     def next_deadline_us(self) -> int | None:
         """The earliest deadline among open groups."""
         return self._store.next_awaited_us()

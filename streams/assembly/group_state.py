@@ -102,7 +102,7 @@ class AssemblyHead:
 
 
 @record(frozen=True, slots=True)
-class _Begin:
+class _BeginBytes:
     """The bytes of an open group begin with these; its members follow, as an Avro array of one block."""
 
     partition: int
@@ -110,20 +110,25 @@ class _Begin:
 
 
 @record(frozen=True, slots=True)
-class _Open:
+class _OpenBytes:
     partition: int
     header: GroupHeader
     members: list[Member]
 
 
 @record(frozen=True, slots=True)
-class _Done:
+class _DoneBytes:
     partition: int
     closed_clock_us: int
     rollout_ids: list[str]
 
 
-_BEGIN, _MEMBER, _OPEN, _DONE = StateBytes(_Begin), StateBytes(Member), StateBytes(_Open), StateBytes(_Done)
+_BEGIN, _MEMBER, _OPEN, _DONE = (
+    StateBytes(_BeginBytes),
+    StateBytes(Member),
+    StateBytes(_OpenBytes),
+    StateBytes(_DoneBytes),
+)
 _HEAD = StateBytes(AssemblyHead)
 encode_head, decode_head = _HEAD.write, _HEAD.read
 
@@ -131,11 +136,11 @@ encode_head, decode_head = _HEAD.write, _HEAD.read
 def encode(entry: OpenGroup | DoneGroup) -> bytes:
     """The bytes of an entry."""
     if isinstance(entry, DoneGroup):
-        return _DONE.write(_Done(entry.partition, entry.closed_clock_us, sorted(entry.rollout_ids)), b"d")
+        return _DONE.write(_DoneBytes(entry.partition, entry.closed_clock_us, sorted(entry.rollout_ids)), b"d")
     packed = entry.packed
     for name in entry.members.keys() - packed.keys():
         packed[name] = _MEMBER.write(entry.members[name])
-    entry.begun = entry.begun or _BEGIN.write(_Begin(entry.partition, entry.header), b"o")
+    entry.begun = entry.begun or _BEGIN.write(_BeginBytes(entry.partition, entry.header), b"o")
     if not packed:
         return entry.begun + write_long(0)
     return b"".join((entry.begun, write_long(len(packed)), *(packed[name] for name in sorted(packed)), write_long(0)))

@@ -21,7 +21,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Outcome, OutcomeExclusion, SignalKind, SignalUse, UserRequest, UserWish
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.join.join_input import Answer, Item, Tombstone, Vote
+from tidemill.streams.join.join_input import AnswerToJoin, Item, Tombstone, Vote
 from tidemill.streams.join.join_state import Case, Early, Held, JoinHead, JoinStore, Wish
 from tidemill.streams.join.merge import Merge
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
@@ -64,11 +64,6 @@ class FeedbackJoin:
         self._outputs: list[Output] = []
         """What the record at hand decides."""
 
-    @property
-    def open_cases(self) -> int:
-        """Interactions that wait for signals."""
-        return sum(isinstance(entry, Case) and entry.open for entry in self._store.entries())
-
     def next_offset(self, topic: Topic) -> int:
         """The first offset of a topic that is not decided yet."""
         return self._merge.next_offset(topic)
@@ -96,7 +91,7 @@ class FeedbackJoin:
             at_us, offset, item = step
             self._advance(at_us)
             match item:
-                case Answer():
+                case AnswerToJoin():
                     self._admit(item, at_us)
                 case Vote():
                     self._hear(item, offset, at_us)
@@ -140,7 +135,7 @@ class FeedbackJoin:
 
     # Records
 
-    def _admit(self, answer: Answer, at_us: int) -> None:
+    def _admit(self, answer: AnswerToJoin, at_us: int) -> None:
         case = answer.case
         if self._store.case(case.interaction_id) is not None:
             self.counts["duplicate_interaction"] += 1

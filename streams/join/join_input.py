@@ -16,7 +16,7 @@ from tidemill.streams.state import NO_IDENTIFIER
 
 
 @record(frozen=True, slots=True)
-class Answer:
+class AnswerToJoin:
     """An interaction, as far as it is joined: without its tokens, which stay in the log."""
 
     run_id: str
@@ -41,7 +41,7 @@ class Tombstone:
     key: str
 
 
-Item = Answer | Vote | UserRequest | Tombstone | Rejected | None
+Item = AnswerToJoin | Vote | UserRequest | Tombstone | Rejected | None
 """None: only the clock moves."""
 
 
@@ -54,7 +54,7 @@ def read(located: ConsumedRecord, clock_skew_us: int) -> Item:
         return Rejected(located, problem) if problem else vote
     if isinstance(record, Interaction) and topic is Topic.INTERACTIONS:
         problem = broken_interaction(located, record, clock_skew_us)
-        return Rejected(located, problem) if problem else Answer(record.run_id, Case.of(record, located.offset))
+        return Rejected(located, problem) if problem else AnswerToJoin(record.run_id, Case.of(record, located.offset))
     if isinstance(record, UserRequest) and topic is Topic.INTERACTIONS:
         problem = "" if record.user_id and record.request_id else "a user's request names no user or has no id"
         return Rejected(located, problem) if problem else record
