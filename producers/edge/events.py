@@ -28,7 +28,6 @@ from pydantic import (
 from tidemill.producers.config import GatewaySettings
 from tidemill.producers.edge.metrics import GatewayMetrics
 from tidemill.producers.edge.problem import Problem, whole_seconds
-from tidemill.producers.feedback.awaited import Acknowledged
 from tidemill.producers.feedback.event import (
     BadFeedback,
     FeedbackMaker,
@@ -38,6 +37,7 @@ from tidemill.producers.feedback.event import (
     NotServed,
     Report,
 )
+from tidemill.producers.feedback.queue import Acknowledged
 from tidemill.producers.product.settings import ApiKeys
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.records import Feedback, SignalKind

@@ -54,10 +54,9 @@ from tidemill.producers.edge.events import (
 )
 from tidemill.producers.edge.metrics import GatewayMetrics
 from tidemill.producers.edge.problem import Problem, ProblemOut, answer, parse_json, read_body
-from tidemill.producers.feedback.awaited import Acknowledged
 from tidemill.producers.feedback.event import FeedbackMaker, LogUnreachable
-from tidemill.producers.feedback.producer import FLUSH_S, open_queue
-from tidemill.producers.feedback.queue import FeedbackQueue
+from tidemill.producers.feedback.producer import FLUSH_S
+from tidemill.producers.feedback.queue import Acknowledged, FeedbackQueue
 from tidemill.producers.product.settings import ProductSettings, require_some
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.http_room import bind
@@ -271,7 +270,7 @@ async def _lifespan(app: FastAPI, *, kafka: KafkaSettings, maker: FeedbackMaker)
     settings: GatewaySettings = app.state.settings
     # The client is told to send again what was not acknowledged by then: it is not kept for longer.
     kept_s = settings.acknowledge_timeout_s
-    queue = open_queue(kafka, "gateway", settings.max_queued, settings.linger_ms, kept_s)
+    queue = FeedbackQueue(kafka, "gateway", settings.max_queued, settings.linger_ms, kept_s)
     acknowledged = Acknowledged(queue)
     app.state.metrics = GatewayMetrics(lambda: queue.counts.pending)
     app.state.health = Health(queue)

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AsyncExitStack, closing, contextmanager
+from contextlib import AsyncExitStack, closing
 from typing import Any
 
 import uvicorn
@@ -55,7 +55,7 @@ class Application:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._keys = ApiKeys(router.settings.api_keys)
-        self._in_hand = 0
+        self._places = asyncio.Semaphore(router.settings.max_concurrent_requests)
         self._running: set[asyncio.Task[None]] = set()
 
     def build(self) -> Starlette:
@@ -74,9 +74,12 @@ class Application:
         request = Request(scope, receive)
         try:
             self._check_key(request)
-            with self._place():
-                exchange = await self._admit(request, send)
-                await self._run(exchange, receive)
+            if self._places.locked():
+                raise Refusal(429, "too many requests in hand: try again later", "rate_limit_error")
+            async with self._places:
+                with self._router.metrics.in_flight.track_inprogress():
+                    exchange = await self._admit(request, send)
+                    await self._run(exchange, receive)
             if exchange.begun:
                 await exchange.send("", more=False)
         except Refusal as refusal:
@@ -89,17 +92,6 @@ class Application:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or self._keys.name_of(given.strip()) is None:
             raise Refusal(401, "no valid API key: send `Authorization: Bearer KEY`", "authentication_error")
-
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        if self._in_hand >= self._router.settings.max_concurrent_requests:
-            raise Refusal(429, "too many requests in hand: try again later", "rate_limit_error")
-        self._in_hand += 1
-        try:
-            with self._router.metrics.in_flight.track_inprogress():
-                yield
-        finally:
-            self._in_hand -= 1
 
     async def _admit(self, request: Request, send: Send) -> Exchange:
         arrived, router = time.monotonic(), self._router

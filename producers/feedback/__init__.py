@@ -27,7 +27,6 @@ From asyncio, where what is awaited is in the log:
 `TIDEMILL_PRODUCT__SIGNING_KEYS` and `TIDEMILL_PRODUCT__PSEUDONYM_KEY`.
 """
 
-from tidemill.producers.feedback.awaited import AsyncFeedbackProducer
 from tidemill.producers.feedback.event import (
     BadFeedback,
     FailedEvent,
@@ -36,7 +35,7 @@ from tidemill.producers.feedback.event import (
     LogUnreachable,
     NotServed,
 )
-from tidemill.producers.feedback.producer import FeedbackProducer
+from tidemill.producers.feedback.producer import AsyncFeedbackProducer, FeedbackProducer
 from tidemill.producers.feedback.queue import FeedbackCounts
 
 __all__ = [

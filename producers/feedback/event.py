@@ -80,7 +80,7 @@ class EventFields(TypedDict, total=False):
 
 
 class Report(NamedTuple):
-    """One signal as the product's backend gives it."""
+    """One signal as the product's backend gives it: what happened, and its `EventFields`."""
 
     interaction: str
     """The interaction token that the router returned."""
@@ -88,11 +88,9 @@ class Report(NamedTuple):
     value: float | None
     """None withdraws the event that `corrects` names."""
     user: str | None
-    """The product's own id of the user who gave it; None where the request that was answered named nobody."""
     event_id: str | None = None
     corrects: str | None = None
     observed_at: datetime | int | None = None
-    """An aware datetime or microseconds since the Unix epoch; None: now."""
 
 
 class FeedbackMaker:

@@ -1,4 +1,4 @@
-"""`FeedbackProducer`: signals from a product's backend into the log, without making the backend wait for the log."""
+"""`FeedbackProducer` and `AsyncFeedbackProducer`: signals from a product's backend into the log."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from datetime import datetime
-from types import TracebackType
-from typing import Generic, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
 from tidemill.producers.feedback.event import (
     EventFields,
@@ -19,7 +18,7 @@ from tidemill.producers.feedback.event import (
     Report,
     check_source,
 )
-from tidemill.producers.feedback.queue import Ended, FeedbackCounts, FeedbackQueue
+from tidemill.producers.feedback.queue import Acknowledged, FeedbackCounts, FeedbackQueue
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
@@ -32,6 +31,19 @@ Sent = TypeVar("Sent")
 """What `send` gives back: an event id, or something to await for one."""
 
 
+class QueueOptions(TypedDict, total=False):
+    """Options of both producers."""
+
+    source: str
+    """Who reports, for instance the name of the backend; it is written into each record. By default "sdk"."""
+    max_queued: int
+    """Signals that wait for the log's acknowledgement at most: 100,000."""
+    linger_ms: float
+    """Milliseconds that a signal waits for others, to be written with them as one batch: 5."""
+    delivery_timeout_s: float
+    """Seconds after which an unacknowledged signal has failed: 120."""
+
+
 class Shorthand(ABC, Generic[Sent]):
     """A producer's queue; thumbs and withdrawals in terms of `send`, whose arguments and errors they have."""
 
@@ -39,16 +51,16 @@ class Shorthand(ABC, Generic[Sent]):
         self,
         kafka: str | KafkaSettings,
         product: ProductSettings,
-        source: str,
         deadline_s: float,
-        max_queued: int,
-        linger_ms: float,
-        delivery_timeout_s: float,
+        source: str = "sdk",
+        max_queued: int = 100_000,
+        linger_ms: float = 5.0,
+        delivery_timeout_s: float = 120.0,
     ) -> None:
         self._maker = FeedbackMaker(product)
         self._source = check_source(source)
         self._deadline_s = deadline_s
-        self._queue = open_queue(kafka, source, max_queued, linger_ms, delivery_timeout_s)
+        self._queue = FeedbackQueue(kafka, source, max_queued, linger_ms, delivery_timeout_s)
         # A finalizer runs at the end of the process too, and holds the queue, not this object.
         self._at_exit = weakref.finalize(self, close_at_exit, self._queue)
 
@@ -95,12 +107,9 @@ class FeedbackProducer(Shorthand[str]):
     Args:
         kafka: the brokers, "host:port,host:port", or settings.
         product: the keys that the router signs with; `ProductSettings.from_environment()` reads them.
-        source: who reports, for instance the name of the backend; it is written into each record.
         deadline_s: longest that `send` takes, also when the log does not answer.
-        max_queued: signals that wait for the log's acknowledgement at most.
-        linger_ms: milliseconds that a signal waits for others, to be written with them as one batch.
-        delivery_timeout_s: seconds after which an unacknowledged signal has failed.
         on_failure: told each signal that failed, from another thread.
+        options: as `QueueOptions` says.
 
     Raises:
         KeysMissing: `product` has no keys.
@@ -112,23 +121,19 @@ class FeedbackProducer(Shorthand[str]):
         kafka: str | KafkaSettings,
         product: ProductSettings,
         *,
-        source: str = "sdk",
         deadline_s: float = 2.0,
-        max_queued: int = 100_000,
-        linger_ms: float = 5.0,
-        delivery_timeout_s: float = 120.0,
         on_failure: Callable[[FailedEvent], None] | None = None,
+        **options: Unpack[QueueOptions],
     ) -> None:
-        super().__init__(kafka, product, source, deadline_s, max_queued, linger_ms, delivery_timeout_s)
-        self._ended = None if on_failure is None else _failures_to(on_failure)
+        super().__init__(kafka, product, deadline_s, **options)
 
-    def send(
-        self,
-        interaction: str,
-        kind: SignalKind | str,
-        value: float | None,
-        **event: Unpack[EventFields],
-    ) -> str:
+        def tell(record: Feedback, reason: str) -> None:
+            if reason and on_failure is not None:
+                on_failure(FailedEvent(record, reason))
+
+        self._ended = None if on_failure is None else tell
+
+    def send(self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]) -> str:
         """Queue one signal; its event id.
 
         Args:
@@ -165,24 +170,61 @@ class FeedbackProducer(Shorthand[str]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 
-def open_queue(
-    kafka: str | KafkaSettings, source: str, max_queued: int, linger_ms: float, delivery_timeout_s: float
-) -> FeedbackQueue:
-    """The queue of a feedback producer. Raises ValueError when no brokers are named."""
-    settings = KafkaSettings(bootstrap=kafka) if isinstance(kafka, str) else kafka
-    return FeedbackQueue(
-        settings,
-        f"tidemill-feedback-{source}",
-        max_queued=max_queued,
-        linger_ms=linger_ms,
-        delivery_timeout_s=delivery_timeout_s,
-    )
+class AsyncFeedbackProducer(Shorthand[Coroutine[Any, Any, str]]):
+    """Sends signals and waits for the log without blocking the event loop. Make one a process, after any fork.
+
+    Signals that are awaited at the same time share batches: `asyncio.gather(*(producer.send(...) for ...))`.
+
+    Args: as `FeedbackProducer`; `deadline_s` covers the log's acknowledgement.
+
+    Raises:
+        KeysMissing: `product` has no keys.
+        ValueError: no brokers are named, or `source` cannot be a name.
+    """
+
+    def __init__(
+        self,
+        kafka: str | KafkaSettings,
+        product: ProductSettings,
+        *,
+        deadline_s: float = 10.0,
+        **options: Unpack[QueueOptions],
+    ) -> None:
+        super().__init__(kafka, product, deadline_s, **options)
+        self._acknowledged = Acknowledged(self._queue)
+
+    async def send(
+        self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]
+    ) -> str:
+        """Send one signal; its event id, when the log has it. Arguments as `FeedbackProducer.send`.
+
+        Raises:
+            BadFeedback: a ValueError that names the argument; `NotServed` for a token that is not this user's.
+            FeedbackQueueFull, LogUnreachable: the log cannot keep up, or no broker answered; it was not taken.
+            FeedbackNotDelivered: not acknowledged within the deadline; it may have been written.
+            LookupError: the topic does not exist.
+        """
+        report = Report(interaction, kind, value, **event)
+        record = self._maker.make(report, self._source, now_us())
+        reason = (await self._acknowledged.deliver([record], self._deadline_s))[0]
+        if reason:
+            raise FeedbackNotDelivered(f"the signal was not acknowledged: {reason}", (FailedEvent(record, reason),))
+        return record.event_id
+
+    async def aclose(self, timeout_s: float = FLUSH_S) -> None:
+        """Flush and close; a signal that is then not acknowledged has failed, and is raised where it is awaited."""
+        self._at_exit.detach()
+        await self._acknowledged.aclose(timeout_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.aclose()
 
 
 def close_at_exit(queue: FeedbackQueue) -> None:
@@ -191,11 +233,3 @@ def close_at_exit(queue: FeedbackQueue) -> None:
         queue.close(FLUSH_S)
     except FeedbackNotDelivered as error:
         log.error("at the end of the process: %s", error)
-
-
-def _failures_to(on_failure: Callable[[FailedEvent], None]) -> Ended:
-    def ended(record: Feedback, reason: str) -> None:
-        if reason:
-            on_failure(FailedEvent(record, reason))
-
-    return ended

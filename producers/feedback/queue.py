@@ -1,28 +1,26 @@
 """The way of feedback records into the log: a bounded queue in memory that librdkafka empties in batches.
 
 What holds: a record is accepted or an error is raised, within the caller's deadline; each accepted record ends once, as
-delivered or as failed; librdkafka's own retries write none twice (the producer is idempotent).
+delivered or as failed; librdkafka's own retries write none twice (the producer is idempotent). `Acknowledged` is the
+queue for asyncio: what is awaited has been acknowledged by the log.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from tidemill.producers.feedback.event import (
-    FailedEvent,
-    FeedbackNotDelivered,
-    FeedbackQueueFull,
-    LogUnreachable,
-)
+from tidemill.producers.feedback.event import FailedEvent, FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
 from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
@@ -36,15 +34,19 @@ POLL_S = 0.1
 ROOM_POLL_S = 0.005
 GIVE_UP_S = 5.0
 FAILURES_KEPT = 1000
+NO_ROOM = "the feedback queue stayed full until the deadline: the log takes records too slowly, or not at all"
 PURGED = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})
 
 Ended = Callable[[Feedback, str], None]
 """Called with a record and why it failed, empty when the log has it; from the queue's own thread."""
 
+Waiter = asyncio.Future[str]
+"""Ends with the reason why a record failed; empty when the log has it."""
+
 
 @dataclass(frozen=True, slots=True)
 class FeedbackCounts:
-    """What became of the records so far; `pending` are neither delivered nor failed yet."""
+    """What became of the records so far."""
 
     accepted: int
     delivered: int
@@ -52,7 +54,7 @@ class FeedbackCounts:
 
     @property
     def pending(self) -> int:
-        """Accepted, not ended."""
+        """Accepted, and neither delivered nor failed."""
         return self.accepted - self.delivered - self.failed
 
 
@@ -60,14 +62,20 @@ class FeedbackQueue:
     """Queues feedback records and reports how each ended. Thread-safe; one a process, since it does not outlive a fork.
 
     Args:
+        kafka: the brokers, "host:port,host:port", or settings.
+        source: who reports; a part of the client's name.
         max_queued: records that wait for the log's acknowledgement at most.
         linger_ms: milliseconds that a record waits for others of its batch.
         delivery_timeout_s: seconds after which a record that the log did not acknowledge has failed.
+
+    Raises:
+        ValueError: no brokers are named.
     """
 
     def __init__(
-        self, kafka: KafkaSettings, client_id: str, *, max_queued: int, linger_ms: float, delivery_timeout_s: float
+        self, kafka: str | KafkaSettings, source: str, max_queued: int, linger_ms: float, delivery_timeout_s: float
     ) -> None:
+        kafka = KafkaSettings(bootstrap=kafka) if isinstance(kafka, str) else kafka
         self._topic = Names(kafka.topic_prefix).of(Topic.FEEDBACK)
         self._codec = Codec(kafka.registry_url)
         own = {
@@ -75,7 +83,8 @@ class FeedbackQueue:
             "linger.ms": linger_ms,
             "delivery.timeout.ms": round(delivery_timeout_s * 1000),
         }
-        self._producer = Producer({**producer_settings(kafka, client_id), **own, **kafka.client_options})
+        settings = producer_settings(kafka, f"tidemill-feedback-{source}")
+        self._producer = Producer({**settings, **own, **kafka.client_options})
         self._process = os.getpid()
         self._counting = threading.Lock()
         self._changed = threading.Condition(self._counting)
@@ -119,10 +128,7 @@ class FeedbackQueue:
         while not self.offer(record, ended):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise FeedbackQueueFull(
-                    "the feedback queue stayed full until the deadline: the log takes records more slowly than they "
-                    "come, or not at all"
-                )
+                raise FeedbackQueueFull(NO_ROOM)
             self._producer.poll(min(ROOM_POLL_S, left))
 
     def offer(self, record: Feedback, ended: Ended | None = None) -> bool:
@@ -140,17 +146,16 @@ class FeedbackQueue:
                 partition_of(record.interaction_id, self._partitions),
                 told,
             )
-        except BufferError:
-            self._not_accepted()
-            return False
-        except KafkaException as error:
-            self._not_accepted()
-            raise FeedbackNotDelivered(
-                f"the producer can write no more ({error}): make a new one", (FailedEvent(record, str(error)),)
-            ) from error
-        except BaseException:
-            self._not_accepted()
-            raise
+        except BaseException as error:
+            with self._changed:
+                self._accepted -= 1
+                self._changed.notify_all()
+            if isinstance(error, BufferError):
+                return False
+            if not isinstance(error, KafkaException):
+                raise
+            reason = f"the producer can write no more ({error}): make a new one"
+            raise FeedbackNotDelivered(reason, (FailedEvent(record, str(error)),)) from error
         return True
 
     def find_partitions(self, deadline: float) -> None:
@@ -237,7 +242,11 @@ class FeedbackQueue:
             log.exception("the callback for feedback event %s raised", record.event_id)
 
     def _delivery(self, error: KafkaError | None, message: Message) -> None:
-        failed = None if error is None else FailedEvent(self._read(message), _reason(error))
+        failed: FailedEvent | None = None
+        if error is not None:
+            record = self._codec.decode(message.value())
+            assert isinstance(record, Feedback)
+            failed = FailedEvent(record, _reason(error))
         with self._counting:
             if failed is None:
                 self._delivered += 1
@@ -248,21 +257,76 @@ class FeedbackQueue:
             if self._draining:
                 self._changed.notify_all()
 
-    def _read(self, message: Message) -> Feedback:
-        record = self._codec.decode(message.value())
-        assert isinstance(record, Feedback)
-        return record
-
-    def _not_accepted(self) -> None:
-        with self._changed:
-            self._accepted -= 1
-            self._changed.notify_all()
-
     def _check_usable(self) -> None:
         if self._process != os.getpid():
             raise RuntimeError("this feedback producer was made before a fork: make one in each process")
         if self._closed.is_set():
             raise RuntimeError("this feedback producer is closed")
+
+
+class Acknowledged:
+    """The awaited side of a queue, used from one event loop. Ends that come together take one wake-up of the loop."""
+
+    def __init__(self, queue: FeedbackQueue) -> None:
+        self._queue = queue
+        self._come: deque[tuple[Waiter, str]] = deque()
+        """Ended records, from the queue's thread."""
+        self._woken = False
+
+    async def deliver(self, records: Sequence[Feedback], deadline_s: float) -> list[str]:
+        """Write records and wait for the log: why each failed, in order; empty for what the log has.
+
+        Raises:
+            FeedbackQueueFull: there was no room for the first of them within the deadline.
+            LogUnreachable, LookupError, FeedbackNotDelivered, RuntimeError: as `FeedbackQueue.put`, for all of them.
+        """
+        deadline = time.monotonic() + deadline_s
+        if not self._queue.ready:
+            await asyncio.to_thread(self._queue.find_partitions, deadline)
+        waiters: list[Waiter] = []
+        for record in records:
+            waiter = await self._offer(record, deadline)
+            if waiter is None:
+                break
+            waiters.append(waiter)
+        if records and not waiters:
+            raise FeedbackQueueFull(NO_ROOM)
+        if waiters:
+            await asyncio.wait(waiters, timeout=max(0.0, deadline - time.monotonic()))
+        late = f"not acknowledged within {deadline_s:g} s"
+        reasons = [waiter.result() if waiter.done() else late for waiter in waiters]
+        return reasons + [NO_ROOM] * (len(records) - len(waiters))
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Flush and close the queue. Each failure has been told to the caller of `deliver` that waited for it."""
+        with suppress(FeedbackNotDelivered):
+            await asyncio.to_thread(self._queue.close, timeout_s)
+
+    async def _offer(self, record: Feedback, deadline: float) -> Waiter | None:
+        """Queue a record: what waits for its end; None when there was no room in time."""
+        loop = asyncio.get_running_loop()
+        waiter: Waiter = loop.create_future()
+
+        def ended(_record: Feedback, reason: str) -> None:
+            """Called from the queue's thread."""
+            self._come.append((waiter, reason))
+            # Set before the loop reads the deque and cleared before it does: no answer is left without a wake-up.
+            if not self._woken and not loop.is_closed():
+                self._woken = True
+                loop.call_soon_threadsafe(self._settle)
+
+        while not self._queue.offer(record, ended):
+            if time.monotonic() >= deadline:
+                return None
+            await asyncio.sleep(ROOM_POLL_S)
+        return waiter
+
+    def _settle(self) -> None:
+        self._woken = False
+        while self._come:
+            waiter, reason = self._come.popleft()
+            if not waiter.done():
+                waiter.set_result(reason)
 
 
 def _reason(error: KafkaError | None) -> str:

@@ -120,11 +120,12 @@ class BegunTasks:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._tasks: set[str] = set()
+        self.tasks: set[str] = set()
+        """Dispatched tasks."""
         self._turns: dict[str, list[Turn]] = {}
         self._ended: set[str] = set()
         self.groups: set[str] = set()
-        """Groups of the dispatched tasks."""
+        """Their groups."""
         self.first_at = 0
         """Time of the first dispatch, in microseconds since the Unix epoch; 0 for none."""
 
@@ -132,8 +133,8 @@ class BegunTasks:
         """Take one record; those of other runs are left alone."""
         match record:
             case Dispatch() if record.run_id == self._run_id:
-                self.first_at = min(record.at, self.first_at) if self._tasks else record.at
-                self._tasks.add(record.task_id)
+                self.first_at = min(record.at, self.first_at) if self.tasks else record.at
+                self.tasks.add(record.task_id)
                 self.groups.add(record.group_id)
             case Turn() if record.run_id == self._run_id:
                 self._turns.setdefault(record.rollout_id, []).append(record)
@@ -141,10 +142,6 @@ class BegunTasks:
                 self._ended.add(record.rollout_id)
             case _:
                 pass
-
-    def was_begun(self, task: Task) -> bool:
-        """Whether a worker took the task."""
-        return task.task_id in self._tasks
 
     def progress(self, task: Task) -> TaskProgress:
         """The recorded part of a task. Its turns are handed out once, and are not kept."""
@@ -187,7 +184,7 @@ class TaskRecovery:
         if task.issued_at > history.read_at + SKEW_US:
             history.begun = BegunTasks(self._run_id)  # tasks from now on were issued after it was read
         begun = history.begun
-        if not begun.was_begun(task):
+        if task.task_id not in begun.tasks:
             return NOTHING
         if not history.rollouts_read:
             history.rollouts_read = True
@@ -203,10 +200,6 @@ class TaskRecovery:
     def keep(self, owned: Set[Partition]) -> None:
         """Forget the partitions that are not among `owned`."""
         self._histories = {place: history for place, history in self._histories.items() if place in owned}
-
-    def close(self) -> None:
-        """Give the connections back."""
-        self._log.close()
 
 
 class Fenced(RuntimeError):

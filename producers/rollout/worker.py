@@ -234,8 +234,7 @@ async def _serve(
         claims = SegmentClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
         outbox = Outbox(producer, Topic.ROLLOUTS, claims.checked)
         stack.callback(outbox.close)
-        recovery = TaskRecovery(LogReader(kafka, client_id=APPLICATION), run.run_id)
-        stack.callback(recovery.close)
+        recovery = TaskRecovery(stack.enter_context(LogReader(kafka, client_id=APPLICATION)), run.run_id)
         member_of = kafka
         if settings.worker_id is not None:  # a static member, which comes back to its own partitions
             options = {**kafka.client_options, "group.instance.id": settings.worker_id}

@@ -78,15 +78,13 @@ def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> by
         "logprobs": 0,
         "return_token_ids": True,
     }
-    if model is not None:
-        body["model"] = model
-    if sampling.stop_token_ids:
-        body["stop_token_ids"] = sampling.stop_token_ids
-    if sampling.stop:
-        body["stop"] = sampling.stop
-    if sampling.expert_ids_from is not None:
-        body["routed_experts_prompt_start"] = sampling.expert_ids_from
-    return json.dumps(body).encode()
+    optional: dict[str, Any] = {
+        "model": model,
+        "stop_token_ids": sampling.stop_token_ids or None,
+        "stop": sampling.stop or None,
+        "routed_experts_prompt_start": sampling.expert_ids_from,
+    }
+    return json.dumps(body | {name: value for name, value in optional.items() if value is not None}).encode()
 
 
 def parse_completion(body: bytes, sampling: Sampling, prompt_tokens: int = 0) -> Completion:

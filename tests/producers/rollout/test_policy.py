@@ -492,14 +492,14 @@ def ended(index, a_task=TASK):
 
 def test_what_the_log_has_of_a_task():
     begun = BegunTasks("run")
-    assert not begun.was_begun(TASK)
+    assert not begun.tasks
     other = replace(TASK, run_id="other")
     for record in (
         None, Tick("t", 0), dispatch(other), ended(3), dispatch(), dispatch(at=2), turn(0, 0), turn(0, 1), turn(0, 1),
         turn(1, 0), turn(2, 1), turn(3, 0, run_id="other"), ended(1), ended(2, other),
     ):  # fmt: skip
         begun.observe(record)
-    assert begun.was_begun(TASK) and begun.groups == {"g"} and begun.first_at == 2
+    assert begun.tasks == {TASK.task_id} and begun.groups == {"g"} and begun.first_at == 2
     progress = begun.progress(TASK)
     assert progress.ended == {1}
     assert {index: [one.turn for one in turns] for index, turns in progress.turns.items()} == {0: [0, 1, 1], 2: [1]}
