@@ -196,7 +196,6 @@ async def _try(
 
 
 async def _check(name: str, options: Mapping[str, str], seed: int, limit_s: float, as_json: bool, as_csv: bool) -> bool:
-    from tidemill.producers.environments.check import as_json as checks_json
     from tidemill.producers.environments.check import check_environment
 
     found = []
@@ -209,7 +208,8 @@ async def _check(name: str, options: Mapping[str, str], seed: int, limit_s: floa
     if as_csv:
         print_rows(("name", "ok", "detail"), ((each.name, each.ok, each.detail) for each in found), as_csv=True)
     else:
-        typer.echo(checks_json(found) if as_json else f"{len(found) - broken} of {len(found)} clauses hold")
+        told = [{"name": each.name, "ok": each.ok, "detail": each.detail} for each in found]
+        typer.echo(json.dumps(told, indent=2) if as_json else f"{len(found) - broken} of {len(found)} clauses hold")
     return not broken
 
 
