@@ -197,7 +197,6 @@ async def check(
     as_csv: CsvOption = False,
 ) -> None:
     """Check an environment: determinism, hostile turns, deadlines, separate held-out tasks. Status 1 when it fails."""
-    from tidemill.producers.environments.check import as_json as checks_json
     from tidemill.producers.environments.check import check_environment
 
     found = []
@@ -210,7 +209,8 @@ async def check(
     if as_csv:
         print_rows(("name", "ok", "detail"), ((each.name, each.ok, each.detail) for each in found), as_csv=True)
     else:
-        typer.echo(checks_json(found) if as_json else f"{len(found) - broken} of {len(found)} clauses hold")
+        told = [{"name": each.name, "ok": each.ok, "detail": each.detail} for each in found]
+        typer.echo(json.dumps(told, indent=2) if as_json else f"{len(found) - broken} of {len(found)} clauses hold")
     if broken:
         raise typer.Exit(1)
 

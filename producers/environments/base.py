@@ -23,6 +23,7 @@ from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.config import HELD_OUT_ONE_IN
 from tidemill.schemas.records import RewardComponent, Task
 
+Messages = Sequence[Message]
 Payload = TypeVar("Payload", bound=BaseModel)
 
 
@@ -83,12 +84,7 @@ class Policy(Protocol):
     """One rollout's way to the model. Calls may run side by side."""
 
     async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        max_tokens: int | None = None,
-        trained: bool = True,
+        self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
     ) -> Reply:
         """The policy's next turn after a conversation.
 
@@ -108,7 +104,7 @@ class AttemptPolicy(ABC):
 
     failure: str
     """Why the rollout has failed; empty while it has not."""
-    conversation: Sequence[Message]
+    conversation: Messages
     """The messages of the last call that was answered, and its answer."""
     posted: Score | None
     """The result that an agent program posted."""
@@ -203,7 +199,7 @@ class Environment(ABC):
     async def play(self, task: Task, policy: Policy) -> Score:
         """Play one episode. Raises TaskError for a payload that is not this environment's."""
 
-    async def cut_off(self, task: Task, messages: Sequence[Message]) -> Score:
+    async def cut_off(self, task: Task, messages: Messages) -> Score:
         """Score a rollout whose context is full; `messages` is the conversation that filled it.
 
         By default like `rescore`, and no success where that cannot score it.
@@ -211,7 +207,7 @@ class Environment(ABC):
         found = await self.rescore(task, messages)
         return found or Score((RewardComponent("finished", 0.0, 1.0),), success=False)
 
-    async def rescore(self, task: Task, messages: Sequence[Message]) -> Score | None:
+    async def rescore(self, task: Task, messages: Messages) -> Score | None:
         """Score a conversation that was held before, by a program or in the log; None where that is not possible."""
         return None
 

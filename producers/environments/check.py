@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from tidemill.producers.environments.base import (
-    Environment,
-    EnvironmentFailed,
-    GenerationFailed,
-    Policy,
-    Reply,
-    Score,
-    Split,
-    TaskDraft,
-    TaskError,
-    TaskQuery,
-    split_of,
-)
+from tidemill.producers.environments import base
+from tidemill.producers.environments.base import Messages
 from tidemill.producers.environments.find import options_json
 from tidemill.schemas.chat.messages import Message, Tool, checked_messages, checked_tools, identity
 from tidemill.schemas.records import Mode, Task
@@ -41,15 +29,13 @@ class ContractCheck:
     detail: str
 
 
-def task_of(environment: Environment, name: str, draft: TaskDraft, seed: int = 0) -> Task:
+def task_of(environment: base.Environment, name: str, draft: base.TaskDraft, seed: int = 0) -> Task:
     """A task that is played outside a run."""
-    options = options_json(environment.options)
-    return Task(
-        "try", "try", "try", name, draft.payload, Mode.EVAL, 1, draft.max_turns, seed, 0, 2**62, 0, options=options
-    )
+    given, turns = options_json(environment.options), draft.max_turns
+    return Task("try", "try", "try", name, draft.payload, Mode.EVAL, 1, turns, seed, 0, 2**62, 0, options=given)
 
 
-class ScriptedPolicy(Policy):
+class ScriptedPolicy(base.Policy):
     """A policy that says the same texts in turn, the last one again and again, or calls the first tool it is shown."""
 
     def __init__(self, texts: Sequence[str], most: int, arguments: str | None = None) -> None:
@@ -59,17 +45,12 @@ class ScriptedPolicy(Policy):
         self.conversation: list[Message] = []
 
     async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        max_tokens: int | None = None,
-        trained: bool = True,
-    ) -> Reply:
+        self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
+    ) -> base.Reply:
         """The next text. Raises GenerationFailed after too many calls, BadMessage."""
         told, shown = checked_messages(messages), checked_tools(tools)
         if len(self.requests) >= self._most:
-            raise GenerationFailed(f"more than {self._most} calls of the policy (max_turns)")
+            raise base.GenerationFailed(f"more than {self._most} calls of the policy (max_turns)")
         text = self._texts[min(len(self.requests), len(self._texts) - 1)]
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if self._arguments is not None and shown:
@@ -78,7 +59,7 @@ class ScriptedPolicy(Policy):
             message = {**message, "tool_calls": [{"id": number, "type": "function", "function": function}]}
         self.requests.append((told, tuple(shown)))
         self.conversation = [*told, message]
-        return Reply(message, "tool_calls" if "tool_calls" in message else "stop")
+        return base.Reply(message, "tool_calls" if "tool_calls" in message else "stop")
 
 
 HOSTILE: Mapping[str, tuple[str, str | None]] = {
@@ -98,7 +79,7 @@ HOSTILE: Mapping[str, tuple[str, str | None]] = {
 
 
 async def check_environment(
-    environment: Environment, name: str, seed: int, limit_s: float
+    environment: base.Environment, name: str, seed: int, limit_s: float
 ) -> AsyncIterator[ContractCheck]:
     """Yield the clauses as they are tried; later ones are left out when there is no task to try them on.
 
@@ -106,116 +87,89 @@ async def check_environment(
         limit_s: longest time for one episode of an instant policy.
     """
     try:
-        drafts = list(islice(environment.tasks(TaskQuery(seed)), DRAFTS))
-        again = list(islice(environment.tasks(TaskQuery(seed)), DRAFTS))
-        other = list(islice(environment.tasks(TaskQuery(seed + 1)), DRAFTS))
-    except (TaskError, EnvironmentFailed) as error:
+        drafts = list(islice(environment.tasks(base.TaskQuery(seed)), DRAFTS))
+        again = list(islice(environment.tasks(base.TaskQuery(seed)), DRAFTS))
+        other = list(islice(environment.tasks(base.TaskQuery(seed + 1)), DRAFTS))
+    except (base.TaskError, base.EnvironmentFailed) as error:
         yield ContractCheck("tasks", False, str(error))
         return
-    distinct = len({draft.asks for draft in drafts})
-    yield ContractCheck("tasks", bool(drafts), f"{len(drafts)} drawn, {distinct} questions")
+    questions = {draft.asks for draft in drafts}
+    yield ContractCheck("tasks", bool(drafts), f"{len(drafts)} drawn, {len(questions)} questions")
     if not drafts:
         return
-    same = drafts == again
-    yield ContractCheck(
-        "tasks are deterministic", same, "the same seed gives the same tasks" if same else "they differ"
-    )
-    shared = {draft.asks for draft in drafts} & {draft.asks for draft in other}
-    yield ContractCheck("another seed asks something else", drafts != other, f"{len(shared)} questions in common")
-    yield _apart(drafts)
+    same = "the same seed gives the same tasks" if drafts == again else "they differ"
+    yield ContractCheck("tasks are deterministic", drafts == again, same)
+    shared = f"{len(questions & {draft.asks for draft in other})} questions in common"
+    yield ContractCheck("another seed asks something else", drafts != other, shared)
+    both = _on_both_sides((draft.payload, base.split_of(draft.asks)) for draft in drafts)
+    held_out = sum(base.split_of(draft.asks) is base.Split.EVAL for draft in drafts)
+    found = f"{held_out} of {len(drafts)} held out, {both} payloads on both sides"
+    yield ContractCheck("no task in both splits", both == 0 and 0 < held_out < len(drafts), found)
+
     drafts = drafts[:SIDE_BY_SIDE]
     tasks = [task_of(environment, name, draft, seed) for draft in drafts]
-    async for check in _played(environment, tasks, [split_of(draft.asks) for draft in drafts], limit_s):
-        yield check
+
+    async def outcome(task: Task, policy: ScriptedPolicy | None = None) -> tuple[base.Score | str, list[Message]]:
+        """The score, or the failure, and the conversation."""
+        policy = policy or ScriptedPolicy(["7"], task.max_turns)
+        try:
+            async with asyncio.timeout(limit_s):
+                score = await environment.play(task, policy)
+        except TimeoutError:
+            return f"no result within {limit_s:g} s", policy.conversation
+        except Exception as error:  # noqa: BLE001 - any error of the environment's is a failed rollout
+            return f"{type(error).__name__}: {error}"[:300], policy.conversation
+        return (score.fault() or score), policy.conversation
+
+    alone = [await outcome(task) for task in tasks[:4]]
+    once_more = [await outcome(task) for task in tasks[:4]]
+    scores = [found for found, _ in alone if isinstance(found, base.Score)]
+    names = ", ".join(f"{part.name} × {part.weight:g}" for part in scores[0].rewards) if scores else str(alone[0][0])
+    yield ContractCheck("an episode ends in a reward", bool(scores), names)
+    same = "the same turns give the same conversation and reward"
+    yield ContractCheck("episodes are deterministic", alone == once_more, same)
+    beside = await asyncio.gather(*map(outcome, tasks))
+    equal = list(beside[:4]) == alone
+    said = f"{len(beside)} at once, as alone" if equal else "they are not as alone"
+    yield ContractCheck("episodes side by side", equal, said)
+    openings = []
+    for _, conversation in beside:
+        turn = next((place for place, each in enumerate(conversation) if each["role"] == "assistant"), 0)
+        openings.append(tuple(map(identity, conversation[:turn])))
+    both = _on_both_sides(zip(openings, (base.split_of(draft.asks) for draft in drafts), strict=True))
+    said = f"{len(set(openings))} different ones of {len(beside)}, {both} of them in both splits"
+    yield ContractCheck("no prompt in both splits", both == 0 and () not in openings, said)
+
     for fault, (text, arguments) in HOSTILE.items():
         policy = ScriptedPolicy([text], tasks[0].max_turns, arguments)
-        yield await _hostile(environment, tasks[0], fault, policy, limit_s)
+        ended, _ = await outcome(tasks[0], policy)
+        said = f"reward {ended.total:g}" if isinstance(ended, base.Score) else ended
+        failed = said.startswith(("GenerationFailed", "ContextFull"))
+        expected = not ended.success if isinstance(ended, base.Score) else failed
+        yield ContractCheck(fault, expected, f"{said} after {len(policy.requests)} calls")
     yield await _cancelled(environment, tasks[0], limit_s)
 
 
-def _apart(drafts: Sequence[TaskDraft]) -> ContractCheck:
-    by_payload: dict[str, set[Split]] = {}
-    for draft in drafts:
-        by_payload.setdefault(draft.payload, set()).add(split_of(draft.asks))
-    both = sum(len(splits) > 1 for splits in by_payload.values())
-    held_out = sum(split_of(draft.asks) is Split.EVAL for draft in drafts)
-    ok = both == 0 and 0 < held_out < len(drafts)
-    return ContractCheck(
-        "no task in both splits", ok, f"{held_out} of {len(drafts)} held out, {both} payloads on both sides"
-    )
+def _on_both_sides(sides: Iterable[tuple[object, base.Split]]) -> int:
+    """How many things are on both sides of the split."""
+    of: dict[object, set[base.Split]] = {}
+    for thing, split in sides:
+        of.setdefault(thing, set()).add(split)
+    return sum(len(splits) > 1 for splits in of.values())
 
 
-async def _played(
-    environment: Environment, tasks: Sequence[Task], splits: Sequence[Split], limit_s: float
-) -> AsyncIterator[ContractCheck]:
-    alone = [await _outcome(environment, task, ScriptedPolicy(["7"], task.max_turns), limit_s) for task in tasks[:4]]
-    again = [await _outcome(environment, task, ScriptedPolicy(["7"], task.max_turns), limit_s) for task in tasks[:4]]
-    scored = next((outcome for outcome in alone if isinstance(outcome[0], Score)), None)
-    names = ", ".join(f"{part.name} × {part.weight:g}" for part in scored[0].rewards) if scored else ""  # type: ignore[union-attr]
-    yield ContractCheck("an episode ends in a reward", scored is not None, names or str(alone[0][0]))
-    yield ContractCheck(
-        "episodes are deterministic", alone == again, "the same turns give the same conversation and reward"
-    )
-    beside = await asyncio.gather(
-        *(_outcome(environment, task, ScriptedPolicy(["7"], task.max_turns), limit_s) for task in tasks)
-    )
-    equal = list(beside[:4]) == alone
-    yield ContractCheck(
-        "episodes side by side", equal, f"{len(beside)} at once, as alone" if equal else "they are not as alone"
-    )
-    openings: dict[tuple[object, ...], set[Split]] = {}
-    for (_, conversation), split in zip(beside, splits, strict=True):
-        turn = next((place for place, each in enumerate(conversation) if each["role"] == "assistant"), 0)
-        openings.setdefault(tuple(map(identity, conversation[:turn])), set()).add(split)
-    both = sum(len(found) > 1 for found in openings.values())
-    said = f"{len(openings)} different ones of {len(beside)}, {both} of them in both splits"
-    yield ContractCheck("no prompt in both splits", both == 0 and () not in openings, said)
-
-
-async def _outcome(
-    environment: Environment, task: Task, policy: ScriptedPolicy, limit_s: float
-) -> tuple[Score | str, list[Message]]:
-    """The score, or the failure, and the conversation."""
-    try:
-        async with asyncio.timeout(limit_s):
-            score = await environment.play(task, policy)
-    except TimeoutError:
-        return f"no result within {limit_s:g} s", policy.conversation
-    except Exception as error:  # noqa: BLE001 - any error of the environment's is a failed rollout
-        return f"{type(error).__name__}: {error}"[:300], policy.conversation
-    fault = score.fault()
-    return (fault or score), policy.conversation
-
-
-async def _hostile(
-    environment: Environment, task: Task, fault: str, policy: ScriptedPolicy, limit_s: float
-) -> ContractCheck:
-    outcome, _ = await _outcome(environment, task, policy, limit_s)
-    calls = f"{len(policy.requests)} calls"
-    if isinstance(outcome, Score):
-        return ContractCheck(fault, not outcome.success, f"reward {outcome.total:g} after {calls}")
-    expected = outcome.startswith(("GenerationFailed", "ContextFull"))
-    return ContractCheck(fault, expected, f"{outcome} after {calls}")
-
-
-async def _cancelled(environment: Environment, task: Task, limit_s: float) -> ContractCheck:
+async def _cancelled(environment: base.Environment, task: Task, limit_s: float) -> ContractCheck:
     class Silent(ScriptedPolicy):
-        async def chat(self, *_arguments: Any, **_options: Any) -> Reply:  # noqa: ANN401 - never answers
+        async def chat(self, *_arguments: Any, **_options: Any) -> base.Reply:  # noqa: ANN401 - never answers
             asked.set()
             await asyncio.Event().wait()
             raise AssertionError("unreachable")
 
     asked, loop = asyncio.Event(), asyncio.get_running_loop()
     playing = asyncio.create_task(environment.play(task, Silent([""], 1)))
-    await asyncio.wait(
-        {playing, asyncio.create_task(asked.wait())}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-    )
+    begun = asyncio.create_task(asked.wait())
+    await asyncio.wait({playing, begun}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
     began = loop.time()
     playing.cancel()
     done, _ = await asyncio.wait({playing}, timeout=limit_s)
     return ContractCheck("it ends at its deadline", bool(done), f"{loop.time() - began:.2f} s after it was cancelled")
-
-
-def as_json(checks: Sequence[ContractCheck]) -> str:
-    """The checks for scripts."""
-    return json.dumps([{"name": each.name, "ok": each.ok, "detail": each.detail} for each in checks], indent=2)

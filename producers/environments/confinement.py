@@ -1,8 +1,15 @@
-"""The keeper of an environment's process: it starts the process within bounds, and ends it with all that it started.
+"""The keeper of a process: it starts the process within bounds, and ends it with all that it started.
 
-The keeper is the parent of the environment's process and the reaper of everything that this process leaves behind. It
-ends the tree when the worker closes the keeper's standard input, when the worker dies, or when the environment's
-process ends. Then it writes its last words to standard output: how the process ended, and the end of its stderr.
+    python -m tidemill.producers.environments.confinement WORKER environment SOCKET MEMORY
+    python -m tidemill.producers.environments.confinement WORKER program STDIN COMMAND…
+
+WORKER is the process id of the worker, the others are descriptors that it made: an environment's connection to the
+worker and its marks (`serving`), and an agent program's standard input. An environment works in a temporary folder, a
+program in the folder that this is run in, with that temporary folder as its home.
+
+The keeper is the parent of the process and the reaper of everything that this process leaves behind. It ends the tree
+when the worker closes the keeper's standard input, when the worker dies, or when the process ends. Then it writes its
+last words to standard output: how the process ended, and the end of its stderr.
 
 What holds: when the keeper has ended by itself, no process of the tree lives and their working directory is gone. The
 bounds are against code that fails, hangs or leaks, and against text of a model that is executed; they are no wall
@@ -21,10 +28,11 @@ import select
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -39,8 +47,9 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIV
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def keep(run: Callable[[], None], worker: int, *descriptors: int) -> None:
-    """Run `run` in a process that has these descriptors and none else, until it or the process `worker` ends."""
+def main() -> None:
+    """Keep the process that the command line names."""
+    worker, (kind, *given) = int(sys.argv[1]), sys.argv[2:]
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # the keeper wakes up, and looks at who its parent is
     woken, wake = os.pipe()
@@ -48,18 +57,51 @@ def keep(run: Callable[[], None], worker: int, *descriptors: int) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, *_END_SIGNALS):
         signal.signal(number, lambda *_: None)
-    errors, write_errors = os.pipe()
     folder = tempfile.mkdtemp(prefix="tidemill-environment-")
-    child = os.fork()
-    if not child:
-        _begin(folder, write_errors, descriptors)
-        run()
-        os._exit(0)
-    for descriptor in (write_errors, *descriptors):
-        os.close(descriptor)
-    statuses: dict[int, int] = {}
-    tail, watched = b"", [0, woken, errors]
-    while child not in statuses and os.getppid() == worker:
+    try:
+        code, tail = _kept(_start(kind, given, folder), worker, woken)
+    except OSError as error:
+        code, tail = 127, f"{error.filename}: {error.strerror}".encode()
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(BrokenPipeError):
+        sys.stdout.write(json.dumps({"code": code, "stderr": tail.decode(errors="replace")}))
+        sys.stdout.flush()
+
+
+def _start(kind: str, given: list[str], folder: str) -> subprocess.Popen[bytes]:
+    """Start the process, with the worker's descriptors and none else. Raises OSError."""
+    keeper = os.getpid()
+
+    def end_with_keeper() -> None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(0)
+
+    how: dict[str, Any]
+    if kind == "program":
+        descriptors, command = [int(given[0])], given[1:]
+        home = {"HOME": folder, "TMPDIR": folder}
+        how = {"stdin": descriptors[0], "start_new_session": True, "env": {**os.environ, **home}}
+    else:
+        descriptors = [*map(int, given)]
+        command = [sys.executable, "-P", "-m", "tidemill.producers.environments.serving", *given]
+        how = {"stdin": subprocess.DEVNULL, "pass_fds": descriptors, "cwd": folder}
+    try:
+        # The keeper has one thread, so that code may run between fork and exec.
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=end_with_keeper, **how
+        )
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _kept(process: subprocess.Popen[bytes], worker: int, woken: int) -> tuple[int, bytes]:
+    """Wait for the end of a process or of its worker, and kill the tree: its exit code, and the end of its stderr."""
+    assert process.stderr is not None
+    errors, statuses, tail = process.stderr.fileno(), dict[int, int](), b""
+    watched = [0, woken, errors]
+    while process.pid not in statuses and os.getppid() == worker:
         ready, _, _ = select.select(watched, [], [])
         if 0 in ready or (woken in ready and {*os.read(woken, 512)} & {*_END_SIGNALS}):
             break
@@ -69,16 +111,29 @@ def keep(run: Callable[[], None], worker: int, *descriptors: int) -> None:
             if not written:
                 watched.remove(errors)
         _reap(statuses, os.WNOHANG)
-    _kill_tree(statuses)
+    living = True
+    while living:  # what has lost its parent becomes the keeper's child, and is found the next time
+        for each in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        living = _reap(statuses, 0)
     os.set_blocking(errors, False)
     with suppress(BlockingIOError):
         while written := os.read(errors, 1 << 16):
             tail = (tail + written)[-TAIL_BYTES:]
-    shutil.rmtree(folder, ignore_errors=True)
-    words = {"code": os.waitstatus_to_exitcode(statuses[child]), "stderr": tail.decode(errors="replace")}
-    with suppress(BrokenPipeError):
-        sys.stdout.write(json.dumps(words))
-        sys.stdout.flush()
+    process.returncode = os.waitstatus_to_exitcode(statuses[process.pid])
+    return process.returncode, tail
+
+
+def _reap(statuses: dict[int, int], options: int) -> bool:
+    """Take the statuses of processes that have ended; false when none is left."""
+    try:
+        while (ended := os.waitpid(-1, options))[0]:
+            statuses[ended[0]] = ended[1]
+            options = os.WNOHANG
+    except ChildProcessError:
+        return False
+    return True
 
 
 def limit_resources(memory_bytes: int, file_bytes: int, open_files: int) -> None:
@@ -132,45 +187,5 @@ def _prctl(option: int, *arguments: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _begin(folder: str, write_errors: int, descriptors: tuple[int, ...]) -> None:
-    """Turn the forked copy of the keeper into a process of its own."""
-    keeper = os.getppid()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, *_END_SIGNALS):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard, source in ((0, null), (1, null), (2, write_errors)):
-        os.dup2(source, standard)
-    lowest = 3
-    for descriptor in sorted(descriptors):
-        os.closerange(lowest, descriptor)
-        os.set_inheritable(descriptor, False)
-        lowest = descriptor + 1
-    os.closerange(lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    os.chdir(folder)
-    tempfile.tempdir = os.environ["HOME"] = os.environ["TMPDIR"] = folder
-    if os.getppid() != keeper:
-        os._exit(0)
-
-
-def _reap(statuses: dict[int, int], options: int) -> bool:
-    """Take the statuses of processes that have ended; false when none is left."""
-    try:
-        while (ended := os.waitpid(-1, options))[0]:
-            statuses[ended[0]] = ended[1]
-            options = os.WNOHANG
-    except ChildProcessError:
-        return False
-    return True
-
-
-def _kill_tree(statuses: dict[int, int]) -> None:
-    """Kill until none is left: what has lost its parent becomes the keeper's child, and is found the next time."""
-    while True:
-        for each in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
-        if not _reap(statuses, 0):
-            return
+if __name__ == "__main__":
+    main()

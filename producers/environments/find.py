@@ -2,27 +2,31 @@
 
 A name before the colon that is an entry point of the group `tidemill.environments` is that environment, or a family of
 them (`reasoning_gym:chain_sum`); any other name is read as `package.module:object`, a subclass of `Environment` or an
-instance of one.
+instance of one. For families: options models made from a library's settings, and random states of their own.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import json
+import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, create_model
 
 from tidemill.producers.environments.base import Environment, EnvironmentOptions, TaskError, faults
 
 GROUP = "tidemill.environments"
+Base = TypeVar("Base", bound=EnvironmentOptions)
 _MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -97,14 +101,13 @@ def environment_type(name: str) -> EnvironmentType:
     if not is_foreign(name):
         known = ", ".join(sorted(_entry_points()))
         raise UnknownEnvironment(f"unknown environment {name!r}: there are {known}, and any `package.module:object`")
-    module, _, attribute = name.partition(":")
     try:
-        imported = importlib.import_module(module)
+        imported = importlib.import_module(head)
     except (Exception, SystemExit) as error:  # importing runs foreign code, which raises anything
-        raise UnknownEnvironment(f"{name}: module {module} does not import: {error!r}") from error
-    if not hasattr(imported, attribute):
-        raise UnknownEnvironment(f"{name}: module {module} has no {attribute}")
-    return described(name, getattr(imported, attribute))
+        raise UnknownEnvironment(f"{name}: module {head} does not import: {error!r}") from error
+    if not hasattr(imported, member):
+        raise UnknownEnvironment(f"{name}: module {head} has no {member}")
+    return described(name, getattr(imported, member))
 
 
 def is_foreign(name: str) -> bool:
@@ -167,3 +170,60 @@ def _loaded(point: EntryPoint) -> object:
     except (Exception, SystemExit) as error:  # importing runs foreign code, which raises anything
         raise UnknownEnvironment(f"{point.name}: {point.value} does not import: {error!r}") from error
     return loaded() if isinstance(loaded, type) and issubclass(loaded, Family) else loaded
+
+
+def check_member(family: str, kind: str, name: str, known: Iterable[str], problem: str) -> None:
+    """Raise UnknownEnvironment for a member that a library does not have, or that is not offered for a problem."""
+    known = list(known)
+    if name not in known:
+        near = difflib.get_close_matches(name, known)
+        meant = f"; is it {' or '.join(near)}?" if near else ""
+        raise UnknownEnvironment(f"{kind} {name!r}{meant} (`tidemill env list {family}`)")
+    if problem:
+        raise UnknownEnvironment(f"{family}:{name} is not offered: {problem}")
+
+
+def options_model(title: str, base: type[Base], settings: Mapping[str, tuple[Any, object]]) -> type[Base]:
+    """Add settings to a model of options.
+
+    Args:
+        title: the name of the new class.
+        settings: type and default by name. Lists and objects are taken from the text of a command line as well.
+    """
+    fields: dict[str, Any] = {}
+    for name, (hint, default) in settings.items():
+        hint = tuple[Any, ...] if hint is tuple else hint
+        parts = (hint, *get_args(hint))  # the type, and the members of a union
+        if any(get_origin(part) in (list, tuple, Sequence) or is_dataclass(part) for part in parts):
+            hint = Annotated[hint, BeforeValidator(structured)]
+        fields[name] = (hint, Field(default=default))
+    return create_model(title, __base__=base, **fields)
+
+
+def structured(value: object) -> object:
+    """A list, an object or nothing from text: JSON, or elements between commas."""
+    if not isinstance(value, str):
+        return value
+    try:
+        read = json.loads(value)
+    except (ValueError, RecursionError):
+        read = value
+    return read if isinstance(read, list | dict | None) else value.split(",")
+
+
+class OwnRandomness:
+    """A state of the module `random` that belongs to one episode, so that episodes side by side do not mix."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = random.Random(seed).getstate()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the global generator go on from this state, and give it back after. Do not await within."""
+        others = random.getstate()
+        random.setstate(self._state)
+        try:
+            yield
+        finally:
+            self._state = random.getstate()
+            random.setstate(others)

@@ -29,6 +29,7 @@ from tidemill.schemas.records import RewardComponent, Task
 
 MOST_ENTRIES = 10_000
 LARGEST_AMOUNT = 999_999
+Entry = Annotated[int, Field(ge=-LARGEST_AMOUNT, le=LARGEST_AMOUNT)]
 CEILING = 49
 """Every running balance of a drawn ledger lies within 0 and this."""
 ASK = "Find the balance with the calculator, one call a turn, then reply: answer N"
@@ -53,16 +54,12 @@ class LedgerOptions(EnvironmentOptions):
 
     entries: int = Field(default=4, ge=1, le=MOST_ENTRIES)
     """Entries of a ledger, and so the calculator calls that it needs; a solution takes one turn more."""
-
     fewest_entries: int = Field(default=0, ge=0, le=MOST_ENTRIES)
     """Above 0: lengths are drawn evenly from `fewest_entries` to `entries`."""
-
     spare_turns: int = Field(default=2, ge=0, le=MOST_ENTRIES)
     """Turns allowed beyond those that a solution needs."""
-
     largest: int = Field(default=20, ge=1, le=CEILING // 2)
     """Largest amount of an entry."""
-
     tool_use_weight: float = Field(default=0.1, ge=0)
     """Weight of the share of turns that could be executed; a right answer weighs 1."""
 
@@ -78,9 +75,7 @@ class LedgerTask(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    entries: tuple[Annotated[int, Field(ge=-LARGEST_AMOUNT, le=LARGEST_AMOUNT)], ...] = Field(
-        min_length=1, max_length=MOST_ENTRIES
-    )
+    entries: tuple[Entry, ...] = Field(min_length=1, max_length=MOST_ENTRIES)
 
     @model_validator(mode="after")
     def _none_is_zero(self) -> Self:
@@ -124,12 +119,24 @@ class LedgerEnvironment(Environment):
     options: LedgerOptions
 
     def tasks(self, query: TaskQuery) -> Iterator[TaskDraft]:
-        """Ledgers without end, every running balance within 0 and `CEILING`."""
-        rng = Random(f"ledger tasks {query.seed}")
+        """Ledgers without end, every running balance within 0 and `CEILING`.
+
+        Amounts do not repeat until all have been used, so that an entry is found by its amount.
+        """
+        rng, options = Random(f"ledger tasks {query.seed}"), self.options
         while True:
-            ledger = draw_ledger(rng, self.options)
-            turns = len(ledger.entries) + 1 + self.options.spare_turns
-            yield TaskDraft(ledger.payload(), ledger.prompt(), turns)
+            length = rng.randint(options.fewest_entries or options.entries, options.entries)
+            amounts: list[int] = []
+            while len(amounts) < length:
+                amounts += rng.sample(range(1, options.largest + 1), options.largest)
+            balance, entries = 0, []
+            for amount in amounts[:length]:
+                entries.append(
+                    amount * rng.choice([sign for sign in (1, -1) if 0 <= balance + sign * amount <= CEILING])
+                )
+                balance += entries[-1]
+            ledger = LedgerTask(entries=tuple(entries))
+            yield TaskDraft(ledger.payload(), ledger.prompt(), length + 1 + options.spare_turns)
 
     async def play(self, task: Task, policy: Policy) -> Score:
         """Converse until the policy answers, or its turns are spent."""
@@ -152,24 +159,5 @@ class LedgerEnvironment(Environment):
         answered = closing(turns[-1]) if turns else None
         right = answered is not None and answered[0] == parse_ledger(task.payload).balance
         executed = max(0.0, 1 - errors / len(turns)) if turns else 0.0
-        return Score(
-            rewards=(
-                RewardComponent("answer", float(right), 1.0),
-                RewardComponent("tool_use", executed, self.options.tool_use_weight),
-            ),
-            success=right,
-        )
-
-
-def draw_ledger(rng: Random, options: LedgerOptions) -> LedgerTask:
-    """A ledger; amounts do not repeat until all have been used, so that an entry is found by its amount."""
-    length = rng.randint(options.fewest_entries or options.entries, options.entries)
-    amounts: list[int] = []
-    while len(amounts) < length:
-        amounts += rng.sample(range(1, options.largest + 1), options.largest)
-    balance, entries = 0, []
-    for amount in amounts[:length]:
-        entry = amount * rng.choice([sign for sign in (1, -1) if 0 <= balance + sign * amount <= CEILING])
-        balance += entry
-        entries.append(entry)
-    return LedgerTask(entries=tuple(entries))
+        tool_use = RewardComponent("tool_use", executed, self.options.tool_use_weight)
+        return Score((RewardComponent("answer", float(right), 1.0), tool_use), success=right)

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import Context, ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVarTuple
 
@@ -60,7 +61,7 @@ class Marks:
 
 
 class MarkedLoop(asyncio.SelectorEventLoop):
-    """An event loop that marks each callback of an episode while it runs."""
+    """An event loop that marks each callback, by its episode, while it runs."""
 
     def __init__(self, marks: Marks) -> None:
         self._words = marks.words
@@ -71,23 +72,17 @@ class MarkedLoop(asyncio.SelectorEventLoop):
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """Like the event loop's."""
-        episode = EPISODE.get() if context is None else context.get(EPISODE, 0)
-        if episode:
-            return super().call_soon(self._step, episode, callback, args, context=context)
-        return super().call_soon(callback, *args, context=context)
+        return super().call_soon(self._step, callback, args, context=context)
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Like the event loop's."""
-        episode = EPISODE.get() if context is None else context.get(EPISODE, 0)
-        if episode:
-            return super().call_at(when, self._step, episode, callback, args, context=context)
-        return super().call_at(when, callback, *args, context=context)
+        return super().call_at(when, self._step, callback, args, context=context)
 
-    def _step(self, episode: int, callback: Callable[[*Ts], object], args: tuple[*Ts]) -> None:
+    def _step(self, callback: Callable[[*Ts], object], args: tuple[*Ts]) -> None:
         words = self._words
-        words[0] = episode
+        words[0] = EPISODE.get()
         words[1] += 1
         try:
             callback(*args)
@@ -109,16 +104,16 @@ class MarkedThreads(ThreadPoolExecutor):
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
         """Like ThreadPoolExecutor's."""
-        return super().submit(self._work, EPISODE.get(), function, args, kwargs)
+        return super().submit(self._work, EPISODE.get(), partial(function, *args, **kwargs))
 
     def _begin(self) -> None:
         self._local.place = next(self._places)
         self._words[self._local.place + 1] = threading.get_native_id()
 
-    def _work(self, episode: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+    def _work(self, episode: int, work: Callable[[], Any]) -> Any:  # noqa: ANN401
         self._words[self._local.place] = episode
         try:
-            return function(*args, **kwargs)
+            return work()
         finally:
             self._words[self._local.place] = 0
 

@@ -13,43 +13,260 @@ What holds:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from tidemill.producers.environments.base import (
-    Environment,
-    EnvironmentFailed,
-    EnvironmentOptions,
-    GenerationFailed,
-    Policy,
-    Score,
-    TaskDraft,
-    TaskError,
-    TaskQuery,
-    faults,
+from tidemill.producers.environments import base
+from tidemill.producers.environments.base import EnvironmentFailed, Score, TaskError, faults
+from tidemill.producers.environments.spawning import (
+    PORTABLE,
+    FrameTooLarge,
+    HostLimits,
+    SpawnedProcess,
+    encode,
+    failure,
 )
-from tidemill.producers.environments.episode_process import EpisodeProcess, ProcessLost, hello_of
-from tidemill.producers.environments.spawning import HostLimits, SpawnedProcess, encode
-from tidemill.schemas.chat.messages import Message
+from tidemill.schemas.chat.messages import Message, Tools, checked_tools
 from tidemill.schemas.records import Task
 
 __all__ = ["HostLimits", "HostedEnvironment", "ProcessLost"]
 
+LOG = logging.getLogger(__name__)
+TICKS = 10
+"""Looks at a process within the time that it may not answer."""
+CLOSE_S = 10.0
+"""Longest time for an environment to close."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-_SCORE = TypeAdapter(Score)
-_DRAFT = TypeAdapter(TaskDraft)
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class HostedOptions(EnvironmentOptions):
+class ProcessLost(RuntimeError):
+    """The process of an environment is gone, by no fault of this episode: it can begin again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first answer of a process: what it has opened."""
+
+    process: int
+    version: str
+    isolation: Literal["loop", "process"]
+    network: bool
+    needs_tools: bool
+    options: dict[str, Any]
+    option_rows: list[dict[str, Any]]
+
+
+_HELLO, _SCORE, _DRAFT = TypeAdapter(Hello), TypeAdapter(Score), TypeAdapter(base.TaskDraft)
+
+
+@dataclass(slots=True, eq=False)
+class HostedCall:
+    """One episode, while it goes on in the other process."""
+
+    policy: base.Policy | None
+    answer: asyncio.Future[Any]
+    chats: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+
+class EpisodeProcess:
+    """A process that plays episodes, made by `start`. It belongs to the event loop that runs then.
+
+    When it is given up, each call that is left raises: the one whose code the marks name EnvironmentHung, the others
+    ProcessLost.
+    """
+
+    def __init__(self, name: str, limits: HostLimits, spawned: SpawnedProcess, streams: Streams, hello: Hello) -> None:
+        self._name, self._limits, self._spawned, self.hello = name, limits, spawned, hello
+        self._reader, self._writer = streams
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, HostedCall] = {}
+        self._leaving: dict[int, int] = {}
+        """Cancelled calls that have not ended, with the number of looks since."""
+        self._heard = False
+        self.over = ""
+        """Why it plays no more; empty while it does."""
+        self._guilty: int | None = None
+        """The episode that hangs, once that is known."""
+        self.retired = False
+        """It takes no new calls, and ends with its last one."""
+        self.useful = False
+        """Whether a call has ended as it should."""
+        self._watching = asyncio.create_task(self._watch())
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, name: str, options: Mapping[str, Any], limits: HostLimits, network: bool) -> EpisodeProcess:
+        """A process that has opened the environment. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
+        spawned = SpawnedProcess(name, options, limits, network)
+        streams = await asyncio.open_connection(sock=spawned.socket, limit=limits.message_bytes)
+        hello = None
+        try:
+            async with asyncio.timeout(limits.start_s):
+                hello = hello_of(name, await streams[0].readline())
+            if hello is not None:
+                return cls(name, limits, spawned, streams, hello)
+        except TimeoutError:
+            raise EnvironmentFailed(f"environment {name} was not opened within {limits.start_s:g} s") from None
+        except ConnectionResetError:
+            pass  # it ended before it read anything
+        finally:
+            if hello is None:
+                streams[1].transport.abort()
+                ending = await asyncio.to_thread(spawned.ending)
+        raise EnvironmentFailed(f"environment {name} could not be opened: {ending}")
+
+    async def call(
+        self,
+        kind: str,
+        task: Task,
+        policy: base.Policy | None = None,
+        messages: base.Messages = (),
+        endpoint: list[str] | str = "",
+    ) -> Any:  # noqa: ANN401
+        """The score that a method of the environment returns, as it was sent.
+
+        Raises ProcessLost, EnvironmentFailed, and what is portable of that which the method raises.
+        """
+        if self.over:
+            raise ProcessLost(f"environment {self._name}: {self.over}")
+        number = next(self._numbers)
+        try:
+            self._send([kind, number, asdict(task), [dict(message) for message in messages], endpoint])
+        except FrameTooLarge as error:
+            raise EnvironmentFailed(f"environment {self._name}: the task {error}") from error
+        call = self._calls[number] = HostedCall(policy, asyncio.get_running_loop().create_future())
+        try:
+            return await call.answer
+        finally:
+            del self._calls[number]
+            for chat in call.chats.values():
+                chat.cancel()
+            if call.answer.cancelled() and not self.over:
+                self._leaving[number] = 0
+                self._send(["cancel", number])
+            if self.retired and not self._calls:
+                self._spawned.kill()
+
+    async def close(self) -> None:
+        """Let the environment close, and end the process."""
+        if not self.over:
+            self._send(["close"])
+            await asyncio.wait([self._reading], timeout=CLOSE_S)
+            self._spawned.kill()
+        if not self._reading.done():
+            await asyncio.wait([self._reading])
+
+    async def _read(self) -> None:
+        """Take what the process sends until it ends, and fail the calls that are left then."""
+        fault = ""
+        try:
+            while line := await self._reader.readline():
+                self._take(json.loads(line))
+        except ConnectionError:
+            pass  # it ended before it had read everything
+        except (ValueError, RecursionError) as error:
+            fault = f"its process sent no message that can be read ({error!r:.200})"
+        finally:
+            self._watching.cancel()
+            hung, self.over = self.over, self.over or "its process has ended"
+            self._writer.transport.abort()
+            ending = await asyncio.to_thread(self._spawned.ending)
+            guilty = self._guilty if self._guilty is not None else 0 if fault else self._spawned.marks.episode
+            for number, call in self._calls.items():
+                if not call.answer.done():
+                    text = f"environment {self._name} {fault or hung or ending}"
+                    error_of = base.EnvironmentHung if number == guilty else ProcessLost
+                    call.answer.set_exception(error_of(text))
+
+    def _take(self, frame: object) -> None:
+        """Act on one message. Raises ValueError for one that is none."""
+        self._heard = True
+        match frame:
+            case ["pong"]:
+                pass
+            case ["chat", int(number), int(request), list(messages), str(tools), int() | None as most, bool(trained)]:
+                if number in self._calls:
+                    call = self._calls[number]
+                    call.chats[request] = asyncio.create_task(self._chat(call, request, messages, tools, most, trained))
+            case ["give_up", int(number), int(request)]:
+                if number in self._calls and request in self._calls[number].chats:
+                    self._calls[number].chats[request].cancel()
+            case ["done", int(number), found]:
+                self.useful = True
+                self._leaving.pop(number, None)
+                if number in self._calls and not self._calls[number].answer.done():
+                    self._calls[number].answer.set_result(found)
+            case ["failed", int(number), str(kind), str(text), str(trace)]:
+                self._leaving.pop(number, None)
+                if number in self._calls and not self._calls[number].answer.done():
+                    if trace:
+                        LOG.warning("environment %s raised an error\n%s", self._name, trace)
+                    own = EnvironmentFailed(f"environment {self._name} raised {text}")
+                    self._calls[number].answer.set_exception(PORTABLE[kind](text) if kind in PORTABLE else own)
+            case _:
+                raise ValueError(f"{frame!r:.100}")
+
+    async def _chat(
+        self, call: HostedCall, request: int, messages: list[Message], tools: str, most: int | None, trained: bool
+    ) -> None:
+        try:
+            if call.policy is None:
+                raise base.GenerationFailed("a conversation that was held before is scored without the policy")
+            said = await call.policy.chat(messages, tools=tools_of(tools), max_tokens=most, trained=trained)
+            answer = ["reply", request, said.message, said.finish, said.malformed, said.tokens]
+            line = encode(answer, self._limits.message_bytes)
+        except Exception as error:  # noqa: BLE001 - what the environment cannot be told of ends the call
+            kind, text, _trace = failure(error)
+            if not kind:
+                if not call.answer.done():
+                    call.answer.set_exception(error)
+                return
+            line = encode(["raise", request, kind, text], self._limits.message_bytes)
+        finally:
+            call.chats.pop(request, None)
+        self._writer.write(line)
+
+    async def _watch(self) -> None:
+        """Kill a process that makes no step and gives no answer; retire one with a cancelled call that does not end."""
+        missed, steps = 0, -1
+        while missed < TICKS:
+            await asyncio.sleep(self._limits.answer_s / TICKS)
+            self._leaving = {number: looks + 1 for number, looks in self._leaving.items()}
+            if not self.retired and any(looks > TICKS for looks in self._leaving.values()):
+                LOG.warning("environment %s does not end a cancelled episode: its process gets no more", self._name)
+                self.retired = True
+                if not self._calls:
+                    self._spawned.kill()
+            if not (self._calls or self._leaving):
+                missed, steps = 0, -1
+                continue
+            made = self._spawned.marks.steps
+            missed = 0 if self._heard or made != steps else missed + 1
+            self._heard, steps = False, made
+            self._send(["ping"])
+        self.over = f"hung: no answer within {self._limits.answer_s:g} s"
+        self._guilty = await self._spawned.marks.hanging(self.hello.process)
+        self._spawned.kill()
+
+    def _send(self, frame: list[Any]) -> None:
+        self._writer.write(encode(frame, self._limits.message_bytes))
+
+
+class HostedOptions(base.EnvironmentOptions):
     """Options that were checked where the environment is."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
-class HostedEnvironment(Environment):
+class HostedEnvironment(base.Environment):
     """An environment in processes of its own: one for all its episodes, and one for each stream of tasks."""
 
     def __init__(self, name: str, options: Mapping[str, Any], limits: HostLimits, network: bool | None = None) -> None:
@@ -80,32 +297,39 @@ class HostedEnvironment(Environment):
         await hosted._running()
         return hosted
 
-    def tasks(self, query: TaskQuery) -> Iterator[TaskDraft]:
+    def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
         """Draw tasks in a further process, which lives as long as the iterator. Blocks. Raises TaskError."""
-        limits, spawned = self._limits, SpawnedProcess(self._limits)
+        name, most = self._name, self._limits.message_bytes
+        spawned = SpawnedProcess(name, self._given, self._limits, bool(self._network), query.seed)
         with spawned.socket, spawned.socket.makefile("rb") as lines:
             try:
-                spawned.socket.settimeout(limits.start_s)
-                opening = spawned.opening("tasks", self._name, self._given, bool(self._network), query.seed)
-                spawned.socket.sendall(encode(opening, limits.message_bytes))
-                if hello_of(self._name, lines.readline(limits.message_bytes)) is None:
-                    raise TaskError(f"environment {self._name} could not be opened: {spawned.ending()}")
+                spawned.socket.settimeout(self._limits.start_s)
+                if hello_of(name, lines.readline(most)) is None:
+                    raise TaskError(f"environment {name} could not be opened: {spawned.ending()}")
                 while True:
-                    spawned.socket.sendall(encode(["next"], limits.message_bytes))
-                    draft = draft_of(self._name, lines.readline(limits.message_bytes), spawned)
-                    if draft is None:
-                        return
-                    yield draft
-                    spawned.socket.settimeout(limits.answer_s)
+                    spawned.socket.sendall(b'["next"]\n')
+                    line = lines.readline(most)
+                    match json.loads(line) if line.endswith(b"\n") else None:
+                        case ["draft", draft]:
+                            yield _DRAFT.validate_python(draft)
+                        case ["end"]:
+                            return
+                        case ["failed", str(), str(text), str(trace)]:
+                            raise TaskError(f"environment {name} raised {text}\n{trace}".strip())
+                        case _:
+                            raise ConnectionError
+                    spawned.socket.settimeout(self._limits.answer_s)
+            except ValidationError as error:
+                raise TaskError(f"environment {name} yielded a wrong draft: {faults(error, 'value')}") from error
             except TimeoutError:
                 waited = spawned.socket.gettimeout()
-                raise TaskError(f"environment {self._name} hung: no task within {waited:g} s") from None
+                raise TaskError(f"environment {name} hung: no task within {waited:g} s") from None
             except ConnectionError:
-                raise TaskError(f"environment {self._name} draws no more tasks: {spawned.ending()}") from None
+                raise TaskError(f"environment {name} draws no more tasks: {spawned.ending()}") from None
             finally:
                 spawned.ending()
 
-    async def play(self, task: Task, policy: Policy) -> Score:
+    async def play(self, task: Task, policy: base.Policy) -> Score:
         """Play one episode. Raises what `Environment.play` raises; EnvironmentFailed, ProcessLost."""
         process = await self._running()
         endpoint: list[str] | str = f"environment {self._name} asks for no network, so it gets no endpoint"
@@ -113,19 +337,17 @@ class HostedEnvironment(Environment):
             try:
                 offered = policy.endpoint
                 endpoint = [offered.base_url, offered.api_key]
-            except (EnvironmentFailed, GenerationFailed) as error:
+            except (EnvironmentFailed, base.GenerationFailed) as error:
                 endpoint = str(error)
         return self._score(await process.call("play", task, policy, endpoint=endpoint))
 
-    async def cut_off(self, task: Task, messages: Sequence[Message]) -> Score:
+    async def cut_off(self, task: Task, messages: base.Messages) -> Score:
         """Score a rollout whose context is full. Raises like `play`."""
-        process = await self._running()
-        return self._score(await process.call("cut_off", task, messages=messages))
+        return self._score(await (await self._running()).call("cut_off", task, messages=messages))
 
-    async def rescore(self, task: Task, messages: Sequence[Message]) -> Score | None:
+    async def rescore(self, task: Task, messages: base.Messages) -> Score | None:
         """Score a conversation that was held before; None where that is not possible. Raises like `play`."""
-        process = await self._running()
-        found = await process.call("rescore", task, messages=messages)
+        found = await (await self._running()).call("rescore", task, messages=messages)
         return None if found is None else self._score(found)
 
     def option_rows(self) -> list[dict[str, Any]]:
@@ -181,17 +403,22 @@ class HostedEnvironment(Environment):
         return process
 
 
-def draft_of(name: str, line: bytes, spawned: SpawnedProcess) -> TaskDraft | None:
-    """The draft in an answer; None when there are no more. Raises TaskError."""
+def hello_of(name: str, line: bytes) -> Hello | None:
+    """A process's first answer; None where there is none. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
     match json.loads(line) if line.endswith(b"\n") else None:
-        case ["draft", draft]:
+        case ["hello", learned]:
             try:
-                return _DRAFT.validate_python(draft)
+                return _HELLO.validate_python(learned)
             except ValidationError as error:
-                raise TaskError(f"environment {name} yielded a wrong draft: {faults(error, 'value')}") from error
-        case ["end"]:
-            return None
-        case ["failed", str(), str(text), str(trace)]:
-            raise TaskError(f"environment {name} raised {text}\n{trace}".strip())
+                raise EnvironmentFailed(f"environment {name} declares what cannot be: {error}") from error
+        case ["refused", str(kind), str(text), str(trace)]:
+            own = EnvironmentFailed(f"environment {name} raised {text} when it was opened\n{trace}")
+            raise PORTABLE[kind](text) if kind in PORTABLE else own
         case _:
-            raise TaskError(f"environment {name} draws no more tasks: {spawned.ending()}")
+            return None
+
+
+@lru_cache(maxsize=16)
+def tools_of(text: str) -> Tools:
+    """Checked tools, the same object for the same text. Raises BadMessage."""
+    return checked_tools(json.loads(text))

@@ -18,18 +18,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tidemill.producers.environments.base import (
-    AttemptPolicy,
-    Endpoint,
-    Environment,
-    EnvironmentFailed,
-    GenerationFailed,
-    Policy,
-    Reply,
-    Score,
-    TaskDraft,
-    TaskQuery,
-)
+from tidemill.producers.environments import base
+from tidemill.producers.environments.base import Messages
 from tidemill.producers.environments.spawning import child_variables, keeper_command
 from tidemill.schemas.chat.messages import Message, Tool, checked_messages, checked_tools
 from tidemill.schemas.records import Task
@@ -42,25 +32,25 @@ GRACE_S = 2.0
 """Seconds that the environment's own conversation gets to end after its first request."""
 
 
-class Program(Environment):
+class Program(base.Environment):
     """An environment whose tasks are played by an agent program."""
 
     isolation = "loop"
 
-    def __init__(self, inner: Environment, command: Sequence[str]) -> None:
+    def __init__(self, inner: base.Environment, command: Sequence[str]) -> None:
         """`inner` poses the tasks. It scores the program's last conversation where the program posts no result."""
         super().__init__(inner.options)
         self._inner, self._command = inner, list(command)
         digest = hashlib.blake2b(json.dumps(self._command).encode(), digest_size=6).hexdigest()
         self.version = f"{inner.version}+agent-{digest}"  # type: ignore[misc]  # of the instance, not of the class
 
-    def tasks(self, query: TaskQuery) -> Iterator[TaskDraft]:
+    def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
         return self._inner.tasks(query)
 
-    async def play(self, task: Task, policy: Policy) -> Score:
+    async def play(self, task: Task, policy: base.Policy) -> base.Score:
         """Run the program. Raises EnvironmentFailed for one without a result, besides what the inner one raises."""
-        if not isinstance(policy, AttemptPolicy):
-            raise EnvironmentFailed("an agent program needs the endpoint of a rollout worker")
+        if not isinstance(policy, base.AttemptPolicy):
+            raise base.EnvironmentFailed("an agent program needs the endpoint of a rollout worker")
         messages, tools = await self._first_request(task)
         told = json.dumps({"messages": messages, "tools": tools, "task_id": task.task_id})
         posted = asyncio.create_task(policy.result())
@@ -74,25 +64,25 @@ class Program(Environment):
             ended.cancel()
             await asyncio.wait({ended})
         if policy.failure:
-            raise GenerationFailed(policy.failure)
+            raise base.GenerationFailed(policy.failure)
         if policy.posted is not None:
             return policy.posted
         if code:
             said = stderr.strip()[-SHOWN:] or "it wrote nothing to stderr"
-            raise EnvironmentFailed(f"the agent program ended with status {code}: {said}")
+            raise base.EnvironmentFailed(f"the agent program ended with status {code}: {said}")
         if not policy.conversation:
-            raise EnvironmentFailed("the agent program ended and had never called the policy")
+            raise base.EnvironmentFailed("the agent program ended and had never called the policy")
         score = await self._inner.rescore(task, policy.conversation)
         if score is None:
-            raise EnvironmentFailed(
+            raise base.EnvironmentFailed(
                 f"the agent program posted no result, and {task.environment} cannot score a conversation"
             )
         return score
 
-    async def cut_off(self, task: Task, messages: Sequence[Message]) -> Score:
+    async def cut_off(self, task: Task, messages: Messages) -> base.Score:
         return await self._inner.cut_off(task, messages)
 
-    async def rescore(self, task: Task, messages: Sequence[Message]) -> Score | None:
+    async def rescore(self, task: Task, messages: Messages) -> base.Score | None:
         return await self._inner.rescore(task, messages)
 
     def option_rows(self) -> list[dict[str, Any]]:
@@ -115,7 +105,9 @@ class Program(Environment):
         finally:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
-        raise EnvironmentFailed(f"{task.environment} asks the policy nothing, so that an agent program has no task")
+        raise base.EnvironmentFailed(
+            f"{task.environment} asks the policy nothing, so that an agent program has no task"
+        )
 
 
 class _FirstRequest:
@@ -125,26 +117,21 @@ class _FirstRequest:
         self.asked: asyncio.Future[tuple[list[Message], Sequence[Tool]]] = asyncio.get_running_loop().create_future()
 
     async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        max_tokens: int | None = None,
-        trained: bool = True,
-    ) -> Reply:
+        self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
+    ) -> base.Reply:
         told = checked_messages(messages), checked_tools(tools)
         if not trained:
-            raise EnvironmentFailed("it begins with a simulated user, whom an agent program cannot talk to")
+            raise base.EnvironmentFailed("it begins with a simulated user, whom an agent program cannot talk to")
         if not self.asked.done():
             self.asked.set_result(told)
-        raise GenerationFailed("an agent program plays this task")
+        raise base.GenerationFailed("an agent program plays this task")
 
     @property
-    def endpoint(self) -> Endpoint:
-        raise EnvironmentFailed("it runs its own program, which no other program can replace")
+    def endpoint(self) -> base.Endpoint:
+        raise base.EnvironmentFailed("it runs its own program, which no other program can replace")
 
 
-async def _run(command: Sequence[str], model: Endpoint, told: str) -> tuple[int, str]:
+async def _run(command: Sequence[str], model: base.Endpoint, told: str) -> tuple[int, str]:
     """Run a program to its end: its exit code, negative for a signal, and the end of its stderr.
 
     Cancelled, the program and all that it started are killed first.

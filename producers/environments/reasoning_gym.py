@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import io
 import itertools
 import json
@@ -26,35 +25,14 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tidemill.producers.environments.base import (
-    Environment,
-    EnvironmentOptions,
-    Policy,
-    Score,
-    TaskDraft,
-    TaskError,
-    TaskQuery,
-    read_payload,
-)
-from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
-from tidemill.producers.environments.foreign import OwnRandomness, options_model
+from tidemill.producers.environments import base, find
 from tidemill.schemas.chat.messages import Message
 from tidemill.schemas.records import RewardComponent, Task
 
-EXECUTES = frozenset(
-    (
-        "binary_matrix",
-        "codeio",
-        "countdown",
-        "intermediate_integration",
-        "n_queens",
-        "polynomial_multiplication",
-        "puzzle24",
-        "simple_integration",
-        "spiral_matrix",
-        "string_insertion",
-    )
-)
+EXECUTES = frozenset({
+    "binary_matrix", "codeio", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
+    "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
+})  # fmt: skip
 """Tasks whose grader evaluates the answer as Python, or that run foreign code to make an item."""
 SLOW = frozenset(("coin_flip", "propositional_logic", "rubiks_cube", "rush_hour"))
 """Tasks whose grader takes 0.1 s and more, or does not end, on an answer such as `1e999999999`."""
@@ -79,7 +57,7 @@ _NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0
 _TUPLE = "__tuple__"
 
 
-class ReasoningGymOptions(EnvironmentOptions):
+class ReasoningGymOptions(base.EnvironmentOptions):
     """How a reply is read and rewarded; a task adds its own options."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -87,16 +65,12 @@ class ReasoningGymOptions(EnvironmentOptions):
     answer: Literal["tags", "last_number", "last_line"] = "tags"
     """How the answer is read from the reply: between the last `<answer>` and `</answer>`, the last number, or the last
     line that is not empty."""
-
     prompt: str | None = None
     """Text after the question. None: a sentence that asks for tags or for a last line, as `answer` reads them."""
-
     score_weight: float = Field(default=1.0, ge=0)
     """Weight of the library's score, 0 to 1, with partial credit."""
-
     solved_weight: float = Field(default=0.0, ge=0)
     """Weight of a full score, which counts 1, and anything less 0."""
-
     answered_weight: float = Field(default=0.0, ge=0)
     """Weight of a reply in which an answer was found."""
 
@@ -112,7 +86,7 @@ class GymItem(BaseModel):
     metadata: dict[str, Any]
 
 
-class ReasoningGymEnvironment(Environment):
+class ReasoningGymEnvironment(base.Environment):
     """One task of reasoning-gym."""
 
     options: ReasoningGymOptions
@@ -122,12 +96,12 @@ class ReasoningGymEnvironment(Environment):
         super().__init__(options)
         self._task = task
         self.version = f"reasoning-gym-{version('reasoning-gym')}"  # type: ignore[misc]  # of the instance
-        self.isolation = isolation_of(task)  # type: ignore[misc]
+        self.isolation = "process" if task in EXECUTES | SLOW else "loop"  # type: ignore[misc]
         own = options.model_fields_set - ReasoningGymOptions.model_fields.keys()
         self._settings = {name: getattr(options, name) for name in own}
         self._grader = self._dataset(seed=0)
 
-    def tasks(self, query: TaskQuery) -> Iterator[TaskDraft]:
+    def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
         """Items without end. Raises TaskError when the library makes no more."""
         failures = 0
         begin = Random(f"reasoning_gym {query.seed}").getrandbits(31)  # NumPy takes no seed above 32 bits
@@ -139,12 +113,12 @@ class ReasoningGymEnvironment(Environment):
                 except Exception as error:  # the library fails to make some of its items, with errors of any type
                     failures += 1
                     if failures == PATIENCE:
-                        raise TaskError(f"reasoning_gym:{self._task} makes no more items: {error!r}") from error
+                        raise base.TaskError(f"reasoning_gym:{self._task} makes no more items: {error!r}") from error
                 else:
                     failures = 0
                     yield draft
 
-    async def play(self, task: Task, policy: Policy) -> Score:
+    async def play(self, task: Task, policy: base.Policy) -> base.Score:
         """Ask the question and grade the reply."""
         item = parse_item(task.payload)
         said = _ASK[self.options.answer] if self.options.prompt is None else self.options.prompt
@@ -152,12 +126,12 @@ class ReasoningGymEnvironment(Environment):
         reply = await policy.chat([{"role": "user", "content": question}])
         return self._graded(item, reply.content)
 
-    async def rescore(self, task: Task, messages: Sequence[Message]) -> Score:
+    async def rescore(self, task: Task, messages: Sequence[Message]) -> base.Score:
         """Grade the last turn of the policy."""
         replies = [str(message["content"]) for message in messages if message["role"] == "assistant"]
         return self._graded(parse_item(task.payload), replies[-1] if replies else "")
 
-    def _graded(self, item: GymItem, reply: str) -> Score:
+    def _graded(self, item: GymItem, reply: str) -> base.Score:
         answer = READERS[self.options.answer](reply)
         score = 0.0
         if answer is not None and len(answer) <= LONGEST_ANSWER:
@@ -172,7 +146,7 @@ class ReasoningGymEnvironment(Environment):
             RewardComponent("solved", float(solved), self.options.solved_weight),
             RewardComponent("answered", float(answer is not None), self.options.answered_weight),
         )
-        return Score(rewards, success=solved)
+        return base.Score(rewards, success=solved)
 
     def _dataset(self, seed: int) -> Any:  # noqa: ANN401 - the library has no types
         from reasoning_gym.factory import create_dataset
@@ -181,13 +155,13 @@ class ReasoningGymEnvironment(Environment):
             return create_dataset(self._task, seed=seed, size=ITEMS, **self._settings)
         except Exception as error:  # the checks of the library's options raise errors of any type
             said = str(error) or repr(error)
-            raise TaskError(f"reasoning_gym:{self._task}: {said}") from error
+            raise base.TaskError(f"reasoning_gym:{self._task}: {said}") from error
 
 
-class ReasoningGym(Family):
+class ReasoningGym(find.Family):
     """The tasks of the installed reasoning-gym."""
 
-    def members(self) -> Iterator[Listed]:
+    def members(self) -> Iterator[find.Listed]:
         """Every registered task, read from the library's source: importing it takes seconds."""
         spec = find_spec("reasoning_gym")
         if spec is None or not spec.submodule_search_locations:
@@ -198,34 +172,19 @@ class ReasoningGym(Family):
             if "\nregister_dataset(" in source:
                 found |= registered(source)
         for name, about in sorted(found.items()):
-            yield Listed(name, about, NOT_OFFERED.get(name, ""))
+            yield find.Listed(name, about, NOT_OFFERED.get(name, ""))
 
-    def member(self, name: str) -> EnvironmentType:
+    def member(self, name: str) -> find.EnvironmentType:
         """The task of a name. Raises UnknownEnvironment, ImportError."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # of a dependency's source, when it is compiled
             import reasoning_gym  # noqa: F401 - fills the registry
             from reasoning_gym.factory import DATASETS
-        if name in NOT_OFFERED:
-            raise UnknownEnvironment(f"reasoning_gym:{name} is not offered: {NOT_OFFERED[name]}")
-        if name not in DATASETS:
-            near = difflib.get_close_matches(name, DATASETS)
-            meant = f"; is it {' or '.join(near)}?" if near else ""
-            raise UnknownEnvironment(f"reasoning-gym has no task {name!r}{meant} (`tidemill env list reasoning_gym`)")
+        find.check_member("reasoning_gym", "reasoning-gym has no task", name, DATASETS, NOT_OFFERED.get(name, ""))
         dataset, config = DATASETS[name]
-        return EnvironmentType(
-            name=f"reasoning_gym:{name}",
-            about=(dataset.__doc__ or "").strip().partition("\n")[0],
-            options_model=task_options(config),
-            isolation=isolation_of(name),
-            network=False,
-            make=partial(ReasoningGymEnvironment, task=name),
-        )
-
-
-def isolation_of(task: str) -> Literal["loop", "process"]:
-    """Where a task is graded."""
-    return "process" if task in EXECUTES | SLOW else "loop"
+        about, make = (dataset.__doc__ or "").strip().partition("\n")[0], partial(ReasoningGymEnvironment, task=name)
+        isolation: Literal["loop", "process"] = "process" if name in EXECUTES | SLOW else "loop"
+        return find.EnvironmentType(f"reasoning_gym:{name}", about, task_options(config), isolation, False, make)
 
 
 @cache
@@ -236,25 +195,25 @@ def task_options(config: type) -> type[ReasoningGymOptions]:
         if each.name not in _STREAM:
             made = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
             settings[each.name] = (hints[each.name], made)
-    return options_model(config.__name__.replace("Config", "Options"), ReasoningGymOptions, settings)
+    return find.options_model(config.__name__.replace("Config", "Options"), ReasoningGymOptions, settings)
 
 
 def item_of(dataset: Any, place: int) -> Mapping[str, Any]:  # noqa: ANN401 - the library has no types
     """An item of a dataset, the same one at every time. Raises what the library raises where it cannot make it."""
-    with redirect_stdout(io.StringIO()), OwnRandomness(dataset.seed + place).applied():
+    with redirect_stdout(io.StringIO()), find.OwnRandomness(dataset.seed + place).applied():
         made: Mapping[str, Any] = dataset[place]
     return made
 
 
-def draft_of(item: Mapping[str, Any]) -> TaskDraft:
+def draft_of(item: Mapping[str, Any]) -> base.TaskDraft:
     """The task of an item."""
     payload = {"question": item["question"], "answer": item["answer"], "metadata": _with_tuples(item["metadata"])}
-    return TaskDraft(json.dumps(payload, ensure_ascii=False), item["question"])
+    return base.TaskDraft(json.dumps(payload, ensure_ascii=False), item["question"])
 
 
 def parse_item(payload: str) -> GymItem:
     """The item of a task's payload. Raises TaskError."""
-    item = read_payload(GymItem, payload, "item of reasoning-gym")
+    item = base.read_payload(GymItem, payload, "item of reasoning-gym")
     return item.model_copy(update={"metadata": _without_tuples(item.metadata)})
 
 

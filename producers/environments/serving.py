@@ -1,7 +1,7 @@
 """An environment in its own process: opened, and its episodes played side by side or its tasks drawn.
 
-The process speaks in frames over a socket pair that it inherits. The first frame names the environment and the bounds,
-which are set before foreign code is imported.
+The process inherits a socket, over which it speaks in frames, and shared memory: the marks, and after them the opening,
+which names the environment and the bounds. These are set before foreign code is imported.
 
 What holds: an error of foreign code is the answer to one call, and the others go on; one that would end the process
 ends it at once, while the marks name the episode that raised it. No message is above the limit: the episode that
@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from contextvars import Context
@@ -25,20 +26,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tidemill.producers.environments.base import (
-    Endpoint,
-    Environment,
-    EnvironmentFailed,
-    GenerationFailed,
-    Reply,
-    Score,
-    TaskDraft,
-    TaskError,
-    TaskQuery,
-)
+from tidemill.producers.environments import base
+from tidemill.producers.environments.base import Messages
 from tidemill.producers.environments.confinement import OUT_OF_MEMORY, deny_network, limit_resources
 from tidemill.producers.environments.find import environment_type, options_json
-from tidemill.producers.environments.marks import EPISODE, MarkedLoop, Marks
+from tidemill.producers.environments.marks import EPISODE, SIZE, MarkedLoop, Marks
 from tidemill.producers.environments.spawning import PORTABLE, FrameTooLarge, encode, failure
 from tidemill.schemas.chat.messages import BadMessage, Message, Tool, checked_messages, checked_tools
 from tidemill.schemas.records import Task
@@ -47,180 +39,164 @@ _TASK = TypeAdapter(Task)
 Encode = Callable[[object], bytes]
 
 
-class HostedPolicy:
-    """The policy of one episode, which the worker samples."""
+class HostedEpisode(base.Policy):
+    """One call of the worker under way: what it does is done in a task, with this policy, which the worker samples."""
 
-    def __init__(self, server: EpisodeServer, episode: int, endpoint: list[str] | str) -> None:
-        self._server, self._episode, self._endpoint = server, episode, endpoint
+    def __init__(self, server: EpisodeServer, number: int, endpoint: list[str] | str) -> None:
+        self._server, self._number, self._endpoint = server, number, endpoint
+        self.fault = ""
+        """Why it has failed, also where the environment catches GenerationFailed."""
+        self.over = False
+        self.running: asyncio.Task[None]
 
     async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        max_tokens: int | None = None,
-        trained: bool = True,
-    ) -> Reply:
+        self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
+    ) -> base.Reply:
         """The policy's next turn. Raises GenerationFailed, ContextFull, BadMessage."""
         told, shown = checked_messages(messages), checked_tools(tools)
-        return await self._server.ask(self._episode, told, shown, max_tokens, trained)
+        if self.over or self.fault:
+            raise base.GenerationFailed("the episode is over" if self.over else self.fault)
+        server, request = self._server, next(self._server.requests)
+        try:
+            server.send(["chat", self._number, request, told, json.dumps(shown), max_tokens, trained])
+        except FrameTooLarge as error:
+            self.fault = f"a call of the policy {error}"
+            raise base.GenerationFailed(self.fault) from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadMessage(f"a call of the policy cannot be written as JSON: {error}") from error
+        answer: asyncio.Future[base.Reply] = asyncio.get_running_loop().create_future()
+        server.answers[request] = answer
+        try:
+            return await answer
+        except base.GenerationFailed as error:
+            self.fault = str(error)
+            raise
+        except asyncio.CancelledError:
+            server.send(["give_up", self._number, request])
+            raise
+        finally:
+            del server.answers[request]
 
     @property
-    def endpoint(self) -> Endpoint:
+    def endpoint(self) -> base.Endpoint:
         """The same rollout over HTTP. Raises EnvironmentFailed where none is offered."""
         if isinstance(self._endpoint, str):
-            raise EnvironmentFailed(self._endpoint)
-        return Endpoint(*self._endpoint)
+            raise base.EnvironmentFailed(self._endpoint)
+        return base.Endpoint(*self._endpoint)
 
 
 class EpisodeServer:
     """Plays the episodes that the worker asks for."""
 
-    def __init__(self, environment: Environment, writer: asyncio.StreamWriter, encode: Encode) -> None:
+    def __init__(self, environment: base.Environment, writer: asyncio.StreamWriter, encode: Encode) -> None:
         self._environment, self._writer, self._encode = environment, writer, encode
-        self._calls: dict[int, asyncio.Task[None]] = {}
-        self._answers: dict[int, asyncio.Future[Reply]] = {}
-        self._numbers = itertools.count(1)
-        self._faults: dict[int, str] = {}
-        """Why episodes have failed, also where the environment catches GenerationFailed."""
+        self._episodes: dict[int, HostedEpisode] = {}
+        self.answers: dict[int, asyncio.Future[base.Reply]] = {}
+        self.requests = itertools.count(1)
+
+    def send(self, frame: list[Any]) -> None:
+        """Send a message. Raises like `encode`."""
+        self._writer.write(self._encode(frame))
 
     def take(self, frame: list[Any]) -> None:
         """Act on one message of the worker."""
         match frame:
             case ["ping"]:
-                self._send(["pong"])
+                self.send(["pong"])
+            case ["reply" | "raise", request, *_] if request not in self.answers or self.answers[request].done():
+                pass
             case ["reply", request, message, finish, malformed, tokens]:
-                if request in self._answers and not self._answers[request].done():
-                    self._answers[request].set_result(Reply(message, finish, tuple(malformed), tuple(tokens)))
+                self.answers[request].set_result(base.Reply(message, finish, tuple(malformed), tuple(tokens)))
             case ["raise", request, kind, text]:
-                if request in self._answers and not self._answers[request].done():
-                    self._answers[request].set_exception(PORTABLE[kind](text))
-            case ["cancel", episode]:
-                if episode in self._calls:
-                    self._calls[episode].cancel()
-            case [kind, episode, task, *rest]:
+                self.answers[request].set_exception(PORTABLE[kind](text))
+            case ["cancel", number]:
+                if number in self._episodes:
+                    self._episodes[number].running.cancel()
+            case [kind, number, task, messages, endpoint]:
                 context = Context()
-                context.run(EPISODE.set, episode)
-                answer = self._answer(episode, kind, _TASK.validate_python(task), *rest)
-                call = self._calls[episode] = asyncio.get_running_loop().create_task(answer, context=context)
-                call.add_done_callback(partial(self._ended, episode))
-
-    async def ask(
-        self, episode: int, messages: list[Message], tools: Sequence[Tool], max_tokens: int | None, trained: bool
-    ) -> Reply:
-        """A turn of the policy. Raises GenerationFailed, ContextFull, BadMessage."""
-        if episode not in self._calls:
-            raise GenerationFailed("the episode is over")
-        if episode in self._faults:
-            raise GenerationFailed(self._faults[episode])
-        request = next(self._numbers)
-        try:
-            line = self._encode(["chat", episode, request, messages, json.dumps(tools), max_tokens, trained])
-        except FrameTooLarge as error:
-            self._faults[episode] = f"a call of the policy {error}"
-            raise GenerationFailed(self._faults[episode]) from error
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadMessage(f"a call of the policy cannot be written as JSON: {error}") from error
-        self._writer.write(line)
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._answers[request] = answer
-        try:
-            return await answer
-        except GenerationFailed as error:
-            self._faults[episode] = str(error)
-            raise
-        except asyncio.CancelledError:
-            self._send(["give_up", episode, request])
-            raise
-        finally:
-            del self._answers[request]
+                context.run(EPISODE.set, number)
+                episode = self._episodes[number] = HostedEpisode(self, number, endpoint)
+                playing = self._play(number, episode, kind, _TASK.validate_python(task), messages)
+                episode.running = asyncio.get_running_loop().create_task(playing, context=context)
+                episode.running.add_done_callback(partial(self._ended, number))
 
     async def close(self) -> None:
         """Cancel what runs, and close the environment."""
-        for call in self._calls.values():
-            call.cancel()
+        for episode in self._episodes.values():
+            episode.running.cancel()
         await self._environment.close()
 
-    async def _answer(
-        self, episode: int, kind: str, task: Task, messages: list[Message], endpoint: list[str] | str
-    ) -> None:
+    async def _play(self, number: int, episode: HostedEpisode, kind: str, task: Task, messages: list[Message]) -> None:
         try:
+            try:
+                if kind == "play":
+                    found: object = await self._environment.play(task, episode)
+                elif kind == "cut_off":
+                    found = await self._environment.cut_off(task, messages)
+                else:
+                    found = await self._environment.rescore(task, messages)
+                if episode.fault:
+                    raise base.GenerationFailed(episode.fault)
+                line = self._encode(["done", number, None if found is None and kind == "rescore" else _sent(found)])
+            except MemoryError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - foreign code raises any error, and other episodes go on
+                cause = base.EnvironmentFailed(f"the score {error}") if isinstance(error, FrameTooLarge) else error
+                cause = base.GenerationFailed(episode.fault) if episode.fault else cause
+                line = self._encode(["failed", number, *failure(cause)])
             # Written at once: the next step of another episode may be the last one of this process.
-            self._writer.write(await self._played(episode, kind, task, messages, endpoint))
+            self._writer.write(line)
         except MemoryError:
             traceback.print_exc(limit=-3)
             os._exit(OUT_OF_MEMORY)
 
-    async def _played(
-        self, episode: int, kind: str, task: Task, messages: list[Message], endpoint: list[str] | str
-    ) -> bytes:
-        try:
-            if kind == "play":
-                found: object = await self._environment.play(task, HostedPolicy(self, episode, endpoint))
-            elif kind == "cut_off":
-                found = await self._environment.cut_off(task, messages)
-            else:
-                found = await self._environment.rescore(task, messages)
-            if episode in self._faults:
-                raise GenerationFailed(self._faults[episode])
-            score = None if found is None and kind == "rescore" else score_fields(found)
-            return self._encode(["done", episode, score])
-        except FrameTooLarge as error:
-            return self._encode(["failed", episode, *failure(EnvironmentFailed(f"the score {error}"))])
-        except MemoryError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - foreign code raises any error, and the other episodes go on
-            cause = GenerationFailed(self._faults[episode]) if episode in self._faults else error
-            return self._encode(["failed", episode, *failure(cause)])
-
-    def _ended(self, episode: int, call: asyncio.Task[None]) -> None:
-        del self._calls[episode]
-        self._faults.pop(episode, None)
-        if call.cancelled():  # before its first step
-            self._send(["failed", episode, "", "cancelled", ""])
-
-    def _send(self, frame: list[Any]) -> None:
-        self._writer.write(self._encode(frame))
+    def _ended(self, number: int, playing: asyncio.Task[None]) -> None:
+        self._episodes.pop(number).over = True
+        if playing.cancelled():  # before its first step
+            self.send(["failed", number, "", "cancelled", ""])
 
 
-def score_fields(found: object) -> dict[str, Any]:
+def _sent(found: object) -> dict[str, Any]:
     """A score as it is sent. Raises EnvironmentFailed for anything else."""
-    if not isinstance(found, Score):
-        raise EnvironmentFailed(f"the environment returned a {type(found).__name__}, not a Score")
-    fault = found.fault()
-    if fault:
-        raise EnvironmentFailed(f"the environment returned no score: {fault}")
+    if not isinstance(found, base.Score):
+        raise base.EnvironmentFailed(f"the environment returned a {type(found).__name__}, not a Score")
+    if fault := found.fault():
+        raise base.EnvironmentFailed(f"the environment returned no score: {fault}")
     return {"rewards": [asdict(part) for part in found.rewards], "success": found.success, "metrics": {**found.metrics}}
 
 
-def serve(descriptor: int, memory: int) -> None:
-    """Open the environment that the first frame names, say so, and do what the worker asks for."""
-    connection, marks = socket.socket(fileno=descriptor), Marks(memory)
-    os.close(memory)
-    opening = json.loads(connection.makefile("rb").readline())  # the worker sends no more before it is answered
+def main() -> None:
+    """Open the environment, say so, and do what the worker asks for."""
+    connection, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)  # a forked copy cannot speak for this process
+    marks = Marks(memory)
+    with open(memory, "rb") as shared:
+        shared.seek(SIZE)
+        opening = json.load(shared)
+    tempfile.tempdir = os.environ["HOME"] = os.environ["TMPDIR"] = os.getcwd()
     limit_resources(opening["memory_bytes"], opening["file_bytes"], opening["open_files"])
     sys.path[:] = opening["path"]
     encoded = partial(encode, most=opening["message_bytes"])
-    if not opening["network"]:
-        try:
+    try:
+        if not opening["network"]:
             deny_network()
-        except OSError as error:
-            text = (
-                f"no sockets can be kept from its process here ({error.strerror}): allow it to open some "
-                "(`network = true`), or run it in the worker (`isolation = 'loop'`)"
-            )
-            connection.sendall(encoded(["refused", *failure(EnvironmentFailed(text))]))
-            return
-    if opening["mode"] == "tasks":
+    except OSError as error:
+        text = (
+            f"no sockets can be kept from its process here ({error.strerror}): allow it to open some "
+            "(`network = true`), or run it in the worker (`isolation = 'loop'`)"
+        )
+        connection.sendall(encoded(["refused", *failure(base.EnvironmentFailed(text))]))
+        return
+    if opening["seed"] is not None:
         draw(connection, opening, encoded)
         return
     with asyncio.Runner(loop_factory=lambda: MarkedLoop(marks)) as runner:
         runner.run(play(connection, opening, encoded))
 
 
-def opened(opening: dict[str, Any], encode: Encode) -> tuple[Environment | None, bytes]:
-    """The environment, or None where it cannot be opened, and the answer to the first frame."""
+def opened(opening: dict[str, Any], encode: Encode) -> tuple[base.Environment | None, bytes]:
+    """The environment, or None where it cannot be opened, and the first answer."""
     try:
         environment = environment_type(opening["name"]).open(opening["options"])
         learned = {
@@ -262,18 +238,25 @@ def draw(connection: socket.socket, opening: dict[str, Any], encode: Encode) -> 
     for _line in connection.makefile("rb"):
         try:
             if drafts is None:
-                drafts = iter(environment.tasks(TaskQuery(opening["seed"])))
+                drafts = iter(environment.tasks(base.TaskQuery(opening["seed"])))
             draft = next(drafts, None)
-            if draft is None:
-                answer = encode(["end"])
-            elif isinstance(draft, TaskDraft):
-                answer = encode(["draft", asdict(draft)])
-            else:
-                raise TaskError(f"the environment yielded a {type(draft).__name__}, not a TaskDraft")
-        except FrameTooLarge as error:
-            answer = encode(["failed", *failure(TaskError(f"a task {error}"))])
+            if draft is not None and not isinstance(draft, base.TaskDraft):
+                raise base.TaskError(f"the environment yielded a {type(draft).__name__}, not a TaskDraft")
+            answer = encode(["end"] if draft is None else ["draft", asdict(draft)])
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except BaseException as error:  # noqa: BLE001 - drawing runs foreign code, which raises anything
-            answer = encode(["failed", *failure(error)])
+            cause = base.TaskError(f"a task {error}") if isinstance(error, FrameTooLarge) else error
+            answer = encode(["failed", *failure(cause)])
         connection.sendall(answer)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except BaseException:  # noqa: BLE001 - it is written down for the worker, and the process ends at once
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)

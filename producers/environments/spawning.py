@@ -19,14 +19,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tidemill.producers.environments import marks
 from tidemill.producers.environments.base import ContextFull, EnvironmentFailed, GenerationFailed, TaskError
 from tidemill.producers.environments.confinement import OUT_OF_MEMORY
 from tidemill.producers.environments.find import UnknownEnvironment
+from tidemill.producers.environments.marks import SIZE, Marks
 from tidemill.schemas.chat.messages import BadMessage
 
+LOG = logging.getLogger(__name__)
+KILL_S = 10.0
+"""Longest time for a keeper to kill a process with all that it started."""
+SHOWN = 500
+"""Characters of the process's stderr that a reason shows, the last ones."""
 MOST_TEXT = 2000
 """Characters of an error's text, and of its traceback."""
+KEPT_VARIABLES = re.compile(
+    "PATH|LANG|LANGUAGE|LC_.*|TZ|TMPDIR|PYTHONPATH|PYTHONHOME|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_FILE|SSL_CERT_DIR"
+    "|OMP_NUM_THREADS|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE|HF_DATASETS_OFFLINE|NLTK_DATA"
+)
+"""Variables of the worker's environment that the process sees; none holds or leads to a credential."""
 PORTABLE: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (GenerationFailed, ContextFull, BadMessage, EnvironmentFailed, TaskError, UnknownEnvironment)
@@ -57,18 +67,6 @@ def failure(error: BaseException) -> list[str]:
     return [kind, *(part.encode(errors="replace").decode() for part in (text[:MOST_TEXT], trace[-MOST_TEXT:]))]
 
 
-LOG = logging.getLogger(__name__)
-KILL_S = 10.0
-"""Longest time for a keeper to kill a process with all that it started."""
-SHOWN = 500
-"""Characters of the process's stderr that a reason shows, the last ones."""
-KEPT_VARIABLES = re.compile(
-    "PATH|LANG|LANGUAGE|LC_.*|TZ|TMPDIR|PYTHONPATH|PYTHONHOME|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_FILE|SSL_CERT_DIR"
-    "|OMP_NUM_THREADS|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE|HF_DATASETS_OFFLINE|NLTK_DATA"
-)
-"""Variables of the worker's environment that the process sees; none holds or leads to a credential."""
-
-
 @dataclass(frozen=True, slots=True)
 class HostLimits:
     """Bounds of the processes of environments."""
@@ -90,13 +88,22 @@ class HostLimits:
 class SpawnedProcess:
     """A process of an environment. `kill` and `ending` may be called again."""
 
-    def __init__(self, limits: HostLimits) -> None:
-        self._limits = limits
-        self._ending = ""
+    def __init__(
+        self, name: str, options: Mapping[str, Any], limits: HostLimits, network: bool, seed: int | None = None
+    ) -> None:
+        """Without a `seed` it plays episodes, with one it draws tasks. Raises TaskError for options above the limit."""
+        path = [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
+        given = {"name": name, "options": options, "network": network, "seed": seed, "path": path}
+        try:
+            opening = encode({**asdict(limits), **given}, limits.message_bytes)
+        except FrameTooLarge as error:
+            raise TaskError(f"environment {name}: the options {error}") from error
+        self._limits, self._ending = limits, ""
         self.socket, theirs = socket.socketpair()
         shared = os.memfd_create("tidemill-environment")
-        os.ftruncate(shared, marks.SIZE)
-        self.marks = marks.Marks(shared)
+        os.truncate(shared, SIZE)
+        os.pwrite(shared, opening, SIZE)
+        self.marks = Marks(shared)
         with theirs:
             self._keeper = subprocess.Popen(
                 keeper_command("environment", theirs.fileno(), shared),
@@ -109,20 +116,6 @@ class SpawnedProcess:
             )
         os.close(shared)
 
-    def opening(self, mode: str, name: str, options: Mapping[str, Any], network: bool, seed: int = 0) -> dict[str, Any]:
-        """The first message to the process; `mode` is "play" or "tasks"."""
-        bounds = asdict(self._limits)
-        path = [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
-        return {
-            **bounds,
-            "mode": mode,
-            "name": name,
-            "options": options,
-            "network": network,
-            "seed": seed,
-            "path": path,
-        }
-
     def kill(self) -> None:
         """Have the keeper kill the process and all that it started."""
         if self._keeper.stdin is not None:
@@ -131,34 +124,33 @@ class SpawnedProcess:
 
     def ending(self) -> str:
         """How the process ended, for a reason. Kills what still runs, and blocks until nothing is left."""
-        if not self._ending:
-            self.kill()
-            try:
-                self._ending = self._told(self._keeper.communicate(timeout=KILL_S)[0])
-            except subprocess.TimeoutExpired:
-                LOG.error("the process of an environment cannot be killed: look at process %d", self._keeper.pid)
-                return "its process cannot be killed"
-        return self._ending
-
-    def _told(self, said: bytes) -> str:
+        if self._ending:
+            return self._ending
+        self.kill()
+        try:
+            said = self._keeper.communicate(timeout=KILL_S)[0]
+        except subprocess.TimeoutExpired:
+            LOG.error("the process of an environment cannot be killed: look at process %d", self._keeper.pid)
+            return "its process cannot be killed"
         try:
             words = json.loads(said)
             code, written = words["code"], words["stderr"].strip()[-SHOWN:]
         except (ValueError, KeyError, TypeError):
-            said_last = said.decode(errors="replace")[-SHOWN:]
-            return f"the keeper of its process ended with code {self._keeper.returncode}; it wrote: {said_last}"
-        if code == OUT_OF_MEMORY:
-            how = f"its process used up its memory ({self._limits.memory_bytes >> 20} MiB)"
-        elif code < 0:
-            how = f"its process was killed by {signal.Signals(-code).name}"
+            how = f"the keeper of its process ended with code {self._keeper.returncode}"
+            written = said.decode(errors="replace")[-SHOWN:]
         else:
-            how = f"its process ended with code {code}"
-        return f"{how}; it wrote: {written}" if written else how
+            if code == OUT_OF_MEMORY:
+                how = f"its process used up its memory ({self._limits.memory_bytes >> 20} MiB)"
+            else:
+                killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+                how = f"its process {killed}"
+        self._ending = f"{how}; it wrote: {written}" if written else how
+        return self._ending
 
 
 def keeper_command(kind: str, *arguments: object) -> list[str]:
-    """The command that starts a process of this worker under a keeper, as `launch` takes it."""
-    module = "tidemill.producers.environments.launch"
+    """The command that starts a process of this worker under a keeper, as `confinement` takes it."""
+    module = "tidemill.producers.environments.confinement"
     return [sys.executable, "-P", "-m", module, f"{os.getpid()}", kind, *map(str, arguments)]
 
 

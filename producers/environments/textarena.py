@@ -7,7 +7,6 @@ conversation can therefore be scored again, by playing its moves once more.
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib
 import inspect
 import io
@@ -21,18 +20,7 @@ from typing import Any, Optional, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tidemill.producers.environments.base import (
-    Environment,
-    EnvironmentOptions,
-    Policy,
-    Score,
-    TaskDraft,
-    TaskError,
-    TaskQuery,
-    read_payload,
-)
-from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
-from tidemill.producers.environments.foreign import OwnRandomness, options_model
+from tidemill.producers.environments import base, find
 from tidemill.schemas.chat.messages import Message
 from tidemill.schemas.records import RewardComponent, Task
 
@@ -57,7 +45,7 @@ STOPS = 8
 """Invalid moves after which a game that did not end counts 0."""
 
 
-class TextArenaOptions(EnvironmentOptions):
+class TextArenaOptions(base.EnvironmentOptions):
     """How long a game goes; a game adds its own options."""
 
     model_config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
@@ -79,7 +67,7 @@ class TextGame:
 
     def __init__(self, name: str, settings: Mapping[str, object], seed: int) -> None:
         """Raises what TextArena raises for settings that it cannot play."""
-        self._randomness = OwnRandomness(seed)
+        self._randomness = find.OwnRandomness(seed)
         self.over = self.raised = self.stopped = False
         with self._alone():
             self._game = made_game(name, settings)
@@ -106,7 +94,7 @@ class TextGame:
             if not self.over:
                 self.move("")
 
-    def score(self) -> Score:
+    def score(self) -> base.Score:
         """The game's own reward for the player. A game that raised, never ended or gave no number counts 0."""
         rewards, info = self._game.close()
         given = rewards[0] if self.over and not self.raised and rewards else None
@@ -116,7 +104,7 @@ class TextGame:
         invalid = info[0]["invalid_move"] and not self.stopped
         metrics = {"invalid_move": invalid, "raised": self.raised, "stopped": self.stopped}
         numbers = {name: float(value) for name, value in metrics.items()}
-        return Score((RewardComponent("outcome", reward, 1.0),), won, numbers)
+        return base.Score((RewardComponent("outcome", reward, 1.0),), won, numbers)
 
     def _said(self) -> str:
         """The messages that the player has not read yet, without those that repeat the player's own moves."""
@@ -129,7 +117,7 @@ class TextGame:
             yield
 
 
-class TextArenaEnvironment(Environment):
+class TextArenaEnvironment(base.Environment):
     """One game of TextArena."""
 
     options: TextArenaOptions
@@ -146,9 +134,9 @@ class TextArenaEnvironment(Environment):
         try:
             made_game(game, self._settings)
         except Exception as error:  # a game refuses settings with errors of any type
-            raise TaskError(f"textarena:{game}: {error!r}") from error
+            raise base.TaskError(f"textarena:{game}: {error!r}") from error
 
-    def tasks(self, query: TaskQuery) -> Iterator[TaskDraft]:
+    def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
         """Games without end. Raises TaskError when they cannot be made with these options."""
         rng, failures = Random(f"textarena {query.seed}"), 0
         while True:
@@ -158,12 +146,12 @@ class TextArenaEnvironment(Environment):
             except Exception as error:  # a game fails to make a board with errors of any type
                 failures += 1
                 if failures == PATIENCE:
-                    raise TaskError(f"textarena:{self._game} makes no more games: {error!r}") from error
+                    raise base.TaskError(f"textarena:{self._game} makes no more games: {error!r}") from error
                 continue
             failures = 0
-            yield TaskDraft(task.model_dump_json(), game.opening, self.options.turns)
+            yield base.TaskDraft(task.model_dump_json(), game.opening, self.options.turns)
 
-    async def play(self, task: Task, policy: Policy) -> Score:
+    async def play(self, task: Task, policy: base.Policy) -> base.Score:
         """Play until the game or the turns are over."""
         game = self._begin(task)
         messages: list[Message] = [{"role": "user", "content": game.opening}]
@@ -176,7 +164,7 @@ class TextArenaEnvironment(Environment):
         game.stop()
         return game.score()
 
-    async def rescore(self, task: Task, messages: Sequence[Message]) -> Score:
+    async def rescore(self, task: Task, messages: Sequence[Message]) -> base.Score:
         """Play the moves of a conversation once more."""
         game = self._begin(task)
         for message in messages:
@@ -186,37 +174,27 @@ class TextArenaEnvironment(Environment):
         return game.score()
 
     def _begin(self, task: Task) -> TextGame:
-        return copy.deepcopy(self._begun(read_payload(TextArenaTask, task.payload, "game of TextArena").seed))
+        return copy.deepcopy(self._begun(base.read_payload(TextArenaTask, task.payload, "game of TextArena").seed))
 
 
-class TextArena(Family):
+class TextArena(find.Family):
     """The games of the installed TextArena."""
 
-    def members(self) -> Iterator[Listed]:
+    def members(self) -> Iterator[find.Listed]:
         """Every game, and why those for several players and those that need more than the package are not offered."""
         for name, spec in sorted(_registry().items()):
             if not name.endswith(VIEWS):
-                yield Listed(name, f"TextArena's {kind_of(spec.entry_point)}", problem_of(name, spec.entry_point))
+                yield find.Listed(name, f"TextArena's {kind_of(spec.entry_point)}", problem_of(name, spec.entry_point))
 
-    def member(self, name: str) -> EnvironmentType:
+    def member(self, name: str) -> find.EnvironmentType:
         """The game of a name. Raises UnknownEnvironment, ImportError."""
         registry = _registry()
-        if name not in registry:
-            near = difflib.get_close_matches(name, [each for each in registry if not each.endswith(VIEWS)])
-            meant = f"; is it {' or '.join(near)}?" if near else ""
-            raise UnknownEnvironment(f"TextArena has no game {name!r}{meant} (`tidemill env list textarena`)")
-        entry_point = registry[name].entry_point
-        problem = problem_of(name, entry_point)
-        if problem:
-            raise UnknownEnvironment(f"textarena:{name} is not offered: {problem}")
-        return EnvironmentType(
-            name=f"textarena:{name}",
-            about=f"TextArena's {kind_of(entry_point)}",
-            options_model=game_options(name),
-            isolation="process",
-            network=False,
-            make=partial(TextArenaEnvironment, game=name),
-        )
+        entry_point = registry[name].entry_point if name in registry else ""
+        known = [each for each in registry if each == name or not each.endswith(VIEWS)]
+        problem = problem_of(name, entry_point) if entry_point else ""
+        find.check_member("textarena", "TextArena has no game", name, known, problem)
+        make, about = partial(TextArenaEnvironment, game=name), f"TextArena's {kind_of(entry_point)}"
+        return find.EnvironmentType(f"textarena:{name}", about, game_options(name), "process", False, make)
 
 
 def kind_of(entry_point: str) -> str:
@@ -260,7 +238,7 @@ def game_options(name: str) -> type[TextArenaOptions]:
             default = given.get(each.name, each.default)
             hint = hints.get(each.name, Any)
             settings[each.name] = (Optional[hint] if default is None else hint, default)  # noqa: UP045 - a run-time type
-    return options_model(f"{kind_of(spec.entry_point)}Options", TextArenaOptions, settings)
+    return find.options_model(f"{kind_of(spec.entry_point)}Options", TextArenaOptions, settings)
 
 
 def made_game(name: str, settings: Mapping[str, object]) -> Any:  # noqa: ANN401 - the library has no types

@@ -33,10 +33,7 @@ class ToolBox:
             said, fault = self._execute(call["function"]["name"], call["function"]["arguments"])
             messages.append({"role": "tool", "content": said, "tool_call_id": call["id"]})
             faults += fault
-        for text in reply.malformed:
-            faults += 1
-            messages.append({"role": "user", "content": f"error: this is no tool call that can be read: {text[:200]}"})
-        return messages, faults
+        return messages + unreadable(reply), faults + len(reply.malformed)
 
     def _execute(self, name: str, arguments: str) -> tuple[str, bool]:
         function = self._functions.get(name)
@@ -49,6 +46,12 @@ class ToolBox:
             return f"error: {faults(error, 'arguments', most=3)}", True
         except Exception as error:  # noqa: BLE001 - any error of a tool is an answer to the model
             return f"error: {type(error).__name__}: {error}", True
+
+
+def unreadable(reply: Reply) -> list[Message]:
+    """The messages that answer the calls of a turn that cannot be read."""
+    said = "error: this is no tool call that can be read: "
+    return [{"role": "user", "content": said + text[:200]} for text in reply.malformed]
 
 
 def _schema(function: Callable[..., object]) -> Tool:

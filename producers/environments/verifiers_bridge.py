@@ -9,14 +9,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
 from contextvars import Context
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions, version
+from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 from urllib.parse import urlparse
 
+import aiohttp
 import verifiers.v1 as vf
 from pydantic import BaseModel
 from verifiers.v1.clients.eval import EvalClient
@@ -25,24 +29,141 @@ from verifiers.v1.configs.client import PRIME_INFERENCE_HOST
 from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.utils.loaders import default_harness_id, env_config_type, resolve_env_config
 
-from tidemill.producers.environments import verifiers_loop
-from tidemill.producers.environments.base import ContextFull, EnvironmentFailed, Policy, Score, TaskError
+from tidemill.producers.environments import base
 from tidemill.producers.environments.verifiers import VerifiersOptions
-from tidemill.producers.environments.verifiers_loop import CONTEXT_FULL, HARNESS_ID
 from tidemill.schemas.chat.protocol import chat_request, whole_answer
-from tidemill.schemas.records import RewardComponent
+from tidemill.schemas.records import RewardComponent, Task
 
+__all__ = ["LoopHarness"]  # of which verifiers asks for one
+
+HARNESS_ID = "tidemill_loop"
+CONTEXT_FULL = "context_length_exceeded"
+"""Marks the error of a conversation that fills the context, for every harness."""
 PROGRAM_HARNESSES = ("bash", "null")
 """Harnesses of verifiers whose program needs nothing but what is installed beside verifiers."""
+MOST_CALLS = 4096
+"""Calls of all agents in one rollout; one more fails it."""
+WINDOW = 4096
+"""Tasks of an endless taskset that are shuffled among each other."""
 MODEL = "policy"
 NO_URL = "http://127.0.0.1:9/v1"
 """Where nothing listens: verifiers asks no server for anything but turns, which the policy samples."""
 
-sys.modules.setdefault(HARNESS_ID, verifiers_loop)  # verifiers imports a harness by its id
+sys.modules.setdefault(HARNESS_ID, sys.modules[__name__])  # verifiers imports a harness by its id
+
+
+class VerifiersTaskset(base.Environment):
+    """One taskset, with its shared tool servers."""
+
+    options_model = VerifiersOptions
+    isolation = "process"
+    network = True
+    options: VerifiersOptions
+
+    def __init__(self, name: str, options: VerifiersOptions) -> None:
+        """Import a taskset's module and load it. Raises TaskError."""
+        super().__init__(options)
+        self._name, self._env = name, load(name, options)
+        packages = [f"{each}-{version(each)}" for each in packages_distributions().get(name, ())]
+        self.version = "+".join([f"verifiers-{version('verifiers')}", *packages])  # type: ignore[misc]  # of the instance
+        config, taskset = self._env.taskset.config, type(self._env.taskset)
+        tools = taskset.toolsets(config) or taskset.task_type().toolsets(config.task)
+        self.needs_tools = bool(tools)  # type: ignore[misc]
+        self._client = PolicyClient(options)
+        self._serving: asyncio.Task[None] | None = None
+
+    def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
+        """The taskset's tasks, shuffled. Raises TaskError when the taskset cannot load them."""
+        shuffle, tasks = Random(f"verifiers {query.seed}").shuffle, iter(self._env.taskset)
+        try:
+            while window := list(islice(tasks, WINDOW) if self._env.taskset.INFINITE else tasks):
+                shuffle(window)
+                for task in window:
+                    payload = task.data.model_dump_json(exclude_defaults=True)
+                    yield base.TaskDraft(payload, asks(task.data), MOST_CALLS)
+        except Exception as error:  # a taskset is foreign code, and raises anything
+            raise base.TaskError(f"verifiers:{self._name} cannot load its tasks: {error!r}") from error
+
+    async def play(self, task: Task, policy: base.Policy) -> base.Score:
+        """Have the taskset's agents play. Raises what the policy raises, EnvironmentFailed, TaskError."""
+        try:
+            kind = type(self._env.taskset).task_type()
+            data = kind.data_type().model_validate(json.loads(task.payload))
+            # Without deadlines of its own.
+            given = kind(data.model_copy(update={"timeout": vf.TaskTimeout()}), self._env.taskset.config.task)
+        except (ValueError, RecursionError) as error:
+            raise base.TaskError(f"the payload is no task of {self._name}: {error}") from error
+        loop = asyncio.get_running_loop()
+        if self._serving is None or self._serving.done():
+            self._client = PolicyClient(self.options)
+            self._up, self._over = loop.create_future(), asyncio.Event()
+            # In a context of its own: the servers belong to no episode.
+            self._serving = loop.create_task(self._serve(), context=Context())
+        await asyncio.shield(self._up)
+        playing = _Playing(policy, loop.create_future())
+        traces: list[str] = []
+
+        def begun(trace: vf.Trace) -> None:
+            traces.append(trace.id)
+            self._client.playing[trace.id] = (playing, trace)
+
+        # verifiers streams are answered whole by a client of this type.
+        context = vf.ModelContext(MODEL, vf.TrainClientConfig(base_url=NO_URL, api_key_var="NONE"))
+        running = asyncio.create_task(self._env.run_episode(given, context, on_trace=begun))
+        both: set[asyncio.Future[Any]] = {running, playing.failed}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if playing.failed.done():
+                playing.failed.result()
+            episode = running.result()
+        finally:
+            playing.failed.cancel()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            for trace in traces:
+                self._client.playing.pop(trace, None)
+        fault = fault_of(episode)
+        if fault and playing.full:
+            raise base.ContextFull(playing.full)
+        if fault:
+            raise base.EnvironmentFailed(fault)
+        return score_of(episode, self.options.success_at)
+
+    async def close(self) -> None:
+        """Stop the tool servers."""
+        if self._serving is not None:
+            self._over.set()
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+    async def _serve(self) -> None:
+        """Like `Env.serving`, with the policy as the model, until this is closed."""
+        env = self._env
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # tool servers are processes that import the taskset
+        try:
+            async with env.shared_tools() as shared:
+                if env._requires_tunnel(shared):
+                    raise base.EnvironmentFailed(
+                        "an agent or a tool server runs on another machine, and would need a tunnel"
+                    )
+                secrets = tuple(server.state_secret for server in shared.values() if server.state_secret)
+                async with PolicyInterception(self._client, secrets) as server:
+                    env._shared_tools, env._interception = shared, server
+                    try:
+                        await env.start()
+                        self._up.set_result(None)
+                        await self._over.wait()
+                    finally:
+                        await env.stop()
+                        await self._client.close()
+        except Exception as error:  # starting runs foreign code, which raises anything
+            if self._up.done():
+                raise
+            self._up.set_exception(base.EnvironmentFailed(f"the taskset's servers do not start: {error!r:.1000}"))
 
 
 def load(name: str, options: VerifiersOptions) -> vf.Env[Any]:
@@ -54,42 +175,23 @@ def load(name: str, options: VerifiersOptions) -> vf.Env[Any]:
             host = urlparse(judge.base_url).hostname or ""
             if host == PRIME_INFERENCE_HOST or host.endswith(f".{PRIME_INFERENCE_HOST}"):
                 if not options.others_url:
-                    raise TaskError(f"{place} would ask {host}: give others_url, or {place}.base_url")
+                    raise base.TaskError(f"{place} would ask {host}: give others_url, or {place}.base_url")
                 judge.base_url, judge.model, judge.api_key_var = options.others_url, options.others_model, "NONE"
         env = vf.load_environment(config)
     except Exception as error:  # loading runs foreign code, which raises anything
-        raise TaskError(f"verifiers:{name} cannot be opened: {error}") from error
+        raise base.TaskError(f"verifiers:{name} cannot be opened: {error}") from error
     for seat, agent in env._agent_specs.items():
-        harness = env._harnesses[seat]
+        harness, wrong = env._harnesses[seat], ""
         if (harness.NEEDS_CONTAINER or env._task_cls.NEEDS_CONTAINER) and agent.runtime.type == "subprocess":
             what = f"harness {harness.config.id} of agent {seat}" if harness.NEEDS_CONTAINER else "a task"
-            raise TaskError(f"verifiers:{name}: {what} needs a container: give env.{seat}.runtime")
-        if agent.timeout != TimeoutConfig() or agent.retries != vf.RetryConfig():
-            raise TaskError(f"verifiers:{name}: agent {seat} has a timeout or retries: set the run's deadlines instead")
+            wrong = f"{what} needs a container: give env.{seat}.runtime"
+        elif agent.timeout != TimeoutConfig() or agent.retries != vf.RetryConfig():
+            wrong = f"agent {seat} has a timeout or retries: set the run's deadlines instead"
+        if wrong:
+            raise base.TaskError(f"verifiers:{name}: {wrong}")
     if config.timeout.episode or config.timeout.finalize:
-        raise TaskError(f"verifiers:{name}: timeout is not taken: set the run's deadlines instead")
+        raise base.TaskError(f"verifiers:{name}: timeout is not taken: set the run's deadlines instead")
     return env
-
-
-def offers_tools(env: vf.Env[Any]) -> bool:
-    """Whether the taskset has tools."""
-    config, taskset = env.taskset.config, type(env.taskset)
-    return bool(taskset.toolsets(config) or taskset.task_type().toolsets(config.task))
-
-
-def asks(data: vf.TaskData) -> str:
-    """What a task asks in full."""
-    if data.prompt is None:
-        return str(data.model_dump_json(exclude_defaults=True, exclude={"idx", "id"}))
-    told = data.prompt if isinstance(data.prompt, str) else [message_to_wire(message) for message in data.prompt]
-    return json.dumps([data.system_prompt or "", told], ensure_ascii=False)
-
-
-def task_of(env: vf.Env[Any], data: object) -> vf.Task[Any, Any, Any]:
-    """The task whose data a payload holds, without deadlines of its own. Raises ValueError."""
-    kind = type(env.taskset).task_type()
-    read = kind.data_type().model_validate(data)
-    return kind(read.model_copy(update={"timeout": vf.TaskTimeout()}), env.taskset.config.task)
 
 
 def _block(name: str, options: VerifiersOptions) -> dict[str, Any]:
@@ -121,24 +223,20 @@ def _block(name: str, options: VerifiersOptions) -> dict[str, Any]:
 
 
 def _judges(value: object, place: str) -> Iterator[tuple[str, Any]]:
+    """The settings of judges within a value, each with its place."""
     if isinstance(value, vf.JudgeConfig):
         yield place, value
-    elif isinstance(value, BaseModel):
-        for name, item in value:
+    elif isinstance(value, BaseModel | Mapping | list | tuple):
+        inner: Any = value.items() if isinstance(value, Mapping) else value
+        for name, item in enumerate(inner) if isinstance(value, list | tuple) else inner:
             yield from _judges(item, f"{place}.{name}")
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _judges(item, f"{place}.{name}")
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _judges(item, f"{place}.{number}")
 
 
 @dataclass(slots=True, eq=False)
 class _Playing:
     """One episode under way."""
 
-    policy: Policy
+    policy: base.Policy
     failed: asyncio.Future[None]
     """Holds the first failure of a generation."""
     full: str = ""
@@ -178,12 +276,12 @@ class PolicyClient(vf.Client):  # type: ignore[misc]
                 other.pop("stream_options", None)
                 return await self._others.get_response(dialect, other, sampling, session_id, turn, headers)
             if not isinstance(dialect, ChatDialect):
-                raise EnvironmentFailed("an agent spoke another protocol than OpenAI's chat completions")
+                raise base.EnvironmentFailed("an agent spoke another protocol than OpenAI's chat completions")
             asked = chat_request(body)
             reply = await playing.policy.chat(
                 asked.messages, tools=asked.tools, max_tokens=asked.max_tokens, trained=trained
             )
-        except ContextFull as error:
+        except base.ContextFull as error:
             playing.full = str(error)
             raise vf.ProviderError(f"{CONTEXT_FULL}: {error}", status_code=400) from error
         except Exception as error:
@@ -211,86 +309,83 @@ class PolicyInterception(InterceptionServer):  # type: ignore[misc]
         return self._policy_client if isinstance(config, vf.TrainClientConfig) else super()._client(config)
 
 
-class TasksetPlayer:
-    """Plays episodes of one taskset, with its shared tool servers."""
+class LoopConfig(vf.HarnessConfig):  # type: ignore[misc]
+    """The loop has no options of its own."""
 
-    def __init__(self, env: vf.Env[Any], options: VerifiersOptions) -> None:
-        self._env, self._options = env, options
-        self._client = PolicyClient(options)
-        self._up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._over = asyncio.Event()
-        # In a context of its own: the servers belong to no episode.
-        self._serving = asyncio.get_running_loop().create_task(self._serve(), context=Context())
-
-    async def play(self, task: vf.Task[Any, Any, Any], policy: Policy) -> Score:
-        """One episode. Raises EnvironmentFailed, and what the policy raises."""
-        await asyncio.shield(self._up)
-        playing = _Playing(policy, asyncio.get_running_loop().create_future())
-        traces: list[str] = []
-
-        def begun(trace: vf.Trace) -> None:
-            traces.append(trace.id)
-            self._client.playing[trace.id] = (playing, trace)
-
-        # verifiers streams are answered whole by a client of this type.
-        context = vf.ModelContext(MODEL, vf.TrainClientConfig(base_url=NO_URL, api_key_var="NONE"))
-        running = asyncio.create_task(self._env.run_episode(task, context, on_trace=begun))
-        both: set[asyncio.Future[Any]] = {running, playing.failed}
-        try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if playing.failed.done():
-                playing.failed.result()
-            episode = running.result()
-        finally:
-            playing.failed.cancel()
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            for trace in traces:
-                del self._client.playing[trace]
-        fault = fault_of(episode)
-        if fault and playing.full:
-            raise ContextFull(playing.full)
-        if fault:
-            raise EnvironmentFailed(fault)
-        return score_of(episode, self._options.success_at)
-
-    @property
-    def failed(self) -> bool:
-        """Whether its servers could not be started."""
-        return self._up.done() and self._up.exception() is not None
-
-    async def close(self) -> None:
-        """Stop the servers."""
-        self._over.set()
-        await asyncio.gather(self._serving, return_exceptions=True)
-
-    async def _serve(self) -> None:
-        try:
-            async with serving(self._env, self._client):
-                self._up.set_result(None)
-                await self._over.wait()
-        except Exception as error:  # starting runs foreign code, which raises anything
-            if self._up.done():
-                raise
-            self._up.set_exception(EnvironmentFailed(f"the taskset's servers do not start: {error!r:.1000}"))
+    id: str = HARNESS_ID
 
 
-@asynccontextmanager
-async def serving(env: vf.Env[Any], client: PolicyClient) -> AsyncIterator[None]:
-    """Like `Env.serving`, with the policy as the model. Raises EnvironmentFailed."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # tool servers are processes that import the taskset
-    async with env.shared_tools() as shared:
-        if env._requires_tunnel(shared):
-            raise EnvironmentFailed("an agent or a tool server runs on another machine, and would need a tunnel")
-        secrets = tuple(server.state_secret for server in shared.values() if server.state_secret)
-        async with PolicyInterception(client, secrets) as server:
-            env._shared_tools, env._interception = shared, server
-            try:
-                await env.start()
-                yield
-            finally:
-                await env.stop()
-                await client.close()
+class LoopHarness(vf.Harness[LoopConfig]):  # type: ignore[misc]
+    """The harness of agents that name none: calls the model, here and with the taskset's tools, until a turn has no
+    tool call, or the context is full."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
+        """Hold one conversation, from a prompt or from the messages so far."""
+        system, prompt = self.resolve_prompt(data)
+        messages: list[Any] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or ()]
+        servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+        async with AsyncExitStack() as stack:
+            tools, known, connections = await connect_mcp({"mcpServers": servers}, stack)
+            hidden = self.config.disabled_tools or ()
+            asked = {"model": ctx.model, "tools": [each for each in tools if each["function"]["name"] not in hidden]}
+            http = await stack.enter_async_context(
+                aiohttp.ClientSession(
+                    headers={"authorization": f"Bearer {secret}"}, timeout=aiohttp.ClientTimeout(total=None)
+                )
+            )
+            while True:
+                async with http.post(f"{endpoint}/chat/completions", json={**asked, "messages": messages}) as answer:
+                    if answer.status != 200:
+                        said = await answer.text()
+                        return vf.ProgramResult(0 if CONTEXT_FULL in said else 1, "", said[-500:])
+                    message = (await answer.json())["choices"][0]["message"]
+                messages.append(message)
+                if not message.get("tool_calls"):
+                    return vf.ProgramResult(0, "", "")
+                for call in message["tool_calls"]:
+                    name = call["function"]["name"]
+                    content: Any = f"error: there is no tool {name!r:.64}; there are {', '.join(known) or 'none'}"
+                    if name in known and name not in hidden:
+                        content = await _called(connections, known, name, call["function"]["arguments"])
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+
+
+async def _called(connections: dict[str, Any], known: dict[str, Any], name: str, text: str) -> Any:  # noqa: ANN401
+    """What a tool answers to a call, or why it cannot be called."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        return f"error: the arguments are no JSON: {error}"
+    if not isinstance(arguments, dict):
+        return "error: the arguments are no JSON object"
+    return await call_mcp(connections, known, name, arguments)
+
+
+def asks(data: vf.TaskData) -> str:
+    """What a task asks in full."""
+    if data.prompt is None:
+        return str(data.model_dump_json(exclude_defaults=True, exclude={"idx", "id"}))
+    told = data.prompt if isinstance(data.prompt, str) else [message_to_wire(message) for message in data.prompt]
+    return json.dumps([data.system_prompt or "", told], ensure_ascii=False)
 
 
 def fault_of(episode: vf.Episode) -> str:
@@ -312,7 +407,7 @@ def fault_of(episode: vf.Episode) -> str:
     return "" if episode.ok else "the episode did not end well, and verifiers does not say why"
 
 
-def score_of(episode: vf.Episode, success_at: float) -> Score:
+def score_of(episode: vf.Episode, success_at: float) -> base.Score:
     """The score of an episode: the mean over its trained agents, the rest as metrics."""
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     runs = [trace.agent.name for trace in episode.traces]
@@ -329,5 +424,5 @@ def score_of(episode: vf.Episode, success_at: float) -> Score:
                 rewards.append(RewardComponent(prefix + name, reward.score, reward.weight / len(trained)))
             else:
                 metrics[prefix + name] = reward.value
-    score = Score(tuple(rewards), None, metrics)
-    return Score(score.rewards, score.total >= success_at, metrics)
+    score = base.Score(tuple(rewards), None, metrics)
+    return base.Score(score.rewards, score.total >= success_at, metrics)

@@ -23,8 +23,7 @@ from tidemill.producers.environments.base import (
 )
 from tidemill.producers.environments.check import ScriptedPolicy, task_of
 from tidemill.producers.environments.find import UnknownEnvironment, options_json
-from tidemill.producers.environments.openenv import OpenEnv
-from tidemill.producers.environments.openenv_session import MOST_BYTES
+from tidemill.producers.environments.openenv import MOST_BYTES, OpenEnv
 
 FAMILY = OpenEnv()
 

@@ -31,9 +31,8 @@ from tidemill.producers.environments.base import (
     TaskError,
     TaskQuery,
 )
-from tidemill.producers.environments.episode_process import TICKS
 from tidemill.producers.environments.find import UnknownEnvironment, options_json
-from tidemill.producers.environments.process import HostedEnvironment, HostLimits, ProcessLost
+from tidemill.producers.environments.process import TICKS, HostedEnvironment, HostLimits, ProcessLost
 from tidemill.producers.environments.spawning import FrameTooLarge, encode
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.records import Task

@@ -146,9 +146,10 @@ def test_tasks_are_the_same_for_the_same_query() -> None:
     assert len({draft.asks for draft in one}) == 50 and all("Add." in draft.asks for draft in one)
     from verifiers.v1 import SystemMessage, TaskData, UserMessage
 
-    asks: Any = opened("vf_sums")
+    from tidemill.producers.environments.verifiers_bridge import asks
+
     told = [SystemMessage(content="Add."), UserMessage(content="1+1?")]
-    texts = {asks._bridge.asks(TaskData(idx=n, prompt=p)) for n in (1, 2) for p in (told, told[:1], None, "1+1?")}
+    texts = {asks(TaskData(idx=n, prompt=p)) for n in (1, 2) for p in (told, told[:1], None, "1+1?")}
     assert len(texts) == 4 and sum("1+1?" in text for text in texts) == 2, "the place in the taskset is not asked"
     endless = opened("vf_judged", others_url="http://127.0.0.1:9/v1")
     assert len({draft.asks for draft in drafts(endless, 5000)}) == 5000
@@ -319,7 +320,7 @@ def test_an_episode_that_is_cancelled_leaves_nothing() -> None:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await environment.play(task_of(drafts(environment, 1)[0].payload), policy_of(adder))
-            assert time.monotonic() - started < 60 and not environment._player._client.playing
+            assert time.monotonic() - started < 60 and not environment._client.playing
         await environment.close()
 
     asyncio.run(cancelled())

@@ -1,6 +1,6 @@
 """A taskset of verifiers as `module:object`, for a process that is started without entry points."""
 
-from tidemill.producers.environments.verifiers import VerifiersTaskset
+from tidemill.producers.environments.verifiers_bridge import VerifiersTaskset
 
 
 class HostedSums(VerifiersTaskset):
