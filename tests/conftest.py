@@ -15,6 +15,8 @@ from tests.secured_log import SecuredLog, secured_log
 from tidemill.compose.processes import Guard
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.admin import create_topics
 
 # How long an example takes says more about what else this machine does than about the code.
 settings.register_profile("tidemill", deadline=None)
@@ -41,6 +43,17 @@ class Kafka:
     """A running Kafka."""
 
     bootstrap: str
+
+    def fresh(self, partitions: int = 2) -> KafkaSettings:
+        """Topics that no other test uses. Each partition costs the broker time."""
+        made = KafkaSettings(bootstrap=self.bootstrap, topic_prefix=a_prefix(), partitions=partitions)
+        create_topics(made)
+        return made
+
+
+def a_prefix() -> str:
+    """A topic prefix that no other test uses, so that tests share a broker."""
+    return f"t{uuid.uuid4().hex[:12]}."
 
 
 @pytest.fixture(scope="session")
@@ -74,8 +87,8 @@ def kafka(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Ka
 
 @pytest.fixture
 def topic_prefix() -> str:
-    """A topic prefix that no other test uses, so that tests share a broker."""
-    return f"t{uuid.uuid4().hex[:12]}."
+    """A topic prefix of the test's own."""
+    return a_prefix()
 
 
 @pytest.fixture(scope="session")

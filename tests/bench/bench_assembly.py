@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Rollout
 from tidemill.streams.config import RunnerName, StreamSettings
+from tidemill.streams.machine import Processor
 from tidemill.streams.runner.worker import group_assembly, run
 
 GROUP_SIZE = 8
@@ -52,22 +53,31 @@ SESSION_S = 60.0
 def main() -> None:
     """Measure every contender, or be one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bootstrap", default=os.environ.get("TIDEMILL_KAFKA__BOOTSTRAP"))
     parser.add_argument("--groups", type=int, default=2500, help="groups of the throughput run")
     parser.add_argument("--latency-groups", type=int, default=200, help="groups of the latency run")
     parser.add_argument("--rate", type=float, default=200.0, help="rollouts a second of the latency run")
-    parser.add_argument("--only", nargs="*", choices=CONTENDERS, help="these contenders alone")
-    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    options = contended(parser, CONTENDERS, contend)
+    for contender in options.only or CONTENDERS:
+        for line in measure(contender, options):
+            print(json.dumps(line), flush=True)
+
+
+def contended(
+    parser: argparse.ArgumentParser, contenders: Sequence[str], contend: Callable[[str, KafkaSettings], None]
+) -> argparse.Namespace:
+    """The options of a bench of contenders; in a contender's process it is that one, on one core, until terminated."""
+    parser.add_argument("--bootstrap", default=os.environ.get("TIDEMILL_KAFKA__BOOTSTRAP"))
+    parser.add_argument("--only", nargs="*", choices=contenders, help="these contenders alone")
+    parser.add_argument("--contender", choices=contenders, help=argparse.SUPPRESS)
     parser.add_argument("--prefix", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.bootstrap:
         parser.error("give --bootstrap HOST:PORT or set TIDEMILL_KAFKA__BOOTSTRAP")
     if options.contender:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
         contend(options.contender, KafkaSettings(bootstrap=options.bootstrap, topic_prefix=options.prefix))
-        return
-    for contender in options.only or CONTENDERS:
-        for line in measure(contender, options):
-            print(json.dumps(line), flush=True)
+        sys.exit()
+    return options
 
 
 def measure(contender: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -180,24 +190,24 @@ def read_once(reader: LogReader, seen: dict[str, float]) -> dict[str, float]:
 
 
 def contend(contender: str, kafka: KafkaSettings) -> None:
-    """Be a contender, on one core, until terminated."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
     match contender:
         case "quixstreams":
             contend_quixstreams(kafka)
         case "loop":
             contend_loop(kafka)
         case _:
-            contend_tidemill(kafka, RunnerName(contender))
+            contend_tidemill(kafka, contender, group_assembly)
 
 
-def contend_tidemill(kafka: KafkaSettings, runner: RunnerName) -> None:
+def contend_tidemill(
+    kafka: KafkaSettings, runner: str, processor_of: Callable[[RunSettings, StreamSettings], Processor]
+) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        settings, stream = (
-            RunSettings(run_id=RUN_ID),
-            StreamSettings(data_dir=directory, runner=runner, session_timeout_s=SESSION_S, stall_timeout_s=0),
+        settings = RunSettings(run_id=RUN_ID)
+        stream = StreamSettings(
+            data_dir=directory, runner=RunnerName(runner), session_timeout_s=SESSION_S, stall_timeout_s=0
         )
-        run(kafka, settings, stream, group_assembly(settings, stream))
+        run(kafka, settings, stream, processor_of(settings, stream))
 
 
 def member(record: Rollout) -> dict[str, Any]:

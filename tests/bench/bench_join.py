@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -27,21 +25,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench_assembly import SESSION_S, cpu_s, held
-from join_support import CODEC, RUN_ID, SECOND_US, feedback, interaction
+from bench_assembly import SESSION_S, contend_tidemill, contended, cpu_s, held
+from join_support import CODEC, SECOND_US, feedback, interaction
 from stream_support import fresh_topics
 
 from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us, to_ms
-from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
 from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Interaction, Record
-from tidemill.streams.config import RunnerName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS
-from tidemill.streams.runner.worker import feedback_join, run
+from tidemill.streams.runner.worker import feedback_join
 
 PARTITIONS = 4
 WARM_UP = 50
@@ -52,17 +49,8 @@ SETTINGS = JoinSettings(settle_s=0.0, bot_max_events=1_000_000)
 def main() -> None:
     """Measure every contender, or be one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bootstrap", default=os.environ.get("TIDEMILL_KAFKA__BOOTSTRAP"))
     parser.add_argument("--joins", type=int, default=5000, help="interactions, each with one thumb")
-    parser.add_argument("--only", nargs="*", choices=CONTENDERS, help="these contenders alone")
-    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
-    parser.add_argument("--prefix", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if not options.bootstrap:
-        parser.error("give --bootstrap HOST:PORT or set TIDEMILL_KAFKA__BOOTSTRAP")
-    if options.contender:
-        contend(options.contender, KafkaSettings(bootstrap=options.bootstrap, topic_prefix=options.prefix))
-        return
+    options = contended(parser, CONTENDERS, contend)
     contenders = options.only or CONTENDERS
     figures = {contender: measure(contender, options.bootstrap, options.joins) for contender in contenders}
     for contender, found in figures.items():
@@ -129,23 +117,10 @@ def await_outcomes(reader: LogReader, count: int, deadline_s: float = 180.0) -> 
 
 
 def contend(contender: str, kafka: KafkaSettings) -> None:
-    """Be a contender, on one core, until terminated."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
     if contender == "loop":
         contend_loop(kafka)
     else:
-        contend_tidemill(kafka, RunnerName(contender))
-
-
-def contend_tidemill(kafka: KafkaSettings, runner: RunnerName) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        settings = RunSettings(run_id=RUN_ID)
-        run(
-            kafka,
-            settings,
-            StreamSettings(data_dir=directory, runner=runner, session_timeout_s=SESSION_S, stall_timeout_s=0),
-            feedback_join(settings, SETTINGS),
-        )
+        contend_tidemill(kafka, contender, lambda run, _: feedback_join(run, SETTINGS))
 
 
 def contend_loop(kafka: KafkaSettings) -> None:

@@ -14,8 +14,7 @@ from tidemill.compose.demo.corpus import Demonstrator, corpus
 from tidemill.producers.environments.base import Split, TaskQuery, split_of
 from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
-from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.config import ChatSettings, RunSettings
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Task
 
@@ -85,9 +84,8 @@ def test_settings_that_make_no_sense_are_refused(wrong):
         CorpusSettings(**wrong)
 
 
-def test_the_corpus_arrives_on_its_topic(kafka, topic_prefix):
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
-    create_topics(settings)
+def test_the_corpus_arrives_on_its_topic(kafka):
+    settings = kafka.fresh()
     seen = []
     wanted = CorpusSettings(documents=1_100)
     written = corpus_role.run(settings, RunSettings(seed=3), wanted, CHAT, lambda *numbers: seen.append(numbers))

@@ -26,7 +26,6 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.gate_decisions import GENERATION
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict
@@ -42,9 +41,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def topics(kafka):
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=1)
-    create_topics(settings)
-    return settings
+    return kafka.fresh(1)
 
 
 class Branch:

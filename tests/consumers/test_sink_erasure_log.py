@@ -18,7 +18,6 @@ from tidemill.consumers.sink.query import read_state
 from tidemill.consumers.sink.service import known_erasures
 from tidemill.schemas.catalogue import Topic, tick_key
 from tidemill.schemas.config import KafkaSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Tick
 
@@ -31,10 +30,8 @@ SELECT groupUniqArrayArray([user_id]) FROM
 
 
 @pytest.fixture
-def settings(kafka: Any, topic_prefix: str) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
-    create_topics(settings)
-    return settings
+def settings(kafka: Any) -> KafkaSettings:
+    return kafka.fresh()
 
 
 def value(sink: Sink, sql: str) -> Any:

@@ -22,7 +22,6 @@ from tidemill.consumers.sink.query import STATE_FILE, ask, read_state
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Tick
@@ -42,10 +41,8 @@ run(KafkaSettings(**kafka), RunSettings(), SinkSettings(**sink))
 
 
 @pytest.fixture
-def settings(kafka, topic_prefix) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
-    create_topics(settings)
-    return settings
+def settings(kafka) -> KafkaSettings:
+    return kafka.fresh()
 
 
 class Sink:

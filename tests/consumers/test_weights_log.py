@@ -20,8 +20,8 @@ from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.graph import Unreachable, VersionError
 from tidemill.kernels.weights.tensor_table import store_tensor_table
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.admin import admin_client, create_topics
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.log.admin import admin_client
 from tidemill.schemas.log.reader import LogReader
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -33,9 +33,7 @@ TIMEOUT_S = 2.0
 @pytest.fixture(scope="module")
 def topics(kafka):
     """Topics that the tests of this module share; each test has a run of its own in them."""
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=2)
-    create_topics(settings)
-    return settings
+    return kafka.fresh()
 
 
 @pytest.fixture

@@ -37,7 +37,6 @@ from tidemill.producers.product.settings import KeysMissing, ProductSettings
 from tidemill.schemas.catalogue import CATALOGUE, Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.records import SignalKind
 
@@ -78,9 +77,8 @@ def test_each_signal_lies_under_its_own_key_in_its_interactions_partition(settin
     assert [f.key for f in found] == [feedback_key(f.record.interaction_id, f.record.event_id).encode() for f in found]
 
 
-def test_the_partition_count_is_the_logs_own(kafka, topic_prefix):
-    other = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=3)
-    create_topics(other)
+def test_the_partition_count_is_the_logs_own(kafka):
+    other = kafka.fresh(3)
     with FeedbackProducer(other.model_copy(update={"partitions": None}), PRODUCT) as feedback:
         for number in range(20):
             feedback.thumbs_up(token(f"i-{number}"), user="ann")

@@ -50,7 +50,6 @@ from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
@@ -480,9 +479,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(request, kafka, topic_prefix, tmp_path: Path) -> Iterator[Bench]:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1)
-    create_topics(settings)
+def bench(request, kafka, tmp_path: Path) -> Iterator[Bench]:
+    settings = kafka.fresh(1)
     tokenizer = byte_tokenizer()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     replica = FakeReplica(tokenizer, "r1")

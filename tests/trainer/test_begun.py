@@ -13,7 +13,6 @@ from tests.trainer.conftest import group_of, interaction, member_of, online_batc
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import (
@@ -32,10 +31,8 @@ from tidemill.trainer.session import Session
 
 
 @pytest.fixture
-def log(kafka, topic_prefix) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1)
-    create_topics(settings)
-    return settings
+def log(kafka) -> KafkaSettings:
+    return kafka.fresh(1)
 
 
 @pytest.fixture

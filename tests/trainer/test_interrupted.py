@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 import threading
-import uuid
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,6 @@ from tests.trainer.conftest import group_of, member_of, rollout, tiny_model
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, StepPlan, TrainStep
@@ -49,8 +47,7 @@ def settings(tmp_path_factory) -> TrainerSettings:
 @pytest.fixture(scope="module")
 def log(kafka) -> KafkaSettings:
     """Groups for every run, in one partition so that every run reads them in one order; some cannot be trained."""
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=1)
-    create_topics(settings)
+    settings = kafka.fresh(1)
     producer = RecordProducer(settings, "test")
     for number in range(STEPS * GROUPS_PER_STEP + 2):
         equal = number in (3, 8)

@@ -14,7 +14,6 @@ from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
@@ -31,10 +30,8 @@ REWARDS = (1.0, 0.0, 0.5, 1.0)
 
 
 @pytest.fixture
-def log(kafka, topic_prefix) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
-    create_topics(settings)
-    return settings
+def log(kafka) -> KafkaSettings:
+    return kafka.fresh()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from tidemill.kernels.weights.commit import VersionLog
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, StepPlan, TrainStep
@@ -28,10 +27,9 @@ SCARCE = 3
 
 
 @pytest.fixture
-def log(kafka, topic_prefix) -> KafkaSettings:
+def log(kafka) -> KafkaSettings:
     """Groups for every run, two a step, in one partition so that every run reads them in one order."""
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1)
-    create_topics(settings)
+    settings = kafka.fresh(1)
     producer = RecordProducer(settings, "test")
     for number in range(2 * STEPS):
         rollouts = [rollout(f"g{number}", i, float(i % 2)) for i in range(2)]

@@ -12,7 +12,6 @@ from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
@@ -33,10 +32,9 @@ STEPS = 5
 
 
 @pytest.fixture
-def log(kafka, topic_prefix, make_rollout, make_member, make_group) -> KafkaSettings:
+def log(kafka, make_rollout, make_member, make_group) -> KafkaSettings:
     """A log with ten groups, in one partition so that every run reads them in one order."""
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1)
-    create_topics(settings)
+    settings = kafka.fresh(1)
     producer = RecordProducer(settings, "test")
     for number in range(GROUPS):
         rollouts = [make_rollout(f"g{number}", i, float(i % 2)) for i in range(4)]

@@ -23,8 +23,6 @@ from tidemill.consumers.operate.replay.dead_letters import (
 from tidemill.consumers.operate.replay.records import RawRecord
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import (
     HEADER_OFFSET,
     HEADER_PARTITION,
@@ -134,10 +132,8 @@ def test_a_transformation_that_cannot_be_used_is_said(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def live(kafka, topic_prefix):
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
-    create_topics(settings)
-    return settings
+def live(kafka):
+    return kafka.fresh()
 
 
 def give_up_on(settings, topic, kind, applications):

@@ -22,7 +22,6 @@ from tidemill.kernels.weights.ranks import Ranks, open_ranks
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import DeltaChunk, Manifest, ShardPosition, SkipDelta
 from tidemill.schemas.stored_object import StoredObject, read_object
@@ -116,9 +115,7 @@ class Publication:
 @pytest.fixture(scope="module")
 def log(kafka) -> KafkaSettings:
     """Topics that the tests of a module share; each test has a run of its own in them."""
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=2)
-    create_topics(settings)
-    return settings
+    return kafka.fresh()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,7 +37,6 @@ from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, SkipDelta
 from tidemill.schemas.stored_object import StoredObject, read_object
@@ -69,8 +67,7 @@ class Jobs:
 
 @pytest.fixture(scope="module")
 def jobs(kafka, tmp_path_factory):
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=2)
-    create_topics(settings)
+    settings = kafka.fresh()
     root = tmp_path_factory.mktemp("sharded")
     base = root / "base"
     base.mkdir()

@@ -18,8 +18,7 @@ import pytest
 from tests.producers.rollout.test_worker import RUN, Bench, settings_for, task, whole
 from tidemill.producers.config import RolloutSettings
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.config import ChatSettings, KafkaSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.config import ChatSettings, StoreSettings
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Dispatch, Rollout, Turn
 
@@ -39,9 +38,8 @@ worker.run(*[section(**values) for section, values in sections])
 
 
 @pytest.fixture
-def bench(kafka, topic_prefix, tmp_path, tokenizer_dir) -> Bench:
-    log = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
-    create_topics(log)
+def bench(kafka, tmp_path, tokenizer_dir) -> Bench:
+    log = kafka.fresh()
     return Bench(log, StoreSettings(root=str(tmp_path / "store")), tokenizer_dir)
 
 

@@ -29,10 +29,8 @@ LONG_AGO_MS = int(time.time() - 3_600) * 1_000
 
 
 @pytest.fixture
-def settings(kafka, topic_prefix) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
-    create_topics(settings)
-    return settings
+def settings(kafka) -> KafkaSettings:
+    return kafka.fresh(4)
 
 
 def document(number: int) -> Document:

@@ -10,7 +10,6 @@ from confluent_kafka import KafkaException
 from tests.records import build
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.fenced_producer import FencedError, FencedProducer
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
@@ -24,10 +23,8 @@ def plan(step: int, trainer: str = "one") -> tuple[str, StepPlan]:
 
 
 @pytest.fixture
-def log(kafka, topic_prefix) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
-    create_topics(settings)
-    return settings
+def log(kafka) -> KafkaSettings:
+    return kafka.fresh()
 
 
 def steps_of(reader: LogReader) -> list[tuple[int, str]]:

@@ -10,8 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tidemill.schemas.catalogue import CATALOGUE, Topic
-from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer, murmur2, partition_of
 from tidemill.schemas.records import Document
 
@@ -37,9 +35,8 @@ def test_the_hash_is_that_of_aiokafka(data: bytes):
     assert murmur2(data) == aiokafka_murmur2(data) & 0xFFFFFFFF
 
 
-def test_librdkafka_puts_a_key_where_it_is_computed(kafka, topic_prefix):
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
-    create_topics(settings)
+def test_librdkafka_puts_a_key_where_it_is_computed(kafka):
+    settings = kafka.fresh(4)
     source = random.Random(11)
     keys = ["".join(source.choices("abcdef0123-é", k=source.randrange(1, 40))) for _ in range(300)]
     with RecordProducer(settings, "test-partitioner") as producer:

@@ -11,7 +11,6 @@ from confluent_kafka.admin import AdminClient
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.producer import RecordProducer
@@ -23,10 +22,8 @@ TRANSACTION_S = 30.0
 
 
 @pytest.fixture
-def log(kafka, topic_prefix) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
-    create_topics(settings)
-    return settings
+def log(kafka) -> KafkaSettings:
+    return kafka.fresh()
 
 
 def document(number: int) -> Document:

@@ -12,7 +12,6 @@ from confluent_kafka.admin import AdminClient
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.group import GroupConsumer
 from tidemill.schemas.log.guard import RetentionGap, TopicMadeAnew
@@ -25,10 +24,8 @@ HERE = (Topic.DOCUMENTS, 0)
 
 
 @pytest.fixture
-def settings(kafka, topic_prefix) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1)
-    create_topics(settings)
-    return settings
+def settings(kafka) -> KafkaSettings:
+    return kafka.fresh(1)
 
 
 def write(settings: KafkaSettings, numbers: range) -> None:
