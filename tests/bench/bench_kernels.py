@@ -25,10 +25,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kernels.encoding import encode_delta
 from tidemill.kernels.backend import CPU_BACKEND, KernelBackend, triton_obstacle

@@ -35,6 +35,8 @@ import numpy as np
 import psutil
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 from tests.kernels.encoding import encode_delta
 from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
 from tidemill.consumers.replica.environment import prepare_environment

@@ -22,13 +22,17 @@ import multiprocessing
 import multiprocessing.process
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kernels.encoding import encode_delta, encode_tensor
 from tidemill.kernels.block import BlockHeader, CoderChoice, header_size, read_header, write_block

@@ -29,7 +29,7 @@ def test_every_setting_that_is_named_is_one():
 
 
 def test_midtraining_is_one_process_on_a_cpu():
-    for name in ("midtrain.py", "midtrain_config.py", "muon.py", "packing.py"):
+    for name in ("midtrain.py", "midtrain_config.py", "muon.py"):
         source = (ROOT / "trainer" / name).read_text("utf-8")
         assert not re.search(r"cuda|device|torch\.distributed|[Rr]anks", source), name
 
