@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from tidemill.compose.options import key_values
-from tidemill.compose.output import CsvOption, JsonOption, print_rows
+from tidemill.compose.output import CsvOption, JsonOption, harmless, print_rows
 
 env_app = typer.Typer(no_args_is_help=True, help="Environments: list, show, try and check them.")
 
@@ -169,7 +169,7 @@ async def try_environment(
                     said = str(message["content"])
                     for call in message.get("tool_calls") or ():
                         said += f"\n→ {call['function']['name']}({call['function']['arguments']})"
-                    typer.echo(f"{message['role']}: {said.strip()}")
+                    typer.echo(harmless(f"{message['role']}: {said.strip()}"))
                 if score is None or failure:
                     typer.echo(f"failed: {failure}\n")
                 else:

@@ -22,7 +22,7 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import admin_client
+from tidemill.schemas.log.admin import admin_client, create_topics
 from tidemill.schemas.log.client_settings import consumer_settings
 from tidemill.schemas.log.consumed import HEADER_REPLAY_SOURCE, ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
@@ -230,6 +230,10 @@ def test_results_are_never_written_into_the_live_topics_or_over_others(log, scra
     assert log.ask("stage", "assembly", "--into", scratch_prefix).exit_code == 0
     again = log.ask("stage", "assembly", "--into", scratch_prefix)
     assert isinstance(again.exception, ValueError) and "was written by replay" in str(again.exception)
+    other = replace_prefix(log.kafka, f"other-{scratch_prefix}").model_copy(update={"partitions": 3})
+    create_topics(other)
+    uneven = log.ask("stage", "assembly", "--into", other.topic_prefix)
+    assert isinstance(uneven.exception, ValueError) and "exists with 3 partitions" in str(uneven.exception)
 
 
 def test_two_replays_write_the_same_bytes_and_a_third_rule_is_found(log):

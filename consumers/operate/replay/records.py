@@ -24,10 +24,12 @@ from typing import Any, NamedTuple, cast
 from confluent_kafka import Message
 
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, Topic
+from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S
 from tidemill.schemas.log.reader import PartitionReader
 from tidemill.schemas.log.watermarks import offset_since, watermarks
+from tidemill.schemas.records import Record
 
 Header = tuple[str, bytes | None]
 Lane = tuple[str, int]
@@ -75,6 +77,14 @@ def raw_record(message: Message, prefix: str) -> RawRecord:
         value=message.value(),
         headers=tuple(cast("list[Header]", message.headers() or [])),
     )
+
+
+def decoded(raw: RawRecord, codec: Codec) -> Record | None:
+    """The record that lies there; None where it cannot be read."""
+    try:
+        return codec.decode(raw.value)
+    except DecodeError:
+        return None
 
 
 def topic_of(name: str) -> Topic:

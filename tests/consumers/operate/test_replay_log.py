@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from tests.consumers.operate.replay_support import group, rollout, step
 from tidemill.compose.cli import app
-from tidemill.consumers.operate.replay.copy import LogOrigin, Replay
+from tidemill.consumers.operate.replay.copy import Replay
+from tidemill.consumers.operate.replay.plan import LogOrigin
 from tidemill.consumers.operate.replay.records import LogSource
 from tidemill.consumers.operate.replay.selection import NumberRange, OffsetRange, Selection
 from tidemill.consumers.operate.replay.target import TargetRefused
