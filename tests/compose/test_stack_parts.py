@@ -308,5 +308,5 @@ def test_up_without_java_fails_with_the_choices(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     result = CliRunner().invoke(stack_app, ["up", "--data-dir", str(tmp_path / "stack")])
-    assert result.exit_code == 1
-    assert all(choice in result.output for choice in CHOICES)
+    assert result.exit_code == 1 and isinstance(result.exception, MissingTool)
+    assert all(choice in str(result.exception) for choice in CHOICES)

@@ -14,12 +14,7 @@ from dataclasses import dataclass
 from tidemill.consumers.operate import Progress, copied, no_progress
 from tidemill.consumers.operate.rights.records import UserRequests
 from tidemill.consumers.operate.trace.interaction import InteractionPath, InteractionTrace
-from tidemill.consumers.operate.trace.versions import (
-    Ended,
-    TracedVersion,
-    VersionHistory,
-    ranges,
-)
+from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory, ranges
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
@@ -278,9 +273,7 @@ class TraceReader:
                 traced.observe_letter(row)
         if not traced.found:
             return None
-        if traced.run_id is not None:
-            traced.history = self._history(traced.run_id)
-        return traced.path()
+        return traced.path(VersionHistory("") if traced.run_id is None else self._history(traced.run_id))
 
     def _history(self, run_id: str) -> VersionHistory:
         history = VersionHistory(run_id)

@@ -64,14 +64,13 @@ def tombstone(topic: Topic, key: str) -> ConsumedRecord:
 
 
 def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> InteractionPath:
-    trace = InteractionTrace("i0", VersionHistory("run"))
+    trace, history = InteractionTrace("i0"), VersionHistory("run")
     for one in records:
         trace.observe(one)
-        assert trace.history is not None
-        trace.history.observe(one)
+        history.observe(one)
     for row in letters:
         trace.observe_letter(row)
-    return trace.path()
+    return trace.path(history)
 
 
 def test_the_whole_path_has_every_stage_with_its_offset():
