@@ -48,6 +48,8 @@ def list_environments(
     """List the installed environments; for those that cannot be used, with the reason.
 
     Your own environments need no installation: name them as package.module:object.
+
+    Example: `tidemill env list reasoning_gym`
     """
     from tidemill.producers.environments.find import listed
 
@@ -132,6 +134,8 @@ async def try_environment(
 
     With --model the tokens are sampled here, by transformers, in the format that rollouts have; with --endpoint by
     any server that speaks OpenAI's chat protocol. With --csv only the rewards.
+
+    Example: `tidemill env try ledger --model smollm2 --n 2`
     """
     if (model is None) == (endpoint is None):
         raise typer.BadParameter("give one of --model and --endpoint")
@@ -196,7 +200,10 @@ async def check(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Check an environment: determinism, hostile turns, deadlines, separate held-out tasks. Status 1 when it fails."""
+    """Check an environment: determinism, hostile turns, deadlines, separate held-out tasks. Status 1 when it fails.
+
+    Example: `tidemill env check package.module:object`
+    """
     from tidemill.producers.environments.check import check_environment
 
     found = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from click.testing import CliRunner, Result
 
 from tidemill.compose.cli import app
 from tidemill.compose.config import TidemillSettings
@@ -87,6 +88,36 @@ def defined() -> set[str]:
                 for target in targets:
                     names.add(f"{node.name}.{getattr(target, 'id', getattr(target, 'name', ''))}")
     return names
+
+
+def leaves(command: Any, *name: str) -> Iterator[tuple[str, set[str]]]:
+    """The commands, each with the names of its options."""
+    for part, inner in getattr(command, "commands", {}).items():
+        yield from leaves(inner, *name, part)
+    if not hasattr(command, "commands"):
+        yield " ".join(name), {option for parameter in command.params for option in parameter.opts}
+
+
+EVERY_COMMAND = dict(leaves(COMMANDS))
+ROLES = {"feed", "rollout", "route", "gateway", "documents", "stream", "train", "serve", "sink"}
+"""Commands whose only option of interest is `--config`: they have no example, and print nothing."""
+ONE_FORM = {"view", "gate run", "dead-letters show", "dead-letters transform"}
+"""Commands that run on and on, and commands that print JSON alone."""
+
+
+def asked(*arguments: str) -> Result:
+    return CliRunner().invoke(COMMANDS, list(arguments))
+
+
+@pytest.mark.parametrize("name", EVERY_COMMAND)
+def test_every_command_explains_itself(name: str):
+    shown, flags = asked(*name.split(), "--help"), EVERY_COMMAND[name] & {"--json", "--csv"}
+    assert shown.exit_code == 0 and "Usage" in shown.output
+    assert ("Example" in shown.output) == (name not in ROLES)
+    assert ("--json" in flags) == (name not in ROLES | ONE_FORM)
+    for pair in (["--json", "--csv"], ["--csv", "--json"]) if "--csv" in flags else ():
+        refused = asked(*name.split(), *pair)
+        assert refused.exit_code == 2 and "give one of --json and --csv" in refused.output
 
 
 def test_every_page_is_there():

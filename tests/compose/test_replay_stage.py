@@ -129,12 +129,6 @@ def scratch_prefix() -> str:
     return f"w{uuid.uuid4().hex[:12]}."
 
 
-@pytest.mark.parametrize("command", ["stage", "steps", "staleness", "diff"])
-def test_every_command_teaches(command):
-    result = CliRunner().invoke(app, ["replay", command, "--help"])
-    assert result.exit_code == 0 and "Example" in result.output and "--json" in result.output
-
-
 @pytest.mark.parametrize("name", list(ProcessorName))
 def test_with_the_rules_of_then_the_results_are_the_recorded_ones_byte_for_byte(log, name):
     result = log.ask("stage", name.value)

@@ -236,23 +236,6 @@ def test_without_rows_a_terminal_says_so(terminal):
 
 # The commands.
 
-COMMANDS = [
-    ["query"], ["topics"], ["audit"], ["env", "list"], ["env", "show", "x"], ["env", "try", "x"], ["env", "check", "x"],
-    ["weights", "log"], ["weights", "diff", "a", "b"], ["gate", "status"], ["stack", "up"], ["stack", "down"],
-    ["stack", "status"], ["dead-letters", "list"], ["dead-letters", "redrive"], ["replay", "copy", "--into", "x."],
-    ["replay", "import", "x", "--into", "x."], ["replay", "steps", "1"],
-    ["replay", "staleness", "--max-policy-lag", "1"],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_both_flags_are_there_and_exclude_each_other(command):
-    shown = run(*command, "--help").output
-    assert "--json" in shown and "--csv" in shown
-    for flags in (["--json", "--csv"], ["--csv", "--json"]):
-        refused = run(*command, *flags)
-        assert refused.exit_code == 2 and "give one of --json and --csv" in refused.output
-
 
 def test_a_query_of_fifteen_columns_can_be_read_at_eighty(tables):
     found = json.loads(run("query", "online_accounting", "--data-dir", tables, "--json").stdout)

@@ -143,7 +143,7 @@ class UserTrace:
 
     def __init__(self, user_id: str) -> None:
         self._user_id = user_id
-        self._demands = UserRequests(user_id)
+        self._requests = UserRequests(user_id)
         self._endings: dict[str, str] = {}
         self._batches: dict[str, tuple[Position, r.OnlineBatch]] = {}
 
@@ -154,13 +154,13 @@ class UserTrace:
 
     @property
     def found(self) -> bool:
-        return bool(self._demands.made or self._endings or self._batches)
+        return bool(self._requests.made or self._endings or self._batches)
 
     def observe(self, located: ConsumedRecord) -> None:
         """Take a record in; records that are not about the user change nothing."""
         match located.record:
             case r.UserRequest():
-                self._demands.observe(located.record)
+                self._requests.observe(located.record)
             case r.Outcome() if located.record.user_id == self._user_id:
                 self._endings[located.record.interaction_id] = located.record.exclusion or "reward"
             case r.OnlineBatch() if any(member.user_id == self._user_id for member in located.record.members):
@@ -193,7 +193,7 @@ class UserTrace:
             containing = histories[run].containing(trained)
             made = [histories[run].made(version) for version in sorted(trained)]
             touched.append(RunTouched(run, made, ranges(containing), histories[run].serving(containing)))
-        return UserPath(self._user_id, self._demands.made, dict(Counter(self._endings.values())), batches, touched)
+        return UserPath(self._user_id, self._requests.made, dict(Counter(self._endings.values())), batches, touched)
 
 
 CLIENT_ID = "tidemill-trace"

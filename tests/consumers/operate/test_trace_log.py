@@ -104,7 +104,7 @@ def test_a_person_reads_every_stage(settings: KafkaSettings):
     assert "promote by gate: better · gate.decisions[0]@0" in shown
 
 
-def test_a_user_is_traced_to_his_versions():
+def test_a_user_is_traced_to_their_versions():
     path = json.loads(trace("--user", "4711", "--json").stdout)
     assert [made["version"] for made in path["runs"][0]["trained"]] == [2]
     assert "trained into version 2" in trace("--user", USER, "--pseudonym").stdout
