@@ -23,8 +23,7 @@ from tidemill.consumers.weights.chain import read_chain
 from tidemill.kernels.weights.checkpoint import WeightFilesError
 from tidemill.kernels.weights.graph import UnknownVersion, VersionError
 from tidemill.schemas.clock import now_us
-from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import AckStatus, GateVerdict
 
 DEADLINE_S = 180.0
@@ -32,9 +31,7 @@ DEADLINE_S = 180.0
 
 @pytest.fixture(scope="module")
 def topics(kafka):
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=1)
-    create_topics(settings)
-    return settings
+    return kafka.fresh(1)
 
 
 @pytest.fixture

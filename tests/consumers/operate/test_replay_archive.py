@@ -150,7 +150,7 @@ def test_an_export_that_fails_leaves_no_file(tmp_path):
 
 
 def test_a_range_of_a_log_goes_through_a_file_into_another_prefix(kafka, tmp_path, topic_prefix):
-    live, into, file = written_log(kafka.bootstrap), f"import{topic_prefix}", tmp_path / "steps.avro"
+    live, into, file = written_log(kafka), f"import{topic_prefix}", tmp_path / "steps.avro"
     where = ["--bootstrap", live.bootstrap, "--topic-prefix", live.topic_prefix]
     run = CliRunner()
     exported = run.invoke(app, ["replay", "export", *where, "--step", "2", "--run-id", "run", str(file), "--json"])

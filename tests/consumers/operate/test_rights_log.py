@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from tidemill.producers.product.signing import Pseudonyms
 from tidemill.schemas.catalogue import Names, Topic, user_request_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, StoreSettings
-from tidemill.schemas.log.admin import admin_client, create_topics
+from tidemill.schemas.log.admin import admin_client
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
@@ -63,11 +62,7 @@ Eraser(KafkaSettings(**kafka), StoreSettings(root=root)).erase(user, "tester")
 
 @pytest.fixture(scope="module")
 def settings(kafka: Any) -> KafkaSettings:
-    settings = KafkaSettings(
-        bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=PARTITIONS
-    )
-    create_topics(settings)
-    return settings
+    return kafka.fresh(PARTITIONS)
 
 
 def person(settings: KafkaSettings, user: str, root: Path, *, at: int = START_US) -> None:
