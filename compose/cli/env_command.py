@@ -175,7 +175,7 @@ async def try_environment(
                         said += f"\n→ {call['function']['name']}({call['function']['arguments']})"
                     typer.echo(harmless(f"{message['role']}: {said.strip()}"))
                 if score is None or failure:
-                    typer.echo(f"failed: {failure}\n")
+                    typer.echo(harmless(f"failed: {failure}\n"))
                 else:
                     parts = ", ".join(f"{part.name} {part.value:g}" for part in score.rewards)
                     typer.echo(f"reward {score.total:g} ({parts}){', solved' if score.success else ''}\n")
