@@ -88,7 +88,7 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
     from tidemill.schemas.log.producer import RecordProducer
     from tidemill.schemas.log.reader import LogReader
 
-    if decided_by is None:
+    if not decided_by:
         try:
             decided_by = getpass.getuser()
         except (KeyError, OSError):  # a user without a name

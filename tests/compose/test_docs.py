@@ -64,7 +64,8 @@ def fault(command: str) -> str:
 def is_setting(name: str) -> bool:
     """Whether a dotted name is a key of the configuration, or of a section of a section."""
     model = TidemillSettings
-    for part in name.split("."):
+    # Every role with a server has an `http`.
+    for part in (f"gateway.{name}" if name.startswith("http.") else name).split("."):
         fields = getattr(model, "model_fields", {})
         if part not in fields:
             return False
@@ -158,7 +159,9 @@ def test_every_file_exists(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_setting_exists(page: Path):
     named = {
-        span for span in spans(page.read_text("utf-8")) if re.fullmatch(rf"({'|'.join(SETTINGS)})(\.[a-z_]+)+", span)
+        span
+        for span in spans(page.read_text("utf-8"))
+        if re.fullmatch(rf"({'|'.join(SETTINGS)}|http)(\.[a-z_]+)+", span)
     }
     topics = {topic.value for topic in Topic}
     assert not sorted(name for name in named - topics if not is_setting(name) and not name.endswith((".md", ".py")))

@@ -173,6 +173,8 @@ def test_decisions_are_written_for_replicas_to_follow(log):
     log.grow(5)
     shown = answer(ask(log, "pin", "v3", "--dry-run", "--json"))
     assert not shown["written"] and read_chain(log.kafka, log.run).decisions == []
+    nameless = answer(ask(log, "pin", "v3", "--by", "", "--dry-run", "--json"))
+    assert nameless["decision"]["decided_by"] == shown["decision"]["decided_by"] != ""
     made = answer(ask(log, "pin", "v3", "--reason", "demo today", "--by", "ada", "--json"))["decision"]
     assert (made["verdict"], made["version"], made["reason"], made["decided_by"]) == ("hold", 3, "demo today", "ada")
     answer(ask(log, "rollback", 2, "--json"))

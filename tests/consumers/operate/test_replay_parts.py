@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.consumers.operate.replay_support import group, manifest_of, rollout, step
+from tests.consumers.operate.replay_support import group, rollout, step
+from tests.records import build
 from tidemill.consumers.operate.replay.copy import Pacer, carried_on, copy_records, speed_of
 from tidemill.consumers.operate.replay.plan import LanePlan, Plan, places_of_steps
 from tidemill.consumers.operate.replay.records import RANK, OrderedMerge, RawRecord, references, relocated
@@ -33,7 +34,7 @@ from tidemill.consumers.operate.replay.target import (
 )
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.log.consumed import replay_id_of
-from tidemill.schemas.records import RolloutStatus, ShardPosition, Tick
+from tidemill.schemas.records import Manifest, RolloutStatus, ShardPosition, Tick
 
 LANES = [("rollouts", 0), ("rollouts", 1), ("groups", 0)]
 
@@ -218,7 +219,7 @@ def test_references_of_every_kind_are_found_and_moved():
     assert [member.offset for member in moved.members] == [0, 9]
     assert replace(moved, members=made.members) == made
     assert relocated(made, lambda place: place[2]) is made, "nothing moved, nothing written anew"
-    shards = manifest_of([ShardPosition(0, "weights.deltas", 1, [4, 6], 10, "d")])
+    shards = build(Manifest, version=1, shards=[ShardPosition(0, "weights.deltas", 1, [4, 6], 10, "d")])
     assert relocated(shards, lambda place: place[2] + 1).shards[0].offsets == [5, 7]
     assert list(references(step(3, [("groups", 0, 1)], [("groups", 0, 2)]))) == [("groups", 0, 1), ("groups", 0, 2)]
 
