@@ -24,10 +24,9 @@ def alive(pid: int) -> bool:
 
 def test_a_role_that_fails_is_reported_with_its_log(tmp_path: Path):
     with Supervisor(tmp_path) as supervisor:
-        role = supervisor.start("bad", ["no-such-command"])
-        until(lambda: role.process.poll() is not None)
-        with pytest.raises(RoleDied, match="no-such-command"):
-            supervisor.check()
+        supervisor.start("bad", ["no such thing"], program=("-c", "import sys; sys.exit(sys.argv[1])"))
+        with pytest.raises(RoleDied, match=r"(?s)bad ended with status 1.*no such thing"):
+            until(supervisor.check)
 
 
 def test_a_role_may_end_well_only_where_it_may(tmp_path: Path):

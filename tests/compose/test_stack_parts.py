@@ -112,6 +112,7 @@ def test_the_jars_are_looked_for_where_the_settings_say(tmp_path: Path, monkeypa
     monkeypatch.setenv("PATH", str(java.parent))
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nothing"))
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # the command's handler would stay in this process
     result = CliRunner().invoke(app, ["trainer", "check", "--config", str(config), "--", "never started"])
     assert isinstance(result.exception, BrokerFailed), result.exception
 
