@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 """Called with the number of offsets that were read, and the number of all."""
+T = TypeVar("T")
 K = TypeVar("K", bound="DataclassInstance")
 
 
@@ -22,3 +23,12 @@ def copied(kind: type[K], record: object, **own: Any) -> K:  # noqa: ANN401 - fi
 
 def no_progress(_done: int, _total: int) -> None:
     """Report progress to nobody."""
+
+
+def watched(items: Iterable[T], total: int, progress: Progress) -> Iterator[T]:
+    """The items; `progress` is told of the first one, of each hundredth after it, and of the end."""
+    for n, item in enumerate(items):
+        if n % 100 == 0:
+            progress(n, total)
+        yield item
+    progress(total, total)

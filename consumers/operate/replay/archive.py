@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
-from tidemill.consumers.operate import Progress, no_progress
+from tidemill.consumers.operate import Progress, no_progress, watched
 from tidemill.consumers.operate.replay.copy import ReplayOrigin
 from tidemill.consumers.operate.replay.plan import LanePlan, LaneReport, Plan, lane_reports
 from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, decoded, references
@@ -100,9 +100,8 @@ def export(origin: ReplayOrigin, file: Path, progress: Progress = no_progress) -
     partial = file.with_name(file.name + ".partial")
 
     def rows() -> Iterator[dict[str, Any]]:
-        for n, record in enumerate(_chosen(origin, plan)):
+        for record in watched(_chosen(origin, plan), plan.records, progress):
             written.lanes[record.lane].add(record)
-            progress(n, plan.records)
             yield {**asdict(record), "headers": [{"name": name, "value": value} for name, value in record.headers]}
 
     try:
@@ -155,14 +154,13 @@ class ArchiveOrigin:
 
     def _check(self, progress: Progress) -> None:
         plan, codec = self._plan, Codec()
-        for n, record in enumerate(_records(self._file)):
+        for record in watched(_records(self._file), self.manifest.records, progress):
             lane = plan.lanes.get(record.lane)
             if lane is None or not lane.start <= record.offset < lane.end:
                 raise ArchiveError(f"{record} is not in the archive's manifest")
             lane.add(record)
             if record.topic in REFERRING:
                 plan.referred.update(references(decoded(record, codec)))
-            progress(n, self.manifest.records)
         for report in self.manifest.lanes:
             lane = plan.lanes[report.topic.removeprefix(self.manifest.source_prefix), report.partition]
             if (len(lane.offsets), lane.sha256) != (report.records, report.sha256):

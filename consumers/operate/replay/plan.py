@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from tidemill.consumers.operate import Progress, copied
+from tidemill.consumers.operate import Progress, copied, watched
 from tidemill.consumers.operate.replay.records import (
     RANK,
     REFERRING,
@@ -236,9 +236,7 @@ class LogOrigin:
         plan.missing = {place for place in places if place[:2] in ranges}
         total = sum(r.end - r.start for r in ranges.values())
         reads_all = where is not None or bool(selection.groups)
-        for n, raw in enumerate(self._source.scan(ranges)):
-            if n % 500 == 0:
-                progress(n, total)
+        for raw in watched(self._source.scan(ranges), total, progress):
             place = (*raw.lane, raw.offset)
             plan.missing.discard(place)
             if not selection.within(*place) or not selection.in_times(raw.timestamp_ms):
@@ -251,7 +249,6 @@ class LogOrigin:
             plan.lanes[raw.lane].add(raw)
             if record is not None and raw.topic in REFERRING:
                 plan.referred.update(references(record))
-        progress(total, total)
         return plan
 
     def _partitions(self, topic: str) -> int:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tidemill.consumers.operate import Progress, copied, no_progress
+from tidemill.consumers.operate import Progress, copied, no_progress, watched
 from tidemill.consumers.operate.rights.records import UserRequests
 from tidemill.consumers.operate.trace.interaction import InteractionPath, InteractionTrace
 from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory, ranges
@@ -289,7 +289,5 @@ class TraceReader:
             share = (partition_of(of, count), count)
         with LogReader(self._kafka, topics, client_id=CLIENT_ID, share=share) as reader:
             total = sum(reader.end_offsets().values()) - sum(reader.next_offsets().values())
-            for n, located in enumerate(reader.read_to_end()):
+            for located in watched(reader.read_to_end(), total, self._progress):
                 observe(located)
-                if n % 500 == 0:
-                    self._progress(n, total)
