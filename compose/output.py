@@ -95,7 +95,12 @@ def print_told(document: object, lines: Iterable[str], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(document, indent=2))
     else:
-        Console(soft_wrap=True, highlight=False, emoji=False).print("\n".join(lines), markup=False)
+        typer.echo("\n".join(map(harmless, lines)))
+
+
+def harmless(text: str) -> str:
+    """A text in which what a model or a product wrote does not steer the terminal."""
+    return text.translate(CONTROLS)
 
 
 def _text(value: object) -> str:
@@ -113,11 +118,11 @@ def _number(value: object) -> bool:
 
 
 def _cell(value: object, specification: str) -> str:
-    """A value for a person; what a model or a product wrote must not steer the terminal."""
+    """A value for a person."""
     if _number(value):
         return format(value, specification)
     told = ", ".join(map(_text, value)) if isinstance(value, (list, tuple)) else _text(value)
-    return told.translate(CONTROLS).expandtabs()
+    return harmless(told).expandtabs()
 
 
 def _show(heads: Sequence[str], rows: Sequence[Sequence[object]], formats: Mapping[str, str]) -> None:

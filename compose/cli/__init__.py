@@ -11,6 +11,7 @@ import os
 import sys
 
 # To look for garbage while modules are imported takes a third of the time, and there is none.
+_looks_for_garbage = gc.isenabled()
 gc.disable()
 
 import typer
@@ -34,7 +35,8 @@ from tidemill.compose.models_command import models_app
 from tidemill.compose.options import with_settings
 from tidemill.compose.plan import plan
 
-gc.enable()
+if _looks_for_garbage:
+    gc.enable()
 
 app = typer.Typer(
     name="tidemill",

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from tidemill.compose.options import key_values
-from tidemill.compose.output import CsvOption, JsonOption, print_rows
+from tidemill.compose.output import CsvOption, JsonOption, harmless, print_rows
 
 env_app = typer.Typer(no_args_is_help=True, help="Environments: list, show, try and check them.")
 
@@ -48,6 +48,8 @@ def list_environments(
     """List the installed environments; for those that cannot be used, with the reason.
 
     Your own environments need no installation: name them as package.module:object.
+
+    Example: `tidemill env list reasoning_gym`
     """
     from tidemill.producers.environments.find import listed
 
@@ -132,6 +134,8 @@ async def try_environment(
 
     With --model the tokens are sampled here, by transformers, in the format that rollouts have; with --endpoint by
     any server that speaks OpenAI's chat protocol. With --csv only the rewards.
+
+    Example: `tidemill env try ledger --model smollm2 --n 2`
     """
     if (model is None) == (endpoint is None):
         raise typer.BadParameter("give one of --model and --endpoint")
@@ -169,9 +173,9 @@ async def try_environment(
                     said = str(message["content"])
                     for call in message.get("tool_calls") or ():
                         said += f"\n→ {call['function']['name']}({call['function']['arguments']})"
-                    typer.echo(f"{message['role']}: {said.strip()}")
+                    typer.echo(harmless(f"{message['role']}: {said.strip()}"))
                 if score is None or failure:
-                    typer.echo(f"failed: {failure}\n")
+                    typer.echo(harmless(f"failed: {failure}\n"))
                 else:
                     parts = ", ".join(f"{part.name} {part.value:g}" for part in score.rewards)
                     typer.echo(f"reward {score.total:g} ({parts}){', solved' if score.success else ''}\n")
@@ -196,7 +200,10 @@ async def check(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Check an environment: determinism, hostile turns, deadlines, separate held-out tasks. Status 1 when it fails."""
+    """Check an environment: determinism, hostile turns, deadlines, separate held-out tasks. Status 1 when it fails.
+
+    Example: `tidemill env check package.module:object`
+    """
     from tidemill.producers.environments.check import check_environment
 
     found = []

@@ -12,15 +12,21 @@ import getpass
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tidemill.compose.cli.weights_command import BranchOption, version_number, weights_app
-from tidemill.compose.config import TidemillSettings
-from tidemill.compose.options import SettingsOf, begin_role, given, with_reachable_log, with_settings
+from tidemill.compose.options import (
+    SettingsOf,
+    begin_role,
+    given,
+    with_options,
+    with_reachable_log,
+    with_settings,
+)
 from tidemill.compose.output import CsvOption, JsonOption, print_rows, utc, working
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Arm, GateDecision, GateVerdict, WeightAck
@@ -31,89 +37,65 @@ if TYPE_CHECKING:
 
 
 VersionArgument = Annotated[str, typer.Argument(help="Version, for instance 40 or v40.")]
-ReasonOption = Annotated[str, typer.Option("--reason", help="Why; it is kept with the decision.")]
-NO_REASON = "no reason given"
-ByOption = Annotated[str | None, typer.Option("--by", help="Who decides. Default: the name of the user.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check and show the decision, and write nothing.")]
-WaitOption = Annotated[
-    float | None,
-    typer.Option(
-        "--wait", metavar="SECONDS", min=0.0, help="Wait at most so long until every replica follows; status 1 if not."
-    ),
-]
-RecentOption = Annotated[
-    float,
-    typer.Option(
-        "--recent", metavar="SECONDS", min=0.0, help="Do not wait for a replica that has been silent for longer."
-    ),
-]
-RECENT_S = 3600.0
+_OPTIONS = {
+    "reason": Annotated[str, typer.Option("--reason", help="Why; it is kept with the decision.")],
+    "decided_by": Annotated[str | None, typer.Option("--by", help="Who decides. Default: the name of the user.")],
+    "branch": BranchOption,
+    "dry_run": Annotated[bool, typer.Option("--dry-run", help="Check and show the decision, and write nothing.")],
+    "wait_s": Annotated[
+        float | None,
+        typer.Option(
+            "--wait", metavar="SECONDS", min=0.0,
+            help="Wait at most so long until every replica follows; status 1 if not.",
+        ),
+    ],
+    "recent_s": Annotated[
+        float,
+        typer.Option(
+            "--recent", metavar="SECONDS", min=0.0, help="Do not wait for a replica that has been silent for longer."
+        ),
+    ],
+    "as_json": JsonOption,
+}  # fmt: skip
+_DEFAULTS = {"reason": "no reason given", "dry_run": False, "recent_s": 3600.0, "as_json": False}
 POLL_S = 0.1
 
 
-def on_version(app: typer.Typer, name: str, verdict: GateVerdict, explained: str) -> None:
-    """Add a command `name` that decides `verdict` of one version; `explained` is its help."""
+def deciding(app: typer.Typer, name: str, verdict: GateVerdict, explained: str) -> None:
+    """Add a command `name` that decides `verdict`: a release, or else of one version; `explained` is its help."""
 
-    def command(
-        settings_of: SettingsOf,
-        version: VersionArgument,
-        reason: ReasonOption = NO_REASON,
-        decided_by: ByOption = None,
-        branch: BranchOption = None,
-        dry_run: DryRunOption = False,
-        wait_s: WaitOption = None,
-        recent_s: RecentOption = RECENT_S,
-        as_json: JsonOption = False,
-    ) -> None:
-        settings = with_reachable_log(settings_of(given(run__branch=branch)))
-        decide(settings, verdict, version_number(version), reason, decided_by, dry_run, wait_s, recent_s, as_json)
+    def release(decided: Callable[..., None], settings_of: SettingsOf) -> None:
+        decided(settings_of, verdict, None)
 
+    def of_version(decided: Callable[..., None], settings_of: SettingsOf, version: VersionArgument) -> None:
+        decided(settings_of, verdict, version_number(version))
+
+    command = release if verdict is GateVerdict.RELEASE else of_version
     command.__doc__ = explained
-    app.command(name)(with_settings(command))
+    app.command(name)(with_settings(with_options(command, "decided", _OPTIONS, _DEFAULTS, decide)))
 
 
-def releasing(app: typer.Typer, explained: str) -> None:
-    """Add the command `release`; `explained` is its help."""
-
-    def release(
-        settings_of: SettingsOf,
-        reason: ReasonOption = NO_REASON,
-        decided_by: ByOption = None,
-        branch: BranchOption = None,
-        dry_run: DryRunOption = False,
-        wait_s: WaitOption = None,
-        recent_s: RecentOption = RECENT_S,
-        as_json: JsonOption = False,
-    ) -> None:
-        settings = with_reachable_log(settings_of(given(run__branch=branch)))
-        decide(settings, GateVerdict.RELEASE, None, reason, decided_by, dry_run, wait_s, recent_s, as_json)
-
-    release.__doc__ = explained
-    app.command()(with_settings(release))
-
-
-def decide(
-    settings: TidemillSettings, verdict: GateVerdict, version: int | None, reason: str, decided_by: str | None,
-    dry_run: bool, wait_s: float | None, recent_s: float, as_json: bool,
-) -> None:  # fmt: skip
+def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdict, version: int | None) -> None:
     """Check a person's decision, write it, show it, and end the command: status 1 when it was not followed in time.
 
     Raises VersionError when it cannot be carried out.
     """
+    settings = with_reachable_log(settings_of(given(run__branch=options["branch"])))
+    dry_run, wait_s, decided_by = options["dry_run"], options["wait_s"], options["decided_by"]
     from tidemill.consumers.weights.builder import anchor_exists
     from tidemill.consumers.weights.chain import Following, decision, read_chain
     from tidemill.schemas.clock import now_us, to_us
     from tidemill.schemas.log.producer import RecordProducer
     from tidemill.schemas.log.reader import LogReader
 
-    if decided_by is None:
+    if not decided_by:
         try:
             decided_by = getpass.getuser()
         except (KeyError, OSError):  # a user without a name
             decided_by = str(os.getuid())
     chain = read_chain(settings.kafka, settings.run)
-    made = decision(chain, verdict, version, reason, decided_by, now_us(), anchor_exists)
-    following = Following(made, chain.head.version, to_us(recent_s))
+    made = decision(chain, verdict, version, options["reason"], decided_by, now_us(), anchor_exists)
+    following = Following(made, chain.head.version, to_us(options["recent_s"]))
     for ack in chain.replicas.values():
         following.observe(ack)
     if not dry_run:
@@ -130,7 +112,7 @@ def decide(
                         if isinstance(heard, WeightAck) and (heard.run_id, heard.branch) == (made.run_id, made.branch):
                             following.observe(heard)
     waited = wait_s is not None and not dry_run
-    _show(made, following, written=not dry_run, waited=waited, as_json=as_json)
+    _show(made, following, written=not dry_run, waited=waited, as_json=options["as_json"])
     raise typer.Exit(1 if waited and following.behind else 0)
 
 
@@ -213,7 +195,7 @@ def status(
         print_status(found)
 
 
-on_version(
+deciding(
     gate_app,
     "hold",
     GateVerdict.HOLD,
@@ -223,7 +205,7 @@ on_version(
     """,
 )
 
-on_version(
+deciding(
     gate_app,
     "veto",
     GateVerdict.REJECT,
@@ -233,7 +215,7 @@ on_version(
     """,
 )
 
-on_version(
+deciding(
     gate_app,
     "rollback",
     GateVerdict.ROLL_BACK,
@@ -243,15 +225,16 @@ on_version(
     """,
 )
 
-
-releasing(
+deciding(
     gate_app,
+    "release",
+    GateVerdict.RELEASE,
     """End a hold or a roll-back, by a person or by the gate: the gate then tries the newest version.
 
     Example: `tidemill gate release --reason "the launch is over" --by ada`
     """,
 )
-on_version(
+deciding(
     weights_app,
     "pin",
     GateVerdict.HOLD,
@@ -262,7 +245,7 @@ on_version(
     Example: `tidemill weights pin 40 --reason "evaluation of 40 runs"`
     """,
 )
-on_version(
+deciding(
     weights_app,
     "rollback",
     GateVerdict.ROLL_BACK,
@@ -271,8 +254,10 @@ on_version(
     Example: `tidemill weights rollback 37 --reason "38 repeats itself" --wait 60`
     """,
 )
-releasing(
+deciding(
     weights_app,
+    "release",
+    GateVerdict.RELEASE,
     """End a pin or a roll-back: replicas follow the newest version again.
 
     Example: `tidemill weights release --wait 60`

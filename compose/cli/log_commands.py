@@ -25,6 +25,7 @@ from tidemill.compose.options import (
     with_reachable_log,
 )
 from tidemill.compose.output import CsvOption, JsonOption, print_rows, print_told, utc, working
+from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.admin import check_topics, create_topics
 
 if TYPE_CHECKING:
@@ -61,9 +62,6 @@ def topics(
     print_rows(("topic", "partitions", "state"), rows, as_json=as_json, as_csv=as_csv, document=document)
     if any(state.drift for state in states):
         raise typer.Exit(1)
-
-
-SECOND_US = 1_000_000
 
 
 def audit(
@@ -120,8 +118,8 @@ def audit(
         complete=complete,
         last_step=settings.run.max_steps,
         allow_truncated=allow_truncated,
-        grace_us=round(grace_s * SECOND_US),
-        horizon_us=round((settings.join.map.wait_s + settings.join.grace_s) * SECOND_US),
+        grace_us=to_us(grace_s),
+        horizon_us=to_us(settings.join.map.wait_s + settings.join.grace_s),
     )
     with working("auditing") as bar:
         report = audit_log(settings.kafka, rules, lambda topic, n, of: bar.say(f"{topic}: {n:,} of {of:,} records"))
@@ -228,7 +226,7 @@ def rollout_lines(path: RolloutPath) -> list[str]:
 
 
 def user_lines(path: UserPath) -> list[str]:
-    demands = (f"{one.wish.value} by {one.requested_by} at {utc(one.at)}" for one in path.demands)
+    requests = (f"{one.wish.value} by {one.requested_by} at {utc(one.at)}" for one in path.demands)
     endings = (f"{n:,} interactions ended: {ending}" for ending, n in sorted(path.outcomes.items()))
     batches = (
         f"{one.batch_id}: {one.interactions} interactions, reward {one.reward:+g}, {one.trained} trained, "
@@ -237,7 +235,7 @@ def user_lines(path: UserPath) -> list[str]:
     )
     lines = [
         f"user {path.user_id}",
-        *_stage("demands", demands),
+        *_stage("requests", requests),
         *_stage("outcomes", endings),
         *_stage("batches", batches),
     ]

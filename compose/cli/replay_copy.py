@@ -139,7 +139,7 @@ def export_command(
     chosen = selection_of(settings)
     kafka = with_reachable_log(settings).kafka
     from tidemill.consumers.operate.replay.archive import export
-    from tidemill.consumers.operate.replay.copy import LogOrigin
+    from tidemill.consumers.operate.replay.plan import LogOrigin
 
     with closing(LogOrigin(kafka, chosen)) as origin, remaining("reading") as progress:
         made, sha256 = export(origin, file, progress)
@@ -226,7 +226,8 @@ def copy(
     `tidemill replay copy --step 7..9 --into step7. --yes` ·
     `tidemill replay copy --topic rollouts --where 'record.reward > 0.5' --into good. --speed 10 --yes`
     """
-    from tidemill.consumers.operate.replay.copy import LogOrigin, Replay, speed_of
+    from tidemill.consumers.operate.replay.copy import Replay, speed_of
+    from tidemill.consumers.operate.replay.plan import LogOrigin
     from tidemill.consumers.operate.replay.target import check_prefix
 
     pace, settings = speed_of(speed), settings_of({})

@@ -274,29 +274,19 @@ def _run(
 def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[Emitted], prefix: str) -> str:
     """Write results into `topic` under `prefix`, as partitioned as the live one; the id of the replay.
 
-    Their timestamps are those of the records by which they were decided, so that two replays write the same; and the
-    topic keeps them at any age.
+    Their timestamps are those of the records by which they were decided, so that two replays write the same.
 
-    Raises Refused when the prefix is that of live topics, when records lie under it, or a consumer group reads there.
+    Raises TargetRefused when the prefix is that of live topics, when records lie under it, a consumer group reads
+    there, or the topic has another number of partitions than the live one.
     """
-    from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
-
     from tidemill.consumers.operate.replay.target import Target
-    from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
-    from tidemill.streams.offline import CLIENT
 
-    Target(kafka, prefix).check(None)
-    target = kafka.model_copy(update={"topic_prefix": prefix})
+    target = Target(kafka, prefix)
+    target.check(None)
     with LogReader(kafka, [topic], client_id=CLIENT) as reader:
-        partitions = len(reader.partitions(topic))
-    client, full = admin_client(target), Names(prefix).of(topic)
-    if full not in client.list_topics(timeout=REQUEST_TIMEOUT_S).topics:
-        kept = {"cleanup.policy": "delete", "retention.ms": "-1"}
-        new = NewTopic(full, partitions, replication_factor=target.replication_factor, config=kept)
-        client.create_topics([new], request_timeout=REQUEST_TIMEOUT_S)[full].result()
-        wait_until_led(client, {full})
+        target.prepare({topic.value: len(reader.partitions(topic))})
     replay_id, names = uuid.uuid4().hex[:12], Names(kafka.topic_prefix)
-    with RecordProducer(target, CLIENT) as producer:
+    with RecordProducer(kafka.model_copy(update={"topic_prefix": prefix}), CLIENT) as producer:
         for one in emitted:
             cause = one.cause
             producer.send(

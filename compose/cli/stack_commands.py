@@ -12,7 +12,6 @@ import typer
 from tidemill.compose.config import load_settings
 from tidemill.compose.options import ConfigOption
 from tidemill.compose.output import CsvOption, JsonOption, print_rows
-from tidemill.compose.stack.config import StackError
 from tidemill.compose.stack.kafka import LocalStack, NodeState, StackStatus
 
 stack_app = typer.Typer(
@@ -46,10 +45,7 @@ def up(
     Example: tidemill stack up --brokers 3 --port 19092
     """
     stack = _stack(config, data_dir=data_dir, brokers=brokers, heap_mb=heap_mb, base_port=port)
-    try:
-        _show(stack.up(_tell), as_json, as_csv)
-    except StackError as error:
-        raise _failed(error) from error
+    _show(stack.up(_tell), as_json, as_csv)
 
 
 @stack_app.command()
@@ -64,11 +60,8 @@ def down(
     Example: tidemill stack down --data-dir data/stack
     """
     stack = _stack(config, data_dir=data_dir)
-    try:
-        stack.down(_tell)
-        _show(stack.status(), as_json, as_csv)
-    except StackError as error:
-        raise _failed(error) from error
+    stack.down(_tell)
+    _show(stack.status(), as_json, as_csv)
 
 
 @stack_app.command()
@@ -82,10 +75,7 @@ def status(
 
     Example: tidemill stack status --json
     """
-    try:
-        found = _stack(config, data_dir=data_dir).status()
-    except StackError as error:
-        raise _failed(error) from error
+    found = _stack(config, data_dir=data_dir).status()
     _show(found, as_json, as_csv)
     raise typer.Exit(0 if found.ready else 1)
 
@@ -98,11 +88,6 @@ def _stack(config: Path | None, **flags: Any) -> LocalStack:  # noqa: ANN401 - v
 def _tell(message: str) -> None:
     """Progress goes to standard error: standard output is for the result."""
     typer.echo(message, err=True)
-
-
-def _failed(error: StackError) -> typer.Exit:
-    typer.echo(f"tidemill stack: {error}", err=True)
-    return typer.Exit(1)
 
 
 def _show(found: StackStatus, as_json: bool, as_csv: bool) -> None:

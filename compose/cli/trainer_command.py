@@ -63,7 +63,7 @@ def check(
     --store {store} --steps 6`
     """
     stack = load_settings(config, {}).stack
-    require_tools()
+    require_tools(stack)
 
     # The broker is detached from this process, so that ending without unwinding would leave it behind.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))

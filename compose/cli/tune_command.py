@@ -10,16 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import quantiles
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import aiohttp
 import typer
 
 from tidemill.compose.output import CsvOption, JsonOption, print_rows, working
-
-if TYPE_CHECKING:
-    pass
-
 
 tune_app = typer.Typer(no_args_is_help=True, help="Find settings by measuring.")
 
@@ -93,8 +89,6 @@ def replica(
 
 
 INTERRUPTED = 130
-
-
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 TOKEN_IDS = 256
 """Prompts are drawn from the first ids: every tokenizer has so many."""

@@ -74,7 +74,7 @@ def choosing(wish: UserWish, explained: str) -> Callable[..., None]:
 
         made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
         said = "holds already" if made.carried_on else "written"
-        line = f"user {made.request.user_id}: {_demand(made.request)} {said}, with {made.copies} copies"
+        line = f"user {made.request.user_id}: {_request(made.request)} {said}, with {made.copies} copies"
         print_told(asdict(made), [line], as_json)
 
     command.__name__, command.__doc__ = wish.value, explained
@@ -90,7 +90,7 @@ opt_out = choosing(
 )
 opt_in = choosing(
     UserWish.OPT_IN,
-    """Learn from a user again: ends an opt-out, or what an erasure demanded for the time after it.
+    """Learn from a user again: ends an opt-out, or what an erasure asked for of the time after it.
 
     Example: `tidemill users opt-in 4711 --by 4711`
     """,
@@ -110,10 +110,10 @@ def show(
     user_id = pseudonym_of(settings, user, is_pseudonym)
     with working("reading the log") as bar:
         found = read_consent_status(settings.kafka, user_id, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
-    demands = [f"  {_demand(request)}" for request in found.demands]
+    requests = [f"  {_request(request)}" for request in found.demands]
     lines = [
         f"user {found.user_id}: the log holds {_counts(found.held)}",
-        *(["demands, the last one holds:", *demands] if demands else ["no demands"]),
+        *(["requests, the last one holds:", *requests] if requests else ["no requests"]),
         *_letters(found.dead_letters),
     ]
     print_told(asdict(found), lines, as_json)
@@ -135,9 +135,9 @@ def erasure_lines(done: Erasure) -> list[str]:
     lines = [f"user {done.user_id}: the log held {_counts(done.found)}"]
     if done.request is None:
         return [*lines, "nothing was written: this was a dry run", *_letters(done.dead_letters)]
-    said = "carried on" if done.carried_on else "demanded"
+    said = "carried on" if done.carried_on else "requested"
     lines += [
-        f"{said}: {_demand(done.request)}",
+        f"{said}: {_request(done.request)}",
         f"erased: {_counts(done.tombstones)}; claimed bytes of {done.claims.deleted} objects",
     ]
     lines += [f"NOT DELETED, outside store.root: {uri}" for uri in done.claims.foreign]
@@ -148,7 +148,7 @@ def erasure_lines(done: Erasure) -> list[str]:
     return [*lines, *_letters(done.dead_letters)]
 
 
-def _demand(request: UserRequest) -> str:
+def _request(request: UserRequest) -> str:
     return f"{request.wish.value} {request.request_id} by {request.requested_by} at {utc(request.at)} UTC"
 
 

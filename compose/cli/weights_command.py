@@ -193,9 +193,7 @@ def diff(
         Literal["auto", "rans", "pcodec", "zstd"], typer.Option(help="Entropy coder of sparse blocks.")
     ] = "auto",
     branch: Annotated[str | None, typer.Option("--branch", help="Branch of versions that name none.")] = None,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Seconds that a chunk may take to come from the log.")
-    ] = 30.0,
+    timeout_s: TimeoutOption = 30.0,
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:

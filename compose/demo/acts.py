@@ -171,13 +171,6 @@ def play_one(stage: DemoStage) -> None:
         show()
 
 
-def leave_one(plan: DemoPlan, supervisor: Supervisor) -> None:
-    """Stop what the second act does without: group assembly goes on."""
-    for name, _ in reversed(plan.loop_roles()):
-        if name != "stream":
-            supervisor.stop(name)
-
-
 PROBE_TIMEOUT_S = 2.0
 OPERATOR = "demonstration"
 

@@ -17,16 +17,7 @@ from functools import partial
 from rich.console import Console
 
 from tidemill.compose.config import Act, TidemillSettings
-from tidemill.compose.demo.acts import (
-    MAY_END,
-    REFRESH_S,
-    WATCHED,
-    DemoStage,
-    last_line,
-    leave_one,
-    play_one,
-    play_two,
-)
+from tidemill.compose.demo.acts import MAY_END, REFRESH_S, WATCHED, DemoStage, last_line, play_one, play_two
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan
 from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.compose.demo.summary import Summary, summarise
@@ -38,6 +29,7 @@ from tidemill.compose.processes import Guard, Supervisor
 from tidemill.compose.stack.kafka import LocalStack, require_tools
 from tidemill.consumers.operate.audit.audit import AuditReport, audit_log
 from tidemill.consumers.operate.audit.endings import AuditRules
+from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.admin import create_topics, wait_for_broker
 from tidemill.schemas.log.reader import LogReader
 
@@ -51,7 +43,7 @@ QUERIES = {
 def run_demo(settings: TidemillSettings, console: Console) -> Summary:
     """Run the loop to its end and return what it showed. Raises RuntimeError, RoleDied, MissingTool."""
     if not settings.kafka.bootstrap:
-        require_tools()
+        require_tools(settings.stack)
     # The broker is detached from this process, so that ending without unwinding would leave it behind.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     began = time.monotonic()
@@ -125,7 +117,10 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
             supervisor.start("stream", plan.arguments("stream"))
         if Act.TWO in plan.acts:
             if summary is not None:
-                leave_one(plan, supervisor)
+                # What the second act does without; group assembly goes on.
+                for name, _ in reversed(plan.loop_roles()):
+                    if name != "stream":
+                        supervisor.stop(name)
             users = play_two(stage)
         summary = summary or figures()
         report = _audit(stage)
@@ -147,6 +142,6 @@ def _audit(stage: DemoStage) -> AuditReport:
             settings.run.run_id,
             complete=True,
             last_step=len(state.steps),
-            horizon_us=round((settings.join.map.wait_s + settings.join.grace_s) * 1_000_000),
+            horizon_us=to_us(settings.join.map.wait_s + settings.join.grace_s),
         )
         return audit_log(settings.kafka, rules, lambda topic, n, of: say(f"{topic}: {n:,} of {of:,} records"))

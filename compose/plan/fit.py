@@ -5,18 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from tidemill.compose.output import print_rows
+from tidemill.compose.plan.estimates import Estimate
 from tidemill.compose.plan.memory import ReplicaCase, TrainerCase, replica_bytes, trainer_bytes
 from tidemill.trainer.model_size import ModelSize
-
-if TYPE_CHECKING:
-    from tidemill.compose.plan.estimates import Estimate
-    from tidemill.trainer.model_size import ModelSize
-
 
 FURTHEST = 4096
 """Devices up to which a number that fits is looked for."""

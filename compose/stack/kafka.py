@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,14 +26,12 @@ from tidemill.compose.stack.cluster import (
     server_properties,
 )
 from tidemill.compose.stack.config import BrokerFailed, StackError, StackSettings
-from tidemill.compose.stack.jars import find_java, find_maven, jars_present, resolve_jars
+from tidemill.compose.stack.jars import Progress, find_java, find_maven, jars_present, resolve_jars
 from tidemill.compose.stack.process import Detached, check_free, exclusive, pick_ports, stop_all
 
 LOG4J = Path(__file__).with_name("log4j2.properties")
 FORMAT_TIMEOUT_S = 120.0
 LOG_TAIL_LINES = 20
-
-Progress = Callable[[str], None]
 
 
 class NodeState(StrEnum):
@@ -104,7 +101,7 @@ class LocalStack:
         if cluster is None:
             return StackStatus(str(self._data_dir), "", ())
         pids = {node: found.pid if (found := self._process(node).find()) else None for node in cluster.nodes}
-        online = brokers_online(cluster.bootstrap) if any(pids.values()) else frozenset()
+        online = _online(_admin(cluster.bootstrap)) if any(pids.values()) else frozenset()
         nodes = []
         for node in cluster.nodes:
             if pids[node] is not None:
@@ -191,15 +188,15 @@ class LocalStack:
 
     def _wait(self, cluster: Cluster, progress: Progress) -> None:
         progress(f"waiting for {len(cluster.nodes)} broker(s) at {cluster.bootstrap}")
-        nodes = frozenset(node.node_id for node in cluster.nodes)
-
-        def check_alive() -> None:
-            dead = [node.node_id for node in cluster.nodes if self._process(node).find() is None]
-            if dead:
-                raise BrokerFailed(f"broker(s) {dead} ended while starting")
-
+        nodes, timeout_s = frozenset(node.node_id for node in cluster.nodes), self._settings.start_timeout_s
+        admin, deadline = _admin(cluster.bootstrap), time.monotonic() + timeout_s
         try:
-            wait_online(cluster.bootstrap, nodes, self._settings.start_timeout_s, check_alive)
+            while not nodes <= (online := _online(admin)):
+                dead = [node.node_id for node in cluster.nodes if self._process(node).find() is None]
+                if dead:
+                    raise BrokerFailed(f"broker(s) {dead} ended while starting")
+                if time.monotonic() >= deadline:
+                    raise BrokerFailed(f"brokers {sorted(nodes - online)} are not ready after {timeout_s:.0f} s")
         except BrokerFailed as error:
             # The last lines of each log that is there, under its name.
             logs = [node.directory(self._data_dir) / n for node in cluster.nodes for n in ("output.log", "kafka.log")]
@@ -215,10 +212,10 @@ class LocalStack:
         return Detached(home / "kafka.pid", f"-Dtidemill.node={home}")
 
 
-def require_tools(settings: StackSettings | None = None) -> Path:
+def require_tools(settings: StackSettings) -> Path:
     """The `java` to use, found before any slow work; MissingTool without it, or without a Maven that is needed."""
     java = find_java()
-    if not jars_present((settings or StackSettings()).cache_dir):
+    if not jars_present(settings.cache_dir):
         find_maven()
     return java
 
@@ -232,24 +229,6 @@ def local_bootstrap(settings: StackSettings) -> str | None:
 REQUEST_TIMEOUT_S = 1.0
 
 
-def brokers_online(bootstrap: str, timeout_s: float = REQUEST_TIMEOUT_S) -> frozenset[int]:
-    """Node ids of the brokers that the cluster counts as alive; empty when nobody answers within `timeout_s`."""
-    return _ask(_admin(bootstrap), timeout_s)
-
-
-def wait_online(bootstrap: str, nodes: frozenset[int], timeout_s: float, check: Callable[[], None]) -> None:
-    """Return when all of `nodes` are alive; `check` raises when waiting has become pointless.
-
-    BrokerFailed after `timeout_s` seconds.
-    """
-    admin = _admin(bootstrap)
-    deadline = time.monotonic() + timeout_s
-    while not nodes <= (online := _ask(admin, REQUEST_TIMEOUT_S)):
-        check()
-        if time.monotonic() >= deadline:
-            raise BrokerFailed(f"brokers {sorted(nodes - online)} are not ready after {timeout_s:.0f} s")
-
-
 def _admin(bootstrap: str) -> AdminClient:
     # Refused connections are expected while a broker starts: no log lines, and quick new tries.
     options: dict[str, str | int | float] = {
@@ -261,9 +240,10 @@ def _admin(bootstrap: str) -> AdminClient:
     return AdminClient(options)
 
 
-def _ask(admin: AdminClient, timeout_s: float) -> frozenset[int]:
+def _online(admin: AdminClient) -> frozenset[int]:
+    """Node ids of the brokers that the cluster counts as alive; empty when nobody answers."""
     try:
-        described = admin.describe_cluster(request_timeout=timeout_s).result(timeout_s + 1)
+        described = admin.describe_cluster(request_timeout=REQUEST_TIMEOUT_S).result(REQUEST_TIMEOUT_S + 1)
     except (KafkaException, TimeoutError):
         return frozenset()
     return frozenset(node.id for node in described.nodes)

@@ -1,40 +1,18 @@
-"""Tools of the operator: they read the log whole, copy it, and act on what a user asks.
-
-Here are records as these tools read them: their positions and their digests.
-"""
+"""Tools of the operator: they read the log whole, copy it, and act on what a user asks."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-from tidemill.schemas.log.consumed import ConsumedRecord, Position
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Progress = Callable[[int, int], None]
 """Called with the number of offsets that were read, and the number of all."""
-R = TypeVar("R")
+T = TypeVar("T")
 K = TypeVar("K", bound="DataclassInstance")
-Content = TypeVar("Content", covariant=True)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordAt(Generic[Content]):
-    """A record, its place, and a digest of its bytes: a record may be in the log again only byte for byte the same."""
-
-    place: Position
-    record: Content
-    digest: bytes
-
-
-def record_at(consumed: ConsumedRecord, record: R) -> RecordAt[R]:
-    """A record with its place; a record without bytes is digested as it prints."""
-    data = consumed.value if consumed.value else repr(record).encode()
-    return RecordAt(consumed.position, record, hashlib.blake2b(data, digest_size=16).digest())
 
 
 def copied(kind: type[K], record: object, **own: Any) -> K:  # noqa: ANN401 - fields of any type
@@ -45,3 +23,12 @@ def copied(kind: type[K], record: object, **own: Any) -> K:  # noqa: ANN401 - fi
 
 def no_progress(_done: int, _total: int) -> None:
     """Report progress to nobody."""
+
+
+def watched(items: Iterable[T], total: int, progress: Progress) -> Iterator[T]:
+    """The items; `progress` is told of the first one, of each hundredth after it, and of the end."""
+    for n, item in enumerate(items):
+        if n % 100 == 0:
+            progress(n, total)
+        yield item
+    progress(total, total)

@@ -70,23 +70,14 @@ def _use() -> None:
 
     plain = role.ServedProduct
 
-    class ObservedModel:
-        """Notes each answer."""
-
-        def __init__(self, model: Any) -> None:
-            self._model = model
-
-        async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
-            served: ServedTurn = await self._model.complete(messages, tools)
-            if served.interaction:
-                note(SERVED, interaction_of(served.interaction))
-            return served
-
     class ObservedProduct(plain):  # type: ignore[misc, valid-type]  # a class held in a variable, to be replaced
         """The product of the users, with notes."""
 
-        def model(self, user_id: str, session_id: str, *, consent: bool) -> ObservedModel:
-            return ObservedModel(plain.model(self, user_id, session_id, consent=consent))
+        async def complete(self, messages: Sequence[Message], tools: Sequence[Tool], **asked: Any) -> ServedTurn:
+            served: ServedTurn = await plain.complete(self, messages, tools, **asked)
+            if served.interaction:
+                note(SERVED, interaction_of(served.interaction))
+            return served
 
         async def report(self, report: UserReport) -> None:
             send = _over_http if sum(report.event_id.encode()) % 2 else self._over_sdk

@@ -46,44 +46,26 @@ SECOND = 1_000_000
 
 
 def interaction(name: str, at_s: float = 1.0) -> Interaction:
-    return build(Interaction, interaction_id=name, run_id=RUN, session_id="s", prompt_tokens=3, sampled_tokens=2,
-                 replica_id="stable-0", first_token_ms=1.0, latency_ms=2.0, served_at=int(at_s * SECOND))  # fmt: skip
+    return build(Interaction, interaction_id=name, served_at=int(at_s * SECOND))
 
 
 def vote(event: str) -> Feedback:
-    return Feedback(event, "i0", "u", SignalKind.THUMB, 1.0, 2 * SECOND, "sdk")
+    return build(Feedback, event_id=event, kind=SignalKind.THUMB, value=1.0)
 
 
 def outcome(name: str, exclusion: str = "", revision: int = 0) -> Outcome:
-    reward = None if exclusion else 1.0
-    return build(Outcome, interaction_id=name, run_id=RUN, topic="interactions", sampled_tokens=2, latency_ms=2.0,
-                 reward=reward, exclusion=exclusion, revision=revision, served_at=SECOND, feedback_at=2 * SECOND,
-                 closed_at=3 * SECOND)  # fmt: skip
+    return build(Outcome, interaction_id=name, exclusion=exclusion, revision=revision)
 
 
 def batch(names: list[str]) -> OnlineBatch:
-    members = [
-        build(
-            OnlineMember,
-            interaction_id=name,
-            topic="interactions",
-            reward=1.0,
-            sampled_tokens=2,
-            feedback_at=2 * SECOND,
-        )
-        for name in names
-    ]
-    return build(
-        OnlineBatch, batch_id="b0", run_id=RUN, members=members, tokens=4, opened_at=SECOND, closed_at=3 * SECOND
-    )
+    members = [build(OnlineMember, interaction_id=name, feedback_at=2 * SECOND) for name in names]
+    return build(OnlineBatch, batch_id="b0", members=members)
 
 
 def step(version: int, batches: list[str], without: list[str] = []) -> TrainStep:  # noqa: B006 - never changed
     inputs = [StepInput(name, "online-batches", 0, 0) for name in batches] + [StepInput("g", "groups", 0, 0)]
     exclusions = [StepExclusion(name, "interactions", 0, 0, "erased", 1) for name in without]
-    return build(TrainStep, run_id=RUN, step=version, inputs=inputs, exclusions=exclusions, config_hash="c",
-                 objective="reinforce", learning_rate=1e-3, rollouts=2, tokens=4, fingerprint="f",
-                 parent_fingerprint="g", finished_at=4 * SECOND)  # fmt: skip
+    return build(TrainStep, step=version, inputs=inputs, exclusions=exclusions)
 
 
 def decision(verdict: GateVerdict, version: int, at_s: float, **numbers: float) -> GateDecision:
@@ -91,16 +73,12 @@ def decision(verdict: GateVerdict, version: int, at_s: float, **numbers: float) 
 
 
 def manifest(version: int) -> Manifest:
-    return build(Manifest, run_id=RUN, version=version, learning_rate=1e-3, n_elements=100, n_changed=50,
-                 delta_bytes=2048, fingerprint=f"print-{version}", trained_at=SECOND, published_at=SECOND)  # fmt: skip
+    return build(Manifest, version=version, fingerprint=f"print-{version}")
 
 
 def ack(replica: str, version: int, at_s: float, fingerprint: str = "") -> WeightAck:
-    expected = f"print-{version}"
-    return build(WeightAck, replica_id=replica, run_id=RUN, incarnation="i", version=version,
-                 fingerprint=fingerprint or expected, expected_fingerprint=expected, fetch_ms=1, decode_ms=1,
-                 pause_ms=2.0, apply_ms=1, proof_ms=1, step_to_served_ms=500, decode_step_ms=3, requests_in_flight=4,
-                 at=int(at_s * SECOND))  # fmt: skip
+    shown = fingerprint or f"print-{version}"
+    return build(WeightAck, replica_id=replica, version=version, fingerprint=shown, at=int(at_s * SECOND))
 
 
 def log() -> list[Record]:

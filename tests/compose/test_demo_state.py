@@ -33,41 +33,32 @@ RUN = "run"
 
 def member(name: str, reward: float | None, versions: tuple[int, int] = (0, 0)) -> GroupMember:
     done = reward is not None
-    return build(GroupMember, rollout_id=name, topic="rollouts", reward=reward, advantage=0.0 if done else None,
-                 status=RolloutStatus.COMPLETED if done else RolloutStatus.FAILED, sampled_tokens=5,
+    return build(GroupMember, rollout_id=name, reward=reward, advantage=0.0 if done else None,
+                 status=RolloutStatus.COMPLETED if done else RolloutStatus.FAILED,
                  success=reward == 1.0 if done else None, version_min=versions[0], version_max=versions[1])  # fmt: skip
 
 
 def group(
     name: str, members: list[GroupMember], mode: Mode = Mode.TRAIN, reason: CloseReason = CloseReason.SIZE
 ) -> Group:
-    return build(Group, group_id=name, run_id=RUN, mode=mode, closed_by=reason, members=members, closed_at=1)
+    return build(Group, group_id=name, mode=mode, closed_by=reason, members=members)
 
 
 def eval_task(name: str, version: int) -> Task:
-    return build(Task, task_id=name, run_id=RUN, mode=Mode.EVAL, group_size=2, max_turns=8, deadline_at=1,
-                 issued_version=version)  # fmt: skip
+    return build(Task, task_id=name, mode=Mode.EVAL, issued_version=version)
 
 
 def step(number: int, groups: list[str], lag: list[LagCount]) -> TrainStep:
-    inputs = [StepInput(name, "groups", 0, 0) for name in groups]
-    return build(TrainStep, run_id=RUN, step=number, inputs=inputs, config_hash="c", objective="composer2",
-                 learning_rate=1e-3, lag=lag, rollouts=2, tokens=10, fingerprint="f", parent_fingerprint="g",
-                 finished_at=1)  # fmt: skip
+    return build(TrainStep, step=number, inputs=[StepInput(name, "groups", 0, 0) for name in groups], lag=lag)
 
 
 def manifest(version: int) -> Manifest:
-    return build(Manifest, run_id=RUN, version=version, learning_rate=1e-3, n_elements=100, n_changed=50,
-                 delta_bytes=2048, fingerprint=f"print-{version}", trained_at=1_000_000 * version,
-                 published_at=1_000_000 * version + 1)  # fmt: skip
+    return build(Manifest, version=version, n_elements=100, n_changed=50, fingerprint=f"print-{version}")
 
 
-def ack(version: int, status: AckStatus = AckStatus.PROVED, replica: str = "r0", fingerprint: str = "") -> WeightAck:
-    expected = f"print-{version}"
-    return build(WeightAck, replica_id=replica, run_id=RUN, incarnation="i", version=version, status=status,
-                 fingerprint=fingerprint or expected, expected_fingerprint=expected, fetch_ms=1, decode_ms=1,
-                 pause_ms=2.0 * version, apply_ms=1, proof_ms=1, step_to_served_ms=500, decode_step_ms=3,
-                 requests_in_flight=4, at=2_000_000 * version + 2)  # fmt: skip
+def ack(version: int, status: AckStatus = AckStatus.PROVED, fingerprint: str = "") -> WeightAck:
+    return build(WeightAck, version=version, status=status, fingerprint=fingerprint or f"print-{version}",
+                 pause_ms=2.0 * version, step_to_served_ms=500)  # fmt: skip
 
 
 def log() -> list[object]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from click.testing import CliRunner, Result
 
 from tidemill.compose.cli import app
 from tidemill.compose.config import TidemillSettings
@@ -63,7 +64,8 @@ def fault(command: str) -> str:
 def is_setting(name: str) -> bool:
     """Whether a dotted name is a key of the configuration, or of a section of a section."""
     model = TidemillSettings
-    for part in name.split("."):
+    # Every role with a server has an `http`.
+    for part in (f"gateway.{name}" if name.startswith("http.") else name).split("."):
         fields = getattr(model, "model_fields", {})
         if part not in fields:
             return False
@@ -87,6 +89,41 @@ def defined() -> set[str]:
                 for target in targets:
                     names.add(f"{node.name}.{getattr(target, 'id', getattr(target, 'name', ''))}")
     return names
+
+
+def leaves(command: Any, *name: str) -> Iterator[tuple[str, Any]]:
+    """The commands, each with its name."""
+    for part, inner in getattr(command, "commands", {}).items():
+        yield from leaves(inner, *name, part)
+    if not hasattr(command, "commands"):
+        yield " ".join(name), command
+
+
+EVERY_COMMAND = dict(leaves(COMMANDS))
+ROLES = {"feed", "rollout", "route", "gateway", "documents", "stream", "train", "serve", "sink"}
+"""Commands whose only option of interest is `--config`: they have no example, and print nothing."""
+ONE_FORM = {"view", "gate run", "dead-letters show", "dead-letters transform"}
+"""Commands that run on and on, and commands that print JSON alone."""
+
+
+def asked(*arguments: str) -> Result:
+    return CliRunner().invoke(COMMANDS, list(arguments))
+
+
+@pytest.mark.parametrize("name", EVERY_COMMAND)
+def test_every_command_explains_itself(name: str):
+    shown = asked(*name.split(), "--help")
+    assert shown.exit_code == 0 and "Usage" in shown.output
+    assert ("Example" in shown.output) == (name not in ROLES)
+    flags = {flag: part for part in EVERY_COMMAND[name].params for flag in {"--json", "--csv"}.intersection(part.opts)}
+    assert ("--json" in flags) == (name not in ROLES | ONE_FORM)
+    assert len(flags) < 2 or all(part.callback for part in flags.values()), "each looks for the other one"
+
+
+@pytest.mark.parametrize("flags", [["--json", "--csv"], ["--csv", "--json"]], ids=" ".join)
+def test_the_two_forms_exclude_each_other(flags: list[str]):
+    refused = asked("query", *flags)
+    assert refused.exit_code == 2 and "give one of --json and --csv" in refused.output
 
 
 def test_every_page_is_there():
@@ -127,7 +164,9 @@ def test_every_file_exists(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_setting_exists(page: Path):
     named = {
-        span for span in spans(page.read_text("utf-8")) if re.fullmatch(rf"({'|'.join(SETTINGS)})(\.[a-z_]+)+", span)
+        span
+        for span in spans(page.read_text("utf-8"))
+        if re.fullmatch(rf"({'|'.join(SETTINGS)}|http)(\.[a-z_]+)+", span)
     }
     topics = {topic.value for topic in Topic}
     assert not sorted(name for name in named - topics if not is_setting(name) and not name.endswith((".md", ".py")))

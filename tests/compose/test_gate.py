@@ -293,12 +293,6 @@ def test_what_cannot_be_read_is_passed_over(branch, topics):
         branch.wait_last(GateVerdict.REJECT, 1)
 
 
-@pytest.mark.parametrize("command", ["run", "status", "hold", "veto", "rollback", "release"])
-def test_every_command_teaches(command):
-    result = CliRunner().invoke(app, ["gate", command, "--help"])
-    assert result.exit_code == 0 and "Example" in result.output
-
-
 def test_bad_input_is_answered(branch, topics):
     assert "no version" in str(ask(branch, "hold", "soon").exception)
     assert "has no version" in str(ask(branch, "veto", 3).exception)

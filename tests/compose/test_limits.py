@@ -16,16 +16,6 @@ from tidemill.producers.edge.ask import Refusal, RequestKind, parse
 from tidemill.schemas.chat.messages import BadMessage, checked_messages
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LIMITS = (ROOT / "docs/limits.md").read_text("utf-8")
-
-
-def test_every_setting_that_is_named_is_one():
-    sections = TidemillSettings.model_fields
-    shared = {"http": sections["gateway"].annotation.model_fields["http"].annotation}
-    named = {found for found in re.findall(r"`([a-z]+)\.([a-z_]+)`", LIMITS) if found[0] in {*sections, *shared}}
-    assert len(named) > 10
-    for section, key in named:
-        assert key in (shared.get(section) or sections[section].annotation).model_fields, f"{section}.{key}"
 
 
 def test_midtraining_is_one_process_on_a_cpu():

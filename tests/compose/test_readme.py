@@ -39,7 +39,6 @@ LISTENERS = {
     "consumers/view/app.py": "the page",
     "consumers/replica/role.py": "the replicas' HTTP",
 }
-COMMANDS = sorted(set(re.findall(r"tidemill ([a-z-]+)", README + ARCHITECTURE + OPERATE + RESEARCH)) - {"is"})
 
 
 def test_the_readme_is_one_page_that_says_where_to_go_next():
@@ -87,19 +86,6 @@ def test_every_extra_is_listed():
     listed = re.findall(r"^\| `?(\w+)`? \| .+ \|$", OPERATE.split("| extra |")[1].split("\n\n")[0], re.MULTILINE)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     assert set(listed) == {*extras, "none"} - {"all", "dev"}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str):
-    result = CliRunner().invoke(app, [command, "--help"])
-    assert result.exit_code == 0, result.output
-    assert "Usage" in result.output
-
-
-def test_help_names_every_role():
-    output = CliRunner().invoke(app, ["--help"]).output
-    for role in ("stack", "topics", "serve", "rollout", "stream", "train", "sink", "query", "demo", "feed"):
-        assert role in output
 
 
 def test_an_unknown_setting_is_refused_with_its_name():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.records import build
+from tests.streams.stream_support import rollout
 from tidemill.compose.cli.replay_stage import comparison_document, comparison_lines, field_lines
 from tidemill.compose.cli.replay_steps import step_range
 from tidemill.compose.output import moment_us
@@ -24,9 +23,6 @@ from tidemill.consumers.operate.replay.differences import (
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import CloseReason, Document, Group, GroupMember, Record, RolloutStatus
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "streams"))
-from stream_support import rollout
 
 CODEC = Codec()
 

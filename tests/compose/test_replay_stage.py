@@ -22,7 +22,7 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import admin_client
+from tidemill.schemas.log.admin import admin_client, create_topics
 from tidemill.schemas.log.client_settings import consumer_settings
 from tidemill.schemas.log.consumed import HEADER_REPLAY_SOURCE, ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
@@ -129,12 +129,6 @@ def scratch_prefix() -> str:
     return f"w{uuid.uuid4().hex[:12]}."
 
 
-@pytest.mark.parametrize("command", ["stage", "steps", "staleness", "diff"])
-def test_every_command_teaches(command):
-    result = CliRunner().invoke(app, ["replay", command, "--help"])
-    assert result.exit_code == 0 and "Example" in result.output and "--json" in result.output
-
-
 @pytest.mark.parametrize("name", list(ProcessorName))
 def test_with_the_rules_of_then_the_results_are_the_recorded_ones_byte_for_byte(log, name):
     result = log.ask("stage", name.value)
@@ -230,6 +224,10 @@ def test_results_are_never_written_into_the_live_topics_or_over_others(log, scra
     assert log.ask("stage", "assembly", "--into", scratch_prefix).exit_code == 0
     again = log.ask("stage", "assembly", "--into", scratch_prefix)
     assert isinstance(again.exception, ValueError) and "was written by replay" in str(again.exception)
+    other = replace_prefix(log.kafka, f"other-{scratch_prefix}").model_copy(update={"partitions": 3})
+    create_topics(other)
+    uneven = log.ask("stage", "assembly", "--into", other.topic_prefix)
+    assert isinstance(uneven.exception, ValueError) and "exists with 3 partitions" in str(uneven.exception)
 
 
 def test_two_replays_write_the_same_bytes_and_a_third_rule_is_found(log):

@@ -31,7 +31,7 @@ from tidemill.compose.cli import app
 from tidemill.compose.cli.gate_command import print_decisions, print_status
 from tidemill.compose.cli.replay_copy import carry_out
 from tidemill.compose.cli.weights_command import print_chain
-from tidemill.compose.output import print_rows
+from tidemill.compose.output import print_rows, print_told
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
 from tidemill.consumers.operate.audit.audit import AuditReport, CheckResult
 from tidemill.consumers.operate.audit.endings import Finding
@@ -180,9 +180,11 @@ def test_a_long_value_is_whole_and_its_lines_stand_below_each_other(terminal):
     assert lines == ["text  " + "x" * 100, "      second", "n     "]
 
 
-def test_what_others_wrote_does_not_steer_the_terminal(terminal):
+def test_what_others_wrote_does_not_steer_the_terminal(terminal, capsys):
     lines = terminal(80, ("text", "more"), [("[red]\x1b[2J\x07\r", "\ta")])
     assert lines[1].split() == [r"[red]\x1b[2J\x07\x0d", "a"]
+    print_told({}, ["[red]\x1b[2J", "two"], as_json=False)
+    assert capsys.readouterr().out == "[red]\\x1b[2J\ntwo\n"
 
 
 def test_wide_characters_are_counted_as_they_are_drawn(terminal):
@@ -233,23 +235,6 @@ def test_without_rows_a_terminal_says_so(terminal):
 
 
 # The commands.
-
-COMMANDS = [
-    ["query"], ["topics"], ["audit"], ["env", "list"], ["env", "show", "x"], ["env", "try", "x"], ["env", "check", "x"],
-    ["weights", "log"], ["weights", "diff", "a", "b"], ["gate", "status"], ["stack", "up"], ["stack", "down"],
-    ["stack", "status"], ["dead-letters", "list"], ["dead-letters", "redrive"], ["replay", "copy", "--into", "x."],
-    ["replay", "import", "x", "--into", "x."], ["replay", "steps", "1"],
-    ["replay", "staleness", "--max-policy-lag", "1"],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_both_flags_are_there_and_exclude_each_other(command):
-    shown = run(*command, "--help").output
-    assert "--json" in shown and "--csv" in shown
-    for flags in (["--json", "--csv"], ["--csv", "--json"]):
-        refused = run(*command, *flags)
-        assert refused.exit_code == 2 and "give one of --json and --csv" in refused.output
 
 
 def test_a_query_of_fifteen_columns_can_be_read_at_eighty(tables):

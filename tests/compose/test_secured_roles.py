@@ -43,7 +43,6 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Record, Tick
 
 DEADLINE_S = 180.0
-REFUSAL_S = 60.0
 GRACE_S = 30.0
 KEY = "a-key-that-is-long-enough"
 RUN = RunSettings(run_id="secured")
@@ -272,13 +271,11 @@ def test_an_answer_and_its_vote_become_an_online_batch(site: Site):
     assert [member.interaction_id for member in members] == [interaction]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [("topics",), ("audit",), ("stream",), ("feed",), ("sink",), ("gateway",), ("gate", "run"), ("train",)],
-    ids=" ".join,
-)
-def test_a_wrong_password_ends_a_role_in_one_line(site: Site, command: tuple[str, ...]):
-    role = site.start(*command, password="wrong")
-    assert role.process.wait(REFUSAL_S) == 1
-    said = role.log.read_text()
-    assert "Traceback" not in said and "invalid credentials" in said.splitlines()[-1], said
+def test_a_wrong_password_ends_a_role_in_one_line(site: Site):
+    """All of them at once: each spends its time on imports, and on the wait for the refusal."""
+    for command in ("topics", "audit", "stream", "feed", "sink", "gateway", "gate run", "train"):
+        site.start(*command.split(), password="wrong")
+    for role in site.roles.values():
+        assert role.process.wait(DEADLINE_S) == 1, role.log
+        said = role.log.read_text()
+        assert "Traceback" not in said and "invalid credentials" in said.splitlines()[-1], said

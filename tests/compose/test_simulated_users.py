@@ -216,12 +216,9 @@ class Scripted:
         self.busy = 0
         self.busiest = 0
 
-    def model(self, user_id: str, session_id: str, *, consent: bool) -> Scripted:
+    async def complete(self, messages, tools, *, user_id="", session_id="", consent=True) -> ServedTurn:
         assert session_id.startswith(user_id)
         self.consents[session_id] = consent
-        return self
-
-    async def complete(self, messages, tools) -> ServedTurn:
         assert [tool["function"]["name"] for tool in tools] == ["add", "sub"]
         if self.mood == "failing":
             raise NoAnswer("no replica")

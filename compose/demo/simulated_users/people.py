@@ -14,7 +14,7 @@ is the ledger environment itself, with the router in place of a policy, and each
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -129,25 +129,20 @@ class Satisfaction:
 
 class SatisfactionTally:
     def __init__(self) -> None:
-        self._answers: Counter[int] = Counter()
-        self._satisfied: Counter[int] = Counter()
-        self._right: Counter[int] = Counter()
+        self._seen: defaultdict[int, list[tuple[bool, bool]]] = defaultdict(list)
+        """By version: whether each answer satisfied, and whether it was right."""
 
     def count(self, answer: Conversation, *, satisfied: bool) -> None:
         """Take one held-out user's answer and their opinion."""
         versions = {turn.version for turn in answer.turns}
-        if len(versions) != 1:
-            return
-        (version,) = versions
-        self._answers[version] += 1
-        self._satisfied[version] += satisfied
-        self._right[version] += answer.right
+        if len(versions) == 1:
+            self._seen[versions.pop()].append((satisfied, answer.right))
 
     def by_version(self) -> list[Satisfaction]:
         """The counts so far, oldest version first."""
         return [
-            Satisfaction(version, self._satisfied[version], self._right[version], count)
-            for version, count in sorted(self._answers.items())
+            Satisfaction(version, sum(happy for happy, _ in seen), sum(right for _, right in seen), len(seen))
+            for version, seen in sorted(self._seen.items())
         ]
 
 

@@ -119,11 +119,13 @@ class Crowd:
 
     async def _hold(self, question: Question) -> None:
         user = question.user
-        model = self._product.model(user.persona.name, question.name, consent=user.consents(question.number))
+        consent = user.consents(question.number)
 
         async def complete(messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
             await asyncio.sleep(self._pace.take())
-            turn = await model.complete(messages, tools)
+            turn = await self._product.complete(
+                messages, tools, user_id=user.persona.name, session_id=question.name, consent=consent
+            )
             self._counts["interactions"] += 1
             return turn
 
@@ -182,39 +184,6 @@ CONSENT_HEADER = "x-tidemill-consent"
 SOURCE = "simulated-product"
 
 
-@dataclass(frozen=True, slots=True)
-class _ServedModel:
-    """The model, for one conversation of one user."""
-
-    session: aiohttp.ClientSession
-    settings: UsersSettings
-    user_id: str
-    session_id: str
-    consent: bool
-
-    async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
-        """The next turn after a conversation. Raises NoAnswer, RuntimeError."""
-        began = time.monotonic()
-        headers = {CONSENT_HEADER: "yes" if self.consent else "no"}
-        asked = {
-            "messages": list(messages),
-            "tools": list(tools),
-            "max_tokens": self.settings.max_turn_tokens,
-            "temperature": self.settings.temperature,
-            "return_token_ids": True,
-            "user": self.user_id,
-            "metadata": {"session_id": self.session_id},
-        }
-        try:
-            async with self.session.post(PATH, json=asked, headers=headers) as response:
-                body = await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise NoAnswer(f"{type(error).__name__}: {error}") from error
-        if response.status != 200:
-            raise NoAnswer(f"HTTP {response.status}: {body[:300].decode('utf-8', 'replace')}")
-        return served(body, time.monotonic() - began)
-
-
 def served(body: bytes, latency_s: float) -> ServedTurn:
     """One answer of the router. Raises RuntimeError."""
     try:
@@ -238,8 +207,29 @@ class ServedProduct:
     feedback: AsyncFeedbackProducer
     settings: UsersSettings
 
-    def model(self, user_id: str, session_id: str, *, consent: bool) -> _ServedModel:
-        return _ServedModel(self.session, self.settings, user_id, session_id, consent)
+    async def complete(
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, user_id: str, session_id: str, consent: bool
+    ) -> ServedTurn:
+        """The next turn after a user's conversation. Raises NoAnswer, RuntimeError."""
+        began = time.monotonic()
+        headers = {CONSENT_HEADER: "yes" if consent else "no"}
+        asked = {
+            "messages": list(messages),
+            "tools": list(tools),
+            "max_tokens": self.settings.max_turn_tokens,
+            "temperature": self.settings.temperature,
+            "return_token_ids": True,
+            "user": user_id,
+            "metadata": {"session_id": session_id},
+        }
+        try:
+            async with self.session.post(PATH, json=asked, headers=headers) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise NoAnswer(f"{type(error).__name__}: {error}") from error
+        if response.status != 200:
+            raise NoAnswer(f"HTTP {response.status}: {body[:300].decode('utf-8', 'replace')}")
+        return served(body, time.monotonic() - began)
 
     async def report(self, report: UserReport) -> None:
         """Send one signal. Raises what the SDK raises."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
+from tidemill.consumers.operate import watched
 from tidemill.consumers.operate.audit import rollout_checks, step_checks
 from tidemill.consumers.operate.audit.endings import (
     OPEN,
@@ -99,9 +101,6 @@ ORDER = (
 )
 """The topics that are audited. A version was acknowledged before a rollout was sampled under it, and published before
 it was acknowledged."""
-PROGRESS_EVERY = 500
-"""Records between two calls of the progress function."""
-
 TopicProgress = Callable[[str, int, int], None]
 """Called with a topic, the number of its offsets that were read, and the number of all."""
 
@@ -171,10 +170,8 @@ def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress =
             firsts, ends = reader.next_offsets(), reader.end_offsets()
             facts.expect({where: (firsts[where], ends[where]) for where in ends})
             total = sum(ends.values()) - sum(firsts[where] for where in ends)
-            for n, consumed in enumerate(reader.read_to_end()):
+            for consumed in watched(reader.read_to_end(), total, partial(progress, topic.value)):
                 facts.observe(consumed)
-                if n % PROGRESS_EVERY == 0:
-                    progress(topic.value, n, total)
     full = {Names(kafka.topic_prefix).of(topic): topic.value for topic in ORDER}
     with DeadLetterReader(kafka, {}, ORDER) as letters:
         for row in letters.read_to_end():

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tidemill.consumers.operate import RecordAt
-from tidemill.consumers.operate.audit.facts import TRAINED, Facts
+from tidemill.consumers.operate.audit.facts import TRAINED, Facts, RecordAt
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import (

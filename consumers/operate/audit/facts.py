@@ -7,17 +7,31 @@ answer, the tensors and chunks of a version.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Generic, TypeVar, cast
 
-from tidemill.consumers.operate import RecordAt, record_at
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic, is_compacted
 from tidemill.schemas.log.consumed import ConsumedRecord, LogReference, Position
 
 TRAINED = "trained"
+R = TypeVar("R", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordAt(Generic[R]):
+    """A record, its place, and a digest of its bytes: a record may be in the log again only byte for byte the same."""
+
+    place: Position
+    record: R
+    digest: bytes
+
+
+def record_at(consumed: ConsumedRecord, record: R) -> RecordAt[R]:  # type: ignore[misc]  # it is only passed on
+    return RecordAt(consumed.position, record, hashlib.blake2b(consumed.value or b"", digest_size=16).digest())
 
 
 class RolloutFacts:

@@ -6,9 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from tidemill.consumers.operate import RecordAt
 from tidemill.consumers.operate.audit.endings import OPEN, AuditedRun, Finding, RolloutState, check
-from tidemill.consumers.operate.audit.facts import Facts
+from tidemill.consumers.operate.audit.facts import Facts, RecordAt
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
@@ -94,7 +93,7 @@ def groups(run: AuditedRun) -> Iterator[Finding]:
             copies = run.facts.model.groups_of[group.group_id]
             first = next(one for one in copies if one.record.closed_by is not r.CloseReason.LATE)
             if first.digest != at.digest:
-                yield Finding(at.place, f"group {group.group_id} stands at {first.place} with other contents")
+                yield Finding(at.place, f"group {group.group_id} lies at {first.place} with other contents")
 
 
 def _size(facts: Facts, group: r.Group) -> Iterator[str]:
@@ -105,7 +104,7 @@ def _size(facts: Facts, group: r.Group) -> Iterator[str]:
         case r.CloseReason.DEADLINE if not 0 < n < group.expected_size:
             yield f"closed by its deadline with {n} of {group.expected_size} rollouts"
         case r.CloseReason.LATE if n != 1:
-            yield f"a late group holds one straggler, not {n}"
+            yield f"a late group holds one rollout, not {n}"
     at = facts.played.tasks.get(group.task_id)
     task = None if at is None else at.record
     if task is not None and (task.group_id, task.group_size) != (group.group_id, group.expected_size):
@@ -217,7 +216,7 @@ def batches(run: AuditedRun) -> Iterator[Finding]:
         first = known.setdefault(batch.batch_id, at)
         if first is not at:
             if first.digest != at.digest:
-                yield Finding(at.place, f"batch {batch.batch_id} stands at {first.place} otherwise")
+                yield Finding(at.place, f"batch {batch.batch_id} lies at {first.place} with other contents")
             continue
         expected = following[batch.branch]
         if batch.sequence != expected and not run.facts.is_truncated(Topic.ONLINE_BATCHES):

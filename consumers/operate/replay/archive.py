@@ -18,19 +18,13 @@ from typing import Any, BinaryIO
 import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
-from tidemill.consumers.operate import Progress, no_progress
+from tidemill.consumers.operate import Progress, no_progress, watched
 from tidemill.consumers.operate.replay.copy import ReplayOrigin
 from tidemill.consumers.operate.replay.plan import LanePlan, LaneReport, Plan, lane_reports
-from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, references
+from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, decoded, references
 from tidemill.consumers.operate.replay.selection import Selection
 from tidemill.schemas.clock import now_us
-from tidemill.schemas.codec import (
-    RECORD_TYPES,
-    SINGLE_OBJECT_MAGIC,
-    Codec,
-    DecodeError,
-    recorded_schemas,
-)
+from tidemill.schemas.codec import RECORD_TYPES, SINGLE_OBJECT_MAGIC, Codec, recorded_schemas
 
 FORMAT = 1
 MANIFEST = "tidemill.manifest"
@@ -86,7 +80,7 @@ def export(origin: ReplayOrigin, file: Path, progress: Progress = no_progress) -
     """Write what an origin selects into a file, which comes to be whole or not at all.
 
     Returns the manifest, and the sha256 of the file. Raises ArchiveError when the log loses records meanwhile, and as
-    `Planner.plan`.
+    `LogOrigin.plan`.
     """
     plan = origin.plan(None, progress)
     schemas, claims = _named_in(_chosen(origin, plan), Codec())
@@ -106,9 +100,8 @@ def export(origin: ReplayOrigin, file: Path, progress: Progress = no_progress) -
     partial = file.with_name(file.name + ".partial")
 
     def rows() -> Iterator[dict[str, Any]]:
-        for n, record in enumerate(_chosen(origin, plan)):
+        for record in watched(_chosen(origin, plan), plan.records, progress):
             written.lanes[record.lane].add(record)
-            progress(n, plan.records)
             yield {**asdict(record), "headers": [{"name": name, "value": value} for name, value in record.headers]}
 
     try:
@@ -161,15 +154,13 @@ class ArchiveOrigin:
 
     def _check(self, progress: Progress) -> None:
         plan, codec = self._plan, Codec()
-        for n, record in enumerate(_records(self._file)):
+        for record in watched(_records(self._file), self.manifest.records, progress):
             lane = plan.lanes.get(record.lane)
             if lane is None or not lane.start <= record.offset < lane.end:
                 raise ArchiveError(f"{record} is not in the archive's manifest")
             lane.add(record)
-            decoded = _decoded(record, codec) if record.topic in REFERRING else None
-            if decoded is not None:
-                plan.referred.update(references(decoded))
-            progress(n, self.manifest.records)
+            if record.topic in REFERRING:
+                plan.referred.update(references(decoded(record, codec)))
         for report in self.manifest.lanes:
             lane = plan.lanes[report.topic.removeprefix(self.manifest.source_prefix), report.partition]
             if (len(lane.offsets), lane.sha256) != (report.records, report.sha256):
@@ -230,17 +221,8 @@ def _named_in(records: Iterable[RawRecord], codec: Codec) -> tuple[dict[str, Any
         mark = (record.value or b"")[:10]
         if mark[:2] == SINGLE_OBJECT_MAGIC and mark[2:].hex() in known:
             schemas[mark[2:].hex()] = known[mark[2:].hex()]
-        decoded = _decoded(record, codec)
-        if decoded is not None:
-            objects.update(_objects(decoded))
+        objects.update(_objects(decoded(record, codec)))
     return schemas, dict(sorted(objects.items()))
-
-
-def _decoded(record: RawRecord, codec: Codec) -> Any:  # noqa: ANN401 - a record of any kind, or None
-    try:
-        return codec.decode(record.value)
-    except DecodeError:
-        return None
 
 
 def _objects(value: Any) -> Iterator[tuple[str, int]]:  # noqa: ANN401 - a record or a part of one

@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from confluent_kafka import KafkaError, Message, Producer
 
 from tidemill.consumers.operate import Progress, no_progress
-from tidemill.consumers.operate.replay.plan import LaneReport, Plan, Planner, lane_reports
+from tidemill.consumers.operate.replay.plan import LaneReport, Plan, lane_reports
 from tidemill.consumers.operate.replay.records import (
     CLIENT_ID,
     REFERRING,
     Header,
     Lane,
-    LogSource,
     Place,
-    Range,
     RawRecord,
+    decoded,
     relocated,
 )
 from tidemill.consumers.operate.replay.selection import Selection
@@ -41,7 +39,7 @@ from tidemill.consumers.operate.replay.target import (
     copy_headers,
 )
 from tidemill.schemas.clock import now_us
-from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
 from tidemill.schemas.log.producer import DeliveryError
@@ -55,39 +53,17 @@ class ReplayOrigin(Protocol):
     selection: Selection
 
     def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
-        """What there is to copy; `ends` as in `Planner`."""
+        """What there is to copy.
+
+        Args:
+            ends: where partitions end for an interrupted replay that goes on, by (topic, partition).
+        """
 
     def ordered(self, plan: Plan) -> Iterable[tuple[int, RawRecord]]:
         """The records of a plan, and perhaps others, in the order of `OrderedMerge`, with the time reached."""
 
     def close(self) -> None:
         """Give back what it holds."""
-
-
-class LogOrigin:
-    """Records of the topics under the configured prefix."""
-
-    def __init__(self, kafka: KafkaSettings, selection: Selection) -> None:
-        self.prefix, self.selection = kafka.topic_prefix, selection
-        self._source = LogSource(kafka, selection.isolation)
-        self._codec = Codec(kafka.registry_url)
-
-    def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
-        """What the selection comes to. Raises like `Planner.plan`."""
-        return Planner(self._source, self._codec, progress, ends).plan(self.selection)
-
-    def ordered(self, plan: Plan) -> Iterator[tuple[int, RawRecord]]:
-        """Every record between the first and the last that is chosen of each partition."""
-        return self._source.ordered(
-            {
-                lane: Range(chosen.offsets[0], chosen.offsets[-1] + 1)
-                for lane, chosen in plan.lanes.items()
-                if chosen.offsets
-            }
-        )
-
-    def close(self) -> None:
-        self._source.close()
 
 
 class Replay:
@@ -123,7 +99,7 @@ class Replay:
                 f"replay {self._resume} was begun with another selection: give the same options with --resume"
             )
         self.plan = self._origin.plan(None if old is None else old.ends, progress)
-        self._target.check_partitions(self.plan)
+        self._target.check_partitions(self.plan.partitions)
         carried_on(self.plan, self._standing)
         # When it began (UTC), and four digits against chance.
         new_id = f"replay-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
@@ -161,8 +137,8 @@ class Replay:
 
         Raises like `copy_records`, and TargetRefused when the topics cannot be those of the plan.
         """
-        self._target.prepare(self.plan)
-        ends = self._target.ends(self.plan)
+        self._target.prepare(self.plan.partitions)
+        ends = self._target.ends(self.plan.lanes)
         base = {lane: self._standing.first.get(lane, end) for lane, end in ends.items()}
         return copy_records(
             self._origin.ordered(self.plan),
@@ -272,13 +248,11 @@ def copy_records(
             if (wait_s := pacer.wait_s(reached_ms)) > 0:
                 pause(wait_s)
             value = record.value
-            if record.topic in REFERRING:
-                with suppress(DecodeError):
-                    original = codec.decode(value)
-                    moved = relocated(original, copy_of)
-                    if moved is not original:
-                        copied.relocated += 1
-                        value = codec.encode(moved)
+            original = decoded(record, codec) if record.topic in REFERRING else None
+            moved = relocated(original, copy_of)
+            if moved is not original:
+                copied.relocated += 1
+                value = codec.encode(moved)
             first = copied.there + copied.written == 0
             writer.send(record, value, copy_headers(record, source_prefix, begun, first), base[record.lane] + rank)
             copied.written += 1

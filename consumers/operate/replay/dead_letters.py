@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.consumers.operate import Progress, no_progress
+from tidemill.consumers.operate import Progress, no_progress, watched
 from tidemill.consumers.operate.replay.records import RANK, Lane, LogSource, Range, RawRecord, topic_of
 from tidemill.consumers.operate.replay.target import header
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, is_compacted
@@ -230,9 +230,8 @@ class DeadLetters:
         sequel = Sequel({lane: bound.start for lane, bound in bounds.items()})
         ranges = {lane: Range(max(oldest[lane], bound.start), bound.end) for lane, bound in bounds.items()}
         total = sum(max(0, r.end - r.start) for r in ranges.values())
-        for n, record in enumerate(self._source.scan(ranges)):
+        for record in watched(self._source.scan(ranges), total, self._progress):
             sequel.observe(record, self._prefix)
-            self._progress(n, total)
         return sequel
 
     def send_back(self, verdicts: Iterable[Verdict]) -> int:

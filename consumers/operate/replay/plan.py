@@ -2,7 +2,7 @@
 
 The k-th record chosen of a partition becomes the k-th record of the partition's copy. The plan thus gives the place of
 every copy, references can point to copies that are not written yet, and the length of the copies shows how far an
-interrupted replay came. A planner turns a selection into a plan: it fixes the ends, finds the places of named steps,
+interrupted replay came. `LogOrigin` turns a selection into a plan: it fixes the ends, finds the places of named steps,
 versions and groups, and looks at every record. It writes nothing. Where retention has removed records, it names the
 first offset and time that are left.
 """
@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from tidemill.consumers.operate import Progress, copied, no_progress
+from tidemill.consumers.operate import Progress, copied, watched
 from tidemill.consumers.operate.replay.records import (
     RANK,
     REFERRING,
@@ -25,12 +25,14 @@ from tidemill.consumers.operate.replay.records import (
     Place,
     Range,
     RawRecord,
+    decoded,
     references,
     topic_of,
 )
-from tidemill.consumers.operate.replay.selection import Filter, NumberRange, Selection, utc_text
+from tidemill.consumers.operate.replay.selection import Filter, Selection, utc_text
 from tidemill.schemas.catalogue import CATALOGUE, Topic
-from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.records import Record, StepPlan, TrainStep
 
@@ -152,45 +154,33 @@ def lane_reports(plan: Plan, source_prefix: str) -> list[LaneReport]:
     ]
 
 
-class StepIndex:
-    """The steps of one run: for each the places of its own record, of its inputs, and of what it left out."""
+def places_of_steps(records: Iterable[tuple[Place, Record | None]], selection: Selection) -> set[Place]:
+    """The places of the steps and versions that are selected: for each step its own record, its inputs, and what it
+    left out; for one that was begun and not taken, those of its plan.
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._begun: defaultdict[int, set[Place]] = defaultdict(set)
-        self._taken: defaultdict[int, set[Place]] = defaultdict(set)
-        self._made: defaultdict[int, set[Place]] = defaultdict(set)
+    Args:
+        records: the records of `train.steps`, each with its place.
 
-    def observe(self, place: Place, record: Record | None) -> None:
-        """One record of `train.steps` and where it lies."""
-        if isinstance(record, TrainStep | StepPlan) and record.run_id == self._run_id:
+    Raises LookupError when the run has no such step, or no step made such a version.
+    """
+    begun, taken, made = (defaultdict[int, set[Place]](set) for _ in range(3))
+    for place, record in records:
+        if isinstance(record, TrainStep | StepPlan) and record.run_id == selection.run_id:
             places = {place, *references(record)}
             if isinstance(record, StepPlan):
-                self._begun[record.step] |= places
+                begun[record.step] |= places
             else:
-                self._taken[record.step] |= places
-                self._made[record.version] |= places
-
-    def of_steps(self, steps: Iterable[NumberRange]) -> set[Place]:
-        """Places of some steps; of one that was begun and not taken, those of its plan.
-
-        Raises LookupError when the run has no such step.
-        """
-        return self._chosen("step", {**self._begun, **self._taken}, steps)
-
-    def of_versions(self, versions: Iterable[NumberRange]) -> set[Place]:
-        """Places of the steps that made some versions. Raises LookupError when no step made them."""
-        return self._chosen("version", self._made, versions)
-
-    def _chosen(self, what: str, known: dict[int, set[Place]], spans: Iterable[NumberRange]) -> set[Place]:
-        chosen: set[Place] = set()
-        for span in spans:
+                taken[record.step] |= places
+                made[record.version] |= places
+    chosen: set[Place] = set()
+    for what, known, wanted in (("step", {**begun, **taken}, selection.steps), ("version", made, selection.versions)):
+        for span in wanted:
             found = {number for number in known if number in span}
             if not {span.first, span.last} <= found:
                 there = f"{min(known)} to {max(known)}" if known else "none"
-                raise LookupError(f"train.steps has no {what} {span} of run {self._run_id!r}; there are {there}")
+                raise LookupError(f"train.steps has no {what} {span} of run {selection.run_id!r}; there are {there}")
             chosen |= set().union(*(known[number] for number in found))
-        return chosen
+    return chosen
 
 
 OF_STEPS = (Topic.ROLLOUTS, Topic.GROUPS, Topic.INTERACTIONS, Topic.ONLINE_BATCHES)
@@ -198,32 +188,37 @@ OF_STEPS = (Topic.ROLLOUTS, Topic.GROUPS, Topic.INTERACTIONS, Topic.ONLINE_BATCH
 OF_GROUPS = (Topic.ROLLOUTS, Topic.GROUPS)
 
 
-class Planner:
-    """Makes plans over one log.
+class LogOrigin:
+    """The selected records of the topics under the configured prefix."""
 
-    Args:
-        ends: where partitions end for an interrupted replay that goes on, by (topic, partition).
-    """
+    def __init__(self, kafka: KafkaSettings, selection: Selection) -> None:
+        self.prefix, self.selection = kafka.topic_prefix, selection
+        self._source = LogSource(kafka, selection.isolation)
+        self._codec = Codec(kafka.registry_url)
 
-    def __init__(
-        self,
-        source: LogSource,
-        codec: Codec,
-        progress: Progress = no_progress,
-        ends: Mapping[Lane, int] | None = None,
-    ) -> None:
-        self._source, self._codec, self._progress = source, codec, progress
-        self._ends = ends
+    def ordered(self, plan: Plan) -> Iterator[tuple[int, RawRecord]]:
+        """Every record between the first and the last that is chosen of each partition."""
+        return self._source.ordered(
+            {
+                lane: Range(chosen.offsets[0], chosen.offsets[-1] + 1)
+                for lane, chosen in plan.lanes.items()
+                if chosen.offsets
+            }
+        )
 
-    def plan(self, selection: Selection) -> Plan:
-        """What a selection comes to.
+    def close(self) -> None:
+        self._source.close()
+
+    def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
+        """What the selection comes to; `ends` as in `ReplayOrigin`.
 
         Raises:
             FilterError: its expression cannot be used.
             LookupError: a topic, step or version does not exist, or the log no longer holds what was asked for.
             TimeoutError: the broker falls silent.
         """
-        places = self._named_places(selection)
+        selection = self.selection
+        places = self._named_places()
         chosen = {*selection.topics, *(r.topic for r in selection.offsets)}
         if not chosen:
             chosen = {topic for topic, _, _ in places if topic in OF_STEPS}
@@ -235,20 +230,18 @@ class Planner:
             (topic, partition): found
             for topic in topics
             for partition in range(partitions[topic])
-            if (found := self._range(selection, places, (topic, partition), partitions[topic])) is not None
+            if (found := self._range(places, (topic, partition), partitions[topic], ends)) is not None
         }
         plan = Plan((LanePlan(*lane, r.start, r.end) for lane, r in ranges.items()), partitions)
         plan.missing = {place for place in places if place[:2] in ranges}
         total = sum(r.end - r.start for r in ranges.values())
         reads_all = where is not None or bool(selection.groups)
-        for n, raw in enumerate(self._source.scan(ranges)):
-            if n % 500 == 0:
-                self._progress(n, total)
+        for raw in watched(self._source.scan(ranges), total, progress):
             place = (*raw.lane, raw.offset)
             plan.missing.discard(place)
             if not selection.within(*place) or not selection.in_times(raw.timestamp_ms):
                 continue
-            record = self._decoded(raw) if reads_all or raw.topic in REFERRING else None
+            record = decoded(raw, self._codec) if reads_all or raw.topic in REFERRING else None
             plan.undecodable += reads_all and record is None
             named = place in places or getattr(record, "group_id", None) in selection.groups
             if (selection.names_records and not named) or (where is not None and not where.keeps(raw, record)):
@@ -256,7 +249,6 @@ class Planner:
             plan.lanes[raw.lane].add(raw)
             if record is not None and raw.topic in REFERRING:
                 plan.referred.update(references(record))
-        self._progress(total, total)
         return plan
 
     def _partitions(self, topic: str) -> int:
@@ -265,17 +257,19 @@ class Planner:
             raise LookupError(f"topic {topic} does not exist under this prefix: check --topic-prefix")
         return found
 
-    def _range(self, selection: Selection, places: set[Place], lane: Lane, partitions: int) -> Range | None:
+    def _range(
+        self, places: set[Place], lane: Lane, partitions: int, known_ends: Mapping[Lane, int] | None
+    ) -> Range | None:
         """The offsets of a partition that have to be looked at; None when it is out of question."""
-        topic, partition = lane
+        selection, (topic, partition) = self.selection, lane
         ranges = selection.ranges_of(*lane)
         if not ranges and any(r.topic == topic for r in selection.offsets):
             return None
         bounds = self._source.bounds(lane)
         start, end = bounds
-        if self._ends is not None:
+        if known_ends is not None:
             # A partition that an interrupted replay did not know of has nothing for it.
-            end = min(end, self._ends.get(lane, 0))
+            end = min(end, known_ends.get(lane, 0))
         if ranges:
             start = min(bounds.start if r.start is None else r.start for r in ranges)
             end = min(end, max(end if r.end is None else r.end for r in ranges))
@@ -303,16 +297,14 @@ class Planner:
             left = f"the log begins at offset {first.offset}, written {utc_text(first.timestamp_ms)}"
         return LookupError(f"{lane[0]}[{lane[1]}]: {what}; {left}")
 
-    def _named_places(self, selection: Selection) -> set[Place]:
+    def _named_places(self) -> set[Place]:
         """The records of the steps and versions that are named: what steps read, and what that refers to."""
-        if not (selection.steps or selection.versions):
+        if not (self.selection.steps or self.selection.versions):
             return set()
-        index = StepIndex(selection.run_id)
         lane = (Topic.STEPS.value, 0)
         self._partitions(lane[0])
-        for raw in self._source.scan({lane: self._source.bounds(lane)}):
-            index.observe((*lane, raw.offset), self._decoded(raw))
-        read = index.of_steps(selection.steps) | index.of_versions(selection.versions)
+        steps = self._source.scan({lane: self._source.bounds(lane)})
+        read = places_of_steps((((*lane, raw.offset), decoded(raw, self._codec)) for raw in steps), self.selection)
         by_lane: dict[Lane, list[int]] = {}
         for topic, partition, offset in read:
             by_lane.setdefault((topic, partition), []).append(offset)
@@ -321,10 +313,4 @@ class Planner:
             if wanted.start < self._source.bounds(of).start:
                 raise self._gone(of, f"offset {wanted.start} is no longer kept")
         found = (raw for raw in self._source.scan(ranges) if (*raw.lane, raw.offset) in read)
-        return read | {place for raw in found for place in references(self._decoded(raw))}
-
-    def _decoded(self, raw: RawRecord) -> Record | None:
-        try:
-            return self._codec.decode(raw.value)
-        except DecodeError:
-            return None
+        return read | {place for raw in found for place in references(decoded(raw, self._codec))}

@@ -24,10 +24,12 @@ from typing import Any, NamedTuple, cast
 from confluent_kafka import Message
 
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, Topic
+from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S
 from tidemill.schemas.log.reader import PartitionReader
 from tidemill.schemas.log.watermarks import offset_since, watermarks
+from tidemill.schemas.records import Record
 
 Header = tuple[str, bytes | None]
 Lane = tuple[str, int]
@@ -75,6 +77,14 @@ def raw_record(message: Message, prefix: str) -> RawRecord:
         value=message.value(),
         headers=tuple(cast("list[Header]", message.headers() or [])),
     )
+
+
+def decoded(raw: RawRecord, codec: Codec) -> Record | None:
+    """The record that lies there; None where it cannot be read."""
+    try:
+        return codec.decode(raw.value)
+    except DecodeError:
+        return None
 
 
 def topic_of(name: str) -> Topic:
@@ -155,15 +165,18 @@ class LogSource:
     def __init__(self, kafka: KafkaSettings, isolation: str = READ_COMMITTED) -> None:
         self._kafka, self._isolation = kafka, isolation
         self._log = self._reader()
+        self._partitions: dict[str, int] = {}
 
     def _reader(self) -> PartitionReader:
         return PartitionReader(self._kafka, CLIENT_ID, isolation=self._isolation)
 
     def partitions(self, topic: str) -> int:
-        """How many partitions a topic has; 0 when it does not exist."""
-        full = self._kafka.topic_prefix + topic
-        found = self._log.client.list_topics(full, timeout=METADATA_TIMEOUT_S).topics[full]
-        return 0 if found.error is not None else len(found.partitions)
+        """How many partitions a topic had at the first question; 0 when it did not exist."""
+        if not self._partitions:
+            # All at once: a command may ask for every topic, and each question is a round trip.
+            topics = self._log.client.list_topics(timeout=METADATA_TIMEOUT_S).topics
+            self._partitions = {name: len(found.partitions) for name, found in topics.items()}
+        return self._partitions.get(self._kafka.topic_prefix + topic, 0)
 
     def bounds(self, lane: Lane) -> Range:
         """What the log holds of a partition now: from its first offset to the one that the next record will have."""

@@ -9,6 +9,7 @@ alone.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -20,7 +21,6 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs r
     ResourceType,
 )
 
-from tidemill.consumers.operate.replay.plan import Plan
 from tidemill.consumers.operate.replay.records import RANK, READ_UNCOMMITTED, Header, Lane, LogSource, RawRecord
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
@@ -128,14 +128,14 @@ class Target:
                     standing.begun = beginning(began)
         return standing
 
-    def prepare(self, plan: Plan) -> None:
-        """Create the topics of a plan that do not exist.
+    def prepare(self, partitions: Mapping[str, int]) -> None:
+        """Create those of some topics, each with its number of partitions, that do not exist.
 
-        They keep everything for ever, since what is replayed may be older than the live topics' retention, and are as
-        partitioned as their originals. Raises TargetRefused when one exists that is partitioned otherwise.
+        They keep everything for ever, since what is replayed may be older than the live topics' retention. Raises
+        TargetRefused when one exists with another number of partitions.
         """
-        existing = self.check_partitions(plan)
-        missing = [topic for topic in plan.topics if self.prefix + topic not in existing]
+        existing = self.check_partitions(partitions)
+        missing = [topic for topic in partitions if self.prefix + topic not in existing]
         sources = [self._source_prefix + topic for topic in missing if self._source_prefix + topic in existing]
         asked = [ConfigResource(ResourceType.TOPIC, full) for full in sources]
         described = self._admin.describe_configs(asked) if asked else {}
@@ -143,7 +143,7 @@ class Target:
         new = [
             NewTopic(
                 self.prefix + topic,
-                plan.partitions[topic],
+                partitions[topic],
                 replication_factor=self._kafka.replication_factor,
                 config={
                     "cleanup.policy": "delete",
@@ -155,12 +155,12 @@ class Target:
         ]
         for future in (self._admin.create_topics(new, request_timeout=REQUEST_TIMEOUT_S) if new else {}).values():
             future.result()
-        wait_until_led(self._admin, {self.prefix + topic for topic in plan.topics})
+        wait_until_led(self._admin, {self.prefix + topic for topic in partitions})
 
-    def check_partitions(self, plan: Plan) -> set[str]:
+    def check_partitions(self, partitions: Mapping[str, int]) -> set[str]:
         """The topics that exist. Raises TargetRefused when one is partitioned otherwise than its original."""
         found = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
-        for topic, wanted in plan.partitions.items():
+        for topic, wanted in partitions.items():
             full = self.prefix + topic
             if full in found and len(found[full].partitions) != wanted:
                 raise TargetRefused(
@@ -169,10 +169,10 @@ class Target:
                 )
         return set(found)
 
-    def ends(self, plan: Plan) -> dict[Lane, int]:
-        """The offset that the next record will have in each partition of a plan's topics."""
+    def ends(self, lanes: Iterable[Lane]) -> dict[Lane, int]:
+        """The offset that the next record will have in each partition."""
         with closing(LogSource(self._kafka)) as reader:
-            return {lane: reader.bounds(lane).end for lane in plan.lanes}
+            return {lane: reader.bounds(lane).end for lane in lanes}
 
 
 @dataclass(frozen=True, slots=True)

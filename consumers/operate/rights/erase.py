@@ -92,9 +92,9 @@ class Erasure:
 
     user_id: str
     request: UserRequest | None = None
-    """The demand that it carries out; None for a dry run."""
+    """The request that it carries out; None for a dry run."""
     carried_on: bool = False
-    """The demand was made by an earlier run, and covers everything that there is."""
+    """The request was made by an earlier run, and covers everything that there is."""
     dry_run: bool = False
     found: dict[str, int] = field(default_factory=dict)
     """Records by topic, before."""
@@ -112,7 +112,7 @@ class Eraser:
     """Carries out one erasure.
 
     Args:
-        clock: gives the time of a new demand, in microseconds.
+        clock: gives the time of a new request, in microseconds.
     """
 
     def __init__(
@@ -134,17 +134,17 @@ class Eraser:
             ConnectionError, DeliveryError, TimeoutError: a part of the system did not answer; run it again.
         """
         new = new_request(user_id, UserWish.ERASE, requested_by, self._clock())
-        demands, holdings = requests_of(self._kafka, user_id), UserRecords(user_id)
+        requests, holdings = requests_of(self._kafka, user_id), UserRecords(user_id)
         with Survey(self._kafka, self._progress) as survey:
             survey.read_on(holdings)
-            if not holdings.slots and not demands.made:
+            if not holdings.slots and not requests.made:
                 raise BadUser(
                     f"the log holds no interaction, outcome or feedback of {user_id} and no request of theirs: nothing "
                     "was written. Check the id, whether it is the product's or (--pseudonym) the log's, and "
                     "product.pseudonym_key"
                 )
             done = Erasure(user_id, dry_run=dry_run, found=holdings.counts)
-            standing = demands.standing(UserWish.ERASE)
+            standing = requests.standing(UserWish.ERASE)
             # An earlier request does not cover what the user did after it.
             done.carried_on = standing is not None and holdings.newest_at <= standing.at
             if not dry_run:

@@ -48,14 +48,14 @@ def new_request(user_id: str, wish: UserWish, requested_by: str, at: int) -> Use
     """A request made now. Raises BadUser."""
     checked_pseudonym(user_id)
     if not 0 < len(requested_by.strip()) <= LONGEST_NAME:
-        raise BadUser(f"who demands it has a name of 1 to {LONGEST_NAME} characters: give it with --by")
+        raise BadUser(f"who requests it has a name of 1 to {LONGEST_NAME} characters: give it with --by")
     name = digest(f"{user_id}\x00{wish.value}\x00{at}".encode())
     return UserRequest(request_id=name, user_id=user_id, wish=wish, requested_by=requested_by.strip(), at=at)
 
 
 @dataclass(slots=True)
 class UserRequests:
-    """The demands of one user in the order of the log; a repeated record counts once."""
+    """The requests of one user in the order of the log; a repeated record counts once."""
 
     user_id: str
     made: list[UserRequest] = field(default_factory=list)
@@ -66,7 +66,7 @@ class UserRequests:
             self.made.append(record)
 
     def standing(self, wish: UserWish) -> UserRequest | None:
-        """The newest demand, where it is this wish: to be carried on, not made again."""
+        """The newest request, where it is this wish: to be carried on, not made again."""
         return self.made[-1] if self.made and self.made[-1].wish is wish else None
 
 
@@ -95,7 +95,7 @@ def copy_request(producer: RecordProducer, request: UserRequest, partitions: Map
 
 @dataclass(frozen=True, slots=True)
 class RecordedWish:
-    """A demand and how many partitions have it."""
+    """A request and how many partitions have it."""
 
     request: UserRequest
     carried_on: bool

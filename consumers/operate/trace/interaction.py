@@ -150,15 +150,8 @@ def explain(
 
 
 class InteractionTrace:
-    """What the log says of one interaction.
-
-    Args:
-        history: the versions of its run; observed by the reader of the model's topics.
-    """
-
-    def __init__(self, interaction_id: str, history: VersionHistory | None = None) -> None:
+    def __init__(self, interaction_id: str) -> None:
         self._id = interaction_id
-        self.history = history
         self._served: Interaction | None = None
         self._places: list[Position] = []
         self._erased: Position | None = None
@@ -216,8 +209,8 @@ class InteractionTrace:
             place = Position(topic, letter.source_partition, letter.source_offset)
             self._letters.append(RefusedRecord(place, letter.reason, letter.found_by))
 
-    def path(self) -> InteractionPath:
-        history = self.history or VersionHistory(self.run_id or "")
+    def path(self, history: VersionHistory) -> InteractionPath:
+        """Everything observed so far, with the versions of its run."""
         served = None
         if self._served is not None:
             served = copied(Served, self._served, place=self._places[0], repeats=self._places[1:])

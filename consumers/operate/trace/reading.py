@@ -11,15 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tidemill.consumers.operate import Progress, copied, no_progress
+from tidemill.consumers.operate import Progress, copied, no_progress, watched
 from tidemill.consumers.operate.rights.records import UserRequests
 from tidemill.consumers.operate.trace.interaction import InteractionPath, InteractionTrace
-from tidemill.consumers.operate.trace.versions import (
-    Ended,
-    TracedVersion,
-    VersionHistory,
-    ranges,
-)
+from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory, ranges
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
@@ -148,7 +143,7 @@ class UserTrace:
 
     def __init__(self, user_id: str) -> None:
         self._user_id = user_id
-        self._demands = UserRequests(user_id)
+        self._requests = UserRequests(user_id)
         self._endings: dict[str, str] = {}
         self._batches: dict[str, tuple[Position, r.OnlineBatch]] = {}
 
@@ -159,13 +154,13 @@ class UserTrace:
 
     @property
     def found(self) -> bool:
-        return bool(self._demands.made or self._endings or self._batches)
+        return bool(self._requests.made or self._endings or self._batches)
 
     def observe(self, located: ConsumedRecord) -> None:
         """Take a record in; records that are not about the user change nothing."""
         match located.record:
             case r.UserRequest():
-                self._demands.observe(located.record)
+                self._requests.observe(located.record)
             case r.Outcome() if located.record.user_id == self._user_id:
                 self._endings[located.record.interaction_id] = located.record.exclusion or "reward"
             case r.OnlineBatch() if any(member.user_id == self._user_id for member in located.record.members):
@@ -198,7 +193,7 @@ class UserTrace:
             containing = histories[run].containing(trained)
             made = [histories[run].made(version) for version in sorted(trained)]
             touched.append(RunTouched(run, made, ranges(containing), histories[run].serving(containing)))
-        return UserPath(self._user_id, self._demands.made, dict(Counter(self._endings.values())), batches, touched)
+        return UserPath(self._user_id, self._requests.made, dict(Counter(self._endings.values())), batches, touched)
 
 
 CLIENT_ID = "tidemill-trace"
@@ -278,9 +273,7 @@ class TraceReader:
                 traced.observe_letter(row)
         if not traced.found:
             return None
-        if traced.run_id is not None:
-            traced.history = self._history(traced.run_id)
-        return traced.path()
+        return traced.path(VersionHistory("") if traced.run_id is None else self._history(traced.run_id))
 
     def _history(self, run_id: str) -> VersionHistory:
         history = VersionHistory(run_id)
@@ -296,7 +289,5 @@ class TraceReader:
             share = (partition_of(of, count), count)
         with LogReader(self._kafka, topics, client_id=CLIENT_ID, share=share) as reader:
             total = sum(reader.end_offsets().values()) - sum(reader.next_offsets().values())
-            for n, located in enumerate(reader.read_to_end()):
+            for located in watched(reader.read_to_end(), total, self._progress):
                 observe(located)
-                if n % 500 == 0:
-                    self._progress(n, total)

@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.consumers.product_support import interaction, member, online_batch, outcome, request
 from tests.consumers.sink_support import ack, manifest
+from tests.records import build
 from tidemill.consumers.operate.audit.audit import AuditReport, judge
 from tidemill.consumers.operate.audit.endings import AuditRules
 from tidemill.consumers.operate.audit.facts import Facts
@@ -131,57 +132,43 @@ class WrittenLog:
 
 
 def task(name: str, size: int = 2, mode: r.Mode = r.Mode.TRAIN, at: int = START_US) -> r.Task:
-    return r.Task(f"t-{name}", name, RUN, "ledger", "{}", mode, size, 4, 0, at, at + TIME_US, issued_version=0)
+    return build(r.Task, task_id=f"t-{name}", group_id=name, mode=mode, group_size=size, max_turns=4, issued_at=at,
+                 deadline_at=at + TIME_US)  # fmt: skip
+
+
+def of_task(given: r.Task) -> dict[str, Any]:
+    """What the records of a task's rollouts say of it."""
+    return {name: getattr(given, name) for name in ("group_id", "task_id", "run_id")}
 
 
 def rollout(of: r.Task, index: int, reward: float | None, version: int = 0, **changes: Any) -> r.Rollout:
     """A rollout of a task; `reward=None` is a failed one."""
-    failed = reward is None
-    made = r.Rollout(
-        rollout_id=f"{of.group_id}/{index}",
-        group_id=of.group_id,
-        task_id=of.task_id,
-        run_id=RUN,
-        environment=of.environment,
-        mode=of.mode,
-        index=index,
-        group_size=of.group_size,
-        deadline_at=of.deadline_at,
-        status=r.RolloutStatus.FAILED if failed else r.RolloutStatus.COMPLETED,
-        failure="deadline" if failed else "",
-        segments=[],
-        claim=None,
-        rewards=[],
-        reward=reward,
-        reward_version="1",
-        success=None if failed else bool(reward),
-        turns=0 if failed else 1,
-        prompt_tokens=3,
-        sampled_tokens=0 if failed else TOKENS,
-        version_min=-1 if failed else version,
-        version_max=-1 if failed else version,
-        replica_id="replica-0",
-        region="local",
-        worker_id="worker-0",
-        started_at=of.issued_at,
-        finished_at=of.issued_at + SECOND,
-        incarnation="" if failed else INCARNATION,
-    )
+    done = reward is not None
+    played = {
+        "status": r.RolloutStatus.COMPLETED, "success": bool(reward), "turns": 1, "sampled_tokens": TOKENS,
+        "version_min": version, "version_max": version, "incarnation": INCARNATION,
+    }  # fmt: skip
+    failed = {"status": r.RolloutStatus.FAILED, "failure": "deadline", "version_min": -1, "version_max": -1}
+    made = build(
+        r.Rollout, **of_task(of), rollout_id=f"{of.group_id}/{index}", environment=of.environment, mode=of.mode,
+        index=index, group_size=of.group_size, deadline_at=of.deadline_at, reward=reward, prompt_tokens=3,
+        replica_id="replica-0", started_at=of.issued_at, finished_at=of.issued_at + SECOND,
+        **(played if done else failed),
+    )  # fmt: skip
     return replace(made, **changes)
 
 
 def dispatch(of: r.Task) -> r.Dispatch:
-    return r.Dispatch(
-        of.task_id, of.group_id, RUN, "worker-0", list(range(of.group_size)), [0] * of.group_size, of.deadline_at,
-        of.issued_at,
-    )  # fmt: skip
+    size = of.group_size
+    return build(r.Dispatch, **of_task(of), indexes=list(range(size)), resumed_turns=[0] * size,
+                 lease_until=of.deadline_at, at=of.issued_at)  # fmt: skip
 
 
 def turn(of: r.Task, index: int, version: int) -> r.Turn:
-    return r.Turn(
-        f"{of.group_id}/{index}", of.group_id, of.task_id, RUN, "worker-0", "replica-0", "local", INCARNATION, 0,
-        TOKENS, b"\0" * 4 * TOKENS, b"\0" * 4 * TOKENS, [r.VersionSpan(version, 0, TOKENS)], "stop", of.issued_at,
-    )  # fmt: skip
+    sampled = bytes(4 * TOKENS)
+    return build(r.Turn, **of_task(of), rollout_id=f"{of.group_id}/{index}", replica_id="replica-0", n_tokens=TOKENS,
+                 incarnation=INCARNATION, token_ids=sampled, logprobs=sampled,
+                 spans=[r.VersionSpan(version, 0, TOKENS)], at=of.issued_at)  # fmt: skip
 
 
 class RunLog(WrittenLog):
@@ -253,69 +240,40 @@ class RunLog(WrittenLog):
         """Plan, take, record and publish a step on the groups at offsets, and on the online batch at one."""
         number = len(self.records(Topic.STEPS, r.TrainStep)) + 1
         parent = number - 1 if parent is None else parent
-        inputs, members = self._inputs(groups, batch, {one.interaction_id for one in left_out})
-        exclusions = [self._exclusion(offset, reason) for offset, reason in excluded] + [
-            r.StepExclusion(one.interaction_id, one.topic, one.partition, one.offset, "erased", 1) for one in left_out
+        inputs: list[r.StepInput] = []
+        members: list[r.GroupMember | r.OnlineMember] = []
+        if batch is not None:
+            found = self.records(Topic.ONLINE_BATCHES, r.OnlineBatch)[batch]
+            inputs.append(r.StepInput(found.batch_id, Topic.ONLINE_BATCHES.value, 0, batch))
+            members += [one for one in found.members if one not in left_out]
+        for offset in groups:
+            inputs.append(r.StepInput(self.group(offset).group_id, Topic.GROUPS.value, 0, offset))
+            members += [one for one in self.group(offset).members if one.reward is not None]
+        exclusions = [
+            r.StepExclusion(group.group_id, Topic.GROUPS.value, 0, offset, reason, len(group.members))
+            for offset, reason in excluded
+            for group in (self.group(offset),)
         ]
-        step = self._step(number, parent, inputs, exclusions, members, at)
+        exclusions += (
+            r.StepExclusion(one.interaction_id, one.topic, one.partition, one.offset, "erased", 1) for one in left_out
+        )
+        lag: dict[int, int] = defaultdict(int)
+        for one in members:
+            lag[parent - one.version_min] += one.sampled_tokens
+        step = build(
+            r.TrainStep, step=number, parent_version=parent, inputs=inputs, exclusions=exclusions, seed=number,
+            config_hash="c", metrics={"policy_lag_bound": 4.0},
+            lag=[r.LagCount(behind, tokens) for behind, tokens in sorted(lag.items())], rollouts=len(members),
+            tokens=sum(one.sampled_tokens for one in members), fingerprint=f"w{number}",
+            parent_fingerprint=self.fingerprints[parent], started_at=at, finished_at=at + SECOND,
+            incarnation=INCARNATION,
+        )  # fmt: skip
         self.put(plan_of(step), at=at)
         self.put(step, at=at)
         self.fingerprints[number] = step.fingerprint
         self.put(self.manifest_of(number, parent), at=at)
         self.prove(number)
         return step
-
-    def _inputs(
-        self, groups: Sequence[int], batch: int | None, left_out: set[str]
-    ) -> tuple[list[r.StepInput], list[r.GroupMember | r.OnlineMember]]:
-        inputs: list[r.StepInput] = []
-        members: list[r.GroupMember | r.OnlineMember] = []
-        if batch is not None:
-            found = self.records(Topic.ONLINE_BATCHES, r.OnlineBatch)[batch]
-            inputs.append(r.StepInput(found.batch_id, Topic.ONLINE_BATCHES.value, 0, batch))
-            members += [one for one in found.members if one.interaction_id not in left_out]
-        for offset in groups:
-            inputs.append(r.StepInput(self.group(offset).group_id, Topic.GROUPS.value, 0, offset))
-            members += [one for one in self.group(offset).members if one.reward is not None]
-        return inputs, members
-
-    def _exclusion(self, offset: int, reason: str) -> r.StepExclusion:
-        group = self.group(offset)
-        return r.StepExclusion(group.group_id, Topic.GROUPS.value, 0, offset, reason, len(group.members))
-
-    def _step(
-        self,
-        number: int,
-        parent: int,
-        inputs: list[r.StepInput],
-        exclusions: list[r.StepExclusion],
-        members: list[r.GroupMember | r.OnlineMember],
-        at: int,
-    ) -> r.TrainStep:
-        lag: dict[int, int] = defaultdict(int)
-        for one in members:
-            lag[parent - one.version_min] += one.sampled_tokens
-        return r.TrainStep(
-            run_id=RUN,
-            step=number,
-            version=number,
-            parent_version=parent,
-            inputs=inputs,
-            exclusions=exclusions,
-            seed=number,
-            config_hash="c",
-            objective="composer2",
-            learning_rate=0.001,
-            metrics={"policy_lag_bound": 4.0},
-            lag=[r.LagCount(behind, tokens) for behind, tokens in sorted(lag.items())],
-            rollouts=len(members),
-            tokens=sum(one.sampled_tokens for one in members),
-            fingerprint=f"w{number}",
-            parent_fingerprint=self.fingerprints[parent],
-            started_at=at,
-            finished_at=at + SECOND,
-            incarnation=INCARNATION,
-        )
 
     def manifest_of(self, version: int, parent: int | None) -> r.Manifest:
         """A version as it is published."""
@@ -382,7 +340,7 @@ def _disorder(log: RunLog) -> None:
 
 
 def _traffic(log: RunLog) -> None:
-    """Answers to users: two in a batch, one excluded, one open, one erased, one demand to be erased."""
+    """Answers to users: two in a batch, one excluded, one open, one erased, one request to be erased."""
     users = {"i0": "ann", "i1": "bob", "i2": "cid", "i3": "dan"}
     served = [
         replace(interaction(name, user, version=2, served_at=START_US), incarnation=INCARNATION)
@@ -443,22 +401,14 @@ def _lose_result(log: RunLog) -> None:
     log.put(rollout(of, 1, 1.0), at=START_US + OVERDUE_US, key=of.group_id)
 
 
-def _corrupt_reward(log: RunLog) -> None:
-    group = log.group(0)
-    members = [replace(group.members[0], reward=0.75), *group.members[1:]]
-    log.change(Topic.GROUPS, r.Group, 0, members=members)
+def member_with(**changes: Any) -> Callable[[RunLog], None]:
+    """The first member of the first group says something else."""
 
+    def plant(log: RunLog) -> None:
+        first, *others = log.group(0).members
+        log.change(Topic.GROUPS, r.Group, 0, members=[replace(first, **changes), *others])
 
-def _corrupt_advantage(log: RunLog) -> None:
-    group = log.group(0)
-    members = [replace(group.members[0], advantage=0.9), *group.members[1:]]
-    log.change(Topic.GROUPS, r.Group, 0, members=members)
-
-
-def _refer_nowhere(log: RunLog) -> None:
-    group = log.group(0)
-    members = [replace(group.members[0], offset=10_000), *group.members[1:]]
-    log.change(Topic.GROUPS, r.Group, 0, members=members)
+    return plant
 
 
 def _contradict(log: RunLog) -> None:
@@ -504,7 +454,7 @@ def plan_anew(log: RunLog, step: r.TrainStep, **changes: Any) -> None:
 
 
 def _replan_for_another_user(log: RunLog) -> None:
-    """Of the users of the run one was erased, and the plan that is replaced reads nothing of his."""
+    """Of the users of the run one was erased, and the plan that is replaced reads nothing of theirs."""
     plan_anew(log, plan_on_answer(log, "i9", "eve"))
 
 
@@ -548,7 +498,7 @@ def _two_batches(log: RunLog) -> None:
 
 
 def _train_erased(log: RunLog) -> None:
-    """The demand of a user came long before the step that trained on his answer."""
+    """The request of a user came long before the step that trained on their answer."""
     log.put(request("ann", r.UserWish.ERASE, START_US - 3600 * SECOND + 1), at=START_US)
     name = log.records(Topic.INTERACTIONS, r.Interaction)[0]
     log.change(Topic.INTERACTIONS, r.Interaction, 0, served_at=name.served_at - 7200 * SECOND)
@@ -582,17 +532,16 @@ PLANTED_FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault("a rollout that was asked for and never came", "endings", "tasks[0]@10", _lose),
     PlantedFault("a group that the trainer passed over", "endings", "groups[0]@9", _pass_over),
     PlantedFault("a rollout that no group counts", "endings", "rollouts[0]@21", _lose_result),
-    PlantedFault("a group whose member has another reward than its rollout", "groups", "groups[0]@0", _corrupt_reward),
     PlantedFault(
-        "a group whose advantages do not follow from its rewards", "groups", "groups[0]@0", _corrupt_advantage
+        "a group whose member has another reward than its rollout", "groups", "groups[0]@0", member_with(reward=0.75)
     ),
-    PlantedFault("a group that refers to a rollout that is not there", "groups", "groups[0]@0", _refer_nowhere),
     PlantedFault(
-        "a second record of a group with other contents",
-        "groups",
-        "groups[0]@10",
-        _contradict,
+        "a group whose advantages do not follow from its rewards", "groups", "groups[0]@0", member_with(advantage=0.9)
     ),
+    PlantedFault(
+        "a group that refers to a rollout that is not there", "groups", "groups[0]@0", member_with(offset=10_000)
+    ),
+    PlantedFault("a second record of a group with other contents", "groups", "groups[0]@10", _contradict),
     PlantedFault(
         "a step with other weights than its version",
         "versions",
@@ -645,6 +594,6 @@ PLANTED_FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault("a rollout of a task that was never issued", "tasks", "rollouts[0]@21", _play_unasked),
     PlantedFault("an interaction with two outcomes", "interactions", "outcomes[0]@3", _two_outcomes),
     PlantedFault("an interaction in two online batches", "batches", "online-batches[0]@1", _two_batches),
-    PlantedFault("a step on a user's answer after his erasure", "erasures", "train.steps[0]@5", _train_erased),
+    PlantedFault("a step on a user's answer after their erasure", "erasures", "train.steps[0]@5", _train_erased),
 )
 """What can be wrong with a log, and the check that has to say so."""

@@ -8,7 +8,6 @@ from tests.records import build
 from tidemill.schemas.records import (
     Group,
     GroupMember,
-    Manifest,
     Rollout,
     Segment,
     StepExclusion,
@@ -20,7 +19,7 @@ from tidemill.schemas.records import (
 TOKENS = 3
 
 
-def rollout(rollout_id, group_id, *, index=0, reward=1.0, finished_at=1_000_000, run_id="run"):
+def rollout(rollout_id, group_id, *, index=0, reward=1.0, finished_at=1_000_000):
     """A rollout of three tokens, of which the last two were sampled."""
     segment = Segment(
         n_tokens=TOKENS,
@@ -29,55 +28,24 @@ def rollout(rollout_id, group_id, *, index=0, reward=1.0, finished_at=1_000_000,
         logprobs=np.array([0, -0.5, -0.25], dtype="<f4").tobytes(),
         spans=[VersionSpan(0, 1, 3)],
     )
-    return build(Rollout, rollout_id=rollout_id, group_id=group_id, task_id=f"task-{group_id}", run_id=run_id,
-                 index=index, group_size=2, deadline_at=finished_at + 10**9, segments=[segment], reward=reward,
-                 success=True, turns=1, prompt_tokens=1, sampled_tokens=2, started_at=finished_at - 1,
-                 finished_at=finished_at)  # fmt: skip
+    return build(Rollout, rollout_id=rollout_id, group_id=group_id, index=index, group_size=2,
+                 deadline_at=finished_at + 10**9, segments=[segment], reward=reward, success=True, turns=1,
+                 prompt_tokens=1, sampled_tokens=2, finished_at=finished_at)  # fmt: skip
 
 
-def group(group_id, places, *, closed_at=2_000_000, run_id="run", ids=None):
+def group(group_id, places, *, ids=None):
     """A group of two rollouts at (topic, partition, offset) each."""
     names = ids or [f"r{offset}" for _, _, offset in places]
     members = [
-        build(
-            GroupMember,
-            rollout_id=name,
-            topic=topic,
-            partition=partition,
-            offset=offset,
-            reward=1.0,
-            advantage=0.5 - n,
-            success=True,
-            sampled_tokens=2,
-        )
+        build(GroupMember, rollout_id=name, topic=topic, partition=partition, offset=offset, reward=1.0,
+              advantage=0.5 - n, success=True, sampled_tokens=2)
         for n, (name, (topic, partition, offset)) in enumerate(zip(names, places, strict=True))
-    ]
-    return build(Group, group_id=group_id, task_id=f"task-{group_id}", run_id=run_id, members=members, mean_reward=0.5,
-                 opened_at=1, closed_at=closed_at)  # fmt: skip
+    ]  # fmt: skip
+    return build(Group, group_id=group_id, members=members, mean_reward=0.5)
 
 
 def step(number, inputs, exclusions):
     """The record of a step that read groups at some places."""
-    return build(
-        TrainStep,
-        step=number,
-        inputs=[StepInput(f"g{offset}", topic, partition, offset) for topic, partition, offset in inputs],
-        exclusions=[
-            StepExclusion(f"g{offset}", topic, partition, offset, "stale", 2) for topic, partition, offset in exclusions
-        ],
-        config_hash="c",
-        objective="grpo",
-        learning_rate=0.1,
-        rollouts=2,
-        tokens=4,
-        fingerprint="f",
-        parent_fingerprint="p",
-        started_at=1,
-        finished_at=2,
-    )
-
-
-def manifest_of(shards):
-    """A version whose chunks lie in some shards."""
-    return build(Manifest, version=1, learning_rate=0.1, n_elements=1, n_changed=1, delta_bytes=10, shards=shards,
-                 fingerprint="f", trained_at=1, published_at=2)  # fmt: skip
+    read = [StepInput(f"g{place[2]}", *place) for place in inputs]
+    left_out = [StepExclusion(f"g{place[2]}", *place, "stale", 2) for place in exclusions]
+    return build(TrainStep, step=number, inputs=read, exclusions=left_out)

@@ -267,7 +267,7 @@ def test_a_plan_may_be_replaced_for_a_reason_that_the_log_knows(why: str):
     assert log.audit().passed
 
 
-GONE = {"a tombstone": True, "a demand": True, "compaction": True, "an older demand": False, "a later demand": False}
+GONE = {"a tombstone": True, "a request": True, "compaction": True, "an older request": False, "a later request": False}
 
 
 @pytest.mark.parametrize("why", GONE)
@@ -277,11 +277,11 @@ def test_a_plan_may_be_replaced_when_an_answer_that_it_reads_is_gone(why: str):
     match why:
         case "a tombstone":
             log.put_bytes(Topic.INTERACTIONS, "i9", None, step.started_at)
-        case "a demand":
+        case "a request":
             log.put(request("eve", r.UserWish.ERASE, step.started_at), at=step.started_at)
-        case "an older demand":
+        case "an older request":
             log.put(request("eve", r.UserWish.ERASE, START_US), at=step.started_at)
-        case "a later demand":
+        case "a later request":
             late = step.started_at + AuditRules(RUN).grace_us + SECOND
             log.put(request("eve", r.UserWish.ERASE, late), at=step.started_at)
         case "compaction":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from typing import Any
 
 import pytest
@@ -16,14 +15,13 @@ from tidemill.consumers.operate.audit.audit import audit_log
 from tidemill.consumers.operate.audit.endings import AuditRules
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import admin_client, create_topics
+from tidemill.schemas.log.admin import admin_client
 
 RULES = AuditRules(run_id="run")
 
 
 def written(kafka: Any, log: RunLog) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=1)
-    create_topics(settings)
+    settings = kafka.fresh(1)
     log.write(settings)
     return settings
 

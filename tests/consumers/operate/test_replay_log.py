@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 from tests.consumers.operate.replay_support import group, rollout, step
 from tidemill.compose.cli import app
-from tidemill.consumers.operate.replay.copy import LogOrigin, Replay
+from tidemill.consumers.operate.replay.copy import Replay
+from tidemill.consumers.operate.replay.plan import LogOrigin
 from tidemill.consumers.operate.replay.records import LogSource
 from tidemill.consumers.operate.replay.selection import NumberRange, OffsetRange, Selection
 from tidemill.consumers.operate.replay.target import TargetRefused
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import admin_client, create_topics
 from tidemill.schemas.log.client_settings import consumer_settings
 from tidemill.schemas.log.consumed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE
@@ -41,13 +41,12 @@ GAP_MS = 1_000
 @pytest.fixture(scope="module")
 def live(kafka):
     """A live log that every test reads and none writes into."""
-    return written_log(kafka.bootstrap)
+    return written_log(kafka)
 
 
-def written_log(bootstrap):
+def written_log(kafka):
     """A log: groups of two rollouts each, a second apart, and two steps that read some of them."""
-    settings = KafkaSettings(bootstrap=bootstrap, topic_prefix=f"live{uuid.uuid4().hex[:8]}.", partitions=PARTITIONS)
-    create_topics(settings)
+    settings = kafka.fresh(PARTITIONS)
     names, reached, places = Names(settings.topic_prefix), dict.fromkeys(range(PARTITIONS), 0), []
     with RecordProducer(settings, "test") as producer:
         for n in range(GROUPS):
@@ -300,7 +299,7 @@ def test_the_command_writes_a_manifest(live, into, tmp_path):
 
 
 def test_a_killed_replay_goes_on_without_a_gap_and_without_a_second_copy(kafka, into):
-    live = written_log(kafka.bootstrap)
+    live = written_log(kafka)
     replay_id = f"killed-{into}"
     options = ["--topic", "rollouts", "--topic", "groups", "--speed", "2", "--yes", "--resume", replay_id]
     whole = GROUPS * 3 + 1

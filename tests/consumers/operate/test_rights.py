@@ -1,4 +1,4 @@
-"""What the log holds of a user, and what may be deleted for him: the pure parts."""
+"""What the log holds of a user, and what may be deleted for them: the pure parts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def observed(*records: ConsumedRecord) -> UserRecords:
     return holdings
 
 
-def test_his_own_records_and_what_others_said_of_his_interactions_are_held():
+def test_a_users_own_records_and_what_others_said_of_their_interactions_are_held():
     served, foreign = interaction("i0", "ann"), interaction("i1", "bob")
     found = observed(
         placed(served, "i0"),
@@ -102,7 +102,7 @@ def test_every_claim_that_a_key_ever_had_is_remembered():
     assert found.held[0].claims == tuple(claims)
 
 
-def test_dead_letters_are_his_by_key_or_by_name():
+def test_dead_letters_are_theirs_by_key_or_by_name():
     found = observed(placed(interaction("i0", "ann"), "i0"))
     assert found.owns_key(feedback_key("i0", "e").encode(), None)
     assert found.owns_key(b"unknown", "ann")
@@ -110,14 +110,14 @@ def test_dead_letters_are_his_by_key_or_by_name():
     assert not found.owns_key(b"\xff\xfe", None)
 
 
-def test_demands_are_his_alone_in_order_and_count_once():
+def test_requests_are_of_one_user_in_order_and_count_once():
     out, back = request("ann", UserWish.OPT_OUT, 1), request("ann", UserWish.OPT_IN, 2)
-    demands = UserRequests("ann")
+    requests = UserRequests("ann")
     for record in (out, request("bob", UserWish.ERASE, 1), back, out, back):
-        demands.observe(record)
-    assert demands.made == [out, back]
-    assert demands.standing(UserWish.OPT_IN) == back
-    assert demands.standing(UserWish.OPT_OUT) is None
+        requests.observe(record)
+    assert requests.made == [out, back]
+    assert requests.standing(UserWish.OPT_IN) == back
+    assert requests.standing(UserWish.OPT_OUT) is None
     assert UserRequests("bob").standing(UserWish.ERASE) is None
 
 
@@ -130,7 +130,7 @@ def test_what_is_no_user_is_refused(user: str):
 
 
 @pytest.mark.parametrize("name", ["", "  ", "x" * 201])
-def test_a_demand_needs_somebody_who_makes_it(name: str):
+def test_a_request_needs_somebody_who_makes_it(name: str):
     with pytest.raises(BadUser, match="--by"):
         new_request("ann", UserWish.ERASE, name, START_US)
 

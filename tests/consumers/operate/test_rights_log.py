@@ -1,4 +1,4 @@
-"""Users' demands on a real Kafka: an erasure killed at any write is finished by the next run, and leaves nothing."""
+"""Users' requests on a real Kafka: an erasure killed at any write is finished by the next run, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from tidemill.producers.product.signing import Pseudonyms
 from tidemill.schemas.catalogue import Names, Topic, user_request_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, StoreSettings
-from tidemill.schemas.log.admin import admin_client, create_topics
+from tidemill.schemas.log.admin import admin_client
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
@@ -41,7 +40,7 @@ from tidemill.schemas.stored_object import store_claim
 PARTITIONS = 2
 DEADLINE_S = 120.0
 WRITES = 1 + PARTITIONS + 1 + 6
-"""Of the erasure of one `person`: the demand, its copies, and a tombstone a record."""
+"""Of the erasure of one `person`: the request, its copies, and a tombstone a record."""
 KILLED = """
 import json, os, signal, sys
 from tidemill.consumers.operate.rights.erase import Eraser
@@ -63,11 +62,7 @@ Eraser(KafkaSettings(**kafka), StoreSettings(root=root)).erase(user, "tester")
 
 @pytest.fixture(scope="module")
 def settings(kafka: Any) -> KafkaSettings:
-    settings = KafkaSettings(
-        bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=PARTITIONS
-    )
-    create_topics(settings)
-    return settings
+    return kafka.fresh(PARTITIONS)
 
 
 def person(settings: KafkaSettings, user: str, root: Path, *, at: int = START_US) -> None:
@@ -107,7 +102,7 @@ def assert_erased(settings: KafkaSettings, user: str, root: Path) -> None:
     assert not (root / "claims" / user).exists()
 
 
-def test_an_erasure_takes_everything_of_him_and_nothing_of_others(settings: KafkaSettings, tmp_path: Path):
+def test_an_erasure_takes_everything_of_them_and_nothing_of_others(settings: KafkaSettings, tmp_path: Path):
     person(settings, "ann", tmp_path)
     done = Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ann", "tester")
     assert done.tombstones == {"interactions": 2, "outcomes": 2, "feedback": 2} == done.found
@@ -149,7 +144,7 @@ def test_killed_at_any_write_it_is_finished_by_the_next_run(settings: KafkaSetti
     assert_erased(settings, user, tmp_path)
 
 
-def test_who_came_back_demands_it_anew(settings: KafkaSettings, tmp_path: Path):
+def test_who_came_back_asks_for_it_anew(settings: KafkaSettings, tmp_path: Path):
     person(settings, "back", tmp_path)
     eraser = Eraser(settings, StoreSettings(root=str(tmp_path)))
     first = eraser.erase("back", "tester")
@@ -172,7 +167,7 @@ def test_a_dry_run_and_an_unknown_user_write_nothing(settings: KafkaSettings, tm
     assert wishes(settings, "dry") == wishes(settings, "nobody") == []
 
 
-def test_dead_letters_of_his_are_told_with_the_time_of_their_end(settings: KafkaSettings, tmp_path: Path):
+def test_dead_letters_of_theirs_are_told_with_the_time_of_their_end(settings: KafkaSettings, tmp_path: Path):
     person(settings, "dead", tmp_path)
     names, began_ms = Names(settings.topic_prefix), int(time.time() * 1000)
     with RecordProducer(settings, "test-letters") as producer:
@@ -220,7 +215,7 @@ def test_the_commands_take_the_products_id_and_print_json(
     run = CliRunner().invoke
     shown = json.loads(run(app, ["users", "show", "4711", "--json"]).stdout)
     assert shown["held"] == {"interactions": 2, "outcomes": 2, "feedback": 2}
-    assert "no demands" in run(app, ["users", "show", pseudonym, "--pseudonym"]).stdout
+    assert "no requests" in run(app, ["users", "show", pseudonym, "--pseudonym"]).stdout
     assert run(app, ["users", "opt-out", "4711", "--by", "4711"]).exit_code == 0
     assert "dry run" in run(app, ["users", "erase", "4711", "--by", "dpo", "--dry-run"]).stdout
     done = run(app, ["users", "erase", "4711", "--by", "dpo", "--json"])
@@ -259,7 +254,7 @@ def _alter(admin: Any, kind: ResourceType, name: str, values: Mapping[str, str |
         future.result(60)
 
 
-def test_after_compaction_not_one_byte_of_him_is_read(settings: KafkaSettings, eager_cleaner: None, tmp_path: Path):
+def test_after_compaction_not_one_byte_of_them_is_read(settings: KafkaSettings, eager_cleaner: None, tmp_path: Path):
     person(settings, "compacted", tmp_path)
     Eraser(settings, StoreSettings(root=str(tmp_path))).erase("compacted", "tester")
     deadline = time.monotonic() + DEADLINE_S
@@ -275,6 +270,6 @@ def test_after_compaction_not_one_byte_of_him_is_read(settings: KafkaSettings, e
 
 
 def holds(one: ConsumedRecord, name: bytes) -> bool:
-    """Whether a record holds data of a user: copies of his demand and interactions of others do not."""
+    """Whether a record holds data of a user: copies of their request and interactions of others do not."""
     theirs = isinstance(one.record, UserRequest) or (one.key or b"").startswith(b"other-of")
     return not theirs and one.value is not None and name in (one.key or b"") + one.value

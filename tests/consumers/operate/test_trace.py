@@ -64,14 +64,13 @@ def tombstone(topic: Topic, key: str) -> ConsumedRecord:
 
 
 def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> InteractionPath:
-    trace = InteractionTrace("i0", VersionHistory("run"))
+    trace, history = InteractionTrace("i0"), VersionHistory("run")
     for one in records:
         trace.observe(one)
-        assert trace.history is not None
-        trace.history.observe(one)
+        history.observe(one)
     for row in letters:
         trace.observe_letter(row)
-    return trace.path()
+    return trace.path(history)
 
 
 def test_the_whole_path_has_every_stage_with_its_offset():
@@ -204,7 +203,7 @@ def test_a_later_number_that_descends_from_elsewhere_does_not_contain_it():
     assert "no replica serves now: last decision promote" in path.end
 
 
-def test_a_users_versions_are_those_whose_steps_trained_on_him():
+def test_a_users_versions_are_those_whose_steps_trained_on_them():
     two, three = interaction("i1", "ann"), interaction("i2", "bob")
     left_out = online_batch(1, [member(outcome(two, 1.0)), member(outcome(three, 1.0))])
     second = step(
@@ -212,13 +211,13 @@ def test_a_users_versions_are_those_whose_steps_trained_on_him():
         [r.StepInput(left_out.batch_id, Topic.ONLINE_BATCHES.value, 0, 1)],
         [r.StepExclusion("i1", "interactions", 0, 0, "erased", 1)],
     )
-    demand = request("ann", r.UserWish.ERASE, START_US)
+    erasure = request("ann", r.UserWish.ERASE, START_US)
     history, trace = VersionHistory("run"), UserTrace("ann")
-    for one in located([*WHOLE, outcome(two, None, "bot"), left_out, second, demand]):
+    for one in located([*WHOLE, outcome(two, None, "bot"), left_out, second, erasure]):
         history.observe(one)
         trace.observe(one)
     path = trace.path({"run": history})
-    assert path.demands == [demand]
+    assert path.demands == [erasure]
     assert path.outcomes == {"reward": 1, "bot": 1}
     assert [(batch.sequence, batch.interactions, batch.trained) for batch in path.batches] == [(0, 1, 1), (1, 1, 0)]
     (run,) = path.runs
@@ -226,7 +225,7 @@ def test_a_users_versions_are_those_whose_steps_trained_on_him():
     assert run.served_by == {"replica-0": 2}
 
 
-def test_an_erased_user_keeps_his_versions_and_loses_his_outcomes():
+def test_an_erased_user_keeps_their_versions_and_loses_their_outcomes():
     history, trace = VersionHistory("run"), UserTrace("ann")
     gone = ConsumedRecord(Topic.OUTCOMES, 0, 9, 0, b"i0", None, None, "a tombstone")
     for one in [*located(WHOLE), gone]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
@@ -39,10 +37,7 @@ USER = Pseudonyms(PRODUCT).of("4711")
 @pytest.fixture(scope="module")
 def settings(kafka: Any) -> KafkaSettings:
     """A log with one interaction that was trained, among others, and one rollout."""
-    settings = KafkaSettings(
-        bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=PARTITIONS
-    )
-    create_topics(settings)
+    settings = kafka.fresh(PARTITIONS)
     served = [interaction(f"i{n}", USER if n == 7 else "bob") for n in range(12)]
     rewarded = [outcome(one, 1.0, signals=[use(f"e-{one.interaction_id}")]) for one in served]
     batch = online_batch(0, [member(one) for one in rewarded])
@@ -104,7 +99,7 @@ def test_a_person_reads_every_stage(settings: KafkaSettings):
     assert "promote by gate: better · gate.decisions[0]@0" in shown
 
 
-def test_a_user_is_traced_to_his_versions():
+def test_a_user_is_traced_to_their_versions():
     path = json.loads(trace("--user", "4711", "--json").stdout)
     assert [made["version"] for made in path["runs"][0]["trained"]] == [2]
     assert "trained into version 2" in trace("--user", USER, "--pseudonym").stdout

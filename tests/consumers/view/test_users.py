@@ -30,8 +30,7 @@ def rows_of_the_run() -> list[Row]:
 
 def traced(interaction: str) -> InteractionPath:
     """What `tidemill trace` says of an interaction of the page's run."""
-    history = VersionHistory("run")
-    trace = InteractionTrace(interaction, history)
+    history, trace = VersionHistory("run"), InteractionTrace(interaction)
     reached: Counter[str] = Counter()
     for row in rows_of_the_run():
         if isinstance(row.record, DeadLetter | DeletedKey):
@@ -41,7 +40,7 @@ def traced(interaction: str) -> InteractionPath:
         reached[topic] += 1
         history.observe(located)
         trace.observe(located)
-    return trace.path()
+    return trace.path(history)
 
 
 @pytest.mark.parametrize("interaction", [f"i{n}" for n in range(7)])
