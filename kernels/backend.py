@@ -182,9 +182,12 @@ class KernelBackend(ABC):
         """Write `new_at` (uN[k]) into `bits` at `indices` (i8[k], each in range and once), in place."""
         with self._near(bits, indices, new_at) as rows:
             self._rows.scatter(*rows)
+            if is_on_host(rows[0]) is is_on_host(bits):
+                # The row shares their memory.
+                return
             if isinstance(bits, np.ndarray):
                 np.copyto(bits, self.host(rows[0]))
-            elif isinstance(rows[0], np.ndarray) or rows[0].device != bits.device:
+            else:
                 import torch
 
                 flat_row(bits).copy_(torch.as_tensor(rows[0]))
