@@ -64,7 +64,7 @@ class _Difference(NamedTuple):
 
 
 class DeltaEncoder:
-    """Encodes the tensors of a delta one after the other: `add` for each, then `finish`.
+    """The encoder of a delta's tensors, one after the other: `add` for each, then `finish`.
 
     Each tensor's patterns may be overwritten once `add` has been exhausted. `encode` does both.
     """

@@ -150,7 +150,7 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Takes groups in the order they are read, gives batches.
+    """The builder of batches from groups, which it gets in the order in which they are read.
 
     Args:
         incarnation: of the run's versions; None where versions of different incarnations are not told apart.

@@ -74,7 +74,7 @@ class ForkPoint:
 
 
 class WeightPublisher:
-    """Publishes the versions of one branch, in order; a context manager. Make one with `open`.
+    """The publisher of one branch's versions, in order; a context manager. Make one with `open`.
 
     It holds one copy of this rank's weights of the newest version on the CPU. Not safe for several threads. Several
     ranks call `open`, `publish` and `go_back` together, for the same version; what one of them fails with is raised on
