@@ -227,10 +227,7 @@ class OnlineQueue:
     def take(self, chosen: TrainableBatch) -> list[StepExclusion]:
         """A batch is being trained: what has ended untrained since the one before, its own interactions included."""
         self._waiting = [waiting for waiting in self._waiting if waiting.place != chosen.place]
-        self._endings.end(chosen.place)
-        self._endings.settle()
-        excluded, self._endings.excluded = self._endings.excluded, []
-        return [*excluded, *chosen.excluded]
+        return [*self._endings.close([chosen.place]), *chosen.excluded]
 
     def progress(self) -> TopicProgress:
         """Where to go on, as of the batch taken last: exclusions since then are decided again."""
