@@ -38,10 +38,8 @@ class Encoded(NamedTuple):
     """A block, and what it does."""
 
     data: bytes
-    changes: Mapping[str, Fingerprint]
-    """What it adds to the fingerprint of each tensor that it changes."""
     targets: Mapping[str, tuple[int, Fingerprint]]
-    """How many elements of each of these tensors it covers, and their fingerprint after the change."""
+    """How many elements of each tensor that it changes it covers, and their fingerprint after the change."""
 
 
 class _Rows(NamedTuple):
@@ -221,6 +219,5 @@ def _block(
     )  # fmt: skip
     return Encoded(
         write_block(header, name, payload),
-        {one.part.name: one.added for one in differences},
         {one.part.name: (one.part.n, one.base + one.added) for one in differences},
     )

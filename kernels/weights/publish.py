@@ -311,8 +311,7 @@ class WeightPublisher:
     def _merged(self, mark: VersionMark, reports: Sequence[RankReport]) -> list[TensorInfo]:
         """The version's tensors. Raises CoverageError, VersionError when it was not made from its parent's weights."""
         tensors = merged_tensors(reports)
-        shards = (shard for report in reports for shard in report.shards)
-        change = sum((change for shard in shards for change in shard.tensor_changes.values()), ZERO)
+        change = sum((shard.change for report in reports for shard in report.shards), ZERO)
         made_from = (total_fingerprint(tensors) - change).hex()
         assert mark.parent is not None
         parent = self._log.graph.manifests[mark.parent]

@@ -118,8 +118,8 @@ class ShardReport:
     """Encoded bytes."""
     n_changed: int
     """Changed elements."""
-    tensor_changes: Mapping[str, Fingerprint]
-    """What the shard adds to the fingerprint of each tensor that it changes, by name."""
+    change: Fingerprint
+    """What the shard adds to the version's fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
