@@ -186,7 +186,7 @@ def _blocks(rows: _Rows, settings: CodecSettings) -> Iterator[Encoded]:
 def _difference(rows: _Rows) -> _Difference | None:
     """What changed in a run; None for nothing."""
     kernels, key = backend_for(rows.old), TensorKey.of(rows.part.name)
-    changes = ElementChanges(*kernels.compare_and_take(rows.old, rows.new))
+    changes = ElementChanges(*kernels.changed_elements(rows.old, rows.new))
     if not len(changes.indices):
         return None
     base = kernels.fingerprint(rows.old, key, rows.part.start)
