@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
+import msgspec
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from tidemill.producers.environments import base
@@ -64,7 +65,7 @@ class Hello:
     option_rows: list[dict[str, Any]]
 
 
-_HELLO, _SCORE, _DRAFT = TypeAdapter(Hello), TypeAdapter(Score), TypeAdapter(base.TaskDraft)
+_HELLO, _DRAFT = TypeAdapter(Hello), TypeAdapter(base.TaskDraft)
 
 
 @dataclass(slots=True, eq=False)
@@ -364,9 +365,9 @@ class HostedEnvironment(base.Environment):
 
     def _score(self, found: object) -> Score:
         try:
-            return _SCORE.validate_python(found)
-        except ValidationError as error:
-            raise EnvironmentFailed(f"environment {self._name} returned no score: {faults(error, 'value')}") from error
+            return msgspec.convert(found, Score)
+        except msgspec.ValidationError as error:
+            raise EnvironmentFailed(f"environment {self._name} returned no score: {error}") from error
 
     async def _running(self) -> EpisodeProcess:
         """The process for new episodes, started where there is none. Raises like `start`."""
