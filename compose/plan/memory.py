@@ -167,7 +167,8 @@ class ReplicaCase:
     tensor_parallel: int
     """Ranks that an engine's tensors are cut over; whole experts on each rank (expert parallel) take as much."""
     data_parallel: int
-    """Engines of the replica, each with the whole model, and a share of the requests."""
+    """Engines of the replica, each with a share of the requests and the whole model, but for routed experts, which all
+    ranks of the replica share (`replica.expert_parallel`)."""
     requests: int
     """Requests at the same time."""
     context: int
@@ -188,14 +189,17 @@ class ReplicaCase:
 def replica_bytes(size: ModelSize, case: ReplicaCase) -> dict[str, float]:
     """Bytes of one rank, by what they hold."""
     tensor = case.tensor_parallel
+    held = (size.parameters - size.experts) / tensor + size.experts / case.ranks
     queries, keys = size.heads * size.head_width, size.kv_heads * size.head_width
-    numbers = 2 * size.hidden + (queries + 2 * keys + 3 * size.feed_forward) / tensor
+    # Experts compute the tokens of all engines.
+    gathered = case.data_parallel if size.experts else 1
+    numbers = 2 * size.hidden * gathered + (queries + 2 * keys + 3 * size.feed_forward) / tensor
     scored = min(case.requests / case.data_parallel, case.step_tokens)
     device = {
-        "weights": case.value_bytes * size.parameters / tensor,
+        "weights": case.value_bytes * held,
         "kv_cache": kv_bytes(size, case),
         "step": case.value_bytes * case.step_tokens * numbers + 4 * STEP_SCORES * scored * size.vocabulary,
-        "update": CHANGE_BYTES * case.changed / tensor,
+        "update": CHANGE_BYTES * case.changed * held / size.parameters,
     }
     return device if case.gpu else {**device, "mirror": replica_host_bytes(size), "process": REPLICA_PROCESS_BYTES}
 

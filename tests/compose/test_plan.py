@@ -86,8 +86,16 @@ def test_engines_side_by_side_share_the_requests_and_not_the_weights(models):
     one, two = (planned(*base, "--data-parallel", engines)["replica"][0] for engines in "12")
     assert (two["devices"], two["bytes"]["weights"]) == (4, one["bytes"]["weights"])
     assert two["bytes"]["kv_cache"] == one["bytes"]["kv_cache"] / 2
-    refused = CliRunner().invoke(app, ["plan", "--model", models["30b"], "--gpus", "64x80", "--data-parallel", "2"])
-    assert "dense models" in str(refused.exception)
+
+
+def test_engines_side_by_side_share_the_experts(models):
+    size = size_of_name(models["30b"])
+    base = ("--model", models["30b"], "--gpus", "64x80", "--tensor-parallel", "2")
+    one, four = (planned(*base, "--data-parallel", engines)["replica"][0] for engines in "14")
+    assert one["bytes"]["weights"] == 2 * size.parameters / 2
+    assert four["devices"] == 8
+    assert four["bytes"]["weights"] == 2 * ((size.parameters - size.experts) / 2 + size.experts / 8)
+    assert four["bytes"]["update"] < one["bytes"]["update"]
 
 
 def test_a_tensor_parallel_size_divides_the_heads(models):
