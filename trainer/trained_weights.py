@@ -122,7 +122,8 @@ class TrainedWeights:
         # The copy before is let go first; while it is published, the publisher holds it.
         self._parts = {}
         with self._learner.masters.as_served():
-            self._parts = local_parts(self._learner.model, first=ranks.is_first)
+            on_device = self._settings.publish.on_device
+            self._parts = local_parts(self._learner.model, first=ranks.is_first, on_device=on_device)
         reports = ranks.gather(lambda: RankReport([part_info(part) for part in self._parts.values()]))
         return total_fingerprint(merged_tensors(reports)).hex() if ranks.is_first else ""
 

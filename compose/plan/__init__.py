@@ -110,6 +110,7 @@ def plan(
         density=delta["density"].value,
         delta_bytes=delta["delta_bytes"].value,
         beside=trainer.publish_beside,
+        on_device=trainer.publish.on_device,
         older=trainer.score_older_every > 0,
     )
     found = fit(

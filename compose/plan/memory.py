@@ -48,6 +48,8 @@ class TrainerCase:
     """Of the encoded change, of all ranks."""
     beside: bool
     """A version is published beside the next step."""
+    on_device: bool
+    """Versions are compared and encoded on the GPU (`trainer.publish.on_device`)."""
     older: bool
     """Some tokens are scored at older weights too, of which a copy is kept."""
 
@@ -81,7 +83,7 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
         "head": head,
     }
     if case.gpu:
-        return device
+        return {**device, "publication": _held(size, case) * case.on_device}
     # Every rank loads whole models before it keeps its share.
     more = max(0.0, _loading(size, case) - sum(device.values()))
     freed = sum(device[name] for name in ("gradients", "gathered", "activations", "head"))
@@ -91,7 +93,8 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
 
 def trainer_host_bytes(size: ModelSize, case: TrainerCase) -> float:
     """Bytes in the host's memory for one rank of a trainer on GPUs, while it loads whole models or while it trains."""
-    return PROCESS_BYTES + max(_loading(size, case), _held(size, case) + _encoder(size, case))
+    held = _held(size, case) * (not case.on_device)
+    return PROCESS_BYTES + max(_loading(size, case), held + _encoder(size, case))
 
 
 def kept_bytes(size: ModelSize, compute_bytes: int) -> int:
@@ -114,7 +117,7 @@ def _loading(size: ModelSize, case: TrainerCase) -> float:
 
 
 def _held(size: ModelSize, case: TrainerCase) -> float:
-    """The version that is published, and the publisher's copy of the one before: always in the host's memory."""
+    """The version that is published, and the publisher's copy of the one before."""
     return 2 * BF16 * size.parameters / case.ranks
 
 
