@@ -20,7 +20,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, StrEnum
-from operator import getitem
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,28 +162,24 @@ class KernelBackend(ABC):
 
         return (torch.from_numpy(array) if isinstance(array, np.ndarray) else array).to(other.device)
 
-    def compare_and_compact(self, old: AnyArray, new: AnyArray) -> AnyArray:
-        """Indices (i8[changed], ascending) of the elements that differ between `old` and `new` (uN[n] each)."""
-        with self._near(old, new) as rows:
-            return self.beside(self._rows.compare_and_compact(*rows), old)
+    def changed_elements(self, old: AnyArray, new: AnyArray) -> tuple[AnyArray, ...]:
+        """The elements that differ between `old` and `new` (uN[n] each).
 
-    def compare_and_take(self, old: AnyArray, new: AnyArray) -> tuple[AnyArray, ...]:
-        """The same indices, and the patterns of `old` and of `new` there (uN[changed] each)."""
+        Returns their indices (i8[changed], ascending), and their patterns in `old` and in `new` (uN[changed] each).
+        """
         with self._near(old, new) as rows:
-            return tuple(self.beside(made, old) for made in self._rows.compare_and_take(*rows))
-
-    def take(self, bits: AnyArray, indices: AnyArray) -> AnyArray:
-        """The patterns (uN[k]) of `bits` at `indices` (i8[k], each in range)."""
-        with self._near(bits, indices) as rows:
-            return self.beside(self._rows.take(*rows), bits)
+            return tuple(self.beside(made, old) for made in self._rows.changed_elements(*rows))
 
     def scatter(self, bits: AnyArray, indices: AnyArray, new_at: AnyArray) -> None:
         """Write `new_at` (uN[k]) into `bits` at `indices` (i8[k], each in range and once), in place."""
         with self._near(bits, indices, new_at) as rows:
             self._rows.scatter(*rows)
+            if is_on_host(rows[0]) is is_on_host(bits):
+                # The row shares their memory.
+                return
             if isinstance(bits, np.ndarray):
                 np.copyto(bits, self.host(rows[0]))
-            elif isinstance(rows[0], np.ndarray) or rows[0].device != bits.device:
+            else:
                 import torch
 
                 flat_row(bits).copy_(torch.as_tensor(rows[0]))
@@ -232,9 +227,7 @@ class CpuBackend(KernelBackend):
     """The compiled loops: one thread, without the interpreter lock."""
 
     _rows = SimpleNamespace(
-        compare_and_compact=lambda old, new: compare.changed_elements(old, new)[0],
-        compare_and_take=compare.changed_elements,
-        take=getitem,
+        changed_elements=compare.changed_elements,
         scatter=compare.scatter,
         fingerprint=fingerprint.fingerprint,
         fingerprint_at=fingerprint.fingerprint_at,

@@ -140,7 +140,13 @@ PROBLEMS = {rans.TRUNCATED: "ends early", rans.OVERLONG: "leaves its block", ran
 
 
 class RansCoder(Coder):
-    """rANS over computed and fitted tables."""
+    """rANS over computed and fitted tables (`kernels.models`).
+
+    models     u1 for each class with changes: its gaps' model
+    tables     bits: for each class with changes, 1 and a table of steps, or 0: as before
+    words      how many 16-bit words, a varint; both states, 5 bytes each; the words
+    low bits   what is not entropy-coded (`kernels.rans`)
+    """
 
     code: ClassVar[int] = 1
 

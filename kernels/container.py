@@ -36,7 +36,7 @@ EDGE_SIZE = EDGE.size + DIGEST_SIZE
 
 
 class StreamWriter:
-    """Frames encoded blocks as one stream; `header()`, then `block(...)` for each block, then `trailer()`."""
+    """A stream of encoded blocks, as it is written: `header()`, then `block(...)` for each block, then `trailer()`."""
 
     def __init__(self, version: int, parent: int) -> None:
         self._edge = EDGE.pack(STREAM_MAGIC, STREAM_FORMAT, version, parent)

@@ -38,10 +38,8 @@ class Encoded(NamedTuple):
     """A block, and what it does."""
 
     data: bytes
-    changes: Mapping[str, Fingerprint]
-    """What it adds to the fingerprint of each tensor that it changes."""
     targets: Mapping[str, tuple[int, Fingerprint]]
-    """How many elements of each of these tensors it covers, and their fingerprint after the change."""
+    """How many elements of each tensor that it changes it covers, and their fingerprint after the change."""
 
 
 class _Rows(NamedTuple):
@@ -64,7 +62,7 @@ class _Difference(NamedTuple):
 
 
 class DeltaEncoder:
-    """Encodes the tensors of a delta one after the other: `add` for each, then `finish`.
+    """The encoder of a delta's tensors, one after the other: `add` for each, then `finish`.
 
     Each tensor's patterns may be overwritten once `add` has been exhausted. `encode` does both.
     """
@@ -188,7 +186,7 @@ def _blocks(rows: _Rows, settings: CodecSettings) -> Iterator[Encoded]:
 def _difference(rows: _Rows) -> _Difference | None:
     """What changed in a run; None for nothing."""
     kernels, key = backend_for(rows.old), TensorKey.of(rows.part.name)
-    changes = ElementChanges(*kernels.compare_and_take(rows.old, rows.new))
+    changes = ElementChanges(*kernels.changed_elements(rows.old, rows.new))
     if not len(changes.indices):
         return None
     base = kernels.fingerprint(rows.old, key, rows.part.start)
@@ -221,6 +219,5 @@ def _block(
     )  # fmt: skip
     return Encoded(
         write_block(header, name, payload),
-        {one.part.name: one.added for one in differences},
         {one.part.name: (one.part.n, one.base + one.added) for one in differences},
     )

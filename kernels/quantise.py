@@ -12,7 +12,7 @@ greatest / (6 x outer) rounded to nearest, and at least 2**-9, its smallest. A c
 by an IEEE division, rounded to nearest, ties to even, saturating. An outer scale is of a row alone, never of a tensor:
 what a later row holds changes nothing in an earlier one.
 
-The functions here run Triton's kernels or their twins below, which give the same bits (`kernels.backend` chooses).
+The functions here run Triton's kernels or torch's operations, which give the same bits (`kernels.backend` chooses).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def quantise(values: Tensor, form: BlockFormat) -> QuantisedTensor:
 
         codes, scales = triton_quantise.quantise(flat, form, outer)
     else:
-        codes, scales = quantise_twin(flat, form, outer)
+        codes, scales = quantise_by_torch(flat, form, outer)
     lead = values.shape[:-2]
     whole = None if outer is None else outer.view(*lead, *outer.shape[-2:])
     return QuantisedTensor(form, codes.view(values.shape), scales.view(*lead, *scales.shape[-2:]), whole)
@@ -124,7 +124,7 @@ def dequantise(held: QuantisedTensor) -> Tensor:
         from tidemill.kernels import triton_quantise
 
         return triton_quantise.dequantise(codes, scales, outer, form).view(shape)
-    return dequantise_twin(codes, scales, outer, form).view(shape)
+    return dequantise_by_torch(codes, scales, outer, form).view(shape)
 
 
 def blocks_of(form: BlockFormat, shape: torch.Size) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def blocks_of(form: BlockFormat, shape: torch.Size) -> tuple[int, int]:
     return -(-shape[-2] // form.rows), -(-shape[-1] // form.columns)
 
 
-def quantise_twin(values: Tensor, form: BlockFormat, outer: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantise_by_torch(values: Tensor, form: BlockFormat, outer: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes (u1[B, R, C]) and scales (u1[B, blocks, blocks]) of `values` (f4[B, R, C]), by torch's operations."""
     count, rows, columns = values.shape
     down, across = blocks_of(form, values.shape)
@@ -151,7 +151,7 @@ def quantise_twin(values: Tensor, form: BlockFormat, outer: Tensor | None) -> tu
     return codes.view(filled.shape)[:, :rows, :columns].contiguous(), scales
 
 
-def dequantise_twin(codes: Tensor, scales: Tensor, outer: Tensor | None, form: BlockFormat) -> Tensor:
+def dequantise_by_torch(codes: Tensor, scales: Tensor, outer: Tensor | None, form: BlockFormat) -> Tensor:
     """The values (f4[B, R, C]) of `codes` (u1[B, R, C]), by torch's operations."""
     values = _decode_e4m3(codes) if form.codes is E4M3 else _decode_e2m1(codes)
     factors = (scales.to(torch.int32) << 23).view(torch.float32) if outer is None else _decode_e4m3(scales) * outer

@@ -60,29 +60,26 @@ def decode(
 @kernel
 def quantise_tile(
     values_pointer: tl.tensor,
-    outer_pointer: tl.tensor,
     codes_pointer: tl.tensor,
     scales_pointer: tl.tensor,
+    outer_pointer: tl.tensor | None,
     rows: tl.int64,
     columns: tl.int64,
-    down: tl.int64,
-    across: tl.int64,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-    HAS_OUTER: tl.constexpr,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     SIGN: tl.constexpr,
     TOP: tl.constexpr,
 ) -> None:
-    """Codes and scales of a tile of matrix `program_id(2)`, which has `down` x `across` blocks."""
+    """Codes and scales of a tile of matrix `program_id(2)`; `outer_pointer` is None without outer scales."""
     matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.program_id(0).to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    at = matrix * rows * columns + row[:, None] * columns + column[None, :]
+    at = (matrix * rows + row)[:, None] * columns + column[None, :]
     BLOCKS_DOWN: tl.constexpr = TILE_ROWS // ROWS
     BLOCKS_ACROSS: tl.constexpr = TILE_COLUMNS // COLUMNS
     values = tl.load(values_pointer + at, mask=inside, other=0.0)
@@ -90,18 +87,18 @@ def quantise_tile(
     greatest = tl.max(tl.max(tl.abs(blocks), axis=3), axis=1)
     block_row = tl.program_id(1).to(tl.int64) * BLOCKS_DOWN + tl.arange(0, BLOCKS_DOWN)
     block_column = tl.program_id(0).to(tl.int64) * BLOCKS_ACROSS + tl.arange(0, BLOCKS_ACROSS)
-    if HAS_OUTER:
+    if outer_pointer is not None:
         # Scales are E4M3: three bits of mantissa, a bias of 7, the sign in bit 7.
-        held = block_row < rows
-        outer = tl.load(outer_pointer + matrix * rows + block_row, mask=held, other=1.0)[:, None]
+        outer = tl.load(outer_pointer + matrix * rows + block_row, mask=block_row < rows, other=1.0)[:, None]
         wanted = tl.div_rn(greatest, tl.broadcast_to(outer * E2M1_GREATEST, greatest.shape))
         scale = tl.maximum(encode(wanted, 3, 7, 7, 0x7E), 1)
         factor = decode(scale, 3, 7, 7, 0x7E) * outer
     else:
         scale = tl.maximum(((greatest.to(tl.int32, bitcast=True) + CARRY) >> 23) - 8, LEAST)
         factor = (scale << 23).to(tl.float32, bitcast=True)
+    down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
     kept = (block_row < down)[:, None] & (block_column < across)[None, :]
-    scale_at = matrix * down * across + block_row[:, None] * across + block_column[None, :]
+    scale_at = (matrix * down + block_row)[:, None] * across + block_column[None, :]
     tl.store(scales_pointer + scale_at, scale.to(tl.uint8), mask=kept)
     factors = tl.reshape(factor, (BLOCKS_DOWN, 1, BLOCKS_ACROSS, 1))
     quotients = tl.div_rn(blocks, tl.broadcast_to(factors, blocks.shape))
@@ -111,34 +108,32 @@ def quantise_tile(
 
 @kernel
 def dequantise_tile(
+    values_pointer: tl.tensor,
     codes_pointer: tl.tensor,
     scales_pointer: tl.tensor,
-    outer_pointer: tl.tensor,
-    values_pointer: tl.tensor,
+    outer_pointer: tl.tensor | None,
     rows: tl.int64,
     columns: tl.int64,
-    down: tl.int64,
-    across: tl.int64,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
-    HAS_OUTER: tl.constexpr,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
     SIGN: tl.constexpr,
     TOP: tl.constexpr,
 ) -> None:
-    """The values of a tile of matrix `program_id(2)`."""
+    """The values of a tile of matrix `program_id(2)`; `outer_pointer` is None without outer scales."""
     matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.program_id(0).to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    at = matrix * rows * columns + row[:, None] * columns + column[None, :]
-    scale_at = matrix * down * across + (row // ROWS)[:, None] * across + (column // COLUMNS)[None, :]
+    at = (matrix * rows + row)[:, None] * columns + column[None, :]
+    down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    scale_at = (matrix * down + row // ROWS)[:, None] * across + (column // COLUMNS)[None, :]
     codes = tl.load(codes_pointer + at, mask=inside, other=0).to(tl.int32)
     scale = tl.load(scales_pointer + scale_at, mask=inside, other=1).to(tl.int32)
-    if HAS_OUTER:
+    if outer_pointer is not None:
         outer = tl.load(outer_pointer + matrix * rows + row, mask=row < rows, other=1.0)[:, None]
         factor = decode(scale, 3, 7, 7, 0x7E) * outer
     else:
@@ -150,35 +145,38 @@ def quantise(values: Tensor, form: BlockFormat, outer: Tensor | None) -> tuple[T
     """Codes (u1[B, R, C]) and scales (u1[B, blocks, blocks]) of `values` (f4[B, R, C], contiguous)."""
     codes = torch.empty_like(values, dtype=torch.uint8)
     scales = torch.empty((len(values), *blocks_of(form, values.shape)), dtype=torch.uint8, device=values.device)
-    if values.numel():
-        _launch(quantise_tile, (values, scales if outer is None else outer, codes, scales), form, values.shape)
+    _launch(quantise_tile, values, codes, scales, outer, form)
     return codes, scales
 
 
 def dequantise(codes: Tensor, scales: Tensor, outer: Tensor | None, form: BlockFormat) -> Tensor:
     """The values (f4[B, R, C]) of `codes` (u1[B, R, C], contiguous)."""
     values = torch.empty_like(codes, dtype=torch.float32)
-    if codes.numel():
-        _launch(dequantise_tile, (codes, scales, scales if outer is None else outer, values), form, codes.shape)
+    _launch(dequantise_tile, values, codes, scales, outer, form)
     return values
 
 
-def _launch(launched: Kernel, tensors: tuple[Tensor, ...], form: BlockFormat, shape: torch.Size) -> None:
-    """Run a kernel on every tile of matrices of `shape`, on the GPU that holds them."""
-    count, rows, columns = shape
+def _launch(
+    launched: Kernel, values: Tensor, codes: Tensor, scales: Tensor, outer: Tensor | None, form: BlockFormat
+) -> None:
+    """Run a kernel on every tile of every matrix, on the GPU that holds them."""
+    if not values.numel():
+        return
+    count, rows, columns = values.shape
     tile_rows, tile_columns = max(TILE_ROWS, form.rows), max(TILE_COLUMNS, form.columns)
     grid = (tiles(columns, tile_columns), tiles(rows, tile_rows), count)
-    with torch.cuda.device(tensors[0].device) if tensors[0].is_cuda else nullcontext():
+    with torch.cuda.device(values.device) if values.is_cuda else nullcontext():
         launched[grid](
-            *tensors,
+            values,
+            codes,
+            scales,
+            outer,
             rows,
             columns,
-            *blocks_of(form, shape),
             ROWS=form.rows,
             COLUMNS=form.columns,
             TILE_ROWS=tile_rows,
             TILE_COLUMNS=tile_columns,
-            HAS_OUTER=form.has_outer,
             MANTISSA=form.codes.mantissa,
             BIAS=form.codes.bias,
             SIGN=form.codes.sign,

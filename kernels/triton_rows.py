@@ -211,8 +211,8 @@ def scatter_patterns(
     tl.store(bits_pointer + index, tl.load(new_pointer + at, mask=inside, other=0), mask=held)
 
 
-def compare_and_take(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same indices, and the patterns of `old` and of `new` there (uN[changed] each)."""
+def changed_elements(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `kernels.compare.changed_elements` says of the same arrays, contiguous."""
     indices = compare_and_compact(old, new)
     return indices, take(old, indices), take(new, indices)
 

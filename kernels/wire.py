@@ -27,7 +27,7 @@ def varint(value: int) -> bytes:
 
 
 class WireReader:
-    """Takes fields off the front of some bytes; a field that they do not hold raises DeltaError."""
+    """Fields taken off the front of some bytes; one that they do not hold raises DeltaError."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -59,7 +59,7 @@ class WireReader:
 
 
 class BitWriter:
-    """Collects small integers of given widths, the lowest bits first."""
+    """Small integers of given widths as bytes, the lowest bits first."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -76,7 +76,7 @@ class BitWriter:
 
 
 class BitReader:
-    """Takes what a `BitWriter` wrote off a `WireReader`, a byte when it is needed."""
+    """The integers that a `BitWriter` wrote; takes a byte off a `WireReader` when it is needed."""
 
     def __init__(self, source: WireReader) -> None:
         self._source = source
@@ -94,7 +94,7 @@ class BitReader:
         return value
 
     def close(self) -> None:
-        """Raises DeltaError unless what fills the last byte is zero."""
+        """Raise DeltaError unless what fills the last byte is zero."""
         if self._value:
             raise DeltaError("bits are set behind the last one that counts")
 

@@ -45,7 +45,6 @@ from tidemill.trainer.trainable import (
     completed,
     has_signal,
     other_sampling,
-    place_of_exclusion,
 )
 
 REMINDED_S = 600.0
@@ -150,7 +149,7 @@ class StepBatch:
 
 
 class BatchBuilder:
-    """Takes groups in the order they are read, gives batches.
+    """The builder of batches from groups, which it gets in the order in which they are read.
 
     Args:
         incarnation: of the run's versions; None where versions of different incarnations are not told apart.
@@ -260,17 +259,9 @@ class BatchBuilder:
         """A batch of at most `size` groups, the oldest that wait, with the exclusions that no batch has named yet."""
         self._waiting.sort(key=lambda one: (one.group.closed_at, one.place.partition, one.place.offset))
         chosen, self._waiting = self._waiting[:size], self._waiting[size:]
-        for candidate in chosen:
-            self._endings.end(candidate.place)
-        most = None if self._rules.in_order else self._rules.most_exclusions
-        exclusions = self._endings.excluded[:most]
-        del self._endings.excluded[:most]
         self._set_aside = SetAside()
-        for exclusion in exclusions:
-            # Remembered in the order of `observe_step`, so that what is forgotten first does not depend on stops.
-            self._endings.end(place_of_exclusion(exclusion), exclusion.reason)
-        self._endings.settle()
-        return StepBatch(chosen, exclusions)
+        most = None if self._rules.in_order else self._rules.most_exclusions
+        return StepBatch(chosen, self._endings.close((candidate.place for candidate in chosen), most))
 
     def progress(self) -> TopicProgress:
         """Where to go on, as of the batch closed last: exclusions since then are decided again."""

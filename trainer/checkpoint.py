@@ -122,7 +122,7 @@ class CheckpointStore:
     def read(self, step: int, rows: Rows | None = None) -> tuple[CheckpointState, dict[str, Tensor]]:
         """A checkpoint's state and tensors, of each weight in `rows` these rows alone.
 
-        Raises CheckpointError when it is damaged.
+        Raises TrainerCheckpointError when it is damaged.
         """
         path = self._path(step)
         payload: bytes = self._filesystem.cat_file(path)

@@ -188,7 +188,7 @@ def group_log(kafka: KafkaSettings, producer: RecordProducer, start: str | Mappi
 
 
 class LogInput:
-    """Feeds a `BatchBuilder` from the log, as far as it takes any.
+    """The input of a `BatchBuilder` from the log, as far as it takes any.
 
     What waits in memory is bounded: the groups that the builder lets wait, those of one poll, and `limit_bytes` of
     rollouts ahead of them.

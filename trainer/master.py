@@ -185,7 +185,7 @@ class OlderScores:
 
 
 class OlderWeights:
-    """Keeps the weights before a step for the step after it, every `every` steps; 0: never."""
+    """The weights before a step, kept for the step after it every `every` steps; 0: never."""
 
     def __init__(self, model: PreTrainedModel, masters: MasterWeights, ranks: Ranks, every: int) -> None:
         self._model, self._masters, self._ranks, self._every = model, masters, ranks, every

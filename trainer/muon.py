@@ -26,7 +26,7 @@ class MatrixMomentum:
     """Muon over matrices of the same learning rate, momentum and decay."""
 
     def __init__(self, matrices: Sequence[nn.Parameter], momentum: float, weight_decay: float) -> None:
-        """Raises `ValueError` for a parameter that is not a matrix."""
+        """Raise ValueError for a parameter that is not a matrix."""
         if any(matrix.ndim != 2 for matrix in matrices):
             raise ValueError("Muon works on matrices; give vectors and embeddings to AdamW")
         self._matrices = list(matrices)

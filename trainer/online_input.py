@@ -1,6 +1,6 @@
 """The inputs of a trainer that learns from users: online batches, the interactions that they refer to, groups beside.
 
-Decisions of the gate and users' demands are read to the end of the log whenever a batch has come, before anything is
+Decisions of the gate and user requests are read to the end of the log whenever a batch has come, before anything is
 decided about it: so what was said before a batch is known when it is read.
 """
 
@@ -41,7 +41,7 @@ Found = Interaction | Exclusion
 
 
 class InteractionLog:
-    """Fetches interactions by partition and offset, each partition read once, from the first wanted one to the last.
+    """Interactions by partition and offset; a partition is read once, from the first wanted one to the last.
 
     A record may be gone, by a tombstone and compaction or by retention; what is read then is a gap, and never another
     record.
@@ -97,7 +97,7 @@ def batch_log(
 
 
 class OnlineInput:
-    """Feeds an `OnlineQueue` and a `WeightLine` from the log."""
+    """The input of an `OnlineQueue` and a `WeightLine` from the log."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ What it keeps true:
   whole is one exclusion that counts its interactions;
 - a batch is trained at most `max_policy_lag` steps after the version that made it, on the line of the trainer, and only
   when that version may learn from users;
-- nothing is trained of a user who demanded to be erased after it was served, nothing whose policy lag is undefined, and
+- nothing is trained of a user who asked for erasure after it was served, nothing whose policy lag is undefined, and
   nothing that a replay wrote which the trainer was not told of.
 
 The oldest batch is offered first (`next`); the holder of its interactions asks which are left (`settle`), and
@@ -126,7 +126,7 @@ class WaitingBatch:
 
 
 class OnlineQueue:
-    """Takes online batches in the order they are read, gives the one to train next.
+    """The queue of online batches, which it gets in the order in which they are read.
 
     Args:
         incarnation: of the run's versions; None where versions of different incarnations are not told apart.
@@ -146,12 +146,12 @@ class OnlineQueue:
         self._waiting: list[WaitingBatch] = []
 
     def observe_request(self, request: UserRequest) -> None:
-        """Take a user's demand in: nothing that was served before it is trained from now on, if it is to erase."""
+        """Take a user request in: after an erasure, nothing that was served before it is trained from now on."""
         if request.wish is UserWish.ERASE:
             self._erased[request.user_id] = max(request.at, self._erased.get(request.user_id, request.at))
 
     def erased(self, batch: TrainableBatch) -> bool:
-        """Whether a user demanded that something of a batch be deleted."""
+        """Whether a user asked for something of a batch to be erased."""
         pairs = zip(batch.members, batch.interactions, strict=True)
         return any(self._is_erased(member, interaction) for member, interaction in pairs)
 
@@ -227,10 +227,7 @@ class OnlineQueue:
     def take(self, chosen: TrainableBatch) -> list[StepExclusion]:
         """A batch is being trained: what has ended untrained since the one before, its own interactions included."""
         self._waiting = [waiting for waiting in self._waiting if waiting.place != chosen.place]
-        self._endings.end(chosen.place)
-        self._endings.settle()
-        excluded, self._endings.excluded = self._endings.excluded, []
-        return [*excluded, *chosen.excluded]
+        return [*self._endings.close([chosen.place]), *chosen.excluded]
 
     def progress(self) -> TopicProgress:
         """Where to go on, as of the batch taken last: exclusions since then are decided again."""

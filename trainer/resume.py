@@ -41,9 +41,9 @@ class OpenRun:
     checkpoints: CheckpointStore
     session: Session
     builder: BatchBuilder
-    """Goes on with the groups that have not ended."""
+    """For the groups that have not ended."""
     queue: OnlineQueue
-    """Goes on with the online batches that have not ended."""
+    """For the online batches that have not ended."""
     line: WeightLine
     """The versions that were made; the gate's decisions are yet to be read."""
     begun: StepPlan | None
@@ -65,8 +65,8 @@ class OpenRun:
         steps after it are made again from their recorded inputs and checked. Nothing is published by it: the version is
         in the log.
 
-        Raises CheckpointError for a checkpoint that is not what the log recorded, NotRepeatableError or LookupError
-        when the steps after the nearest checkpoint cannot be made again.
+        Raises TrainerCheckpointError for a checkpoint that is not what the log recorded, NotRepeatableError or
+        LookupError when the steps after the nearest checkpoint cannot be made again.
         """
         steps = {record.version: record for record in read_steps(self.kafka, self.run_id)}
         begin, path = way_back(version, steps, set(self.checkpoints.steps()))
@@ -84,10 +84,10 @@ class OpenRun:
         """Take the step that was begun, before anything of the run is read on; None when it has to be begun anew.
 
         That is so, and a newer plan in the log says it, when its parent was given up by the gate, its inputs can no
-        longer be read, a user demanded since that something of them be deleted, or the settings of the arithmetic are
-        others now. Its groups have not ended then, and are decided again.
+        longer be read, a user has since asked for something of them to be erased, or the settings of the arithmetic
+        are others now. Its groups have not ended then, and are decided again.
 
-        What the gate decided and users demanded is known by now. Raises what `Session.take` and `go_back` do.
+        What the gate decided and users requested is known by now. Raises what `Session.take` and `go_back` do.
         """
         session, outdated, batch = self.session, "", None
         if plan.config_hash != session.config_hash:
@@ -101,7 +101,7 @@ class OpenRun:
             except (LookupError, InvalidRolloutError, NotRepeatableError) as error:
                 outdated = f"its inputs can no longer be read ({error})"
         if batch is not None and batch.online is not None and self.queue.erased(batch.online):
-            outdated = "a user demanded that something of its inputs be deleted"
+            outdated = "a user asked for something of its inputs to be erased"
         if outdated or batch is None:
             _log.warning("step %d was begun, and is planned again: %s", plan.step, outdated)
             return None
@@ -207,7 +207,7 @@ def open_session(
 
 
 def _require_recorded(session: Session, record: TrainStep) -> None:
-    """Raises CheckpointError when the weights held are not those that a step made."""
+    """Raise TrainerCheckpointError unless the weights held are those that a step made."""
     if session.place.fingerprint == record.fingerprint:
         return
     found = (

@@ -50,7 +50,7 @@ ADAPTERS: Mapping[str, Scores] = {
 
 
 class RoutingReplay:
-    """Routes the rows of `model` from now on; while it stands before every computation of a row, that row is `laid`.
+    """The routing of `model` by the expert ids of its rows; every row has to be given to `lay` before it is computed.
 
     Raises UntrainableModelError for a model without experts, and for one whose routers are not known.
     """

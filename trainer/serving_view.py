@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
+from tidemill.kernels.backend import HOST_DEVICE
 from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
 from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
 from tidemill.trainer.choices import ServingFormat
@@ -77,10 +78,14 @@ def fingerprint_of(view: ServingView) -> str:
 
 
 def bf16_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
-    """A copy of a floating-point tensor as bf16 bit patterns, in its shape. Raises TypeError for another type."""
+    """As `bf16_copy`, as bit patterns in the CPU's memory."""
+    bits: npt.NDArray[np.uint16] = bf16_copy(name, tensor, HOST_DEVICE).view(torch.int16).numpy().view(np.uint16)
+    return bits
+
+
+def bf16_copy(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    """A copy of a floating-point tensor in bf16, in its shape, contiguous. Raises TypeError for another type."""
     if not tensor.is_floating_point():
         raise TypeError(f"{name} is {tensor.dtype}: only floating-point weights can be served as {SERVING_DTYPE}")
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    rounded = whole.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
-    bits: npt.NDArray[np.uint16] = rounded.view(torch.int16).numpy().view(np.uint16)
-    return bits
+    return whole.detach().to(device, torch.bfloat16, copy=True).contiguous()

@@ -52,7 +52,7 @@ class TrainerPosition:
 
 
 class Session:
-    """Trains, records and publishes steps from `weights` on, which are those of `step`. On the first rank alone.
+    """Steps from `weights` on, which are those of `step`: trained, recorded, published. On the first rank alone.
 
     Args:
         publisher: what the log has of the versions; `weights` publishes.
@@ -200,7 +200,7 @@ class Session:
 
     def go_back(self, version: int) -> None:
         """Hold the weights and moments of an older version from now on, as its checkpoint has them; for version 0 those
-        that the run started from. Raises CheckpointError."""
+        that the run started from. Raises TrainerCheckpointError."""
         self.wait_published()
         self._weights.restore(version)
         self.place = self._snapshot(version)

@@ -15,19 +15,22 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tidemill.kernels.backend import HOST_DEVICE, is_on_host
+from tidemill.kernels.elements import flat_row
 from tidemill.kernels.weights.tensor_parts import TensorPart
-from tidemill.trainer.serving_view import SERVING_DTYPE, bf16_bits, named_weights
+from tidemill.trainer.serving_view import SERVING_DTYPE, bf16_copy, named_weights
 
 
 class PlacementError(ValueError):
     """A weight lies on the ranks in a way that cannot be published from them."""
 
 
-def local_parts(model: torch.nn.Module, *, first: bool) -> dict[str, TensorPart]:
+def local_parts(model: torch.nn.Module, *, first: bool, on_device: bool = False) -> dict[str, TensorPart]:
     """A snapshot of this rank's part of each weight of `model`, in state-dict order, the same on every rank.
 
     Args:
         first: whether this is the rank that publishes the weights that are not sharded.
+        on_device: leave each part where its weight lies; else all of them are in the CPU's memory.
 
     Raises PlacementError for a weight that is sharded over another dimension than its first, and TypeError for a weight
     that is no floating-point tensor. Ranks whose rows of a weight do not follow each other are refused by the publisher
@@ -36,13 +39,17 @@ def local_parts(model: torch.nn.Module, *, first: bool) -> dict[str, TensorPart]
     parts = {}
     for name, tensor in named_weights(model):
         if isinstance(tensor, DTensor):
-            parts[name] = _sharded_part(name, tensor)
+            start, local = _own_elements(name, tensor)
         else:
-            parts[name] = _part(name, tensor, 0, tensor if first else tensor.reshape(-1)[:0])
+            start, local = 0, tensor if first else tensor.reshape(-1)[:0]
+        row = flat_row(bf16_copy(name, local, local.device if on_device else HOST_DEVICE))
+        bits = row.numpy() if is_on_host(row) else row
+        parts[name] = TensorPart(name, SERVING_DTYPE, tuple(tensor.shape), start, bits)
     return parts
 
 
-def _sharded_part(name: str, tensor: DTensor) -> TensorPart:
+def _own_elements(name: str, tensor: DTensor) -> tuple[int, torch.Tensor]:
+    """The first flat element that this rank publishes of a weight, and the elements. Raises PlacementError."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if not all(p.is_replicate() or (isinstance(p, Shard | _StridedShard) and p.dim == 0) for p in placements):
         raise PlacementError(
@@ -52,13 +59,9 @@ def _sharded_part(name: str, tensor: DTensor) -> TensorPart:
     place, local = mesh.get_coordinate(), tensor.to_local()
     if place is None or any(at and p.is_replicate() for at, p in zip(place, placements, strict=True)):
         # A copy of what another rank holds and publishes.
-        return _part(name, tensor, 0, local.reshape(-1)[:0])
+        return 0, local.reshape(-1)[:0]
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     if tuple(local.shape) != tuple(shape):
         raise PlacementError(f"{name} has shape {tuple(local.shape)} on this rank, placed as it is it has {shape}")
     # Rows that do not follow each other would meet those of another rank: such ranks cannot cover the weight.
-    return _part(name, tensor, offset[0] * prod(tensor.shape[1:]) if offset else 0, local)
-
-
-def _part(name: str, whole: torch.Tensor, start: int, local: torch.Tensor) -> TensorPart:
-    return TensorPart(name, SERVING_DTYPE, tuple(whole.shape), start, bf16_bits(name, local).reshape(-1))
+    return offset[0] * prod(tensor.shape[1:]) if offset else 0, local

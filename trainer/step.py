@@ -121,7 +121,7 @@ class _Trained:
 
 
 class Learner:
-    """Holds the model, its master weights and the reference, and trains steps: on every rank, by the same calls.
+    """The model under training with its master weights and the reference: on every rank, by the same calls.
 
     Args:
         model: the whole model, on a CPU; it is moved, and laid over the ranks.

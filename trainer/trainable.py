@@ -67,37 +67,44 @@ class Endings:
     def observe_step(self, step: DecidedStep) -> None:
         """Take over the decisions of a recorded step, or of one that is to be taken: its inputs and exclusions have
         ended."""
-        for place in step.inputs:
-            if place.topic == self._topic:
-                self.end(place)
-        for exclusion in step.exclusions:
-            if exclusion.topic == self._topic:
-                self.end(place_of_exclusion(exclusion), exclusion.reason)
-        self.settle()
+        trained = [place for place in step.inputs if place.topic == self._topic]
+        self._decide(trained, [entry for entry in step.exclusions if entry.topic == self._topic])
+
+    def close(self, trained: Iterable[StepInput], most: int | None = None) -> list[StepExclusion]:
+        """A step trains the records at `trained`; the exclusions that it names, at most `most` of the unnamed ones."""
+        named = self.excluded[:most]
+        del self.excluded[:most]
+        self._decide(trained, named)
+        return named
 
     def exclude(self, place: StepInput, reason: Exclusion, rollouts: int) -> None:
         """End a record untrained, which refers to so many `rollouts`."""
         self.excluded.append(
             StepExclusion(place.group_id, place.topic, place.partition, place.offset, reason.value, rollouts)
         )
-        self.end(place, reason.value)
+        self._end(place, reason.value)
 
-    def end(self, place: StepInput, reason: str = "") -> None:
+    def _decide(self, trained: Iterable[StepInput], excluded: Iterable[StepExclusion]) -> None:
+        """Take in all endings of a step, in one order for a step that is made and one that is read from the log: what
+        is forgotten first does not depend on stops."""
+        for place in trained:
+            self._end(place)
+        for entry in excluded:
+            self._end(place_of_exclusion(entry), entry.reason)
+        while len(self._remembered) > self._limit:
+            self._remembered.popitem(last=False)
+
+    def _end(self, place: StepInput, reason: str = "") -> None:
         """A record ends, excluded for a `reason` or trained.
 
-        Its id is remembered, so that one that says the same is known, if only until `settle`; unless it only said again
-        what another record had said.
+        Its id is remembered, so that one that says the same is known, if only until the next step; unless it only said
+        again what another record had said.
         """
         self._ended.setdefault(place.partition, set()).add(place.offset)
         if reason not in SECOND_RECORDS:
             self._remembered[place.group_id] = None
             # The last said counts, so that steps read again from the log leave the same ids behind.
             self._remembered.move_to_end(place.group_id)
-
-    def settle(self) -> None:
-        """All endings of a step are in: forget the oldest ids beyond the limit."""
-        while len(self._remembered) > self._limit:
-            self._remembered.popitem(last=False)
 
     def remembers(self, record_id: str) -> bool:
         """Whether a record of this id has ended."""

@@ -45,7 +45,7 @@ def _on_every_rank(method: Callable[Concatenate[Any, P], T]) -> Callable[Concate
 
 
 class TrainedWeights:
-    """Trains, restores, saves and publishes the weights of `learner`, whose snapshot it holds.
+    """The weights of `learner`, and a snapshot of them: trained, restored, saved, published.
 
     Its methods raise what the rank's own part raises, or RanksLostError, which names the rank that is gone or failed.
 
@@ -122,7 +122,8 @@ class TrainedWeights:
         # The copy before is let go first; while it is published, the publisher holds it.
         self._parts = {}
         with self._learner.masters.as_served():
-            self._parts = local_parts(self._learner.model, first=ranks.is_first)
+            on_device = self._settings.publish.on_device
+            self._parts = local_parts(self._learner.model, first=ranks.is_first, on_device=on_device)
         reports = ranks.gather(lambda: RankReport([part_info(part) for part in self._parts.values()]))
         return total_fingerprint(merged_tensors(reports)).hex() if ranks.is_first else ""
 
@@ -130,7 +131,7 @@ class TrainedWeights:
     def restore(self, step: int) -> CheckpointState | None:
         """Hold the weights and moments of a checkpoint; for step 0, those that the run started from.
 
-        Raises CheckpointError for one that is damaged.
+        Raises TrainerCheckpointError for one that is damaged.
         """
         if step == 0:
             self._learner.masters.restart(load_model(self._settings.model))

@@ -34,7 +34,7 @@ def plan(
         typer.Option(min=1, help="Ranks of an engine, tensor or expert parallel. Default: the fewest that fit."),
     ] = None,
     data_parallel: Annotated[
-        int | None, typer.Option(min=1, help="Engines of a replica, each with whole weights; for dense models.")
+        int | None, typer.Option(min=1, help="Engines of a replica; they share the experts, and no other weights.")
     ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate, for the size of a delta.")] = None,
     density: Annotated[
@@ -86,10 +86,6 @@ def plan(
     trainer, replica, longest = settings.trainer, settings.replica, settings.replica.max_model_len
     fetched = DIRECTORY / trainer.model.replace("/", "--")
     size = size_of_name(str(fetched) if (fetched / "config.json").is_file() else trainer.model)
-    if size.experts and replica.data_parallel > 1:
-        raise ValueError(
-            "a plan has engines side by side for dense models only: give a mixture of experts --tensor-parallel alone"
-        )
     prompt = longest // 2 if prompt is None else min(prompt, longest)
     half = trainer.compute is Compute.BFLOAT16 or (trainer.compute is Compute.AUTO and devices.gpu)
     reference = trainer.kl.coefficient > 0
@@ -114,6 +110,7 @@ def plan(
         density=delta["density"].value,
         delta_bytes=delta["delta_bytes"].value,
         beside=trainer.publish_beside,
+        on_device=trainer.publish.on_device,
         older=trainer.score_older_every > 0,
     )
     found = fit(

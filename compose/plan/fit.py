@@ -122,6 +122,9 @@ def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> It
     if not case.checkpointed:
         smaller["trainer.checkpoint_activations=true"] = replace(case, checkpointed=True)
         every = replace(every, checkpointed=True)
+    if case.gpu and case.on_device:
+        smaller["trainer.publish.on_device=false"] = replace(case, on_device=False)
+        every = replace(every, on_device=False)
     if case.row_tokens > SHORT_ROW:
         what = f"rows and rollouts of at most {SHORT_ROW:,} tokens"
         smaller[what] = replace(case, row_tokens=SHORT_ROW)

@@ -48,6 +48,8 @@ class TrainerCase:
     """Of the encoded change, of all ranks."""
     beside: bool
     """A version is published beside the next step."""
+    on_device: bool
+    """Versions are compared and encoded on the GPU (`trainer.publish.on_device`)."""
     older: bool
     """Some tokens are scored at older weights too, of which a copy is kept."""
 
@@ -81,7 +83,7 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
         "head": head,
     }
     if case.gpu:
-        return device
+        return {**device, "publication": _held(size, case) * case.on_device}
     # Every rank loads whole models before it keeps its share.
     more = max(0.0, _loading(size, case) - sum(device.values()))
     freed = sum(device[name] for name in ("gradients", "gathered", "activations", "head"))
@@ -91,7 +93,8 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
 
 def trainer_host_bytes(size: ModelSize, case: TrainerCase) -> float:
     """Bytes in the host's memory for one rank of a trainer on GPUs, while it loads whole models or while it trains."""
-    return PROCESS_BYTES + max(_loading(size, case), _held(size, case) + _encoder(size, case))
+    held = _held(size, case) * (not case.on_device)
+    return PROCESS_BYTES + max(_loading(size, case), held + _encoder(size, case))
 
 
 def kept_bytes(size: ModelSize, compute_bytes: int) -> int:
@@ -114,7 +117,7 @@ def _loading(size: ModelSize, case: TrainerCase) -> float:
 
 
 def _held(size: ModelSize, case: TrainerCase) -> float:
-    """The version that is published, and the publisher's copy of the one before: always in the host's memory."""
+    """The version that is published, and the publisher's copy of the one before."""
     return 2 * BF16 * size.parameters / case.ranks
 
 
@@ -167,7 +170,8 @@ class ReplicaCase:
     tensor_parallel: int
     """Ranks that an engine's tensors are cut over; whole experts on each rank (expert parallel) take as much."""
     data_parallel: int
-    """Engines of the replica, each with the whole model, and a share of the requests."""
+    """Engines of the replica, each with a share of the requests and the whole model, but for routed experts, which all
+    ranks of the replica share (`replica.expert_parallel`)."""
     requests: int
     """Requests at the same time."""
     context: int
@@ -188,14 +192,17 @@ class ReplicaCase:
 def replica_bytes(size: ModelSize, case: ReplicaCase) -> dict[str, float]:
     """Bytes of one rank, by what they hold."""
     tensor = case.tensor_parallel
+    held = (size.parameters - size.experts) / tensor + size.experts / case.ranks
     queries, keys = size.heads * size.head_width, size.kv_heads * size.head_width
-    numbers = 2 * size.hidden + (queries + 2 * keys + 3 * size.feed_forward) / tensor
+    # Experts compute the tokens of all engines.
+    gathered = case.data_parallel if size.experts else 1
+    numbers = 2 * size.hidden * gathered + (queries + 2 * keys + 3 * size.feed_forward) / tensor
     scored = min(case.requests / case.data_parallel, case.step_tokens)
     device = {
-        "weights": case.value_bytes * size.parameters / tensor,
+        "weights": case.value_bytes * held,
         "kv_cache": kv_bytes(size, case),
         "step": case.value_bytes * case.step_tokens * numbers + 4 * STEP_SCORES * scored * size.vocabulary,
-        "update": CHANGE_BYTES * case.changed / tensor,
+        "update": CHANGE_BYTES * case.changed * held / size.parameters,
     }
     return device if case.gpu else {**device, "mirror": replica_host_bytes(size), "process": REPLICA_PROCESS_BYTES}
 

@@ -262,7 +262,7 @@ def write_anchor(
     whole = {name: part.outline() for name, part in parts.items()}
     files = _files_of_ranks(whole, file_bytes, ranks.size)
     taken_over = ranks.from_first(lambda: begin_anchor(uri, base_model, compute_type(whole)))
-    spans = spans_of_all({name: (part.start, part.bits.size) for name, part in parts.items()}, ranks)
+    spans = spans_of_all({name: (part.start, part.n) for name, part in parts.items()}, ranks)
 
     def write_own() -> list[AnchorFile]:
         wholes = _wholes(parts, files, spans, ranks)

@@ -47,15 +47,21 @@ WeightLike = torch.Tensor | Bits | Weight
 """A tensor as a trainer may hand it over; a plain u2 array stands for bfloat16, a plain u4 array for float32."""
 
 
+def dtype_of(name: str, tensor: torch.Tensor) -> str:
+    """The element type of a tensor. Raises TypeError for one that a version cannot carry."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in BY_NAME:
+        raise TypeError(f"{name} is {tensor.dtype}; a version can carry {', '.join(BY_NAME)}")
+    return dtype
+
+
 def as_weight(name: str, value: WeightLike) -> Weight:
     """`value` as bit patterns on the CPU: a view of its memory where that is possible, not a copy.
 
     Raises TypeError for a type that a version cannot carry; the message says what can be done.
     """
     if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        if dtype not in BY_NAME:
-            raise TypeError(f"{name} is {value.dtype}; a version can carry {', '.join(BY_NAME)}")
+        dtype = dtype_of(name, value)
         # numpy knows none of the small float types: it sees patterns of the same width.
         bits: Bits = flat_row(value.detach().to("cpu").contiguous()).numpy()
         return Weight(dtype, bits.reshape(value.shape))

@@ -65,7 +65,7 @@ def weights_folder(store: StoreSettings, run: RunSettings) -> str:
 
 
 class VersionLog:
-    """Commits the versions of one branch, in order: the next one continues the newest, or the one gone back to.
+    """The versions of one branch as they are committed: the next one continues the newest, or the one gone back to.
 
     Args:
         producer: writes the manifests.

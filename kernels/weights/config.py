@@ -34,6 +34,11 @@ class PublishSettings(Section):
     log_limit_bytes: int = Field(default=64 << 20, ge=0)
     """A shard of a delta above this lies in the object store, as one object, and not in the log."""
 
+    on_device: bool = True
+    """Tensors on a GPU are compared and encoded there: only changed elements, and small tensors, come to the CPU. The
+    version before is held there too, and the trainer's copy of the next one: 4 bytes a parameter of the rank in bf16.
+    Off: both lie in the CPU's memory, and each tensor is copied there whole."""
+
     shards: int = Field(default=1, ge=1)
     """Shards that each rank splits a delta over, each a run of chunks in one partition of the log."""
 

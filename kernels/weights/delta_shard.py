@@ -19,7 +19,7 @@ from tidemill.kernels.block import CodecSettings
 from tidemill.kernels.container import StreamWriter
 from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.encoder import DeltaEncoder
-from tidemill.kernels.fingerprint import ZERO, Fingerprint
+from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.tensor_parts import Covered, PartChange, ShardReport
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
@@ -65,8 +65,6 @@ class DeltaShard:
         self._shard = shard
         self._spool = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115 - closed by __exit__
         self._digest = xxhash.xxh3_128()
-        self.tensor_changes: dict[str, Fingerprint] = {}
-        """What the shard adds to the fingerprint of each tensor that it changes, by name."""
         self.covered: dict[str, Covered] = {}
         """What the shard covers of each tensor that it changes, by name."""
         writer = StreamWriter(version, parent)
@@ -74,10 +72,9 @@ class DeltaShard:
             self._write(writer.header())
             for block in DeltaEncoder(settings or CodecSettings()).encode(changes):
                 self._write(writer.block(block.data))
-                for name, change in block.changes.items():
-                    self.tensor_changes[name] = self.tensor_changes.get(name, ZERO) + change
+                for name, (more, target) in block.targets.items():
                     n, made = self.covered.get(name, (0, ZERO))
-                    self.covered[name] = Covered(n + block.targets[name][0], made + block.targets[name][1])
+                    self.covered[name] = Covered(n + more, made + target)
             self._write(writer.trailer())
         except BaseException:
             self._spool.close()
@@ -86,7 +83,7 @@ class DeltaShard:
         self.n_changed = writer.changed
         """Changed elements."""
         self.change = writer.change
-        """Fingerprint of the change: what it adds to the fingerprint of the parent."""
+        """What it adds to the fingerprint of the parent."""
 
     def send(self, producer: RecordProducer, run: RunSettings, claims: ShardClaims | None = None) -> ShardPosition:
         """Write the shard to the log, or to the store where `claims` says so, and wait until it is there.
@@ -112,7 +109,7 @@ class DeltaShard:
 
     def report(self, position: ShardPosition) -> ShardReport:
         """What the committer needs to know of the shard, once it has been sent."""
-        return ShardReport(position, self.n_bytes, self.n_changed, dict(self.tensor_changes))
+        return ShardReport(position, self.n_bytes, self.n_changed, self.change)
 
     def _chunks(self, run: RunSettings) -> Iterator[DeltaChunk]:
         total = -(-self.n_bytes // CHUNK_BYTES)

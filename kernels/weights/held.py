@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from tidemill.kernels.backend import KernelBackend
 from tidemill.kernels.elements import BY_NAME
-from tidemill.kernels.fingerprint import Fingerprint
+from tidemill.kernels.fingerprint import Bits, Fingerprint
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.ranks import Ranks
 from tidemill.kernels.weights.tensor_parts import (
@@ -50,8 +51,8 @@ class HeldVersion:
         self._fingerprints = dict(fingerprints)
 
     @classmethod
-    def copy_of(cls, version: int, tensors: Tensors) -> HeldVersion:
-        """A version from its tensors, copied one at a time.
+    def copy_of(cls, version: int, tensors: Tensors, *, on_device: bool = False) -> HeldVersion:
+        """A version from its tensors, copied one at a time: into the CPU's memory, or each where it lies.
 
         Raises TypeError for a type that a version cannot carry, VersionError for a name that comes twice or for none.
         """
@@ -60,7 +61,8 @@ class HeldVersion:
             if name in parts:
                 raise VersionError(f"version {version} has {name} twice")
             part = as_part(name, value)
-            parts[name] = replace(part, bits=np.array(part.bits, copy=True))
+            on_host = isinstance(part.bits, np.ndarray) or not on_device
+            parts[name] = replace(part, bits=_host_copy(part) if on_host else part.bits.clone())
         if not parts:
             raise VersionError(f"version {version} has no tensors")
         return cls(version, parts)
@@ -79,7 +81,9 @@ class HeldVersion:
         for name, value in tensors.items():
             self._require_alike(version, name, place_of(name, value), cuts)
 
-    def take_over(self, version: int, tensors: Tensors, names: Container[str] | None = None) -> Iterator[PartChange]:
+    def take_over(
+        self, version: int, tensors: Tensors, names: Container[str] | None = None, *, on_device: bool = False
+    ) -> Iterator[PartChange]:
         """Each tensor's change to `version`; when the next one is asked for, its new patterns are taken over.
 
         Only when the iterator ends are all of them in; call `becomes` then.
@@ -88,6 +92,7 @@ class HeldVersion:
             version: that the tensors are of.
             tensors: as a trainer hands them over; all of them.
             names: those to take over; all of them where it is not given.
+            on_device: compare each tensor where it lies, and hold it there from then on; else in the CPU's memory.
 
         Raises VersionError or TypeError for tensors that are not of the same names, types, shapes and cuts, possibly
         after some were taken over: this object is of no use then.
@@ -101,9 +106,14 @@ class HeldVersion:
                 continue
             new = as_part(name, value)
             self._require_alike(version, name, place_of(name, new), cuts=True)
-            held = self.parts[name].bits
-            yield PartChange(name, new.dtype, held, new.bits, new.start, new.total)
-            np.copyto(held, new.bits)
+            bits = new.bits if on_device else KernelBackend.host(new.bits)
+            held = KernelBackend.beside(self.parts[name].bits, bits)
+            self.parts[name] = replace(self.parts[name], bits=held)
+            yield PartChange(name, new.dtype, held, bits, new.start, new.total)
+            if isinstance(held, np.ndarray):
+                np.copyto(held, bits)
+            else:
+                held.copy_(bits)
         self._require_all(version, seen)
 
     def becomes(self, version: int, covered: Iterable[Mapping[str, Covered]]) -> None:
@@ -112,11 +122,11 @@ class HeldVersion:
         for name, (n, made) in ((name, found) for shard in covered for name, found in shard.items()):
             part = self.parts[name]
             # Blocks without a change are in no shard.
-            self._fingerprints[name] = made if n == part.bits.size else part.fingerprint()
+            self._fingerprints[name] = made if n == part.n else part.fingerprint()
 
     def snapshot(self) -> HeldVersion:
-        """A copy in memory of its own."""
-        copied = {name: replace(part, bits=part.bits.copy()) for name, part in self.parts.items()}
+        """A copy in the CPU's memory."""
+        copied = {name: replace(part, bits=_host_copy(part)) for name, part in self.parts.items()}
         return HeldVersion(self.version, copied, self._fingerprints)
 
     def _require_all(self, version: int, names: Iterable[str]) -> None:
@@ -142,6 +152,10 @@ class HeldVersion:
                 f"{self.version} it holds {held.n} from {held.start} on: a delta keeps where tensors are cut; open the "
                 "publisher again after a change"
             )
+
+
+def _host_copy(part: TensorPart) -> Bits:
+    return np.array(KernelBackend.host(part.bits), copy=True)
 
 
 def rebuild_whole(make: Callable[[], HeldVersion], ranks: Ranks) -> HeldVersion:

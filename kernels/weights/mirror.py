@@ -178,7 +178,7 @@ class Draft:
         self._steps += 1
 
     def check(self, manifest: Manifest) -> None:
-        """Raises FingerprintMismatch if a tensor differs from the fingerprint that the manifest lists for it."""
+        """Raise FingerprintMismatch if a tensor differs from the fingerprint that the manifest lists for it."""
         if not manifest.tensors:
             return
         made, expected = self.mirror.fingerprints, {tensor.name: tensor.fingerprint for tensor in manifest.tensors}
@@ -190,7 +190,7 @@ class Draft:
             raise FingerprintMismatch(f"version {manifest.version} is not what its manifest lists: {found}")
 
     def recount(self, names: Iterable[str]) -> None:
-        """Raises FingerprintMismatch unless these tensors' weights have the fingerprints that the deltas claim."""
+        """Raise FingerprintMismatch unless these tensors' weights have the fingerprints that the deltas claim."""
         for name in sorted(set(names)):
             made, claimed = fingerprint(self.mirror._tensors[name], TensorKey.of(name)), self.mirror._fingerprints[name]
             if made != claimed:

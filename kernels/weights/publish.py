@@ -74,9 +74,10 @@ class ForkPoint:
 
 
 class WeightPublisher:
-    """Publishes the versions of one branch, in order; a context manager. Make one with `open`.
+    """The publisher of one branch's versions, in order; a context manager. Make one with `open`.
 
-    It holds one copy of this rank's weights of the newest version on the CPU. Not safe for several threads. Several
+    It holds one copy of this rank's weights of the newest version, in the CPU's memory or on the device that they are
+    given on (`PublishSettings.on_device`). Not safe for several threads. Several
     ranks call `open`, `publish` and `go_back` together, for the same version; what one of them fails with is raised on
     all, as `Ranks` says, and RanksLostError where one is gone: start all of them again then.
     """
@@ -289,7 +290,7 @@ class WeightPublisher:
         copies: list[HeldVersion] = []
 
         def copy() -> RankReport:
-            copies.append(HeldVersion.copy_of(version, tensors))
+            copies.append(HeldVersion.copy_of(version, tensors, on_device=self._settings.on_device))
             return RankReport(copies[0].infos)
 
         reports = self._ranks.gather(copy)
@@ -297,10 +298,10 @@ class WeightPublisher:
 
     def _send_delta(self, version: int, held: HeldVersion, tensors: Tensors) -> RankReport:
         n_shards, shards, covered = self._settings.shards, [], []
-        dealt = deal({name: part.bits.size for name, part in held.parts.items()}, n_shards)
+        dealt = deal({name: part.n for name, part in held.parts.items()}, n_shards)
         for hand in range(n_shards):
             names = None if n_shards == 1 else {name for name in dealt if dealt[name] == hand}
-            changes = held.take_over(version, tensors, names)
+            changes = held.take_over(version, tensors, names, on_device=self._settings.on_device)
             number = self._ranks.rank * n_shards + hand
             with DeltaShard(version, held.version, changes, number, self._codec) as shard:
                 shards.append(shard.report(shard.send(self._producer, self._run, self._claims)))
@@ -311,8 +312,7 @@ class WeightPublisher:
     def _merged(self, mark: VersionMark, reports: Sequence[RankReport]) -> list[TensorInfo]:
         """The version's tensors. Raises CoverageError, VersionError when it was not made from its parent's weights."""
         tensors = merged_tensors(reports)
-        shards = (shard for report in reports for shard in report.shards)
-        change = sum((change for shard in shards for change in shard.tensor_changes.values()), ZERO)
+        change = sum((shard.change for report in reports for shard in report.shards), ZERO)
         made_from = (total_fingerprint(tensors) - change).hex()
         assert mark.parent is not None
         parent = self._log.graph.manifests[mark.parent]

@@ -139,7 +139,7 @@ class FollowedPath:
 
 
 class Rebuilder:
-    """Follows update paths, one at a time. Close it before the process forks.
+    """The follower of update paths, one at a time. Close it before the process forks.
 
     Args:
         shards: where the bytes of deltas come from.

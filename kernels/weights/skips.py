@@ -73,7 +73,7 @@ def bases_due(graph: VersionGraph, lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class SkipPublisher:
-    """Makes and publishes skip-deltas in a thread of its own."""
+    """The publisher of skip-deltas, which makes them in a thread of its own."""
 
     def __init__(
         self,

@@ -19,8 +19,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey, fingerprint
-from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight
+from tidemill.kernels.backend import KernelBackend, backend_for, is_on_host
+from tidemill.kernels.elements import BY_NAME, AnyArray, flat_row
+from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey
+from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight, dtype_of
 from tidemill.kernels.weights.ranks import Ranks
 from tidemill.schemas.records import ShardPosition, TensorInfo
 
@@ -36,8 +38,13 @@ class TensorPart:
     """Of the whole weight."""
     start: int
     """Flat element of the whole weight, in C order."""
-    bits: Bits
-    """uN[n], bit patterns, flat."""
+    bits: AnyArray
+    """uN[n], bit patterns, flat: a numpy array, or a tensor on a device."""
+
+    @property
+    def n(self) -> int:
+        """Elements of the part."""
+        return len(self.bits)
 
     @property
     def total(self) -> int:
@@ -46,11 +53,15 @@ class TensorPart:
 
     def fingerprint(self) -> Fingerprint:
         """Fingerprint of the part; those of all ranks add up to the weight's."""
-        return fingerprint(self.bits, TensorKey.of(self.name), self.start)
+        return backend_for(self.bits).fingerprint(self.bits, TensorKey.of(self.name), self.start)
+
+    def hosted(self) -> TensorPart:
+        """The part in the CPU's memory: itself, or a copy of one that lies on a device."""
+        return self if isinstance(self.bits, np.ndarray) else replace(self, bits=KernelBackend.host(self.bits))
 
     def outline(self) -> Weight:
         """The whole weight's type and shape, in an array of zeros that takes no memory."""
-        return Weight(self.dtype, np.broadcast_to(np.zeros((), self.bits.dtype), self.shape))
+        return Weight(self.dtype, np.broadcast_to(np.zeros((), BY_NAME[self.dtype].bits), self.shape))
 
 
 Parts = Mapping[str, TensorPart]
@@ -91,8 +102,8 @@ class PartChange(NamedTuple):
 
     name: str
     dtype: str
-    old_bits: Bits
-    new_bits: Bits
+    old_bits: AnyArray
+    new_bits: AnyArray
     """uN, of `old_bits`' shape."""
     start: int = 0
     """Flat element of the tensor that the run begins with."""
@@ -118,8 +129,8 @@ class ShardReport:
     """Encoded bytes."""
     n_changed: int
     """Changed elements."""
-    tensor_changes: Mapping[str, Fingerprint]
-    """What the shard adds to the fingerprint of each tensor that it changes, by name."""
+    change: Fingerprint
+    """What the shard adds to the version's fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +144,19 @@ class RankReport:
 
 
 def as_part(name: str, value: TensorLike) -> TensorPart:
-    """`value` as a part on the CPU: a view of its memory where that is possible, not a copy.
+    """`value` as a part, where it lies: a view of its memory where that is possible, not a copy.
 
     Raises TypeError for a type that a version cannot carry, ValueError for a part that is not of this tensor.
     """
+    if isinstance(value, torch.Tensor) and not is_on_host(value):
+        row = flat_row(value.detach().contiguous())
+        return TensorPart(name, dtype_of(name, value), tuple(value.shape), 0, row)
     if not isinstance(value, TensorPart):
         weight = as_weight(name, value)
         return TensorPart(name, weight.dtype, weight.bits.shape, 0, weight.bits.reshape(-1))
-    as_weight(name, Weight(value.dtype, value.bits))
-    end = value.start + value.bits.size
+    bits = value.bits
+    as_weight(name, Weight(value.dtype, bits if isinstance(bits, np.ndarray) else np.empty(0, f"u{bits.itemsize}")))
+    end = value.start + value.n
     if value.name != name or value.bits.ndim != 1 or not 0 <= value.start <= end <= value.total:
         raise ValueError(
             f"{name}: the part given is elements {value.start} to {end} of {value.name}{list(value.shape)}, as an "
@@ -155,7 +170,7 @@ def place_of(name: str, value: TensorLike) -> Place:
     if isinstance(value, torch.Tensor):
         return Place(str(value.dtype).removeprefix("torch."), tuple(value.shape), 0, value.numel())
     part = as_part(name, value)
-    return Place(part.dtype, part.shape, part.start, part.bits.size)
+    return Place(part.dtype, part.shape, part.start, part.n)
 
 
 def part_info(part: TensorPart, made: Fingerprint | None = None) -> PartInfo:
@@ -224,8 +239,9 @@ def exchange(own: TensorPart, held: Sequence[Span], wanted: Sequence[Span], rank
     """This rank's `wanted` elements of a tensor of which every rank has its `held` ones; called by all ranks.
 
     Both are in rank order and cover what is wanted once. The part itself where nothing moves; else memory of its own.
-    Raises RanksLostError.
+    All of them in the CPU's memory. Raises RanksLostError.
     """
+    own = own.hosted()
     if list(held) == list(wanted):
         return own
     start, n = wanted[ranks.rank]

@@ -93,7 +93,7 @@ def make_step(kind: ElementType, n: int, density: float, seed: int) -> Step:
     moved = generator.random(n, dtype=np.float32) < chance * (density / chance.mean())
     up = generator.random(n, dtype=np.float32) < 0.5
     new = np.where(moved, np.where(up, old + kind.bits.type(1), old - kind.bits.type(1)), old).astype(kind.bits)
-    indices = CPU_BACKEND.compare_and_compact(old, new)
+    indices = CPU_BACKEND.changed_elements(old, new)[0]
     counted = CPU_BACKEND.count_exponents(kind, old), CPU_BACKEND.count_exponents(kind, old[indices])
     return Step(kind, old, new, indices, choose_table(*counted), all_active(n))
 
@@ -101,10 +101,10 @@ def make_step(kind: ElementType, n: int, density: float, seed: int) -> Step:
 def works(kernels: KernelBackend, step: Step, place: Callable[[np.ndarray], Any]) -> Iterator[Work]:
     """Every kernel on the arrays of a step, which `place` takes to where the backend works."""
     old, new, indices = place(step.old), place(step.new), place(step.indices)
-    old_at, new_at, held = kernels.take(old, indices), kernels.take(new, indices), place(step.old.copy())
+    old_at, new_at, held = place(step.old[step.indices]), place(step.new[step.indices]), place(step.old.copy())
     dense, n, size = step.old.nbytes, len(step.indices), step.kind.bits.itemsize
-    yield Work("compare_and_compact", 2 * dense + n * INDEX_BYTES, lambda: kernels.compare_and_compact(old, new))
-    yield Work("take", n * (INDEX_BYTES + 2 * size), lambda: kernels.take(new, indices))
+    written = n * (INDEX_BYTES + 2 * size)
+    yield Work("changed_elements", 2 * dense + written, lambda: kernels.changed_elements(old, new))
     yield Work("scatter", n * (INDEX_BYTES + 2 * size), lambda: kernels.scatter(held, indices, new_at))
     yield Work("fingerprint", dense, lambda: kernels.fingerprint(old, KEY))
     yield Work(
@@ -145,6 +145,8 @@ def as_arrays(made: Any) -> list[np.ndarray]:
         return [made.cpu().numpy()]
     if isinstance(made, np.ndarray):
         return [made]
+    if isinstance(made, tuple):
+        return [array for part in made for array in as_arrays(part)]
     if hasattr(made, "gaps"):
         return [made.counts, made.gaps, made.steps]
     return [np.array([made.lo, made.hi], np.uint64)]
@@ -180,8 +182,9 @@ def check_far_offsets(kernels: KernelBackend) -> None:
     patterns = torch.arange(1, 7, dtype=torch.uint8, device="cuda")
     empty = kernels.fingerprint(old, KEY)
     kernels.scatter(new, places, patterns)
-    np.testing.assert_array_equal(kernels.compare_and_compact(old, new).cpu().numpy(), places.cpu().numpy())
-    np.testing.assert_array_equal(kernels.take(new, places).cpu().numpy(), patterns.cpu().numpy())
+    found, _, there = kernels.changed_elements(old, new)
+    np.testing.assert_array_equal(found.cpu().numpy(), places.cpu().numpy())
+    np.testing.assert_array_equal(there.cpu().numpy(), patterns.cpu().numpy())
     change = CPU_BACKEND.fingerprint_change(KEY, places.cpu().numpy(), np.zeros(6, np.uint8), patterns.cpu().numpy())
     assert kernels.fingerprint(new, KEY) - empty == change, "fingerprint beyond 2**32"
 

@@ -148,7 +148,7 @@ def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: s
         size,
         TrainerCase(
             ranks, chosen.row_tokens, reference=True, compute_bytes=4, checkpointed=chosen.checkpointed, gpu=False,
-            density=delta["density"], delta_bytes=delta["delta_bytes"], beside=True, older=True,
+            density=delta["density"], delta_bytes=delta["delta_bytes"], beside=True, on_device=False, older=True,
         ),
     )  # fmt: skip
     planned, lines = sum(parts.values()) / MIB, [line for line in done.stdout.splitlines() if line.startswith("{")]

@@ -47,7 +47,9 @@ def planned(*arguments: str, status: int = 0) -> dict:
 
 def test_eight_billion_parameters_fit_on_sixteen_gpus_and_not_on_one(models):
     found = planned("--model", models["8b"], "--gpus", "16x80")
-    assert found["fits"] and (found["trainer_devices"], found["replicas_beside"]) == (4, 12)
+    assert found["fits"] and (found["trainer_devices"], found["replicas_beside"]) == (8, 8)
+    smaller = planned("--model", models["8b"], "--gpus", "16x80", "--set", "trainer.publish.on_device=false")
+    assert smaller["fits"] and (smaller["trainer_devices"], smaller["replicas_beside"]) == (4, 12)
     (one,) = (each for each in found["trainer"] if each["ranks"] == 1)
     assert not one["fits"]
     # Masters 4, moments 8, gradients 4, bf16 values in fp32 4 and the reference's 4 bytes a parameter.
@@ -60,7 +62,7 @@ def test_eight_billion_parameters_fit_on_sixteen_gpus_and_not_on_one(models):
 
 
 def test_roles_that_have_no_devices_of_their_own_share_them(models):
-    found = planned("--model", models["8b"], "--gpus", "4x80")
+    found = planned("--model", models["8b"], "--gpus", "4x80", "--set", "trainer.publish.on_device=false")
     assert found["same_devices"] and found["replicas_beside"] == 1
     trainer, replica = (
         next(each for each in found[role] if each["devices"] == found[f"{role}_devices"])
@@ -75,7 +77,7 @@ def test_changes_that_are_proposed_as_enough_are_enough(models):
     (together,) = (change for change in found["changes"] if change["what"] == "all of these together")
     assert together["fits"] == (together["gib"] <= 72)
     settings = ("--set", "trainer.kl.coefficient=0", "--set", "trainer.row_tokens=1024")
-    settings += ("--set", "trainer.checkpoint_activations=true")
+    settings += ("--set", "trainer.checkpoint_activations=true", "--set", "trainer.publish.on_device=false")
     smaller = planned("--model", models["8b"], "--gpus", "4x80", *settings)
     (four,) = (each for each in smaller["trainer"] if each["ranks"] == 4)
     assert four["total"] / GIB == pytest.approx(together["gib"])
@@ -86,8 +88,16 @@ def test_engines_side_by_side_share_the_requests_and_not_the_weights(models):
     one, two = (planned(*base, "--data-parallel", engines)["replica"][0] for engines in "12")
     assert (two["devices"], two["bytes"]["weights"]) == (4, one["bytes"]["weights"])
     assert two["bytes"]["kv_cache"] == one["bytes"]["kv_cache"] / 2
-    refused = CliRunner().invoke(app, ["plan", "--model", models["30b"], "--gpus", "64x80", "--data-parallel", "2"])
-    assert "dense models" in str(refused.exception)
+
+
+def test_engines_side_by_side_share_the_experts(models):
+    size = size_of_name(models["30b"])
+    base = ("--model", models["30b"], "--gpus", "64x80", "--tensor-parallel", "2")
+    one, four = (planned(*base, "--data-parallel", engines)["replica"][0] for engines in "14")
+    assert one["bytes"]["weights"] == 2 * size.parameters / 2
+    assert four["devices"] == 8
+    assert four["bytes"]["weights"] == 2 * ((size.parameters - size.experts) / 2 + size.experts / 8)
+    assert four["bytes"]["update"] < one["bytes"]["update"]
 
 
 def test_a_tensor_parallel_size_divides_the_heads(models):
@@ -186,7 +196,10 @@ def test_what_is_published_beside_a_step_is_counted_where_it_is(models):
     # Half of the elements of a block of 2^24, at 36 bytes each, and 64 MiB of output, as 32 chunks three times.
     dense = one("--cpu", "1x23", "--density", "0.5")
     assert 36 * 2**23 + 160 * 2**20 < dense["publication"] - held < 600 * 2**20
-    assert "publication" not in one("--gpus", "1x80")
+    assert one("--gpus", "1x80")["publication"] == held
+    assert one("--gpus", "1x80", "--set", "trainer.publish.on_device=false")["publication"] == 0
+    told = planned(*base, "--gpus", "1x80", status=1)["changes"]
+    assert "trainer.publish.on_device=false" in {change["what"] for change in told}
     assert one("--gpus", "1x80", "--set", "trainer.score_older_every=0")["older_weights"] == 0
     assert one("--gpus", "1x80")["older_weights"] == held / 2
 

@@ -1,6 +1,8 @@
 """Encode and apply a delta of tensors on a device, JSON lines: `python -m tests.gpu.delta_speed [--small]`.
 
-The device is that of TIDEMILL_TEST_DEVICE. The bytes are compared with those of the compiled loops on the CPU, and the
+The device is that of TIDEMILL_TEST_DEVICE. `publish_gb_s` is the publisher's part: the tensor compared and encoded
+where it lies, and taken over into the version that is held there; `publish_host_gb_s` the same with that version in the
+CPU's memory. The bytes are compared with those of the compiled loops on the CPU, and the
 weights after the apply with the new ones, bit for bit. `gb_s` counts the bytes of the dense bf16 tensor; `copy_gb_s` is
 a copy of the same tensor on the same device, which reads and writes it.
 """
@@ -19,6 +21,8 @@ import torch
 
 from tests.kernels.encoding import encode_delta
 from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve
+from tidemill.kernels.weights.delta_shard import DeltaShard
+from tidemill.kernels.weights.held import HeldVersion
 
 DEVICE = os.environ.get("TIDEMILL_TEST_DEVICE", "cpu")
 DENSITIES = (0.003, 0.01)
@@ -55,6 +59,16 @@ def main() -> None:
 
         gigabytes = 2 * elements / 1e9
         encode_s, apply_s, copy_s = seconds(encoded), seconds(apply), seconds(copy)
+        published, shards = {}, []
+        for name, on_device in {"publish_gb_s": True, "publish_host_gb_s": False}.items():
+            os.environ["TIDEMILL_KERNELS"] = "triton" if on_device else "cpu"
+            version = HeldVersion.copy_of(0, {"w": held}, on_device=on_device)
+            begun = time.perf_counter()
+            with DeltaShard(1, 0, version.take_over(1, {"w": target}, on_device=on_device)) as shard:
+                published[name] = gigabytes / (time.perf_counter() - begun)
+                shards.append((shard.n_bytes, shard.change, version.parts["w"].fingerprint()))
+        assert shards[0] == shards[1], "the delta of a version on the device differs"
+        os.environ["TIDEMILL_KERNELS"] = "triton"
         apply()
         assert torch.equal(applied.view(torch.int16), target.view(torch.int16)), "the applied weights differ"
         line = {
@@ -66,6 +80,7 @@ def main() -> None:
             "encode_gb_s": gigabytes / encode_s,
             "apply_gb_s": gigabytes / apply_s,
             "copy_gb_s": 2 * gigabytes / copy_s,
+            **published,
             "equal_to_cpu": True,
         }
         print(json.dumps(line), flush=True)

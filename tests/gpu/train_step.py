@@ -87,7 +87,7 @@ def train(config: PretrainedConfig, rows: int, row_tokens: int) -> dict[str, Any
     after, size = serving_view(learner.model), size_of(model)
     case = TrainerCase(
         1, row_tokens, reference=False, compute_bytes=4 if DEVICE == "cpu" else 2, checkpointed=True,
-        gpu=DEVICE != "cpu", density=0.0, delta_bytes=0.0, beside=False, older=False,
+        gpu=DEVICE != "cpu", density=0.0, delta_bytes=0.0, beside=False, on_device=False, older=False,
     )  # fmt: skip
     work = found["flops/forward"] + found["flops/backward"]
     told = {

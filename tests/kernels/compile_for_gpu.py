@@ -33,7 +33,7 @@ def compile_only(self, *arguments, grid, warmup, **options):
     signature, constants = {}, {}
     for parameter in self.params:
         value = given[parameter.name]
-        if parameter.is_constexpr:
+        if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = POINTERS[value.dtype]

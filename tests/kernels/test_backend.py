@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.reference import assert_same_results
 from tidemill.kernels import backend, fingerprint
@@ -171,6 +172,26 @@ def test_the_cpu_may_be_chosen_for_a_gpu_tensor_without_a_warning(monkeypatch, c
 
 def test_tensors_of_the_cpu_have_the_same_results():
     assert_same_results(CPU_BACKEND, torch.from_numpy)
+
+
+class Copies(TorchDispatchMode):
+    """Sizes of the tensors that torch writes whole, while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.written.append(args[0].numel())
+        return func(*args, **kwargs or {})
+
+
+def test_a_few_patterns_are_written_to_a_tensor_of_the_cpu_without_a_copy_of_all_others():
+    held = torch.from_numpy(OLD.copy())
+    with Copies() as copies:
+        backend_for(held).scatter(held, torch.tensor([3]), torch.tensor([9], dtype=torch.uint16))
+    assert held[3] == 9 and held.numel() not in copies.written
 
 
 def test_a_tensor_of_any_type_is_its_patterns():

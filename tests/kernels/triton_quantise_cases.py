@@ -14,7 +14,14 @@ from triton.runtime import interpreter
 
 from tidemill.kernels import quantise, triton_quantise
 from tidemill.kernels.backend import runs_triton
-from tidemill.kernels.quantise import BLOCK_FORMATS, MXFP8, NVFP4, QuantisedTensor, dequantise_twin, quantise_twin
+from tidemill.kernels.quantise import (
+    BLOCK_FORMATS,
+    MXFP8,
+    NVFP4,
+    QuantisedTensor,
+    dequantise_by_torch,
+    quantise_by_torch,
+)
 
 DEVICE = os.environ.get("TIDEMILL_TEST_DEVICE", "cpu")
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
@@ -51,12 +58,12 @@ def test_block_formats_at_the_edges_of_a_tile(name, shape):
     form, values = BLOCK_FORMATS[name], values_of(shape, sum(shape))
     outer = quantise.quantise(values, form).outer
     placed = None if outer is None else surrounded(outer, float("nan"))
-    expected = quantise_twin(values, form, outer)
+    expected = quantise_by_torch(values, form, outer)
     found = triton_quantise.quantise(surrounded(values, 1e30), form, placed)
     assert same_bits(found[0], expected[0]) and same_bits(found[1], expected[1])
     codes, scales = (surrounded(part, 255) for part in expected)
     values_again = triton_quantise.dequantise(codes, scales, placed, form)
-    assert same_bits(values_again, dequantise_twin(*expected, outer, form))
+    assert same_bits(values_again, dequantise_by_torch(*expected, outer, form))
 
 
 @pytest.mark.parametrize("form", [MXFP8, NVFP4], ids=lambda form: form.name)
@@ -67,7 +74,7 @@ def test_every_code_under_every_scale(form):
     outer = torch.full((1, 254, 1), 0.375) if form.has_outer else None
     placed = [None if part is None else part.to(DEVICE) for part in (codes, scales, outer)]
     found = triton_quantise.dequantise(*placed, form)
-    assert same_bits(found, dequantise_twin(codes, scales, outer, form))
+    assert same_bits(found, dequantise_by_torch(codes, scales, outer, form))
 
 
 def test_the_kernels_are_what_a_tensor_of_the_device_gets(monkeypatch):

@@ -261,6 +261,14 @@ def test_a_batch_that_comes_twice_is_trained_once(made) -> None:
     assert queue.next(0) is None
 
 
+def test_a_stop_does_not_change_which_batch_is_forgotten_first(made) -> None:
+    queue, again = (OnlineQueue(replace(RULES, remembered=1), line_to(3)) for _ in range(2))
+    queue.read(place("stale", 0), replace(made.batch, batch_id="stale", version=1))
+    left = settled(queue, replace(of_version(made, 3), place=place("b", 1)), 3)
+    again.observe_step(recorded(left.place, queue.take(left)))
+    assert queue.progress().remembered == again.progress().remembered == ["stale"]
+
+
 def test_batches_of_other_runs_and_branches_are_left_alone(made) -> None:
     queue = OnlineQueue(RULES, line_to(0))
     queue.read(place("b", 0), replace(made.batch, run_id="other"))

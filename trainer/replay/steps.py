@@ -34,17 +34,17 @@ class ReadOnlyError(RuntimeError):
 
 
 class NoProducer(RecordProducer):
-    """Stands where a producer is asked for, and refuses to write: a replay leaves the live topics alone."""
+    """A producer that refuses to write: a replay leaves the live topics alone."""
 
     def __init__(self) -> None:
-        """Connects to nothing."""
+        """Connect to nothing."""
 
     def send_bytes(self, full_topic: str, *_value: object, **_options: object) -> NoReturn:
-        """Raises ReadOnlyError."""
+        """Raise ReadOnlyError."""
         raise ReadOnlyError(f"a replay does not write to {full_topic}")
 
     def flush(self, timeout_s: float = 0.0) -> None:
-        """Nothing was queued."""
+        """Do nothing: nothing was queued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class StepReplay:
         Raises:
             ValueError: the run has no such steps, or a counterfactual crosses steps that the gate gave up.
             NotRepeatableError: a step was taken with other settings, or one on the way comes out different.
-            CheckpointError: a checkpoint is not what the log recorded.
+            TrainerCheckpointError: a checkpoint is not what the log recorded.
             LookupError: the log no longer holds an input.
         """
         chosen = [record for record in self.steps if first <= record.step <= last]

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tests.kernels.weights.conftest import read_anchor
+from tidemill.kernels.encoder import DeltaEncoder
+from tidemill.kernels.weights import tensor_parts
 from tidemill.kernels.weights.bits import as_weight
 from tidemill.kernels.weights.delta_shard import CHUNK_BYTES, DeltaShard
 from tidemill.kernels.weights.graph import VersionError
@@ -108,6 +110,39 @@ def test_a_restart_makes_the_newest_version_again_from_the_log(publication, open
     publish_all(open_publisher(settings), views[6:8], first=6)
     publish_all(open_publisher(settings), views[8:], first=8)
     assert_followed(publication, views)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_tensors_on_a_device_are_published_as_those_in_the_cpus_memory_are(
+    publication, open_publisher, views, monkeypatch, on_device
+):
+    """A tensor in the CPU's memory plays the one on a device; after a restart the version before comes from the log."""
+    monkeypatch.setattr(tensor_parts, "is_on_host", lambda array: isinstance(array, np.ndarray))
+    compared = []
+
+    def takes(encoder, name, dtype, old, new, *place, add=DeltaEncoder.add):
+        compared.append((type(old), type(new)))
+        return add(encoder, name, dtype, old, new, *place)
+
+    monkeypatch.setattr(DeltaEncoder, "add", takes)
+    settings = EVERY_3.model_copy(update={"on_device": on_device, "skips": (2,)})
+    tensors = [
+        {name: torch.from_numpy(weight.bits.copy()).view(getattr(torch, weight.dtype)) for name, weight in view.items()}
+        for view in views
+    ]
+    publish_all(open_publisher(settings), tensors[:6])
+    assert set(compared) >= {(torch.Tensor, torch.Tensor) if on_device else (np.ndarray, np.ndarray)}
+    compared.clear()
+    restarted = open_publisher(settings)
+    publish_all(restarted, tensors[6:], first=6)
+    restarted.skips.wait()
+    assert restarted.skips.dropped == 0 and restarted.skips.published > 0
+    for tensor in tensors[-1].values():
+        tensor.zero_()
+    assert_followed(publication, views)
+    for manifest in publication.manifests():
+        if manifest.anchor:
+            assert_equal(read_anchor(manifest.anchor.uri), views[manifest.version])
 
 
 def test_a_chain_whose_delta_is_lost_is_not_continued(publication, open_publisher, views):

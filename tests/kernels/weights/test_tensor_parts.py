@@ -28,6 +28,7 @@ from tidemill.kernels.weights.tensor_parts import (
     merged_tensors,
     part_info,
 )
+from tidemill.trainer import sharded_view
 from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.sharded_view import PlacementError, local_parts
 
@@ -85,13 +86,18 @@ def test_the_parts_of_a_model_in_one_piece_are_the_first_ranks():
     assert others["head.bias"].fingerprint() == ZERO
 
 
-def test_a_part_is_a_snapshot():
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_part_is_a_snapshot(monkeypatch, on_device):
+    """A tensor in the CPU's memory plays the one on a device."""
+    if on_device:
+        monkeypatch.setattr(sharded_view, "is_on_host", lambda array: isinstance(array, np.ndarray))
     model = Tied()
-    part = local_parts(model, first=True)["head.bias"]
-    before = part.bits.copy()
+    part = local_parts(model, first=True, on_device=on_device)["head.bias"]
+    assert isinstance(part.bits, torch.Tensor if on_device else np.ndarray)
+    before = part.hosted().bits.copy()
     with torch.no_grad():
         model.head.bias.add_(1.0)
-    np.testing.assert_array_equal(part.bits, before)
+    np.testing.assert_array_equal(part.hosted().bits, before)
 
 
 def test_an_outline_takes_no_memory():

@@ -8,13 +8,15 @@ import torch
 
 from tidemill.kernels.delta import CodecSettings, apply_change, decode_delta, resolve_all
 from tidemill.kernels.elements import BY_NAME
-from tidemill.kernels.fingerprint import ZERO, Fingerprint
-from tidemill.kernels.weights.bits import Weight, as_weight, tensor_infos
+from tidemill.kernels.fingerprint import ZERO
+from tidemill.kernels.weights import tensor_parts
+from tidemill.kernels.weights.bits import Weight, as_weight, tensor_infos, total_fingerprint
 from tidemill.kernels.weights.config import CodecChoice, PublishSettings
 from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.held import HeldVersion
 from tidemill.kernels.weights.tensor_parts import RankReport, TensorPart, merged_tensors
+from tidemill.schemas.config import RunSettings
 
 TORCH_TYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
@@ -96,10 +98,7 @@ def test_a_delta_leads_a_copy_to_the_next_version(first_view, next_view, setting
             apply_change(change, held.parts[change.name].bits)
     assert (sender.version, infos(sender)) == (1, tensor_infos(new))
     assert all((held.parts[name].bits == part.bits).all() for name, part in sender.parts.items())
-    added = {made.name: Fingerprint.from_hex(made.fingerprint) for made in infos(sender)}
-    for was in infos(held):
-        change = shard.tensor_changes.get(was.name, ZERO)
-        assert Fingerprint.from_hex(was.fingerprint) + change == added[was.name]
+    assert total_fingerprint(infos(held)) + shard.change == total_fingerprint(infos(sender))
 
 
 def test_a_snapshot_stays_what_it_was(first_view, next_view):
@@ -152,6 +151,43 @@ def test_a_part_that_is_none_of_the_tensor_is_refused(wrong):
 def test_a_part_of_a_type_that_it_cannot_have_is_refused():
     with pytest.raises(TypeError, match="int8 has patterns of uint8"):
         HeldVersion.copy_of(0, {"w": TensorPart("w", "int8", (4,), 0, np.zeros(4, np.uint16))})
+
+
+def test_a_held_version_on_a_device_is_its_own_and_its_deltas_are_those_of_the_cpu(monkeypatch):
+    """A tensor in the CPU's memory plays the one on a device."""
+    monkeypatch.setattr(tensor_parts, "is_on_host", lambda array: isinstance(array, np.ndarray))
+    old = {"w": torch.randn(300, 20).to(torch.bfloat16), "norm": torch.ones(7)}
+    new = {name: tensor + (torch.rand(tensor.shape) < 0.1) for name, tensor in old.items()}
+    said, sent = [], []
+    for on_device in (False, True):
+        held = HeldVersion.copy_of(0, old, on_device=on_device)
+        assert {isinstance(part.bits, torch.Tensor) for part in held.parts.values()} == {on_device}
+        given = {name: tensor.clone() for name, tensor in new.items()}
+        with DeltaShard(1, 0, held.take_over(1, given, on_device=on_device)) as shard:
+            sent.append(b"".join(chunk.payload for chunk in shard._chunks(RunSettings(run_id="r"))))
+            held.becomes(1, [shard.covered])
+        for tensor in given.values():
+            tensor.zero_()
+        assert infos(held) == tensor_infos(new)
+        said.append([part.fingerprint() for part in held.snapshot().parts.values()])
+    assert sent[0] == sent[1] and len(sent[0]) > 100
+    assert said[0] == said[1]
+
+
+def test_a_version_made_again_moves_to_the_device_with_the_first_comparison(monkeypatch):
+    monkeypatch.setattr(tensor_parts, "is_on_host", lambda array: isinstance(array, np.ndarray))
+    made_again = HeldVersion.copy_of(0, {"w": torch.zeros(9)})
+    ((_, _, before, after, *_),) = made_again.take_over(1, {"w": torch.ones(9)}, on_device=True)
+    assert isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+    assert isinstance(made_again.parts["w"].bits, torch.Tensor)
+    made_again.becomes(1, [{"w": (1, ZERO)}])
+    assert infos(made_again) == tensor_infos({"w": torch.ones(9)})
+
+
+def test_a_part_on_a_device_of_a_type_that_it_cannot_have_is_refused():
+    bits = torch.zeros(4, dtype=torch.uint16)
+    with pytest.raises(TypeError, match="int8 has patterns of uint8"):
+        HeldVersion.copy_of(0, {"w": TensorPart("w", "int8", (4,), 0, bits)})
 
 
 def test_the_configuration_knows_the_codec_s_choices():
