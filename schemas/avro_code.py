@@ -70,11 +70,18 @@ def _read_size(data: bytes, place: int) -> tuple[int, int]:
     return found, place
 
 
+def _refuse(value: object) -> None:
+    raise TypeError(f"{type(value).__name__} is not what the field holds")
+
+
 _GIVEN = {
     "BYTES": _ENDS[::2],
     "LONGS": [(byte >> 1) ^ -(byte & 1) if byte < 128 else None for byte in range(256)],
     "SIZES": [byte >> 1 if byte < 128 and byte % 2 == 0 else None for byte in range(256)],
     "BOOLEANS": {0: False, 1: True},
+    "BOOLEAN_BYTES": {False: b"\0", True: b"\1"},
+    "ARRAY": (list, tuple),
+    "refuse": _refuse,
     "long": write_long,
     "read_long": read_long,
     "read_size": _read_size,
@@ -173,13 +180,16 @@ def writer(schema: Schema) -> Write:
                 parts.append(number(held))
             case "string" | "bytes":
                 source.add(f"{held} = {value}" + (".encode()" if name == "string" else ""))
+                if name == "bytes":
+                    # Another buffer, such as an array, may have another length than its bytes.
+                    source.add(f"if not isinstance({held}, bytes): refuse({held})")
                 size = source.new()
                 source.add(f"{size} = len({held})")
                 parts.extend((f"BYTES[{size}] if {size} < {len(_ENDS) // 2} else long({size})", held))
             case "double":
                 parts.append(f"pack({value})")
             case "boolean":
-                parts.append(f"b'\\1' if {value} else b'\\0'")
+                parts.append(f"BOOLEAN_BYTES[{value}]")
             case "enum":
                 parts.append(f"{source.named({s: write_long(n) for n, s in enumerate(kind['symbols'])})}[{value}]")
             case "union":
@@ -195,8 +205,9 @@ def writer(schema: Schema) -> Write:
                 flush()
                 source.add(f"{held} = {value}")
                 size, item = source.new(), source.new()
-                with source.indented(f"if {held}:"):
-                    source.add(f"{size} = len({held})")
+                source.add(f"if not isinstance({held}, {'ARRAY' if name == 'array' else 'dict'}): refuse({held})")
+                source.add(f"{size} = len({held})")
+                with source.indented(f"if {size}:"):
                     source.add(f"add(({number(size)},))")
                     if name == "array":
                         with source.indented(f"for {item} in {held}:"):
@@ -249,7 +260,8 @@ def reader(schema: Schema, record_type: type) -> Read:
             case "boolean":
                 source.add(f"{into} = BOOLEANS[data[p]]; p += 1")
             case "enum":
-                found = {2 * place: hint(symbol) for place, symbol in enumerate(kind["symbols"])}
+                # Of those whose index is one byte.
+                found = {2 * place: hint(symbol) for place, symbol in enumerate(kind["symbols"][:64])}
                 source.add(f"{into} = {source.named(found)}[data[p]]; p += 1")
             case "union":
                 source.add("q = data[p]; p += 1")
