@@ -6,11 +6,9 @@ import io
 import json
 import math
 import tracemalloc
-import types
 import typing
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,42 +20,12 @@ from fastavro.schema import fingerprint, to_parsing_canonical_form
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.generated import LONG, damaged, records_of
 from tests.records import neutral
 from tests.schemas.test_compatibility import written
 from tidemill.schemas import avro_code
 from tidemill.schemas.codec import RECORD_TYPES, Codec, DecodeError, current_schema, read_body
 from tidemill.schemas.records import Document, Record, Task, Tick, VersionSpan
-
-LONG = st.integers(-(2**63), 2**63 - 1)
-TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
-
-
-def values_of(annotation: object) -> st.SearchStrategy:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is types.UnionType:
-        return st.none() | values_of(arguments[0])
-    if origin is list:
-        return st.lists(values_of(arguments[0]), max_size=3)
-    if origin is dict:
-        return st.dictionaries(TEXT, values_of(arguments[1]), max_size=3)
-    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-        return st.sampled_from(annotation)
-    if is_dataclass(annotation):
-        return records_of(typing.cast(type, annotation))
-    plain = {
-        int: LONG,
-        str: TEXT,
-        float: st.floats(allow_nan=False),
-        bool: st.booleans(),
-        bytes: st.binary(max_size=40),
-    }
-    return plain[typing.cast(type, annotation)]
-
-
-def records_of(cls: type) -> st.SearchStrategy:
-    hints = typing.get_type_hints(cls)
-    return st.builds(cls, **{field.name: values_of(hints[field.name]) for field in fields(cls)})
-
 
 RECORDS = st.one_of(*(records_of(cls) for cls in RECORD_TYPES.values()))
 
@@ -100,14 +68,12 @@ def test_writers_and_readers_are_fastavro_s(record_type: type):
     def check(record: Record, data: st.DataObject):
         body = body_of(record)
         assert write(record, b"begin") == b"begin" + body and read(b"begin" + body, 5) == record
-        place = data.draw(st.integers(0, len(body) - 1))
-        put = data.draw(st.binary(max_size=3) | (LONG | st.integers(-2, 130)).map(avro_code.write_long))
-        damaged = body[:place] + put + body[place + data.draw(st.integers(0, 3)) :]
+        wrong = damaged(data, body)
         try:
-            found = read(damaged, 0)
+            found = read(wrong, 0)
         except Exception:  # noqa: BLE001 - a reader may refuse anything: fastavro has the last word
             return
-        buffer = io.BytesIO(damaged)
+        buffer = io.BytesIO(wrong)
         fields = fastavro.schemaless_reader(buffer, plain_schema(record_type), None)
         assert not buffer.read() and repr(msgspec.convert(fields, record_type)) == repr(found)
 
