@@ -92,18 +92,15 @@ class OfflineRun:
 
     Args:
         spans: the offsets that are replayed of each partition of each input; records outside are passed over.
-        change: a counterfactual: what each record is turned into before its machine sees it.
+        changes: counterfactuals: what each record is turned into, one after the other, before its machine sees it.
     """
 
     def __init__(
-        self,
-        processor: Processor,
-        spans: Mapping[tuple[Topic, int], range],
-        change: Change = lambda located: located,
+        self, processor: Processor, spans: Mapping[tuple[Topic, int], range], changes: Sequence[Change] = ()
     ) -> None:
         self._places = {topic: place for place, topic in enumerate(processor.inputs)}
         self._spans = spans
-        self._change = change
+        self._changes = changes
         partitions = sorted({partition for _, partition in spans})
         self._machines: dict[int, Machine] = {p: processor.machine(p, MachineState()) for p in partitions}
         self._orders = {p: Interleaved([spans[topic, p] for topic in processor.inputs]) for p in partitions}
@@ -127,7 +124,10 @@ class OfflineRun:
 
     def _observe(self, located: ConsumedRecord) -> list[Decided]:
         machine = self._machines[located.partition]
-        outputs = machine.observe(self._change(located))
+        changed = located
+        for change in self._changes:
+            changed = change(changed)
+        outputs = machine.observe(changed)
         self._observed += 1
         if self._observed % CHANGES_EVERY == 0:
             machine.take_changes()
@@ -175,7 +175,7 @@ def recorded_outputs(
 def replay(
     kafka: KafkaSettings,
     processor: Processor,
-    change: Change,
+    changes: Sequence[Change],
     timeout_s: float,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Replayed:
@@ -186,7 +186,7 @@ def replay(
     with LogReader(kafka, processor.inputs, client_id=CLIENT) as reader:
         begins, ends = reader.next_offsets(), reader.end_offsets()
         spans = {place: range(begins[place], end) for place, end in ends.items()}
-        run = OfflineRun(processor, spans, change)
+        run = OfflineRun(processor, spans, changes)
         names = Names(kafka.topic_prefix)
         cut = [f"{names.of(topic)}[{p}] begins at offset {s.start}" for (topic, p), s in spans.items() if s.start]
         total = sum(map(len, spans.values()))
@@ -217,18 +217,16 @@ def _is_of(run: RunSettings, located: ConsumedRecord) -> bool:
             return False
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlineShift:
-    """Every rollout's deadline is later by `by_us` microseconds; earlier where it is negative."""
+def deadline_shift(by_us: int) -> Change:
+    """Every rollout's deadline is later by so many microseconds; earlier where they are negative."""
 
-    by_us: int
-
-    def __call__(self, located: ConsumedRecord) -> ConsumedRecord:
-        """The record with its deadline moved."""
+    def change(located: ConsumedRecord) -> ConsumedRecord:
         record = located.record
         if not isinstance(record, Rollout):
             return located
-        return replace(located, record=replace(record, deadline_at=record.deadline_at + self.by_us))
+        return replace(located, record=replace(record, deadline_at=record.deadline_at + by_us))
+
+    return change
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +267,3 @@ class Reweighted:
         if unknown:
             there = sorted(set[str]().union(*self.seen.values()))
             raise ValueError(f"no rollout has a reward component {', '.join(unknown)}; there is {', '.join(there)}")
-
-
-def chained(changes: Sequence[Change]) -> Change:
-    """One change after the other."""
-
-    def change(located: ConsumedRecord) -> ConsumedRecord:
-        for one in changes:
-            located = one(located)
-        return located
-
-    return change

@@ -23,12 +23,11 @@ from tidemill.streams.join.feedback_join import INPUTS
 from tidemill.streams.machine import Emit, Output, Processor
 from tidemill.streams.offline import (
     Change,
-    DeadlineShift,
     Decided,
     Interleaved,
     OfflineRun,
     Reweighted,
-    chained,
+    deadline_shift,
 )
 from tidemill.streams.runner.worker import feedback_join, group_assembly
 
@@ -40,11 +39,7 @@ def assembly(rules: AssemblyRules = RULES) -> Processor:
     return replace(processor, machine=lambda partition, state: GroupAssembler(partition, rules, state))
 
 
-def unchanged(record: ConsumedRecord) -> ConsumedRecord:
-    return record
-
-
-def offline(processor: Processor, records: Sequence[ConsumedRecord], change: Change = unchanged) -> list[Decided]:
+def offline(processor: Processor, records: Sequence[ConsumedRecord], *changes: Change) -> list[Decided]:
     """A run over all of some records, which may come in any order of their partitions."""
     places = {(record.topic, record.partition) for record in records}
     partitions = {partition for _, partition in places} or {0}
@@ -53,7 +48,7 @@ def offline(processor: Processor, records: Sequence[ConsumedRecord], change: Cha
         for topic in processor.inputs
         for partition in partitions
     }
-    run = OfflineRun(processor, spans, change)
+    run = OfflineRun(processor, spans, changes)
     return [*(decided for record in records for decided in run.take(record)), *run.finish()]
 
 
@@ -188,8 +183,9 @@ def test_another_deadline_changes_who_is_in_the_group():
     ]
     closed = [(g.closed_by, len(g.members)) for g in groups_of(offline(assembly(), records))]
     assert closed == [("deadline", 1), ("late", 1)]
-    later = groups_of(offline(assembly(), records, DeadlineShift(2_000_000)))
-    assert [(g.closed_by, len(g.members)) for g in later] == [("size", 2)]
+    for changes in ([deadline_shift(2_000_000)], [deadline_shift(3_000_000), deadline_shift(-1_000_000)]):
+        later = groups_of(offline(assembly(), records, *changes))
+        assert [(g.closed_by, len(g.members)) for g in later] == [("size", 2)]
 
 
 def scored(index: int, *values: float, version: str = "1", **changes: object) -> ConsumedRecord:
@@ -218,7 +214,7 @@ def test_a_formula_is_for_the_version_that_it_names_and_for_what_has_a_reward():
     failed = located(rollout("g", 0, reward=None), 0)
     assert what_if(failed) is failed
     tick = located(Tick("s", 0), 0)
-    assert chained([what_if, DeadlineShift(5)])(tick) == tick
+    assert what_if(tick) is deadline_shift(5)(tick) is tick
 
 
 @pytest.mark.parametrize(
