@@ -9,10 +9,10 @@ Covered: records, arrays, maps, enumerations, primitive types, and unions of nul
 from __future__ import annotations
 
 import struct
-import types
 from collections.abc import Callable
 from enum import StrEnum
 from operator import index
+from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 Write = Callable[[Any, bytes], bytes]
@@ -253,8 +253,9 @@ def reader(schema: Schema, record_type: type) -> Read:
                 size("q")
                 source.add("q += p")
                 text = f"data[p:q]{'.decode()' if name == 'string' else ''}"
-                is_symbol = isinstance(hint, type) and issubclass(hint, StrEnum)
-                source.add(f"{into} = {f'{source.named(_symbols(hint))}[{text}]' if is_symbol else text}; p = q")
+                if isinstance(hint, type) and issubclass(hint, StrEnum):
+                    text = f"{source.named({member.value: member for member in hint})}[{text}]"
+                source.add(f"{into} = {text}; p = q")
             case "double":
                 source.add(f"({into},) = unpack(data, p); p += 8")
             case "boolean":
@@ -266,7 +267,7 @@ def reader(schema: Schema, record_type: type) -> Read:
             case "union":
                 source.add("q = data[p]; p += 1")
                 with source.indented("if q == 2:"):
-                    read(kind, _without_none(hint), into)
+                    read(kind, next(part for part in get_args(hint) if part is not NoneType), into)
                 with source.indented("elif q:"):
                     source.add("raise ValueError('no branch of a union')")
                 with source.indented("else:"):
@@ -301,11 +302,3 @@ def reader(schema: Schema, record_type: type) -> Read:
     source.add("return record")
     made: Read = source.compiled("def made(data, p):", f"reader of {schema['name']}")
     return made
-
-
-def _symbols(hint: Any) -> dict[str, str]:  # noqa: ANN401 - a type
-    return {member.value: member for member in hint}
-
-
-def _without_none(hint: Any) -> Any:  # noqa: ANN401 - a type
-    return next(part for part in get_args(hint) if part is not types.NoneType)
