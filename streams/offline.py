@@ -24,8 +24,8 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, OnlineBatch, Outcome, Rollout
-from tidemill.streams.join.merge import Merge
 from tidemill.streams.machine import Emit, Machine, Output, Processor, Rejected
+from tidemill.streams.merge import Merge
 from tidemill.streams.state import MachineState
 
 CHANGES_EVERY = 500
