@@ -9,10 +9,10 @@ Covered: records, arrays, maps, enumerations, primitive types, and unions of nul
 from __future__ import annotations
 
 import struct
-import types
 from collections.abc import Callable
 from enum import StrEnum
 from operator import index
+from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 Write = Callable[[Any, bytes], bytes]
@@ -70,11 +70,18 @@ def _read_size(data: bytes, place: int) -> tuple[int, int]:
     return found, place
 
 
+def _refuse(value: object) -> None:
+    raise TypeError(f"{type(value).__name__} is not what the field holds")
+
+
 _GIVEN = {
     "BYTES": _ENDS[::2],
     "LONGS": [(byte >> 1) ^ -(byte & 1) if byte < 128 else None for byte in range(256)],
     "SIZES": [byte >> 1 if byte < 128 and byte % 2 == 0 else None for byte in range(256)],
     "BOOLEANS": {0: False, 1: True},
+    "BOOLEAN_BYTES": {False: b"\0", True: b"\1"},
+    "ARRAY": (list, tuple),
+    "refuse": _refuse,
     "long": write_long,
     "read_long": read_long,
     "read_size": _read_size,
@@ -173,13 +180,16 @@ def writer(schema: Schema) -> Write:
                 parts.append(number(held))
             case "string" | "bytes":
                 source.add(f"{held} = {value}" + (".encode()" if name == "string" else ""))
+                if name == "bytes":
+                    # Another buffer, such as an array, may have another length than its bytes.
+                    source.add(f"if not isinstance({held}, bytes): refuse({held})")
                 size = source.new()
                 source.add(f"{size} = len({held})")
                 parts.extend((f"BYTES[{size}] if {size} < {len(_ENDS) // 2} else long({size})", held))
             case "double":
                 parts.append(f"pack({value})")
             case "boolean":
-                parts.append(f"b'\\1' if {value} else b'\\0'")
+                parts.append(f"BOOLEAN_BYTES[{value}]")
             case "enum":
                 parts.append(f"{source.named({s: write_long(n) for n, s in enumerate(kind['symbols'])})}[{value}]")
             case "union":
@@ -195,8 +205,9 @@ def writer(schema: Schema) -> Write:
                 flush()
                 source.add(f"{held} = {value}")
                 size, item = source.new(), source.new()
-                with source.indented(f"if {held}:"):
-                    source.add(f"{size} = len({held})")
+                source.add(f"if not isinstance({held}, {'ARRAY' if name == 'array' else 'dict'}): refuse({held})")
+                source.add(f"{size} = len({held})")
+                with source.indented(f"if {size}:"):
                     source.add(f"add(({number(size)},))")
                     if name == "array":
                         with source.indented(f"for {item} in {held}:"):
@@ -242,19 +253,21 @@ def reader(schema: Schema, record_type: type) -> Read:
                 size("q")
                 source.add("q += p")
                 text = f"data[p:q]{'.decode()' if name == 'string' else ''}"
-                is_symbol = isinstance(hint, type) and issubclass(hint, StrEnum)
-                source.add(f"{into} = {f'{source.named(_symbols(hint))}[{text}]' if is_symbol else text}; p = q")
+                if isinstance(hint, type) and issubclass(hint, StrEnum):
+                    text = f"{source.named({member.value: member for member in hint})}[{text}]"
+                source.add(f"{into} = {text}; p = q")
             case "double":
                 source.add(f"({into},) = unpack(data, p); p += 8")
             case "boolean":
                 source.add(f"{into} = BOOLEANS[data[p]]; p += 1")
             case "enum":
-                found = {2 * place: hint(symbol) for place, symbol in enumerate(kind["symbols"])}
+                # Of those whose index is one byte.
+                found = {2 * place: hint(symbol) for place, symbol in enumerate(kind["symbols"][:64])}
                 source.add(f"{into} = {source.named(found)}[data[p]]; p += 1")
             case "union":
                 source.add("q = data[p]; p += 1")
                 with source.indented("if q == 2:"):
-                    read(kind, _without_none(hint), into)
+                    read(kind, next(part for part in get_args(hint) if part is not NoneType), into)
                 with source.indented("elif q:"):
                     source.add("raise ValueError('no branch of a union')")
                 with source.indented("else:"):
@@ -289,11 +302,3 @@ def reader(schema: Schema, record_type: type) -> Read:
     source.add("return record")
     made: Read = source.compiled("def made(data, p):", f"reader of {schema['name']}")
     return made
-
-
-def _symbols(hint: Any) -> dict[str, str]:  # noqa: ANN401 - a type
-    return {member.value: member for member in hint}
-
-
-def _without_none(hint: Any) -> Any:  # noqa: ANN401 - a type
-    return next(part for part in get_args(hint) if part is not types.NoneType)

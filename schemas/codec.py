@@ -141,7 +141,9 @@ class Codec:
 
     def encode(self, record: Record) -> bytes:
         """The framed bytes of a record. Raises ValueError when a field does not fit its schema."""
-        schema = _current()[type(record)]
+        schema = _current().get(type(record))
+        if schema is None:
+            raise ValueError(f"{type(record).__name__} is no record of the log")
         if self._registry is None:
             begin = schema.mark
         else:

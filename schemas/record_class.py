@@ -31,6 +31,8 @@ else:
             return () if each.default is dataclasses.MISSING else (each.default,)
 
         def made(cls):  # noqa: ANN001, ANN202
+            if cls.__bases__ != (object,):
+                raise TypeError(f"{cls.__name__}: a record has no base class")
             members = dict(vars(cls))
             plain = dataclasses.dataclass(cls)
             fields = dataclasses.fields(plain)

@@ -139,12 +139,14 @@ def store_claim(root: str, name: str, payload: bytes) -> Claim:
 
 
 def load_claim(claim: Claim) -> bytes:
-    """The claimed bytes. Raises ClaimError when they are missing, cut short or changed."""
-    filesystem, path = fsspec.core.url_to_fs(claim.uri)
+    """The claimed bytes. Raises ClaimError when they are missing, cut short or changed, or their URI is none."""
     try:
+        filesystem, path = fsspec.core.url_to_fs(claim.uri)
         payload: bytes = filesystem.cat_file(path)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise ClaimError(f"claimed bytes are gone: {claim.uri}") from error
+    except ValueError as error:  # no file system serves such a URI: a record may hold any
+        raise ClaimError(f"claimed bytes cannot be reached: {claim.uri!r}: {error}") from error
     if len(payload) != claim.n_bytes or digest(payload) != claim.digest:
         raise ClaimError(
             f"claimed bytes at {claim.uri} are not the ones stored: {len(payload)} of {claim.n_bytes} bytes"

@@ -15,7 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +25,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, OnlineBatch, Outcome, Rollout
 from tidemill.streams.machine import Emit, Machine, Output, Processor, Rejected
+from tidemill.streams.merge import Merge
 from tidemill.streams.state import MachineState
 
 CHANGES_EVERY = 500
@@ -44,94 +45,56 @@ class Decided:
     """The cause's timestamp."""
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """The records of one topic that may not be given yet, each with the topic's clock at it."""
-
-    span: range
-    """The offsets that are replayed."""
-    records: deque[tuple[int, ConsumedRecord]] = field(default_factory=deque)
-    clock_ms: int = 0
-    over: bool = False
-
-    def __post_init__(self) -> None:
-        self.over = not self.span
-
-    def put(self, located: ConsumedRecord) -> None:
-        self.clock_ms = max(self.clock_ms, located.timestamp_ms)
-        self.records.append((self.clock_ms, located))
-        self.over = located.offset >= self.span.stop - 1
-
-
-class Interleaved:
-    """The equal partitions of some topics in one order: (clock of the topic, place of the topic, offset)."""
-
-    def __init__(self, spans: Sequence[range]) -> None:
-        """`spans` are those of the topics, in their places."""
-        self._topics = [_Waiting(span) for span in spans]
-
-    def put(self, place: int, located: ConsumedRecord) -> Iterator[ConsumedRecord]:
-        """The next record of the topic at `place`; the records that are next in the order, as far as that is known."""
-        self._topics[place].put(located)
-        while all(topic.records or topic.over for topic in self._topics) and any(t.records for t in self._topics):
-            yield self._pop()
-
-    def rest(self) -> Iterator[ConsumedRecord]:
-        """What waits, when no more records come."""
-        while any(topic.records for topic in self._topics):
-            yield self._pop()
-
-    def _pop(self) -> ConsumedRecord:
-        waiting = [(topic.records[0][0], place) for place, topic in enumerate(self._topics) if topic.records]
-        _, place = min(waiting)
-        return self._topics[place].records.popleft()[1]
-
-
 class OfflineRun:
     """One pass of a processor over the records of its inputs.
 
     Args:
         spans: the offsets that are replayed of each partition of each input; records outside are passed over.
-        change: a counterfactual: what each record is turned into before its machine sees it.
+        changes: counterfactuals: what each record is turned into, one after the other, before its machine sees it.
     """
 
     def __init__(
-        self,
-        processor: Processor,
-        spans: Mapping[tuple[Topic, int], range],
-        change: Change = lambda located: located,
+        self, processor: Processor, spans: Mapping[tuple[Topic, int], range], changes: Sequence[Change] = ()
     ) -> None:
-        self._places = {topic: place for place, topic in enumerate(processor.inputs)}
         self._spans = spans
-        self._change = change
+        self._changes = changes
         partitions = sorted({partition for _, partition in spans})
         self._machines: dict[int, Machine] = {p: processor.machine(p, MachineState()) for p in partitions}
-        self._orders = {p: Interleaved([spans[topic, p] for topic in processor.inputs]) for p in partitions}
+        self._orders: dict[int, Merge[ConsumedRecord]] = {p: Merge(processor.inputs, {}) for p in partitions}
+        for (topic, partition), span in spans.items():
+            if not span:
+                self._orders[partition].end(topic)
         self._observed = 0
 
     def take(self, located: ConsumedRecord) -> list[Decided]:
         """One record, in the order of its partition; what is decided by it and by those that it lets through."""
-        if located.offset not in self._spans[located.topic, located.partition]:
+        span, order = self._spans[located.topic, located.partition], self._orders[located.partition]
+        if located.offset not in span:
             return []
-        found = self._orders[located.partition].put(self._places[located.topic], located)
-        return [decided for record in found for decided in self._observe(record)]
+        order.read(located.topic, located.offset, located.timestamp_ms * 1_000, located)
+        if located.offset == span.stop - 1:
+            order.end(located.topic)
+        return self._decided(order)
 
     def finish(self) -> list[Decided]:
         """What the records decide that wait for others; none comes after it."""
-        return [
-            decided
-            for partition in sorted(self._orders)
-            for record in self._orders[partition].rest()
-            for decided in self._observe(record)
-        ]
+        for topic, partition in self._spans:
+            self._orders[partition].end(topic)
+        return [decided for order in self._orders.values() for decided in self._decided(order)]
 
-    def _observe(self, located: ConsumedRecord) -> list[Decided]:
-        machine = self._machines[located.partition]
-        outputs = machine.observe(self._change(located))
-        self._observed += 1
-        if self._observed % CHANGES_EVERY == 0:
-            machine.take_changes()
-        return [Decided(output, located.position, located.timestamp_ms) for output in outputs]
+    def _decided(self, order: Merge[ConsumedRecord]) -> list[Decided]:
+        found: list[Decided] = []
+        while (step := order.take()) is not None:
+            _, _, located = step
+            changed, machine = located, self._machines[located.partition]
+            for change in self._changes:
+                changed = change(changed)
+            outputs = machine.observe(changed)
+            found += [Decided(output, located.position, located.timestamp_ms) for output in outputs]
+            self._observed += 1
+            if self._observed % CHANGES_EVERY == 0:
+                machine.take_changes()
+        return found
 
 
 CLIENT = "tidemill-replay"
@@ -175,7 +138,7 @@ def recorded_outputs(
 def replay(
     kafka: KafkaSettings,
     processor: Processor,
-    change: Change,
+    changes: Sequence[Change],
     timeout_s: float,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Replayed:
@@ -186,7 +149,7 @@ def replay(
     with LogReader(kafka, processor.inputs, client_id=CLIENT) as reader:
         begins, ends = reader.next_offsets(), reader.end_offsets()
         spans = {place: range(begins[place], end) for place, end in ends.items()}
-        run = OfflineRun(processor, spans, change)
+        run = OfflineRun(processor, spans, changes)
         names = Names(kafka.topic_prefix)
         cut = [f"{names.of(topic)}[{p}] begins at offset {s.start}" for (topic, p), s in spans.items() if s.start]
         total = sum(map(len, spans.values()))
@@ -217,18 +180,16 @@ def _is_of(run: RunSettings, located: ConsumedRecord) -> bool:
             return False
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlineShift:
-    """Every rollout's deadline is later by `by_us` microseconds; earlier where it is negative."""
+def deadline_shift(by_us: int) -> Change:
+    """Every rollout's deadline is later by so many microseconds; earlier where they are negative."""
 
-    by_us: int
-
-    def __call__(self, located: ConsumedRecord) -> ConsumedRecord:
-        """The record with its deadline moved."""
+    def change(located: ConsumedRecord) -> ConsumedRecord:
         record = located.record
         if not isinstance(record, Rollout):
             return located
-        return replace(located, record=replace(record, deadline_at=record.deadline_at + self.by_us))
+        return replace(located, record=replace(record, deadline_at=record.deadline_at + by_us))
+
+    return change
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +230,3 @@ class Reweighted:
         if unknown:
             there = sorted(set[str]().union(*self.seen.values()))
             raise ValueError(f"no rollout has a reward component {', '.join(unknown)}; there is {', '.join(there)}")
-
-
-def chained(changes: Sequence[Change]) -> Change:
-    """One change after the other."""
-
-    def change(located: ConsumedRecord) -> ConsumedRecord:
-        for one in changes:
-            located = one(located)
-        return located
-
-    return change

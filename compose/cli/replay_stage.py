@@ -213,10 +213,10 @@ def stage(
         from tidemill.consumers.operate.replay.target import check_prefix
 
         check_prefix(settings.kafka.topic_prefix, into)
-    from tidemill.streams.offline import DeadlineShift, Reweighted
+    from tidemill.streams.offline import Reweighted, deadline_shift
 
     reweighted = Reweighted(weights, reward_version) if weights else None
-    changes: list[Change] = [DeadlineShift(to_us(deadline))] if deadline else []
+    changes: list[Change] = [deadline_shift(to_us(deadline))] if deadline else []
     changes += [reweighted] if reweighted is not None else []
     topic, replayed, comparison = _run(settings, processor, changes, window, timeout_s)
     if reweighted is not None:
@@ -248,7 +248,7 @@ def _run(
     settings: TidemillSettings, name: ProcessorName, changes: Sequence[Change], window: Window, timeout_s: float
 ) -> tuple[Topic, Replayed, OutputComparison]:
     """The output of a stage, what a replay of it made, and how that differs from what the log recorded."""
-    from tidemill.streams.offline import chained, recorded_outputs, replay
+    from tidemill.streams.offline import recorded_outputs, replay
     from tidemill.streams.runner.worker import Rules, processor_of
 
     processor = processor_of(name, Rules(settings.run, settings.stream, settings.join, settings.batches))
@@ -261,7 +261,7 @@ def _run(
             if done % PROGRESS_EVERY == 0:
                 progress.say(f"{done} of {total} records")
 
-        replayed = replay(settings.kafka, processor, chained(changes), timeout_s, told)
+        replayed = replay(settings.kafka, processor, changes, timeout_s, told)
     here = []
     for one in replayed.emitted:
         place = Position(names.of(Topic(one.cause.topic)), one.cause.partition, one.cause.offset)

@@ -3,7 +3,7 @@
 Invariants:
 
 - the outcomes are a function of the two logs alone, however their records interleave while they are read: both are
-  decided in one order (`merge`), and time is what the clocks of both have passed;
+  decided in one order (`streams.merge`), and time is what the clocks of both have passed;
 - every interaction of the run ends in exactly one outcome of revision 0: a reward, or an exclusion with its reason;
   a later change of its reward is one more outcome with the next revision;
 - an event counts once, by its id; a correction replaces the event that it names, whichever of them is read first;
@@ -23,9 +23,9 @@ from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.join_input import AnswerToJoin, Item, Tombstone, Vote
 from tidemill.streams.join.join_state import Case, Early, Held, JoinHead, JoinStore, Wish
-from tidemill.streams.join.merge import Merge
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
 from tidemill.streams.machine import Emit, Output, Rejected
+from tidemill.streams.merge import Merge
 from tidemill.streams.state import NEVER, Changes, MachineState
 
 INPUTS = (Topic.INTERACTIONS, Topic.FEEDBACK)

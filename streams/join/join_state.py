@@ -12,8 +12,8 @@ from dataclasses import field
 
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Interaction, UserWish
-from tidemill.streams.join.merge import SourceMark
 from tidemill.streams.join.reward_map import Signal
+from tidemill.streams.merge import SourceMark
 from tidemill.streams.state import NEVER, EntryBytes, MachineState, TimedEntries
 
 OPEN = -1

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from stream_support import CODEC, FAR_AWAY_US, RUN_ID, fresh_topics, rollout
 
+from tests.waiting import until
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
@@ -85,24 +86,33 @@ def measure(contender: str, options: argparse.Namespace) -> list[dict[str, Any]]
     kafka = fresh_topics(options.bootstrap, f"bench-{uuid.uuid4().hex[:8]}.", PARTITIONS)
     producer = RecordProducer(kafka, "bench")
     full_topic = Names(kafka.topic_prefix).of(Topic.ROLLOUTS)
-    with LogReader(kafka, [Topic.GROUPS]) as reader:
-        worker = start(contender, kafka)
-        try:
-            send_group(producer, READY)
-            await_groups(reader, 1)
-            throughput = measure_throughput(producer, full_topic, reader, options.groups, worker.pid)
-            latency = measure_latency(producer, reader, options.latency_groups, options.rate)
-        finally:
-            worker.terminate()
-            worker.wait(30)
+    with LogReader(kafka, [Topic.GROUPS]) as reader, started(__file__, contender, kafka) as pid:
+        send_group(producer, READY)
+        await_keys(reader, 1)
+        records = [rollout(f"t{n}", i, group_size=GROUP_SIZE) for i in range(GROUP_SIZE) for n in range(options.groups)]
+        encoded = [(record.group_id.encode(), CODEC.encode(record)) for record in records]
+
+        def write() -> None:
+            for key, value in encoded:
+                producer.send_bytes(full_topic, value, key=key)
+            producer.flush()
+
+        throughput = worked_off(pid, write, lambda: await_keys(reader, options.groups), "rollout", len(records))
+        latency = measure_latency(producer, reader, options.latency_groups, options.rate)
     figures = {**throughput, **latency}
     return [{"figure": f"group_assembly.{name}", "contender": contender, "value": v} for name, v in figures.items()]
 
 
-def start(contender: str, kafka: KafkaSettings) -> subprocess.Popen[bytes]:
-    """A contender as a process of its own."""
+@contextmanager
+def started(script: str, contender: str, kafka: KafkaSettings) -> Iterator[int]:
+    """A contender of a bench as a process of its own; its id."""
     arguments = ["--bootstrap", kafka.bootstrap, "--prefix", kafka.topic_prefix, "--contender", contender]
-    return subprocess.Popen([sys.executable, __file__, *arguments], stderr=None)
+    worker = subprocess.Popen([sys.executable, script, *arguments])
+    try:
+        yield worker.pid
+    finally:
+        worker.terminate()
+        worker.wait(30)
 
 
 def send_group(producer: RecordProducer, group_id: str) -> None:
@@ -112,16 +122,14 @@ def send_group(producer: RecordProducer, group_id: str) -> None:
     producer.flush()
 
 
-def await_groups(reader: LogReader, count: int, deadline_s: float = 120.0) -> dict[str, float]:
-    """The first `count` distinct groups with the time at which each was read, seconds of the monotonic clock."""
-    seen: dict[str, float] = {}
-    end = time.monotonic() + deadline_s
-    while len(seen) < count:
-        if time.monotonic() > end:
-            raise TimeoutError(f"{len(seen)} of {count} groups within {deadline_s:g} s")
-        for located in reader.poll(0.005):
-            seen.setdefault((located.key or b"").decode(), time.monotonic())
-    return seen
+def await_keys(reader: LogReader, count: int) -> None:
+    """Read until there were so many distinct keys."""
+    seen: set[bytes | None] = set()
+    until(
+        lambda: seen.update(located.key for located in reader.poll(0.005)) or len(seen) >= count,
+        lambda: f"{len(seen)} of {count} keys",
+        pause_s=0.0,
+    )
 
 
 def cpu_s(pid: int) -> float:
@@ -140,23 +148,20 @@ def held(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def measure_throughput(
-    producer: RecordProducer, full_topic: str, reader: LogReader, groups: int, pid: int
+def worked_off(
+    pid: int, write: Callable[[], None], read: Callable[[], None], name: str, count: int
 ) -> dict[str, float]:
-    """Rollouts a second from the first read to the last group, and CPU time of the worker a rollout."""
-    records = [rollout(f"t{group}", i, group_size=GROUP_SIZE) for i in range(GROUP_SIZE) for group in range(groups)]
-    encoded = [(record.group_id.encode(), CODEC.encode(record)) for record in records]
+    """What `write` puts into the log while a worker is held, a second from its first read to the end of `read`, and CPU
+    time of the worker."""
     with held(pid):
-        for key, value in encoded:
-            producer.send_bytes(full_topic, value, key=key)
-        producer.flush()
+        write()
         cpu, begun = cpu_s(pid), time.monotonic()
-    await_groups(reader, groups)
-    rollouts = groups * GROUP_SIZE
+    read()
+    elapsed, spent = time.monotonic() - begun, max(cpu_s(pid) - cpu, 1e-9)
     return {
-        "rollouts_per_s": round(rollouts / (time.monotonic() - begun), 1),
-        "rollouts_per_cpu_s": round(rollouts / max(cpu_s(pid) - cpu, 1e-9), 1),
-        "cpu_us_per_rollout": round((cpu_s(pid) - cpu) / rollouts * 1e6, 1),
+        f"{name}s_per_s": round(count / elapsed, 1),
+        f"{name}s_per_cpu_s": round(count / spent, 1),
+        f"cpu_us_per_{name}": round(spent / count * 1e6, 1),
     }
 
 

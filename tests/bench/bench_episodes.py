@@ -1,4 +1,4 @@
-"""Episodes with an instant model, one JSON line a figure: `python -m tests.bench.bench_episodes [--only NAME …]`.
+"""Episodes with an instant model, one JSON line a figure: `python tests/bench/bench_episodes.py [--only NAME …]`.
 
 `episodes_per_s` is per second of processor time of this process and its children, the client of an endpoint included.
 
@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 import psutil
 from aiohttp import web
+from measuring import say
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.producers.rollout.agents import CHAT, END, FakeSession, policy_of, task_of
@@ -56,10 +57,6 @@ def instant(offer: Any = None) -> RolloutPolicy:
     policy = policy_of(lambda _: "", offer)
     policy.session = InstantSession(lambda _: "", CHAT._tokenizer)  # type: ignore[assignment]
     return policy
-
-
-def say(figure: str, **values: object) -> None:
-    print(json.dumps({"figure": figure, **values}), flush=True)
 
 
 def used() -> float:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench_assembly import SESSION_S, contend_tidemill, contended, cpu_s, held
+from bench_assembly import SESSION_S, await_keys, contend_tidemill, contended, started, worked_off
 from join_support import CODEC, SECOND_US, feedback, interaction
 from stream_support import fresh_topics
 
@@ -65,26 +63,11 @@ def measure(contender: str, bootstrap: str, joins: int) -> dict[str, float]:
     """Joins a second from the first record read to the last outcome, and CPU time of the worker a join."""
     kafka = fresh_topics(bootstrap, f"bench-{uuid.uuid4().hex[:8]}.", PARTITIONS)
     producer = RecordProducer(kafka, "bench")
-    arguments = ["--bootstrap", kafka.bootstrap, "--prefix", kafka.topic_prefix, "--contender", contender]
-    worker = subprocess.Popen([sys.executable, __file__, *arguments], stderr=subprocess.DEVNULL)
-    try:
-        with LogReader(kafka, [Topic.OUTCOMES]) as reader:
-            send(producer, list(records("warm", WARM_UP)))
-            await_outcomes(reader, WARM_UP)
-            written = list(records("join", joins))
-            with held(worker.pid):
-                send(producer, written)
-                cpu, begun = cpu_s(worker.pid), time.monotonic()
-            await_outcomes(reader, joins)
-            elapsed, spent = time.monotonic() - begun, max(cpu_s(worker.pid) - cpu, 1e-9)
-    finally:
-        worker.terminate()
-        worker.wait(30)
-    return {
-        "joins_per_s": round(joins / elapsed, 1),
-        "joins_per_cpu_s": round(joins / spent, 1),
-        "cpu_us_per_join": round(spent / joins * 1e6, 1),
-    }
+    with started(__file__, contender, kafka) as pid, LogReader(kafka, [Topic.OUTCOMES]) as reader:
+        send(producer, list(records("warm", WARM_UP)))
+        await_keys(reader, WARM_UP)
+        written = list(records("join", joins))
+        return worked_off(pid, lambda: send(producer, written), lambda: await_keys(reader, joins), "join", joins)
 
 
 def records(name: str, count: int) -> Iterator[tuple[Topic, str, str, Record, int]]:
@@ -104,16 +87,6 @@ def send(producer: RecordProducer, written: list[tuple[Topic, str, str, Record, 
         partition = partition_of(interaction_id, PARTITIONS)
         producer.send(topic, record, key=key, partition=partition, timestamp_ms=to_ms(at_us))
     producer.flush()
-
-
-def await_outcomes(reader: LogReader, count: int, deadline_s: float = 180.0) -> None:
-    """Read so many distinct outcomes."""
-    seen: set[bytes | None] = set()
-    end = time.monotonic() + deadline_s
-    while len(seen) < count:
-        if time.monotonic() > end:
-            raise TimeoutError(f"{len(seen)} of {count} outcomes within {deadline_s:g} s")
-        seen.update(located.key for located in reader.poll(0.02))
 
 
 def contend(contender: str, kafka: KafkaSettings) -> None:

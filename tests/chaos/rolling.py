@@ -23,6 +23,7 @@ from confluent_kafka import KafkaException
 from tests.chaos.site import Brokers, brokers_in
 from tests.chaos.storm import FaultKind
 from tests.streams.stream_support import RUN_ID, rollout
+from tests.waiting import until
 from tidemill.compose.processes import Supervisor
 from tidemill.producers.rollout.intake import REBALANCING
 from tidemill.schemas.catalogue import Topic
@@ -166,7 +167,7 @@ def roll(directory: Path, count: int, say: Say, kinds: Sequence[FaultKind] = KIN
     with brokers_in(home / "kafka", count, say) as brokers:
         kafka = KafkaSettings(bootstrap=brokers.bootstrap, replication_factor=count, partitions=PARTITIONS)
         create_topics(kafka)
-        _wait_for(lambda: _in_sync(kafka), IN_SYNC_S, "the topics did not get their replicas")
+        until(lambda: _in_sync(kafka), "the topics' replicas", IN_SYNC_S)
         with Supervisor(home / "logs") as supervisor:
             _start_assembly(supervisor, kafka, home)
             load = Load(kafka.model_copy(update={"client_options": QUIET}))
@@ -207,10 +208,10 @@ def _start_assembly(supervisor: Supervisor, kafka: KafkaSettings, home: Path) ->
 
 
 def _turn(brokers: Brokers, load: Load, supervisor: Supervisor, kind: FaultKind, node: int, say: Say) -> Turn:
-    _wait(lambda: bool(load.heard), load, supervisor, IN_SYNC_S, "the consumer heard nothing")
+    _wait(lambda: bool(load.heard), load, supervisor, IN_SYNC_S, "anything that the consumer hears")
     begun = len(load.acked)
     steady = time.monotonic() + STEADY_S
-    _wait(lambda: time.monotonic() > steady and len(load.acked) > begun, load, supervisor, IN_SYNC_S, "nothing acked")
+    _wait(lambda: time.monotonic() > steady and len(load.acked) > begun, load, supervisor, IN_SYNC_S, "new acks")
     gone = time.monotonic()
     (brokers.kill if kind is FaultKind.BROKER_KILL else brokers.pause)(node)
     say(f"{kind} {node}")
@@ -221,7 +222,7 @@ def _turn(brokers: Brokers, load: Load, supervisor: Supervisor, kind: FaultKind,
         brokers.settle()
     else:
         brokers.go_on(node)
-    _wait(lambda: _in_sync(load.kafka), load, supervisor, IN_SYNC_S, f"broker {node} did not get in sync")
+    _wait(lambda: _in_sync(load.kafka), load, supervisor, IN_SYNC_S, f"broker {node} in sync")
     end = time.monotonic()
     turn = Turn(
         kind,
@@ -262,7 +263,7 @@ def _judge(kafka: KafkaSettings, load: Load, supervisor: Supervisor, turns: list
             return wanted <= groups.keys() and ids <= load.consumed
 
         # What is missing in the end is in the verdict.
-        with suppress(TimeoutError):
+        with suppress(AssertionError):
             _wait(assembled, load, supervisor, ASSEMBLED_S, "")
     with LogReader(kafka, [Topic.ROLLOUTS], client_id="chaos-rollouts") as reader:
         seen = Counter(each.record.rollout_id for each in reader.read_to_end() if isinstance(each.record, Rollout))
@@ -291,12 +292,4 @@ def _wait(done: Callable[[], bool], load: Load, supervisor: Supervisor, timeout_
         supervisor.check()
         return done()
 
-    _wait_for(checked, timeout_s, what)
-
-
-def _wait_for(done: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        if time.monotonic() > deadline:
-            raise TimeoutError(what)
-        time.sleep(POLL_S / 4)
+    until(checked, what, timeout_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,11 @@ def test_changed_bytes_are_refused(tmp_path: Path, damage: bytes):
         load_claim(claim)
 
 
-def test_missing_bytes_are_said_to_be_missing(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [("{}/two", "gone"), ("{}", "gone"), ("memory://claims/two", "gone"), ("nowhere://one", "cannot be reached")],
+)
+def test_bytes_that_are_not_there_are_said_to_be_missing(tmp_path: Path, uri: str, said: str):
     claim = store_claim(str(tmp_path), "one", b"payload")
-    Path(claim.uri).unlink()
-    with pytest.raises(ClaimError, match="gone"):
-        load_claim(claim)
+    with pytest.raises(ClaimError, match=said):
+        load_claim(replace(claim, uri=uri.format(tmp_path)))

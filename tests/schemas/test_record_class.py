@@ -74,3 +74,9 @@ def test_options_that_it_does_not_have_are_refused():
         @record(slots=True)
         class Refused:
             hidden: int = field(default=0, repr=False)
+
+    with pytest.raises(TypeError, match="Derived: a record has no base class"):
+
+        @record(frozen=True, slots=True)
+        class Derived(FrozenPart):
+            more: int = 0

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -176,6 +176,29 @@ def read_records(
         return wanted(found)
 
     until(enough, f"enough records; read {len(found)} so far", deadline_s)
+    return found
+
+
+def kill_through(
+    reader: LogReader, worker: StreamProcess, kill_at: Sequence[int], last: int = 0
+) -> list[ConsumedRecord]:
+    """Kill and restart the worker at each count of distinct values in a topic; all that was read until there were
+    `last`."""
+    found: list[ConsumedRecord] = []
+    values: set[bytes | None] = set()
+
+    def read_to(count: int) -> None:
+        def there(new: list[ConsumedRecord]) -> bool:
+            values.update(located.value for located in new)
+            return len(values) >= count
+
+        found.extend(read_records(reader, there, 240, worker))
+
+    for count in kill_at:
+        read_to(count)
+        worker.kill()
+        worker.start()
+    read_to(last)
     return found
 
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stream_support import StreamProcess, fresh_topics, read_records, rollout, stream_process
+from stream_support import fresh_topics, kill_through, rollout, stream_process
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, Rollout
@@ -52,32 +51,12 @@ def fill(kafka: KafkaSettings, duplicates: float) -> None:
     producer.flush()
 
 
-def kill_through(worker: StreamProcess, groups: LogReader, last: int) -> list[ConsumedRecord]:
-    """Kill and restart at each threshold; everything read until `last` distinct groups were there."""
-    found: list[ConsumedRecord] = []
-    names: set[bytes | None] = set()
-
-    def read_to(count: int) -> None:
-        def there(new: list[ConsumedRecord]) -> bool:
-            names.update(located.key for located in new)
-            return len(names) >= count
-
-        found.extend(read_records(groups, there, 240, worker))
-
-    for threshold in KILL_AT:
-        read_to(threshold)
-        worker.kill()
-        worker.start()
-    read_to(last)
-    return found
-
-
 @pytest.mark.timeout(900)
 def test_killed_worker_loses_and_corrupts_nothing(kafka, topic_prefix, tmp_path: Path, runner):
     settings = fresh_topics(kafka.bootstrap, topic_prefix, partitions=4)
     fill(settings, duplicates=0.1)
     with LogReader(settings, [Topic.GROUPS]) as groups, stream_process(settings, tmp_path, **STREAM) as worker:
-        found = kill_through(worker, groups, GROUPS)
+        found = kill_through(groups, worker, KILL_AT, GROUPS)
         assert worker.stop() == 0
         found += list(groups.read_to_end())
     contents: dict[str, set[bytes]] = {}
@@ -102,7 +81,7 @@ def test_naive_control_is_corrupted_by_the_same_kills(kafka, topic_prefix, tmp_p
         LogReader(settings, [Topic.GROUPS]) as groups,
         stream_process(settings, tmp_path, command=naive, **STREAM) as worker,
     ):
-        found = kill_through(worker, groups, KILL_AT[-1] + 200)
+        found = kill_through(groups, worker, KILL_AT, KILL_AT[-1] + 200)
     corrupt = [m for m in (json.loads(f.value or b"") for f in found) if max(Counter(m).values()) > 1]
     print(f"{len(KILL_AT)} kills, {len(corrupt)} corrupt groups of {len(found)}")
     assert corrupt

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -31,10 +30,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Document, Outcome, OutcomeExclusion, Segment, SignalKind, Tick, UserWish
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule
-from tidemill.streams.join.join_state import JoinHead
-from tidemill.streams.join.merge import SourceMark
 from tidemill.streams.machine import Output, Rejected
-from tidemill.streams.state import MachineState, StateError
 
 LATER_S = 3_000.0
 
@@ -668,23 +664,6 @@ def test_every_interaction_ends_exactly_once(logs, rules):
         assert [o.revision for o in revisions] == list(range(len(revisions)))
         assert [o.previous_reward for o in revisions[1:]] == [o.reward for o in revisions[:-1]]
         assert all(o.reward != o.previous_reward for o in revisions[1:])
-
-
-@given(two_logs(), SETTINGS)
-def test_states_survive_their_bytes(logs, rules):
-    machine = work(MachineLog(logs.inputs), lambda states: join_of(rules, states))
-    for entry in machine._store.entries():
-        assert join_state.decode(entry.key, join_state.encode(entry)) == entry
-    head = JoinHead({"interactions": SourceMark(3, 4)}, {"x": 1})
-    assert join_state.decode_head(join_state.encode_head(head)) == head
-
-
-@given(st.binary(max_size=60))
-def test_hostile_state_bytes_raise_one_error(data):
-    with suppress(StateError):
-        join_state.decode_head(data)
-    with suppress(StateError):
-        join_of(settings_of(), MachineState({"case/a": data}))
 
 
 def test_a_weightless_map_of_one_kind_waits_no_longer_than_its_horizon():

@@ -23,12 +23,10 @@ from tidemill.streams.join.feedback_join import INPUTS
 from tidemill.streams.machine import Emit, Output, Processor
 from tidemill.streams.offline import (
     Change,
-    DeadlineShift,
     Decided,
-    Interleaved,
     OfflineRun,
     Reweighted,
-    chained,
+    deadline_shift,
 )
 from tidemill.streams.runner.worker import feedback_join, group_assembly
 
@@ -40,11 +38,7 @@ def assembly(rules: AssemblyRules = RULES) -> Processor:
     return replace(processor, machine=lambda partition, state: GroupAssembler(partition, rules, state))
 
 
-def unchanged(record: ConsumedRecord) -> ConsumedRecord:
-    return record
-
-
-def offline(processor: Processor, records: Sequence[ConsumedRecord], change: Change = unchanged) -> list[Decided]:
+def offline(processor: Processor, records: Sequence[ConsumedRecord], *changes: Change) -> list[Decided]:
     """A run over all of some records, which may come in any order of their partitions."""
     places = {(record.topic, record.partition) for record in records}
     partitions = {partition for _, partition in places} or {0}
@@ -53,7 +47,7 @@ def offline(processor: Processor, records: Sequence[ConsumedRecord], change: Cha
         for topic in processor.inputs
         for partition in partitions
     }
-    run = OfflineRun(processor, spans, change)
+    run = OfflineRun(processor, spans, changes)
     return [*(decided for record in records for decided in run.take(record)), *run.finish()]
 
 
@@ -148,16 +142,13 @@ def test_the_join_offline_is_what_a_worker_wrote_in_any_order_of_reading(logs, t
 
 @given(two_topics(), TURNS)
 def test_the_order_does_not_depend_on_how_the_topics_were_read(logs, turns):
-    spans = [range(0, len(records)) for records in logs.inputs.values()]
-    places = {topic: place for place, topic in enumerate(logs.inputs)}
-
     def order(records: Sequence[ConsumedRecord]) -> list[ConsumedRecord]:
-        run = Interleaved(spans)
-        given_out = [r for record in records for r in run.put(places[record.topic], record)]
-        return [*given_out, *run.rest()]
+        given: list[ConsumedRecord] = []
+        offline(feedback_join(RunSettings(run_id=RUN_ID), settings_of()), records, lambda r: given.append(r) or r)
+        return given
 
     one, other = order(merged(logs, turns)), order(merged(logs, [1] * 30))
-    assert one == other
+    assert one == other and len(one) == sum(map(len, logs.inputs.values()))
     for topic, records in logs.inputs.items():
         assert [record for record in one if record.topic is topic] == list(records)
 
@@ -188,8 +179,9 @@ def test_another_deadline_changes_who_is_in_the_group():
     ]
     closed = [(g.closed_by, len(g.members)) for g in groups_of(offline(assembly(), records))]
     assert closed == [("deadline", 1), ("late", 1)]
-    later = groups_of(offline(assembly(), records, DeadlineShift(2_000_000)))
-    assert [(g.closed_by, len(g.members)) for g in later] == [("size", 2)]
+    for changes in ([deadline_shift(2_000_000)], [deadline_shift(3_000_000), deadline_shift(-1_000_000)]):
+        later = groups_of(offline(assembly(), records, *changes))
+        assert [(g.closed_by, len(g.members)) for g in later] == [("size", 2)]
 
 
 def scored(index: int, *values: float, version: str = "1", **changes: object) -> ConsumedRecord:
@@ -218,7 +210,7 @@ def test_a_formula_is_for_the_version_that_it_names_and_for_what_has_a_reward():
     failed = located(rollout("g", 0, reward=None), 0)
     assert what_if(failed) is failed
     tick = located(Tick("s", 0), 0)
-    assert chained([what_if, DeadlineShift(5)])(tick) == tick
+    assert what_if(tick) is deadline_shift(5)(tick) is tick
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +30,10 @@ from tidemill.schemas.records import (
 )
 from tidemill.streams.machine import Emit, Output, Rejected
 from tidemill.streams.online import batch_state
-from tidemill.streams.online.batch_state import BatchHead, Figures, Tally, WaitingRoom, within_share
+from tidemill.streams.online.batch_state import Figures, Tally, WaitingRoom, within_share
 from tidemill.streams.online.batcher import OnlineBatcher
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
-from tidemill.streams.state import MachineState, StateError
+from tidemill.streams.state import MachineState
 
 
 def settings_of(**changes: Any) -> BatchSettings:
@@ -647,22 +646,3 @@ def test_a_worker_killed_anywhere_repeats_batches_but_changes_none(log, rules, k
     assert not atomic or len(disturbed.outputs) == len(undisturbed.outputs)
     assert {e.key: e for e in machine._store.entries()} == {e.key: e for e in whole._store.entries()}
     assert (machine._head, machine.accounting) == (whole._head, whole.accounting)
-
-
-@given(logs(), SETTINGS)
-def test_states_survive_their_bytes(log, rules):
-    batcher = batcher_of(rules)
-    for record in log.records:
-        batcher.observe(record)
-    for entry in batcher._store.entries():
-        assert batch_state.decode(entry.key, batch_state.encode(entry)) == entry
-    assert batch_state.decode_head(batch_state.encode_head(batcher._head)) == batcher._head
-    assert batch_state.decode_head(batch_state.encode_head(BatchHead())) == BatchHead()
-
-
-@given(st.binary(max_size=60))
-def test_hostile_state_bytes_raise_one_error(data):
-    with suppress(StateError):
-        batch_state.decode_head(data)
-    with suppress(StateError):
-        batcher_of(settings_of(), MachineState({"mark/a": data}))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from confluent_kafka import TopicPartition
-from confluent_kafka.admin import AdminClient
 from stream_support import fresh_topics, group_of, read_records, rollout, stream_process
 
+from tests.documents import delete
 from tests.waiting import until
-from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
@@ -27,16 +26,9 @@ def send(settings: KafkaSettings, *names: str) -> None:
             producer.send(Topic.ROLLOUTS, rollout(name, 0, group_size=1), key=name)
 
 
-def delete(settings: KafkaSettings, before: int) -> None:
-    admin = AdminClient({"bootstrap.servers": settings.address()})
-    place = TopicPartition(Names(settings.topic_prefix).of(Topic.ROLLOUTS), 0, before)
-    for future in admin.delete_records([place]).values():
-        future.result()
-
-
 def test_what_was_deleted_before_it_was_read_ends_the_worker_unless_it_may_be_missing(settings, tmp_path):
     send(settings, "a", "b", "c", "d")
-    delete(settings, 2)
+    delete(settings, 2, topic=Topic.ROLLOUTS)
     with LogReader(settings, [Topic.GROUPS]) as groups:
         with stream_process(settings, tmp_path) as worker:
             found = read_records(groups, lambda read: len(read) >= 2, 240, worker)
@@ -44,7 +36,7 @@ def test_what_was_deleted_before_it_was_read_ends_the_worker_unless_it_may_be_mi
             assert worker.stop() == 0
             assert "is read from its beginning, which is now offset 2" in worker.log.read_text()
             send(settings, "e", "f", "g")
-            delete(settings, 6)
+            delete(settings, 6, topic=Topic.ROLLOUTS)
             worker.start()
             until(lambda: not worker.running(), "the worker's end", 240)
             assert worker.stop() == 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +10,15 @@ import pytest
 from join_log import JOIN, JoinLog, batch_oracle, emitted, join_oracle, write_traffic
 from join_support import CODEC, SECOND_US, feedback, interaction
 from stream_support import (
-    StreamProcess,
     commit_in_transaction,
     dead_letters,
     fresh_topics,
+    kill_through,
     read_records,
     stream_process,
 )
 
+from tests.conftest import a_prefix
 from tests.waiting import until
 from tidemill.schemas.catalogue import Topic, tick_key
 from tidemill.schemas.clock import now_us
@@ -75,42 +74,21 @@ class Joined:
     """How many there are, repeated ones too."""
 
 
-def read_to(reader: LogReader, worker: StreamProcess, seen: set[bytes], count: int) -> None:
-    """Read until so many distinct values were seen."""
-
-    def there(found: list[ConsumedRecord]) -> bool:
-        seen.update(located.value or b"" for located in found)
-        return len(seen) >= count
-
-    read_records(reader, there, 240, worker)
-
-
-def kill_through(reader: LogReader, worker: StreamProcess, seen: set[bytes], thresholds: Sequence[int]) -> None:
-    """Kill and restart the worker at each count of distinct values."""
-    for threshold in thresholds:
-        read_to(reader, worker, seen, threshold)
-        worker.kill()
-        worker.start()
-
-
 @pytest.fixture(scope="module")
 def joined(kafka, runner, tmp_path_factory: pytest.TempPathFactory) -> Joined:
-    settings = fresh_topics(kafka.bootstrap, f"t{uuid.uuid4().hex[:12]}.")
+    settings = fresh_topics(kafka.bootstrap, a_prefix())
     names = write_traffic(settings, INTERACTIONS, seed=11)
     expected = join_oracle(settings, JoinSettings(**JOIN))
-    seen: set[bytes] = set()
     directory, rules = tmp_path_factory.mktemp("join"), {"join": JOIN}
     with (
         LogReader(settings, [Topic.OUTCOMES]) as reader,
         stream_process(settings, directory, processor=ProcessorName.JOIN, rules=rules, **CRASHING) as worker,
     ):
-        kill_through(reader, worker, seen, KILL_AT)
-        read_to(reader, worker, seen, len(emitted(expected)))
+        read = kill_through(reader, worker, KILL_AT, len(emitted(expected)))
         assert worker.stop() == 0
-        seen.update(located.value or b"" for located in reader.read_to_end())
-    with LogReader(settings, [Topic.OUTCOMES]) as reader:
-        written = len([1 for located in reader.read_to_end() if isinstance(located.record, Outcome)])
-    return Joined(settings, names, expected, seen, written)
+        read += reader.read_to_end()
+    found = [located.value or b"" for located in read]
+    return Joined(settings, names, expected, set(found), len(found))
 
 
 @pytest.mark.timeout(1200)
@@ -136,14 +114,13 @@ def test_killed_join_keeps_every_dead_letter(joined, runner):
 def test_killed_batcher_gives_the_batches_of_the_pure_machine(joined, tmp_path: Path):
     """Over the outcomes as the killed join left them: with repeats."""
     settings = BatchSettings(**BATCHES)
-    seen: set[bytes] = set()
     with (
         LogReader(joined.kafka, [Topic.ONLINE_BATCHES]) as reader,
         stream_process(
             joined.kafka, tmp_path, processor=ProcessorName.BATCHES, rules={"batches": BATCHES}, **CRASHING
         ) as worker,
     ):
-        kill_through(reader, worker, seen, BATCH_KILL_AT)
+        seen = {located.value or b"" for located in kill_through(reader, worker, BATCH_KILL_AT)}
 
         def nothing_waits() -> bool:
             seen.update(located.value or b"" for located in reader.poll(0.1))

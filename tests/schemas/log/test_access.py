@@ -10,7 +10,9 @@ from contextlib import suppress
 
 import pytest
 
+from tests.documents import document
 from tests.secured_log import USER, SecuredLog
+from tests.waiting import until
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log import group
@@ -20,15 +22,10 @@ from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.group import GroupConsumer
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Document
 
 TEST_DEADLINE_S = 180.0
 MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 SASL = {"security.protocol": "sasl_ssl", "sasl.mechanism": "PLAIN", "sasl.username": "u", "sasl.password": "secret"}
-
-
-def document(name: str) -> Document:
-    return Document(name, "test", "")
 
 
 @pytest.fixture(params=[*MECHANISMS, "certificate", "without TLS"])
@@ -49,85 +46,71 @@ def test_every_client_works(door: KafkaSettings):
     create_topics(door)
     assert not any(state.drift for state in check_topics(door))
     with RecordProducer(door, "test") as producer:
-        producer.send_acked(Topic.DOCUMENTS, [("a", document("a"))])
-    FencedProducer(door, "test", f"{door.topic_prefix}fenced").send_acked(Topic.DOCUMENTS, [("b", document("b"))])
+        producer.send_acked(Topic.DOCUMENTS, [("a", document(1))])
+    FencedProducer(door, "test", f"{door.topic_prefix}fenced").send_acked(Topic.DOCUMENTS, [("b", document(2))])
     with LogReader(door, [Topic.DOCUMENTS]) as reader:
         found = [located.record for located in reader.read_to_end(TEST_DEADLINE_S)]
-    assert [record.document_id for record in found] == ["a", "b"]
+    assert found == [document(1), document(2)]
     with LogReader(door, client_id="test") as lookback:
         assert [located.record for located in lookback.read_since(Topic.DOCUMENTS, 0, 0)] == found
     member = GroupConsumer(door, "test", [Topic.DOCUMENTS], client_id="test")
-    taken, deadline = [], time.monotonic() + TEST_DEADLINE_S
-    while len(taken) < len(found):
-        assert time.monotonic() < deadline
-        taken += [located.record for located in member.poll()]
+    taken: list[object] = []
+    until(lambda: taken.extend(located.record for located in member.poll()) or len(taken) >= len(found), "records")
     member.commit({(Topic.DOCUMENTS, 0): 2})
     member.close()
     assert taken == found
 
 
-def wrong_password(log: SecuredLog) -> tuple[str, dict[str, str]]:
-    return log.sasl, log.sasl_options(sasl_password="wrong")
+WRONG = {"sasl_password": "wrong"}
+TLS = {"security.protocol": "SSL"}
+KEPT_OUT: dict[str, tuple[str, Callable[[SecuredLog], dict[str, str]], str]] = {
+    "wrong password": (
+        "sasl", lambda log: log.sasl_options(**WRONG),
+        rf"invalid credentials.*sasl\.username \(it is '{USER}'\), sasl\.password",
+    ),
+    "wrong plain password": (
+        "sasl", lambda log: log.sasl_options("PLAIN", **WRONG), r"Invalid username or password.*sasl\.password",
+    ),
+    "unknown authority": (
+        "sasl", lambda log: log.sasl_options(ssl_ca_location=str(log.stranger)),
+        r"certificate verify failed.*stranger\.pem.*ssl\.ca\.location",
+    ),
+    "another host": (
+        "misnamed", lambda log: log.sasl_options(), r"certificate verify failed.*to name the host",
+    ),
+    "plaintext": (
+        "sasl", lambda _: {}, r"closes each connection.*speaks PLAINTEXT.*wants TLS.*security\.protocol",
+    ),
+    "without TLS": (
+        "sasl", lambda log: log.sasl_options(security_protocol="SASL_PLAINTEXT"),
+        r"closes each connection.*speaks SASL_PLAINTEXT.*wants TLS.*security\.protocol",
+    ),
+    "nameless": (
+        "named", lambda _: {}, r"closes each connection.*speaks PLAINTEXT.*SASL.*security\.protocol",
+    ),
+    "nameless by TLS": (
+        "sasl", lambda log: {**TLS, "ssl.ca.location": str(log.ca)},
+        r"closes each connection.*speaks SSL.*SASL.*security\.protocol",
+    ),
+    "without certificate": (
+        "mutual", lambda log: {**TLS, "ssl.ca.location": str(log.ca)},
+        r"bad certificate.*ssl\.certificate\.location",
+    ),
+    "TLS to plain": (
+        "plain", lambda log: log.sasl_options(), r"PLAINTEXT broker listener.*security\.protocol",
+    ),
+}  # fmt: skip
+"""Listener, options, and what is said."""
 
 
-def wrong_plain_password(log: SecuredLog) -> tuple[str, dict[str, str]]:
-    return log.sasl, log.sasl_options("PLAIN", sasl_password="wrong")
-
-
-def unknown_authority(log: SecuredLog) -> tuple[str, dict[str, str]]:
-    return log.sasl, log.sasl_options(ssl_ca_location=str(log.stranger))
-
-
-def another_host(log: SecuredLog) -> tuple[str, dict[str, str]]:
-    return log.misnamed, log.sasl_options()
-
-
-def plaintext(log: SecuredLog) -> tuple[str, dict[str, str]]:
-    return log.sasl, {}
-
-
-def without_tls(log: SecuredLog) -> tuple[str, dict[str, str]]:
-    return log.sasl, log.sasl_options(security_protocol="SASL_PLAINTEXT")
-
-
-def nameless(log: SecuredLog) -> tuple[str, dict[str, str]]:
-    return log.named, {}
-
-
-def nameless_by_tls(log: SecuredLog) -> tuple[str, dict[str, str]]:
-    return log.sasl, {"security.protocol": "SSL", "ssl.ca.location": str(log.ca)}
-
-
-def without_certificate(log: SecuredLog) -> tuple[str, dict[str, str]]:
-    return log.mutual, {"security.protocol": "SSL", "ssl.ca.location": str(log.ca)}
-
-
-def tls_to_plain(log: SecuredLog) -> tuple[str, dict[str, str]]:
-    return log.plain, log.sasl_options()
-
-
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        (wrong_password, rf"invalid credentials.*sasl\.username \(it is '{USER}'\), sasl\.password"),
-        (wrong_plain_password, r"Invalid username or password.*sasl\.password"),
-        (unknown_authority, r"certificate verify failed.*stranger\.pem.*ssl\.ca\.location"),
-        (another_host, r"certificate verify failed.*to name the host"),
-        (plaintext, r"closes each connection.*speaks PLAINTEXT.*wants TLS.*security\.protocol"),
-        (without_tls, r"closes each connection.*speaks SASL_PLAINTEXT.*wants TLS.*security\.protocol"),
-        (nameless, r"closes each connection.*speaks PLAINTEXT.*SASL.*security\.protocol"),
-        (nameless_by_tls, r"closes each connection.*speaks SSL.*SASL.*security\.protocol"),
-        (without_certificate, r"bad certificate.*ssl\.certificate\.location"),
-        (tls_to_plain, r"PLAINTEXT broker listener.*security\.protocol"),
-    ],
-)
+@pytest.mark.parametrize(("listener", "options", "said"), KEPT_OUT.values(), ids=KEPT_OUT)
 def test_what_keeps_a_client_out_is_said_in_time(
-    secured: SecuredLog, case: Callable[[SecuredLog], tuple[str, dict[str, str]]], said: str
+    secured: SecuredLog, listener: str, options: Callable[[SecuredLog], dict[str, str]], said: str
 ):
-    address, options = case(secured)
+    kafka = KafkaSettings(bootstrap=getattr(secured, listener), client_options=options(secured))
     begun = time.monotonic()
     with pytest.raises(AccessRefused, match=said) as refused:
-        check_access(KafkaSettings(bootstrap=address, client_options=options))
+        check_access(kafka)
     assert time.monotonic() - begun < 2 * DEADLINE_S
     assert "wrong" not in str(refused.value)
 
@@ -152,21 +135,19 @@ def test_what_stands_before_brokers_that_are_gone_does_not_refuse():
 
 def test_each_client_says_that_it_is_refused(secured: SecuredLog, topic_prefix: str, monkeypatch: pytest.MonkeyPatch):
     impatient = {"delivery.timeout.ms": "2000", "log_level": "0"}
-    address, options = wrong_password(secured)
-    refused = KafkaSettings(bootstrap=address, topic_prefix=topic_prefix, client_options={**options, **impatient})
+    options = secured.sasl_options(**WRONG) | impatient
+    refused = KafkaSettings(bootstrap=secured.sasl, topic_prefix=topic_prefix, client_options=options)
     said = "invalid credentials"
     with pytest.raises(DeliveryError, match=said):
-        RecordProducer(refused, "test").send_acked(Topic.DOCUMENTS, [("a", document("a"))])
+        RecordProducer(refused, "test").send_acked(Topic.DOCUMENTS, [("a", document(1))])
     with pytest.raises(AccessRefused, match=said):
         wait_for_broker(refused, 0.5)
     with pytest.raises(AccessRefused, match=said):
         LogReader(refused, [Topic.DOCUMENTS])
     monkeypatch.setattr(group, "METADATA_TIMEOUT_S", 1.0)
     member = GroupConsumer(refused, "test", [Topic.DOCUMENTS], client_id="test")
-    deadline = time.monotonic() + TEST_DEADLINE_S
     with pytest.raises(AccessRefused, match=said):
-        while time.monotonic() < deadline:
-            member.poll()
+        until(lambda: bool(member.poll()), "a refusal", TEST_DEADLINE_S)
     member.close()
 
 

@@ -7,6 +7,8 @@ from collections import Counter
 
 import pytest
 
+from tests.documents import document, write
+from tests.waiting import until
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import check_topics, create_topics, wait_for_broker
@@ -22,7 +24,6 @@ from tidemill.schemas.log.producer import (
     send_dead_letter,
 )
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Document
 
 DEADLINE_S = 180.0
 LONG_AGO_MS = int(time.time() - 3_600) * 1_000
@@ -31,16 +32,6 @@ LONG_AGO_MS = int(time.time() - 3_600) * 1_000
 @pytest.fixture
 def settings(kafka) -> KafkaSettings:
     return kafka.fresh(4)
-
-
-def document(number: int) -> Document:
-    return Document(document_id=f"d{number}", source="test", text=f"text {number}")
-
-
-def write(settings: KafkaSettings, numbers: range) -> None:
-    with RecordProducer(settings, "test-writer") as producer:
-        for number in numbers:
-            producer.send(Topic.DOCUMENTS, document(number), key=f"d{number}")
 
 
 def read(reader: LogReader) -> list[ConsumedRecord]:
@@ -157,9 +148,7 @@ def test_a_group_member_goes_on_from_what_was_committed(settings: KafkaSettings)
 def consume(settings: KafkaSettings, count: int, *, commit: bool) -> set[str]:
     member = GroupConsumer(settings, "readers", [Topic.DOCUMENTS], client_id="test-member")
     found: list[ConsumedRecord] = []
-    deadline = time.monotonic() + DEADLINE_S
-    while len(found) < count and time.monotonic() < deadline:
-        found += member.poll(0.2)
+    until(lambda: found.extend(member.poll(0.2)) or len(found) >= count, "records")
     if commit:
         next_offsets: dict[tuple[Topic, int], int] = {}
         for located in found:
@@ -181,19 +170,6 @@ def test_a_record_that_the_log_refuses_is_an_error(settings: KafkaSettings):
 def test_a_topic_that_does_not_exist_says_how_to_create_it(settings: KafkaSettings):
     with pytest.raises(LookupError, match="tidemill topics --create"):
         LogReader(settings.model_copy(update={"topic_prefix": "absent."}), [Topic.DOCUMENTS])
-
-
-def test_an_offset_that_is_no_longer_kept_is_an_error(settings: KafkaSettings):
-    from confluent_kafka import TopicPartition
-    from confluent_kafka.admin import AdminClient
-
-    write(settings, range(100))
-    client = AdminClient({"bootstrap.servers": settings.address()})
-    full = Names(settings.topic_prefix).of(Topic.DOCUMENTS)
-    for future in client.delete_records([TopicPartition(full, 0, 5)]).values():
-        future.result()
-    with pytest.raises(LookupError, match="the log begins at 5"):
-        LogReader(settings, [Topic.DOCUMENTS], start={(Topic.DOCUMENTS, 0): 2})
 
 
 def test_a_broker_that_is_not_there_is_said_to_be_not_there():

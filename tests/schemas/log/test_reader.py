@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 
 import pytest
-from confluent_kafka import Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import Producer
 
+from tests.documents import delete, document, write
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.guard import RetentionGap
-from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader, MissingRecordError, PartitionReader
-from tidemill.schemas.records import Document
 
 LONG_AGO_MS = int(time.time() - 3_600) * 1_000
 TRANSACTION_S = 30.0
@@ -26,31 +24,13 @@ def log(kafka) -> KafkaSettings:
     return kafka.fresh()
 
 
-def document(number: int) -> Document:
-    return Document(f"d{number}", "test", "text")
-
-
-def write(log: KafkaSettings, numbers: range, partition: int = 0) -> None:
-    with RecordProducer(log, "test-writer") as producer:
-        for number in numbers:
-            at_ms = LONG_AGO_MS + number
-            producer.send(Topic.DOCUMENTS, document(number), key="k", partition=partition, timestamp_ms=at_ms)
-
-
-def delete(log: KafkaSettings, before: int, partition: int = 0) -> None:
-    admin = AdminClient({"bootstrap.servers": log.address()})
-    place = TopicPartition(Names(log.topic_prefix).of(Topic.DOCUMENTS), partition, before)
-    for future in admin.delete_records([place]).values():
-        future.result()
-
-
 def here(offset: int, partition: int = 0) -> Position:
     return Position(Topic.DOCUMENTS.value, partition, offset)
 
 
 def test_a_record_is_fetched_by_its_position_and_the_reader_goes_on_from_there(log: KafkaSettings):
-    write(log, range(8))
-    write(log, range(8, 10), partition=1)
+    write(log, range(8), 0, LONG_AGO_MS)
+    write(log, range(8, 10), 1)
     with LogReader(log, [Topic.DOCUMENTS], start="end") as reader:
         for offset in (5, 6, 2):
             assert reader.at(here(offset)).record == document(offset)
@@ -64,7 +44,7 @@ def test_a_record_is_fetched_by_its_position_and_the_reader_goes_on_from_there(l
 
 
 def test_the_records_on_the_way_to_a_position_are_handed_over(log: KafkaSettings):
-    write(log, range(6))
+    write(log, range(6), 0, LONG_AGO_MS)
     with LogReader(log, [Topic.DOCUMENTS]) as reader:
         passed: list[ConsumedRecord] = []
         assert reader.at(here(3), passed.append).record == document(3)
@@ -96,8 +76,8 @@ def test_a_position_without_a_record_is_told_at_once(log: KafkaSettings):
 
 
 def test_positions_are_fetched_together_and_what_is_gone_is_left_out(log: KafkaSettings):
-    write(log, range(8))
-    write(log, range(8, 12), partition=1)
+    write(log, range(8), 0, LONG_AGO_MS)
+    write(log, range(8, 12), 1)
     delete(log, 2)
     wanted = {here(1), here(3), here(6), here(99), here(-1), here(2, partition=1), here(0, partition=7)}
     with LogReader(log) as reader:
@@ -110,7 +90,7 @@ def test_positions_are_fetched_together_and_what_is_gone_is_left_out(log: KafkaS
 
 
 def test_a_partition_is_read_from_a_time_to_its_end(log: KafkaSettings):
-    write(log, range(6))
+    write(log, range(6), 0, LONG_AGO_MS)
     with LogReader(log) as reader:
         for first in (4, 0):
             found = [read.record for read in reader.read_since(Topic.DOCUMENTS, 0, LONG_AGO_MS + first)]
@@ -140,7 +120,7 @@ def test_each_partition_that_lost_records_is_told(log: KafkaSettings):
 
 
 def test_a_log_that_delivers_nothing_before_the_end_ends_the_wait(log: KafkaSettings):
-    write(log, range(3))
+    write(log, range(3), 0, LONG_AGO_MS)
     full = Names(log.topic_prefix).of(Topic.DOCUMENTS)
     reader = PartitionReader(log, "test")
     reader.assign({(full, 0): 0})

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
 from confluent_kafka import Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
 
+from tests.documents import delete, document, write
+from tests.waiting import until
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.group import GroupConsumer
 from tidemill.schemas.log.guard import RetentionGap, TopicMadeAnew
-from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Document
 
 DEADLINE_S = 180.0
 HERE = (Topic.DOCUMENTS, 0)
@@ -28,25 +26,9 @@ def settings(kafka) -> KafkaSettings:
     return kafka.fresh(1)
 
 
-def write(settings: KafkaSettings, numbers: range) -> None:
-    with RecordProducer(settings, "test-writer") as producer:
-        for number in numbers:
-            producer.send(Topic.DOCUMENTS, Document(f"d{number}", "test", "text"), key=f"d{number}", partition=0)
-
-
-def delete(settings: KafkaSettings, before: int, topic: Topic = Topic.DOCUMENTS) -> None:
-    admin = AdminClient({"bootstrap.servers": settings.address()})
-    place = TopicPartition(Names(settings.topic_prefix).of(topic), 0, before)
-    for future in admin.delete_records([place]).values():
-        future.result()
-
-
 def offsets(read: Callable[[], list[ConsumedRecord]], count: int) -> list[int]:
     found: list[int] = []
-    deadline = time.monotonic() + DEADLINE_S
-    while len(found) < count:
-        assert time.monotonic() < deadline
-        found += [located.offset for located in read()]
+    until(lambda: found.extend(located.offset for located in read()) or len(found) >= count, "records")
     return found
 
 
@@ -105,7 +87,7 @@ def test_the_ends_of_transactions_are_no_gaps_and_are_read_past(settings: KafkaS
     writer.init_transactions(DEADLINE_S)
     for number in range(6):
         writer.begin_transaction()
-        writer.produce(full, Codec().encode(Document(f"d{number}", "test", "text")), key=b"k", partition=0)
+        writer.produce(full, Codec().encode(document(number)), key=b"k", partition=0)
         writer.flush(DEADLINE_S)
         writer.abort_transaction(DEADLINE_S) if number % 3 == 2 else writer.commit_transaction(DEADLINE_S)
     with LogReader(settings, [Topic.DOCUMENTS]) as reader:

@@ -126,11 +126,9 @@ def test_a_loop_that_hangs_ends_the_process_and_says_where():
 
 def test_native_code_that_keeps_the_interpreter_ends_the_process_too():
     hung = start(2.0, "import ctypes; ctypes.PyDLL(None).sleep(600)")
-    began = time.monotonic()
     _, said = hung.communicate(timeout=DEADLINE_S)
     assert hung.returncode != 0
     assert "most recent call first" in said
-    assert time.monotonic() - began < DEADLINE_S
 
 
 def test_a_process_that_was_stopped_and_goes_on_is_not_hung():

@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
 
+from tests.documents import write
+from tests.waiting import until
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
-from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Document
-
-DEADLINE_S = 180.0
 
 
 @pytest.fixture
@@ -36,12 +33,6 @@ def stack(tmp_path, broker: None) -> Iterator[tuple[KafkaSettings, int]]:
         own.down()
 
 
-def write(settings: KafkaSettings, numbers: range) -> None:
-    with RecordProducer(settings, "test-writer") as producer:
-        for number in numbers:
-            producer.send(Topic.DOCUMENTS, Document(f"d{number}", "test", "text"), key=f"d{number}")
-
-
 def test_a_broker_that_is_stopped_is_named_and_nothing_is_lost_when_it_goes_on(stack, caplog):
     settings, broker = stack
     create_topics(settings)
@@ -49,10 +40,11 @@ def test_a_broker_that_is_stopped_is_named_and_nothing_is_lost_when_it_goes_on(s
     found: list[str] = []
 
     def read_until(condition) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, caplog.text
+        def read() -> bool:
             found.extend(located.record.document_id for located in reader.poll(0.1))
+            return condition()
+
+        until(read, lambda: caplog.text)
 
     caplog.set_level(logging.WARNING, logger="tidemill.schemas")
     with LogReader(settings, [Topic.DOCUMENTS], client_id="test-reader") as reader:

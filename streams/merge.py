@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.record_class import record
+from tidemill.streams.state import NEVER
 
 Item = TypeVar("Item")
 
@@ -93,6 +94,10 @@ class Merge(Generic[Item]):
         if timestamp_us > source.clock_us:
             source.clock_us = timestamp_us
         source.waiting.append((source.clock_us, offset, item))
+
+    def end(self, topic: Topic) -> None:
+        """No further record of a topic comes."""
+        self._inputs[topic].clock_us = NEVER
 
     def take(self) -> Step[Item] | None:
         """The next record in the common order; None while a record that may still come could stand before it."""

@@ -1,0 +1,50 @@
+"""Hypothesis' strategies for record classes: any value of each field's type."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hypothesis import strategies as st
+
+from tidemill.schemas.avro_code import write_long
+
+LONG = st.integers(-(2**63), 2**63 - 1)
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+PLAIN = {
+    int: LONG,
+    str: TEXT,
+    float: st.floats(allow_nan=False),
+    bool: st.booleans(),
+    bytes: st.binary(max_size=40),
+}
+
+
+def values_of(hint: Any) -> st.SearchStrategy:
+    """Values of a type."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is types.UnionType:
+        return st.none() | values_of(parts[0])
+    if origin in (list, tuple):
+        return st.lists(values_of(parts[0]), max_size=3).map(origin)
+    if origin in (dict, Mapping):
+        return st.dictionaries(TEXT, values_of(parts[1]), max_size=3)
+    if issubclass(hint, StrEnum):
+        return st.sampled_from(hint)
+    return records_of(hint) if is_dataclass(hint) else PLAIN[hint]
+
+
+def records_of(kind: type) -> st.SearchStrategy:
+    """Records of a class."""
+    hints = get_type_hints(kind)
+    return st.builds(kind, **{each.name: values_of(hints[each.name]) for each in fields(kind)})
+
+
+def damaged(data: st.DataObject, body: bytes) -> bytes:
+    """Bytes of which up to three in a row are replaced, by a long or by others."""
+    place = data.draw(st.integers(0, len(body) - 1))
+    put = data.draw(st.binary(max_size=3) | (LONG | st.integers(-2, 130)).map(write_long))
+    return body[:place] + put + body[place + data.draw(st.integers(0, 3)) :]
