@@ -38,7 +38,6 @@ from tidemill.producers.feedback.event import (
     Report,
 )
 from tidemill.producers.feedback.queue import Acknowledged
-from tidemill.producers.product.settings import ApiKeys
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.records import Feedback, SignalKind
 
@@ -197,13 +196,12 @@ class EventIntake:
     ) -> None:
         self._maker, self._acknowledged = maker, acknowledged
         self._settings, self._metrics = settings, metrics
-        self._keys = ApiKeys(settings.api_keys)
         self._of_key = TokenBuckets(settings.key_rate, settings.key_burst)
         self._of_user = TokenBuckets(settings.user_rate, settings.user_burst)
 
     def caller(self, api_key: str) -> str:
         """The name of an API key. Raises Problem 401."""
-        name = self._keys.name_of(api_key)
+        name = self._settings.client_of(api_key)
         if name is None:
             raise Problem(401, "send a known API key: Authorization: Bearer KEY", close=True)
         return name

@@ -57,7 +57,7 @@ from tidemill.producers.edge.problem import Problem, ProblemOut, answer, parse_j
 from tidemill.producers.feedback.event import FeedbackMaker, LogUnreachable
 from tidemill.producers.feedback.producer import FLUSH_S
 from tidemill.producers.feedback.queue import Acknowledged, FeedbackQueue
-from tidemill.producers.product.settings import ProductSettings, require_some
+from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.http_room import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
@@ -246,7 +246,7 @@ def application(kafka: KafkaSettings, product: ProductSettings, settings: Gatewa
         KeysMissing: the product has no keys, or there are no API keys.
         ValueError: no brokers are named.
     """
-    require_some(settings.api_keys, "gateway")
+    settings.require_clients()
     kafka.address()
     app = FastAPI(
         title="Tidemill feedback gateway",

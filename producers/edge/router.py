@@ -28,7 +28,7 @@ from tidemill.producers.edge.exchange import APPLICATION, Exchange, Router, open
 from tidemill.producers.edge.metrics import RouterMetrics
 from tidemill.producers.edge.routing import CanaryShare, Replicas
 from tidemill.producers.outbox import anchor_of_run
-from tidemill.producers.product.settings import ApiKeys, ProductSettings, require_some
+from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import BadUserId, Pseudonyms, Signer
 from tidemill.producers.sampling.completion import BadResponse, ReplicaUnavailable
 from tidemill.producers.sampling.replicas import RequestRefused, open_replica_client
@@ -54,7 +54,6 @@ class Application:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._keys = ApiKeys(router.settings.api_keys)
         self._places = asyncio.Semaphore(router.settings.max_concurrent_requests)
         self._running: set[asyncio.Task[None]] = set()
 
@@ -90,7 +89,7 @@ class Application:
 
     def _check_key(self, request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or self._keys.name_of(given.strip()) is None:
+        if scheme.lower() != "bearer" or self._router.settings.client_of(given.strip()) is None:
             raise Refusal(401, "no valid API key: send `Authorization: Bearer KEY`", "authentication_error")
 
     async def _admit(self, request: Request, send: Send) -> Exchange:
@@ -171,7 +170,7 @@ def run(
         LookupError: a topic does not exist.
         OSError, ValueError: the tokenizer cannot be read.
     """
-    require_some(router.api_keys, "router")
+    router.require_clients()
     asyncio.run(_serve(kafka, run, store, product, router, chat, stop or stop_on_signals()))
 
 

@@ -15,7 +15,7 @@ from tidemill.producers.edge.events import TokenBuckets
 from tidemill.producers.edge.gateway import Health
 from tidemill.producers.edge.problem import Problem, parse_json, whole_seconds
 from tidemill.producers.feedback.event import LogUnreachable
-from tidemill.producers.product.settings import KeysMissing, require_some
+from tidemill.producers.product.settings import KeysMissing
 
 HASH = "a" * 64
 
@@ -106,7 +106,7 @@ def test_unusable_settings_are_refused(values: dict, said: str):
 
 def test_a_gateway_without_api_keys_says_how_to_make_one():
     with pytest.raises(KeysMissing, match=r"openssl rand -hex 32.*sha256sum"):
-        require_some({}, "gateway")
+        GatewaySettings().require_clients()
 
 
 @pytest.mark.parametrize(
