@@ -28,7 +28,7 @@ from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOpti
 from tidemill.producers.environments.process import HostLimits
 from tidemill.producers.tasks import feeder
 from tidemill.producers.tasks.feeder import FeederState
-from tidemill.producers.tasks.source import Stage, TaskEnvironment, TaskName, TaskSource, parse_task_name, take_turns
+from tidemill.producers.tasks.source import Stage, TaskName, TaskSource, parse_task_name, take_turns
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
@@ -52,7 +52,7 @@ from tidemill.schemas.records import (
 )
 
 SECOND = 1_000_000
-LEDGER = TaskEnvironment(EnvironmentEntry(name="ledger"), LedgerEnvironment(LedgerOptions()))
+LEDGER = (EnvironmentEntry(name="ledger"), LedgerEnvironment(LedgerOptions()))
 RUN = RunSettings(run_id="run", seed=3, groups_per_step=2, max_policy_lag=1, max_steps=3)
 FEED = FeedSettings(
     group_size=4,
@@ -319,7 +319,7 @@ def test_an_evaluation_that_never_closes_is_not_waited_for():
     world.write(*map(closed, before[1:]))
     world.now += 91 * SECOND
     decision = world.state.decide(world.now)
-    assert decision.expired.groups == (before[0].group_id,)
+    assert decision.groups == (before[0].group_id,)
     assert len(decision.names) == 4
 
 
@@ -412,7 +412,7 @@ class Few(LedgerEnvironment):
 
 def source_of(*environments, feed=FEED, run=RUN, **entries):
     opened = [
-        TaskEnvironment(EnvironmentEntry(name=f"e{n}", **{k: v[n] for k, v in entries.items()}), environment)
+        (EnvironmentEntry(name=f"e{n}", **{k: v[n] for k, v in entries.items()}), environment)
         for n, environment in enumerate(environments)
     ]
     return TaskSource(opened, run, feed)
