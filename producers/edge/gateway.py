@@ -34,7 +34,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -213,7 +213,7 @@ async def healthz(request: Request, response: Response) -> HealthOut:
 async def metrics(request: Request) -> Response:
     """Requests, events, seconds until the log's acknowledgement, and events that wait for it."""
     found: GatewayMetrics = request.app.state.metrics
-    return Response(found.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
 
 
 class CountedRequests:
