@@ -22,7 +22,7 @@ async def open_environment(entry: EnvironmentEntry, options: Mapping[str, object
     """Open the environment of a configured entry. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
     if is_foreign(entry.name):
         # Foreign code is imported in a process first, which says whether it may run in the loop.
-        opened: Environment = await HostedEnvironment.start(entry.name, options, limits, entry.network)
+        opened: Environment = await HostedEnvironment(entry.name, options, limits, entry.network).start()
         if (entry.isolation or opened.isolation) == "loop":
             await opened.close()
             opened = environment_type(entry.name).open(options)
@@ -31,7 +31,8 @@ async def open_environment(entry: EnvironmentEntry, options: Mapping[str, object
         checked = kind.options(options)
         hosted = (entry.isolation or kind.isolation) == "process"
         network = kind.network if entry.network is None else entry.network
-        opened = await HostedEnvironment.start(entry.name, options, limits, network) if hosted else kind.make(checked)
+        process = HostedEnvironment(entry.name, options, limits, network)
+        opened = await process.start() if hosted else kind.make(checked)
     return Program(opened, entry.agent) if entry.agent else opened
 
 

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -90,7 +90,6 @@ class EpisodeProcess:
         self._calls: dict[int, HostedCall] = {}
         self._leaving: dict[int, int] = {}
         """Cancelled calls that have not ended, with the number of looks since."""
-        self._heard = False
         self.over = ""
         """Why it plays no more; empty while it does."""
         self._guilty: int | None = None
@@ -188,10 +187,7 @@ class EpisodeProcess:
 
     def _take(self, frame: object) -> None:
         """Act on one message. Raises ValueError for one that is none."""
-        self._heard = True
         match frame:
-            case ["pong"]:
-                pass
             case ["chat", int(number), int(request), list(messages), str(tools), int() | None as most, bool(trained)]:
                 if number in self._calls:
                     call = self._calls[number]
@@ -235,7 +231,10 @@ class EpisodeProcess:
         self._writer.write(line)
 
     async def _watch(self) -> None:
-        """Kill a process that makes no step and gives no answer; retire one with a cancelled call that does not end."""
+        """Kill a process that makes no step; retire one with a cancelled call that does not end.
+
+        A process that waits makes a step for each ping.
+        """
         missed, steps = 0, -1
         while missed < TICKS:
             await asyncio.sleep(self._limits.answer_s / TICKS)
@@ -249,8 +248,7 @@ class EpisodeProcess:
                 missed, steps = 0, -1
                 continue
             made = self._spawned.marks.steps
-            missed = 0 if self._heard or made != steps else missed + 1
-            self._heard, steps = False, made
+            missed, steps = 0 if made != steps else missed + 1, made
             self._send(["ping"])
         self.over = f"hung: no answer within {self._limits.answer_s:g} s"
         self._guilty = await self._spawned.marks.hanging(self.hello.process)
@@ -270,7 +268,13 @@ class HostedEnvironment(base.Environment):
     """An environment in processes of its own: one for all its episodes, and one for each stream of tasks."""
 
     def __init__(self, name: str, options: Mapping[str, Any], limits: HostLimits, network: bool | None = None) -> None:
-        """Name an environment; `start` learns about it as well."""
+        """Name an environment, of which `start` learns more.
+
+        Args:
+            name: as `find.environment_type` takes it.
+            network: whether its process may open sockets. None: as the environment declares, which is known once it
+                was imported without.
+        """
         super().__init__(HostedOptions())
         self._name, self._given, self._limits, self._network = name, dict(options), limits, network
         self._processes: list[EpisodeProcess] = []
@@ -280,22 +284,10 @@ class HostedEnvironment(base.Environment):
         self._closed = False
         self._option_rows: list[dict[str, Any]] = []
 
-    @classmethod
-    async def start(
-        cls, name: str, options: Mapping[str, Any], limits: HostLimits, network: bool | None = None
-    ) -> HostedEnvironment:
-        """Open an environment.
-
-        Args:
-            name: as `find.environment_type` takes it.
-            network: whether its process may open sockets. None: as the environment declares, which is known once it
-                was imported without.
-
-        Raises UnknownEnvironment, TaskError, EnvironmentFailed.
-        """
-        hosted = cls(name, options, limits, network)
-        await hosted._running()
-        return hosted
+    async def start(self) -> Self:
+        """Open it in its first process. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
+        await self._running()
+        return self
 
     def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
         """Draw tasks in a further process, which lives as long as the iterator. Blocks. Raises TaskError."""

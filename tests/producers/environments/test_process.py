@@ -95,7 +95,7 @@ def run(coroutine, limit_s: float = NEVER_S):
 
 
 async def start(name: str = HOSTILE, limits: HostLimits = LIMITS, network: bool | None = None, **options):
-    return await HostedEnvironment.start(name, options, limits, network)
+    return await HostedEnvironment(name, options, limits, network).start()
 
 
 async def outcome(hosted, payload: str, policy=None):
@@ -729,7 +729,7 @@ from test_process import FakePolicy, task, HOSTILE
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def main():
-    hosted = await HostedEnvironment.start(HOSTILE, {}, HostLimits())
+    hosted = await HostedEnvironment(HOSTILE, {}, HostLimits()).start()
     for word in ("child", "orphan"):
         await hosted.play(task(f"forks {word}"), FakePolicy())
     if not (copy := os.fork()):  # it holds every descriptor of the worker's

@@ -373,7 +373,7 @@ def test_an_environment_that_swallows_the_end_of_its_conversation_does_not_hold_
 def test_an_environment_in_a_process_of_its_own_poses_the_task_and_scores() -> None:
     async def hosted() -> None:
         name = "tidemill.producers.environments.ledger:LedgerEnvironment"
-        inner = await HostedEnvironment.start(name, {}, HostLimits())
+        inner = await HostedEnvironment(name, {}, HostLimits()).start()
         source = """
         task = json.load(sys.stdin)
         assert [tool["function"]["name"] for tool in task["tools"]] == ["add", "sub"], task

@@ -400,7 +400,7 @@ def test_a_full_context_is_scored_unless_the_harness_fails_of_it() -> None:
 def test_in_a_process_of_its_own() -> None:
     async def hosted() -> None:
         options = {"env": {"id": "user-sim"}}
-        environment = await HostedEnvironment.start("vf_hosted:HostedSums", options, HostLimits(), network=True)
+        environment = await HostedEnvironment("vf_hosted:HostedSums", options, HostLimits(), network=True).start()
         try:
             draft = next(iter(opened("vf_sums", **options).tasks(TaskQuery(1))))
             score, policy = await one(environment, both_sides, draft.payload)
