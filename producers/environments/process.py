@@ -21,10 +21,11 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+import msgspec
+from pydantic import ConfigDict
 
 from tidemill.producers.environments import base
-from tidemill.producers.environments.base import EnvironmentFailed, Score, TaskError, faults
+from tidemill.producers.environments.base import EnvironmentFailed, Score, TaskError
 from tidemill.producers.environments.spawning import (
     PORTABLE,
     FrameTooLarge,
@@ -62,9 +63,6 @@ class Hello:
     needs_tools: bool
     options: dict[str, Any]
     option_rows: list[dict[str, Any]]
-
-
-_HELLO, _SCORE, _DRAFT = TypeAdapter(Hello), TypeAdapter(Score), TypeAdapter(base.TaskDraft)
 
 
 @dataclass(slots=True, eq=False)
@@ -303,7 +301,7 @@ class HostedEnvironment(base.Environment):
                     line = lines.readline(most)
                     match json.loads(line) if line.endswith(b"\n") else None:
                         case ["draft", draft]:
-                            yield _DRAFT.validate_python(draft)
+                            yield msgspec.convert(draft, base.TaskDraft)
                         case ["end"]:
                             return
                         case ["failed", str(), str(text), str(trace)]:
@@ -311,8 +309,8 @@ class HostedEnvironment(base.Environment):
                         case _:
                             raise ConnectionError
                     spawned.socket.settimeout(self._limits.answer_s)
-            except ValidationError as error:
-                raise TaskError(f"environment {name} yielded a wrong draft: {faults(error, 'value')}") from error
+            except msgspec.ValidationError as error:
+                raise TaskError(f"environment {name} yielded a wrong draft: {error}") from error
             except TimeoutError:
                 waited = spawned.socket.gettimeout()
                 raise TaskError(f"environment {name} hung: no task within {waited:g} s") from None
@@ -356,9 +354,9 @@ class HostedEnvironment(base.Environment):
 
     def _score(self, found: object) -> Score:
         try:
-            return _SCORE.validate_python(found)
-        except ValidationError as error:
-            raise EnvironmentFailed(f"environment {self._name} returned no score: {faults(error, 'value')}") from error
+            return msgspec.convert(found, Score)
+        except msgspec.ValidationError as error:
+            raise EnvironmentFailed(f"environment {self._name} returned no score: {error}") from error
 
     async def _running(self) -> EpisodeProcess:
         """The process for new episodes, started where there is none. Raises like `start`."""
@@ -400,8 +398,8 @@ def hello_of(name: str, line: bytes) -> Hello | None:
     match json.loads(line) if line.endswith(b"\n") else None:
         case ["hello", learned]:
             try:
-                return _HELLO.validate_python(learned)
-            except ValidationError as error:
+                return msgspec.convert(learned, Hello)
+            except msgspec.ValidationError as error:
                 raise EnvironmentFailed(f"environment {name} declares what cannot be: {error}") from error
         case ["refused", str(kind), str(text), str(trace)]:
             own = EnvironmentFailed(f"environment {name} raised {text} when it was opened\n{trace}")

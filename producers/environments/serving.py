@@ -24,7 +24,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from pydantic import TypeAdapter
+import msgspec
 
 from tidemill.producers.environments import base
 from tidemill.producers.environments.base import Messages
@@ -35,7 +35,6 @@ from tidemill.producers.environments.spawning import PORTABLE, FrameTooLarge, en
 from tidemill.schemas.chat.messages import BadMessage, Message, Tool, checked_messages, checked_tools
 from tidemill.schemas.records import Task
 
-_TASK = TypeAdapter(Task)
 Encode = Callable[[object], bytes]
 
 
@@ -116,7 +115,7 @@ class EpisodeServer:
                 context = Context()
                 context.run(EPISODE.set, number)
                 episode = self._episodes[number] = HostedEpisode(self, number, endpoint)
-                playing = self._play(number, episode, kind, _TASK.validate_python(task), messages)
+                playing = self._play(number, episode, kind, msgspec.convert(task, Task), messages)
                 episode.running = asyncio.get_running_loop().create_task(playing, context=context)
                 episode.running.add_done_callback(partial(self._ended, number))
 
