@@ -19,6 +19,7 @@ from tests.consumers.sink_support import PREFIX, START_US, rows_of
 from tidemill.consumers.sink.config import SinkSettings, TableEngine
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.rows import DeadLetter, DeletedKey, Row, row_of
+from tidemill.consumers.sink.tables import WATERMARKS
 from tidemill.consumers.sink.writer import Erasures, Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -151,9 +152,17 @@ def test_a_crash_before_the_deletion_forgets_nothing_and_writes_nothing_twice(
 ):
     rows = [*rows_of(two_people()), *rows_of([ERASE])]
     places = {("tidemill.interactions", 0): 2}
-    for dying in ("_erase", "_mark"):
+    insert = Writer._insert_arrow
+
+    def die(*_args: object) -> None:
+        raise Crash
+
+    def die_at_the_marks(writer: Writer, table: str, *args: Any) -> None:
+        (die if table == WATERMARKS else insert)(writer, table, *args)
+
+    for name, dying in (("_delete", die), ("_insert_arrow", die_at_the_marks)):
         with monkeypatch.context() as patch:
-            patch.setattr(Writer, dying, lambda *_: (_ for _ in ()).throw(Crash))
+            patch.setattr(Writer, name, dying)
             with pytest.raises(Crash):
                 tables.writer().write(rows, places)
         assert tables.writer().next_offsets == {}

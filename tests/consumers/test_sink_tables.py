@@ -168,16 +168,16 @@ def test_an_insert_holds_no_more_than_its_bound_and_a_crash_between_two_writes_n
     assert [[row.n_bytes for row in run] for run in cut(rows, 100)] == [[40, 40], [40], [150], [10, 10]]
     assert list(cut([], 100)) == []
     inserted: list[int] = []
-    insert_arrow = type(client).insert_arrow
+    insert_arrow = Writer._insert_arrow
 
-    def crashing(self: Any, table: str, data: Any, **options: Any) -> Any:
+    def crashing(self: Writer, table: str, data: Any, token: str) -> None:
         if table == "documents":
             inserted.append(len(data))
             if len(inserted) == 3:
                 raise ConnectionError
-        return insert_arrow(self, table, data, **options)
+        insert_arrow(self, table, data, token)
 
-    monkeypatch.setattr(type(client), "insert_arrow", crashing)
+    monkeypatch.setattr(Writer, "_insert_arrow", crashing)
     with pytest.raises(ConnectionError):
         Writer(client, "bounded", TableEngine.MERGE_TREE, insert_bytes=100).write(rows, {})
     assert Writer(client, "bounded", TableEngine.MERGE_TREE, insert_bytes=100).write(rows, {}) == 3
