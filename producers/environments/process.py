@@ -251,6 +251,7 @@ class EpisodeProcess:
         self.over = f"hung: no answer within {self._limits.answer_s:g} s"
         self._guilty = await self._spawned.marks.hanging(self.hello.process)
         self._spawned.kill()
+        self._writer.transport.abort()  # its calls fail, also where the kill does not succeed
 
     def _send(self, frame: list[Any]) -> None:
         self._writer.write(encode(frame, self._limits.message_bytes))

@@ -463,6 +463,23 @@ def test_an_episode_that_hangs_is_the_one_that_fails(payload):
     assert with_bystanders(payload, SHORT) == f"environment {HOSTILE} hung: no answer within 2 s"
 
 
+def test_an_episode_that_hangs_fails_though_its_process_cannot_be_killed(monkeypatch):
+    monkeypatch.setattr("tidemill.producers.environments.spawning.KILL_S", 0.2)
+
+    async def main():
+        hosted = await start(limits=SHORT)
+        keeper = hosted._processes[-1]._spawned._keeper
+        os.kill(keeper.pid, signal.SIGSTOP)
+        try:
+            return await outcome(hosted, "hangs")
+        finally:
+            os.kill(keeper.pid, signal.SIGCONT)
+            await hosted.close()
+            await asyncio.to_thread(keeper.communicate)
+
+    assert str(run(main(), limit_s=30)) == f"environment {HOSTILE} hung: no answer within 2 s"
+
+
 def test_what_was_scored_before_another_episode_hangs_is_kept():
     async def main():
         hosted = await start(limits=SHORT)
