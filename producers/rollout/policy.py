@@ -22,7 +22,7 @@ import numpy as np
 
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import AttemptPolicy, ContextFull, Endpoint, GenerationFailed, Reply, Score
-from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling, checked_completion
+from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling, checked_completion, read_choice
 from tidemill.producers.sampling.replicas import ReplicaIdentity, ReplicaSession
 from tidemill.schemas.chat.contexts import Asked, Context, Contexts, Origin
 from tidemill.schemas.chat.format import ChatFormat
@@ -96,7 +96,7 @@ def recorded_turns(turns: Iterable[Turn]) -> list[RecordedTurn]:
                 "finish_reason": turn.finish_reason,
                 "weight_incarnation": turn.incarnation,
             }
-            completion = checked_completion(choice, Sampling(max_tokens=len(ids), temperature=1.0))
+            completion = checked_completion(read_choice(choice), Sampling(max_tokens=len(ids), temperature=1.0))
             if turn.expert_ids:
                 unpacked_ids(turn.expert_ids)
                 completion = replace(completion, expert_ids=turn.expert_ids)
