@@ -148,12 +148,7 @@ class BatchOut(BaseModel):
 
 
 class TokenBuckets:
-    """Buckets by key, all of one rate and burst.
-
-    Args:
-        rate: tokens that come back a second.
-        burst: tokens of a full bucket.
-    """
+    """Buckets by key: each has `burst` tokens when it is full, of which `rate` come back a second."""
 
     def __init__(self, rate: float, burst: int) -> None:
         self._rate, self._burst = rate, float(burst)
@@ -165,12 +160,7 @@ class TokenBuckets:
     def take(self, key: str, count: int, now_s: float) -> float:
         """Take tokens; 0 when they were there, otherwise nothing is taken and it is the seconds until they are.
 
-        Args:
-            count: at most `burst`.
-            now_s: any clock that does not go back.
-
-        Raises:
-            ValueError: more tokens than a bucket ever holds.
+        `now_s` is of any clock that does not go back. Raises ValueError for more tokens than a bucket ever holds.
         """
         if count > self._burst:
             raise ValueError(f"{count} tokens at once from buckets of {self._burst:g}")

@@ -242,9 +242,7 @@ class CountedRequests:
 def application(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> FastAPI:
     """The gateway as an ASGI application; its connection to the log lasts as long as its lifespan.
 
-    Raises:
-        KeysMissing: the product has no keys, or there are no API keys.
-        ValueError: no brokers are named.
+    Raises KeysMissing without the product's keys or API keys, ValueError when no brokers are named.
     """
     settings.require_clients()
     kafka.address()
@@ -301,12 +299,7 @@ async def _error(_request: Request, error: Exception) -> Response:
 
 
 def gateway_server(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> ThreadServer:
-    """The gateway, to be entered.
-
-    Raises:
-        KeysMissing, ValueError: as `application`.
-        PortTaken: the address cannot be bound.
-    """
+    """The gateway, to be entered. Raises as `application`; PortTaken when the address cannot be bound."""
     app = application(kafka, product, settings)
     listener = bind(settings.host, settings.port, "gateway.port", BACKLOG)
     grace_s = settings.acknowledge_timeout_s + GRACE_S
@@ -318,9 +311,7 @@ def run(
 ) -> None:
     """Take feedback until `stop` is set (without one: SIGTERM or SIGINT comes); then finish the answers, and flush.
 
-    Raises:
-        KeysMissing, ValueError, PortTaken: as `gateway_server`.
-        RuntimeError: the server ended by itself; its log says why.
+    Raises as `gateway_server`; RuntimeError when the server ended by itself, and its log says why.
     """
     stop = stop or stop_on_signals()
     with gateway_server(kafka, product, settings) as server:

@@ -42,13 +42,10 @@ class RouterMetrics(CollectorRegistry):
 
 
 class GatewayMetrics(CollectorRegistry):
-    """The gateway's.
-
-    Args:
-        pending: events that wait for the log's acknowledgement now.
-    """
+    """The gateway's."""
 
     def __init__(self, pending: Callable[[], float]) -> None:
+        """`pending`: events that wait for the log's acknowledgement now."""
         super().__init__()
         wide = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
         self.requests = Counter(

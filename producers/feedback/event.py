@@ -94,11 +94,7 @@ class Report(NamedTuple):
 
 
 class FeedbackMaker:
-    """Makes records of reports, or says what is wrong with them.
-
-    Raises:
-        KeysMissing: the product's keys are not configured.
-    """
+    """Makes records of reports, or says what is wrong with them. Raises KeysMissing without the product's keys."""
 
     def __init__(self, product: ProductSettings) -> None:
         self._signer = Signer(product)
@@ -107,14 +103,9 @@ class FeedbackMaker:
         self._age_us = to_us(product.max_feedback_age_s)
 
     def make(self, report: Report, source: str, now_us: int) -> Feedback:
-        """The record of a report.
+        """The record of a report by `source`, as `check_source` allows; `now_us` is since the Unix epoch.
 
-        Args:
-            source: who reports it, as `check_source` allows.
-            now_us: microseconds since the Unix epoch.
-
-        Raises:
-            BadFeedback: a field is wrong; `NotServed` for a token that was not issued to this user.
+        Raises BadFeedback for a field that is wrong, `NotServed` for a token that was not issued to this user.
         """
         try:
             user_id = self._pseudonyms.of(report.user)

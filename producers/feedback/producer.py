@@ -157,8 +157,7 @@ class FeedbackProducer(Shorthand[str]):
     def flush(self, timeout_s: float = FLUSH_S) -> None:
         """Wait until the log has acknowledged every signal sent so far.
 
-        Raises:
-            FeedbackNotDelivered: signals failed since the last call, or are not acknowledged in time.
+        Raises FeedbackNotDelivered when signals failed since the last call, or are not acknowledged in time.
         """
         self._queue.flush(timeout_s)
 
@@ -179,11 +178,7 @@ class AsyncFeedbackProducer(Shorthand[Coroutine[Any, Any, str]]):
 
     Signals that are awaited at the same time share batches: `asyncio.gather(*(producer.send(...) for ...))`.
 
-    Args: as `FeedbackProducer`; `deadline_s` covers the log's acknowledgement.
-
-    Raises:
-        KeysMissing: `product` has no keys.
-        ValueError: no brokers are named, or `source` cannot be a name.
+    Arguments and errors as of `FeedbackProducer`; `deadline_s` covers the log's acknowledgement.
     """
 
     def __init__(

@@ -68,8 +68,7 @@ class FeedbackQueue:
         linger_ms: milliseconds that a record waits for others of its batch.
         delivery_timeout_s: seconds after which a record that the log did not acknowledge has failed.
 
-    Raises:
-        ValueError: no brokers are named.
+    Raises ValueError when no brokers are named.
     """
 
     def __init__(
@@ -184,8 +183,7 @@ class FeedbackQueue:
     def flush(self, timeout_s: float) -> None:
         """Wait until every record accepted so far has ended.
 
-        Raises:
-            FeedbackNotDelivered: records failed since the last call, or have not ended in time.
+        Raises FeedbackNotDelivered when records failed since the last call, or have not ended in time.
         """
         self._check_usable()
         pending = self._drain(timeout_s)
@@ -196,8 +194,7 @@ class FeedbackQueue:
     def close(self, timeout_s: float) -> None:
         """Flush, give up what is then left, and end the thread. A second call does nothing.
 
-        Raises:
-            FeedbackNotDelivered: records failed since the last `flush`, those given up among them.
+        Raises FeedbackNotDelivered when records failed since the last `flush`, those given up among them.
         """
         if self._closed.is_set() or self._process != os.getpid():
             return

@@ -28,21 +28,13 @@ class BadToken(ValueError):
 
 
 class Signer:
-    """Signs interactions and verifies them.
-
-    Raises:
-        KeysMissing: the product's keys are not configured.
-    """
+    """Signs interactions and verifies them. Raises KeysMissing when the product's keys are not configured."""
 
     def __init__(self, product: ProductSettings) -> None:
         self._keys = [_keyed(key) for key in product.require_keys().signing_keys]
 
     def sign(self, interaction_id: str, pseudonym: str) -> str:
-        """The token of an interaction that was served to a user.
-
-        Raises:
-            ValueError: the interaction id is not 1 to 64 letters, digits, '-' or '_'.
-        """
+        """The token of an interaction that was served to a user. Raises ValueError for an id that cannot be one."""
         if not _INTERACTION.fullmatch(interaction_id):
             raise ValueError(f"interaction id {interaction_id!r}: 1 to 64 letters, digits, '-' or '_' are allowed")
         return f"{interaction_id}.{_signature(self._keys[0], interaction_id, pseudonym).decode()}"
@@ -92,17 +84,14 @@ class BadUserId(ValueError):
 class Pseudonyms:
     """Turns the product's user ids into pseudonyms: HMAC-SHA256 under `product.pseudonym_key`, 128 bits as hex.
 
-    Without the key nobody can tell whose they are, or make them from ids.
-
-    Raises:
-        KeysMissing: the product's keys are not configured.
+    Without the key nobody can tell whose they are, or make them from ids. Raises KeysMissing as `Signer` does.
     """
 
     def __init__(self, product: ProductSettings) -> None:
         self._key = _keyed(product.require_keys().pseudonym_key)
 
     def of(self, user: str | None) -> str:
-        """The pseudonym of the product's user id, the same for the same bytes; `NOBODY` of None. Raises BadUser."""
+        """The pseudonym of the product's user id, the same for the same bytes; `NOBODY` of None. Raises BadUserId."""
         if user is None:
             return NOBODY
         if not isinstance(user, str):
