@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import EnvironmentFailed, EnvironmentHung, Score, TaskError
-from tidemill.producers.environments.open import EnvironmentSet, ProcessLost
+from tidemill.producers.environments.open import EnvironmentSet
+from tidemill.producers.environments.process import ProcessLost
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.policy import (
     GIVEN_UP,

@@ -24,7 +24,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.environments.open import EnvironmentSet, host_limits
+from tidemill.producers.environments.open import EnvironmentSet
 from tidemill.producers.outbox import OVERHEAD_BYTES, SPAN_BYTES, Outbox, SegmentClaims, anchor_of_run
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.intake import (
@@ -242,7 +242,7 @@ def run(
                 if settings.record_turns and size <= settings.claim_check_bytes:
                     outbox.post(turn.task_id, turn, Topic.PROGRESS)
 
-            environments = EnvironmentSet(run.environments, host_limits(settings))
+            environments = EnvironmentSet(run.environments, settings)
             stack.push_async_callback(environments.close)
             await environments.check(form)
             client = await stack.enter_async_context(open_replica_client(settings))

@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from types import MappingProxyType
 
-from tidemill.producers.config import FeedSettings
+from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.environments.base import Environment
 from tidemill.producers.environments.open import open_environment
-from tidemill.producers.environments.process import HostLimits
 from tidemill.producers.tasks.admission import AdmissionController
 from tidemill.producers.tasks.source import (
     Stage,
@@ -280,11 +279,11 @@ class Feeder:
         return decision.done
 
 
-async def opened(run: RunSettings, limits: HostLimits) -> list[tuple[EnvironmentEntry, Environment]]:
+async def opened(run: RunSettings, rollout: RolloutSettings) -> list[tuple[EnvironmentEntry, Environment]]:
     """The environments of a run, to draw tasks from. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
     found = []
     for entry in run.environments:
-        environment = await open_environment(entry, entry.options, limits)
+        environment = await open_environment(entry, entry.options, rollout)
         await environment.close()  # it is not played here, and draws tasks all the same
         found.append((entry, environment))
     return found
@@ -294,7 +293,7 @@ def run(
     kafka: KafkaSettings,
     run: RunSettings,
     feed: FeedSettings,
-    limits: HostLimits,
+    rollout: RolloutSettings,
     stop: threading.Event | None = None,
 ) -> bool:
     """Feed a run until it is over or `stop` is set (without one: SIGINT or SIGTERM comes); whether it is over.
@@ -303,7 +302,7 @@ def run(
     DeliveryError when the log refuses them.
     """
     stop = stop or stop_on_signals()
-    source = TaskSource(asyncio.run(opened(run, limits)), run, feed)
+    source = TaskSource(asyncio.run(opened(run, rollout)), run, feed)
     with (
         closing(source),
         RecordProducer(kafka, CLIENT_ID) as producer,

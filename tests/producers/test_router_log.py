@@ -16,6 +16,7 @@ import pytest
 
 from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decision, interaction_of, served
 from tests.records import build
+from tests.waiting import until
 from tidemill.producers.config import RouterSettings
 from tidemill.producers.edge.exchange import LogUnavailable, open_recorder
 from tidemill.producers.edge.router import run
@@ -78,14 +79,6 @@ def process(settings: KafkaSettings, replicas, port: int, root) -> subprocess.Po
     return subprocess.Popen(
         [sys.executable, "-m", "tidemill.compose.cli", "route", *flags], env={**os.environ, **keys}, cwd=root
     )
-
-
-def until(happened, deadline_s: float = 180.0):
-    end = time.monotonic() + deadline_s
-    while not (found := happened()):
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.02)
-    return found
 
 
 def health(http: httpx.Client):

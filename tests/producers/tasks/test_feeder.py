@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.records import build
-from tidemill.producers.config import FeedSettings
+from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.environments.base import Split, TaskDraft, TaskError, split_of
 from tidemill.producers.environments.find import UnknownEnvironment
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions
-from tidemill.producers.environments.process import HostLimits
 from tidemill.producers.tasks import feeder
 from tidemill.producers.tasks.feeder import FeederState
 from tidemill.producers.tasks.source import Stage, TaskName, TaskSource, parse_task_name, take_turns
@@ -565,7 +564,7 @@ def test_held_out_questions_are_never_trained():
 def test_unknown_environments_and_options_are_refused(entry, error, reason):
     run = RUN.model_copy(update={"environments": [entry]})
     with pytest.raises(error, match=reason):
-        asyncio.run(feeder.opened(run, HostLimits()))
+        asyncio.run(feeder.opened(run, RolloutSettings()))
 
 
 def test_two_environments_of_one_name_are_refused():
@@ -634,7 +633,7 @@ def test_the_feeder_feeds_a_run_to_its_end_over_a_restart(log):
     other_side.start()
     try:
         first_stop = threading.Event()
-        first = threading.Thread(target=feeder.run, args=(log, RUN, FEED, HostLimits(), first_stop))
+        first = threading.Thread(target=feeder.run, args=(log, RUN, FEED, RolloutSettings(), first_stop))
         first.start()
         deadline = time.monotonic() + 180
         while loop.steps < 1 and time.monotonic() < deadline:
@@ -642,7 +641,7 @@ def test_the_feeder_feeds_a_run_to_its_end_over_a_restart(log):
         first_stop.set()
         first.join(60)
         poison(log)
-        assert feeder.run(log, RUN, FEED, HostLimits(), threading.Event()), "the second one ends by itself"
+        assert feeder.run(log, RUN, FEED, RolloutSettings(), threading.Event()), "the second one ends by itself"
     finally:
         loop_stop.set()
         other_side.join(60)
@@ -656,12 +655,11 @@ def test_the_feeder_feeds_a_run_to_its_end_over_a_restart(log):
 
 PROCESS = """
 import json, sys
-from tidemill.producers.config import FeedSettings
-from tidemill.producers.environments.process import HostLimits
+from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.tasks import feeder
 from tidemill.schemas.config import KafkaSettings, RunSettings
 sections = zip((KafkaSettings, RunSettings, FeedSettings), json.loads(sys.argv[1]))
-sys.exit(0 if feeder.run(*[section(**values) for section, values in sections], HostLimits()) else 1)
+sys.exit(0 if feeder.run(*[section(**values) for section, values in sections], RolloutSettings()) else 1)
 """
 
 
