@@ -6,6 +6,7 @@ Of the API keys of the product's backends the configuration holds the hashes, so
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from typing import Self
 
@@ -68,10 +69,11 @@ class ProductSettings(Section):
             raise KeysMissing(f"the product's keys are not configured ({' and '.join(missing)}): {HOW_TO_MAKE}")
         return self
 
-    def revealed(self) -> dict[str, object]:
-        """The settings with their secrets in clear, for a file that only its owner reads; a dump hides them."""
+    def environment(self) -> dict[str, str]:
+        """The variables that give a process these keys; a dump hides them."""
         keys = [key.get_secret_value() for key in self.signing_keys]
-        return {**self.model_dump(), "signing_keys": keys, "pseudonym_key": self.pseudonym_key.get_secret_value()}
+        secret = self.pseudonym_key.get_secret_value()
+        return {"TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps(keys), "TIDEMILL_PRODUCT__PSEUDONYM_KEY": secret}
 
     @classmethod
     def from_environment(cls) -> ProductSettings:

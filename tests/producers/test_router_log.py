@@ -69,11 +69,7 @@ def settings(kafka, topic_prefix) -> KafkaSettings:
 
 
 def process(settings: KafkaSettings, replicas, port: int, root) -> subprocess.Popen:
-    keys = {
-        "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps([key.get_secret_value() for key in PRODUCT.signing_keys]),
-        "TIDEMILL_PRODUCT__PSEUDONYM_KEY": PRODUCT.pseudonym_key.get_secret_value(),
-        "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": key_hash(KEY)}),
-    }
+    keys = {**PRODUCT.environment(), "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": key_hash(KEY)})}
     flags = ["--bootstrap", settings.bootstrap, "--topic-prefix", settings.topic_prefix, "--run-id", RUN.run_id,
              "--port", str(port), "--stable", replicas[0].address, "--canary", replicas[1].address]  # fmt: skip
     return subprocess.Popen(
