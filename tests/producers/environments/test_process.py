@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import build
+from tests.waiting import until
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import (
     ContextFull,
@@ -162,14 +163,6 @@ def processes(folder: Path) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
-
-
-def until(condition, limit_s: float = 30.0):
-    """Wait for a condition."""
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -538,9 +531,9 @@ def test_a_worker_that_stands_still_blames_nobody():
         playing = asyncio.create_task(outcome(hosted, "calls_side_by_side 2"))
         waiting = asyncio.create_task(outcome(hosted, "waits"))
         await asyncio.sleep(0.1)
-        time.sleep(3 * SHORT.answer_s)
+        time.sleep(3 * SHORT.environment_timeout_s)
         assert (await playing).total == 1.0
-        await asyncio.sleep(2 * SHORT.answer_s / TICKS)
+        await asyncio.sleep(2 * SHORT.environment_timeout_s / TICKS)
         assert not waiting.done()
         waiting.cancel()
         await asyncio.wait([waiting])
