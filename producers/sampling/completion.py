@@ -121,7 +121,7 @@ class Choice(msgspec.Struct):
         return spans
 
 
-class Answer(msgspec.Struct):
+class CompletionBody(msgspec.Struct):
     """The body of an answer."""
 
     choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
@@ -138,7 +138,7 @@ def read_choice(value: object) -> Choice:
 def parse_completion(body: bytes, sampling: Sampling, prompt_tokens: int = 0) -> Completion:
     """The completion in a response body. Raises BadResponse; ReplicaUnavailable when the engine gave it up."""
     try:
-        (choice,) = msgspec.json.decode(body, type=Answer).choices
+        (choice,) = msgspec.json.decode(body, type=CompletionBody).choices
     except msgspec.ValidationError as error:
         raise BadResponse(f"the body is no completion: {error}") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
