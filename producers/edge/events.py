@@ -154,9 +154,6 @@ class TokenBuckets:
         self._rate, self._burst = rate, float(burst)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
     def take(self, key: str, count: int, now_s: float) -> float:
         """Take tokens; 0 when they were there, otherwise nothing is taken and it is the seconds until they are.
 
@@ -188,13 +185,6 @@ class EventIntake:
         self._settings, self._metrics = settings, metrics
         self._of_key = TokenBuckets(settings.key_rate, settings.key_burst)
         self._of_user = TokenBuckets(settings.user_rate, settings.user_burst)
-
-    def caller(self, api_key: str) -> str:
-        """The name of an API key. Raises Problem 401."""
-        name = self._settings.client_of(api_key)
-        if name is None:
-            raise Problem(401, "send a known API key: Authorization: Bearer KEY", close=True)
-        return name
 
     def charge(self, caller: str, events: int) -> None:
         """Count events against the caller's cap. Raises Problem 429."""

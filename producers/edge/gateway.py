@@ -141,8 +141,11 @@ def _body_of(model: str, **examples: object) -> dict[str, Any]:
 
 
 def _caller(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> str:
-    intake: EventIntake = request.app.state.intake
-    return intake.caller(given.credentials if given else "")
+    settings: GatewaySettings = request.app.state.settings
+    name = settings.client_of(given.credentials if given else "")
+    if name is None:
+        raise Problem(401, "send a known API key: Authorization: Bearer KEY", close=True)
+    return name
 
 
 Caller = Annotated[str, Depends(_caller)]

@@ -130,8 +130,9 @@ class FeedbackMaker:
                 f"is {to_s(now_us - observed_at):.6g} s ago, and signals are taken for {to_s(self._age_us):g} s "
                 f"(product.max_feedback_age_s): {_EXPECTED_TIME}",
             )
-        if report.event_id is None:
-            event_id = derived_event_id(interaction_id, user_id, kind, value, observed_at, corrects)
+        if report.event_id is None:  # the same for the same signal
+            text = json.dumps([interaction_id, user_id, kind.value, value, observed_at, corrects])
+            event_id = f"d-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
         else:
             event_id = _event_id("event_id", report.event_id)
         if corrects == event_id:
@@ -147,14 +148,6 @@ def check_source(source: str) -> str:
     if not _SOURCE.fullmatch(source):
         raise ValueError(f"source {source!r}: 1 to 64 letters, digits, '.', '_', ':', '@' or '-' are allowed")
     return source
-
-
-def derived_event_id(
-    interaction_id: str, user_id: str, kind: SignalKind, value: float | None, observed_at: int, corrects: str | None
-) -> str:
-    """The event id of a signal whose reporter gave none: the same for the same signal, 128 bits of SHA-256."""
-    text = json.dumps([interaction_id, user_id, kind.value, value, observed_at, corrects])
-    return f"d-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def _value(kind: SignalKind, value: float | None, corrects: str | None) -> float | None:

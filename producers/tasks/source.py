@@ -126,6 +126,7 @@ class TaskSource:
         else:
             questions, draft = self._held_out[index]
         deadline_s = feed.deadline_s if training else feed.eval_deadline_s
+        seeded = hashlib.blake2b(f"{self._run.seed}:{name}".encode(), digest_size=8).digest()
         return Task(
             task_id=str(name),
             group_id=str(name),
@@ -135,7 +136,7 @@ class TaskSource:
             mode=name.stage.mode,
             group_size=(questions.group_size or feed.group_size) if training else feed.eval_group_size,
             max_turns=draft.max_turns,
-            seed=task_seed(self._run.seed, name),
+            seed=int.from_bytes(seeded, "little") >> 1,
             issued_at=issued_at,
             deadline_at=issued_at + to_us(deadline_s),
             issued_version=issued_version,
@@ -256,9 +257,3 @@ def take_turns(weights: Sequence[float]) -> Iterator[int]:
 def evaluation_size(feed: FeedSettings, stage: Stage) -> int:
     """Held-out tasks of an evaluation."""
     return feed.eval_during_tasks if stage is Stage.EVAL_DURING else feed.eval_tasks
-
-
-def task_seed(run_seed: int, name: TaskName) -> int:
-    """The seed of a task: 63 bits of BLAKE2b over the run's seed and the task's name."""
-    digest = hashlib.blake2b(f"{run_seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -76,12 +76,12 @@ def test_who_has_been_quiet_is_forgotten_and_who_has_not_is_remembered():
     buckets = TokenBuckets(rate=1.0, burst=10)
     for number in range(1000):
         buckets.take(f"u{number}", 10, 0.0)
-    assert len(buckets) == 1000
+    assert len(buckets._buckets) == 1000
     buckets.take("late", 1, 9.9)
-    assert len(buckets) == 1001
+    assert len(buckets._buckets) == 1001
     assert buckets.take("u500", 10, 9.9) > 0
     buckets.take("late", 1, 10.1)
-    assert len(buckets) == 1
+    assert len(buckets._buckets) == 1
     assert buckets.take("u500", 10, 10.1) == 0.0
 
 
