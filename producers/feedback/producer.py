@@ -48,19 +48,12 @@ class Shorthand(ABC, Generic[Sent]):
     """A producer's queue; thumbs and withdrawals in terms of `send`, whose arguments and errors they have."""
 
     def __init__(
-        self,
-        kafka: str | KafkaSettings,
-        product: ProductSettings,
-        deadline_s: float,
-        source: str = "sdk",
-        max_queued: int = 100_000,
-        linger_ms: float = 5.0,
-        delivery_timeout_s: float = 120.0,
+        self, kafka: str | KafkaSettings, product: ProductSettings, deadline_s: float, options: QueueOptions
     ) -> None:
         self._maker = FeedbackMaker(product)
-        self._source = check_source(source)
+        self._source = check_source(options.get("source", "sdk"))
         self._deadline_s = deadline_s
-        self._queue = FeedbackQueue(kafka, source, max_queued, linger_ms, delivery_timeout_s)
+        self._queue = FeedbackQueue(kafka, **options)
         # A finalizer runs at the end of the process too, and holds the queue, not this object.
         self._at_exit = weakref.finalize(self, close_at_exit, self._queue)
 
@@ -125,7 +118,7 @@ class FeedbackProducer(Shorthand[str]):
         on_failure: Callable[[FailedEvent], None] | None = None,
         **options: Unpack[QueueOptions],
     ) -> None:
-        super().__init__(kafka, product, deadline_s, **options)
+        super().__init__(kafka, product, deadline_s, options)
 
         def tell(record: Feedback, reason: str) -> None:
             if reason and on_failure is not None:
@@ -189,7 +182,7 @@ class AsyncFeedbackProducer(Shorthand[Coroutine[Any, Any, str]]):
         deadline_s: float = 10.0,
         **options: Unpack[QueueOptions],
     ) -> None:
-        super().__init__(kafka, product, deadline_s, **options)
+        super().__init__(kafka, product, deadline_s, options)
         self._acknowledged = Acknowledged(self._queue)
 
     async def send(

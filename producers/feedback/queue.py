@@ -72,7 +72,12 @@ class FeedbackQueue:
     """
 
     def __init__(
-        self, kafka: str | KafkaSettings, source: str, max_queued: int, linger_ms: float, delivery_timeout_s: float
+        self,
+        kafka: str | KafkaSettings,
+        source: str = "sdk",
+        max_queued: int = 100_000,
+        linger_ms: float = 5.0,
+        delivery_timeout_s: float = 120.0,
     ) -> None:
         kafka = KafkaSettings(bootstrap=kafka) if isinstance(kafka, str) else kafka
         self._topic = Names(kafka.topic_prefix).of(Topic.FEEDBACK)
