@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
+import re
 from enum import StrEnum
 from typing import ClassVar, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from tidemill.producers.product.settings import checked_hashes
+from tidemill.producers.product.settings import KeysMissing, key_hash
 from tidemill.schemas.config import CLAIM_CHECK_BYTES, HttpSettings, Section
 
 
@@ -175,7 +177,33 @@ class EdgeSettings(Section):
     @field_validator("api_keys")
     @classmethod
     def _names_and_hashes(cls, keys: dict[str, str]) -> dict[str, str]:
-        return checked_hashes(keys, cls.section)
+        for name, digest in keys.items():
+            if not re.fullmatch(r"[A-Za-z0-9._:@-]{1,64}", name):
+                raise ValueError(f"the name {name!r}: 1 to 64 letters, digits, '.', '_', ':', '@' or '-' are allowed")
+            if not re.fullmatch(r"[0-9a-f]{64}", digest):
+                raise ValueError(f"{name}: not a SHA-256 in hex; {cls._how_to_make()}")
+        if len(set(keys.values())) < len(keys):
+            raise ValueError("two names have the same API key, so their requests cannot be told apart")
+        return keys
+
+    def require_clients(self) -> None:
+        """Raise KeysMissing when there is no API key."""
+        if not self.api_keys:
+            raise KeysMissing(f"{self.section}.api_keys is empty, so no client could use it: {self._how_to_make()}")
+
+    def client_of(self, key: str) -> str | None:
+        """The name of an API key; None for one that is not known. Takes as long for every key."""
+        digest = key_hash(key)
+        found = [name for name, known in self.api_keys.items() if hmac.compare_digest(known, digest)]
+        return found[0] if found else None
+
+    @classmethod
+    def _how_to_make(cls) -> str:
+        return (
+            "make one with `KEY=$(openssl rand -hex 32)`, give KEY to the backend, and put its hash, "
+            f'`printf %s "$KEY" | sha256sum`, into the configuration: api_keys = {{ shop = "HASH" }} in the table '
+            f'[{cls.section}], or TIDEMILL_{cls.section.upper()}__API_KEYS=\'{{"shop": "HASH"}}\''
+        )
 
 
 class LogFailure(StrEnum):

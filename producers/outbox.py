@@ -56,20 +56,20 @@ class Outbox:
         self._failure: Exception | None = None
 
     async def write(self, key: str, record: Record, topic: Topic | None = None) -> None:
-        """Write one record and wait for its acknowledgement. Raises DeliveryError."""
+        """Write one record and wait for its acknowledgement.
+
+        Raises DeliveryError, also what was raised by a batch of posted records alone.
+        """
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         written = asyncio.get_running_loop().create_future()
         self._waiting.append(_Letter(topic or self._topic, key, record, written))
         self._begin()
         await written
 
     def post(self, key: str, record: Record, topic: Topic | None = None) -> None:
-        """Write one record soon, and wait for nothing.
-
-        Raises what was raised by a batch of posted records alone, at the next call.
-        """
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        """Write one record soon, and wait for nothing. What goes wrong is raised by the next `write`, or by `drain`."""
         self._waiting.append(_Letter(topic or self._topic, key, record, None))
         if self._posting is None:
             self._posting = asyncio.get_running_loop().call_later(POST_S, self._begin)

@@ -225,13 +225,13 @@ async def check(
 @asynccontextmanager
 async def _opened(name: str, option: list[str] | None) -> AsyncIterator[Any]:
     from tidemill.producers.config import RolloutSettings
-    from tidemill.producers.environments.open import host_limits, open_environment
+    from tidemill.producers.environments.open import open_environment
     from tidemill.schemas.config import EnvironmentEntry
 
     options = key_values(option or [])
     # What the command's own directory holds can be named, as it can where Python is started there.
     sys.path.insert(0, str(Path.cwd()))
-    environment = await open_environment(EnvironmentEntry(name=name), options, host_limits(RolloutSettings()))
+    environment = await open_environment(EnvironmentEntry(name=name), options, RolloutSettings())
     try:
         yield environment
     finally:

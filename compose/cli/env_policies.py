@@ -9,8 +9,9 @@ from typing import Any, Protocol, Self
 
 import aiohttp
 
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import GenerationFailed, Policy, Reply
-from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
+from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.producers.sampling.completion import Completion, Sampling
 from tidemill.producers.sampling.replicas import ReplicaIdentity, ReplicaSession
 from tidemill.schemas.chat.format import load_chat_format
@@ -49,8 +50,10 @@ class LocalModel(ReplicaSession):
     def policy(self, task: Task) -> TriedPolicy:
         """The policy of one episode: the completion layer of rollouts over this model."""
         most = int(self._model.config.max_position_embeddings)
-        limits = PolicyLimits(most, self._max_tokens, task.max_turns, self._temperature)
-        return RolloutPolicy(self._chat, self, limits)
+        limits = RolloutSettings(
+            max_context_tokens=most, max_turn_tokens=self._max_tokens, temperature=self._temperature
+        )
+        return RolloutPolicy(self._chat, self, limits, task.max_turns)
 
     async def complete(self, prompt: list[int], sampling: Sampling) -> Completion:
         """Sample one turn from the model's own distribution."""

@@ -92,10 +92,9 @@ def feed(
 ) -> None:
     """Issue tasks, within the bound on policy lag, and held-out tasks for evaluation."""
     settings = begin_role(settings_of, feed__sync=sync)
-    from tidemill.producers.environments.open import host_limits
     from tidemill.producers.tasks.feeder import run
 
-    run(settings.kafka, settings.run, settings.feed, host_limits(settings.rollout))
+    run(settings.kafka, settings.run, settings.feed, settings.rollout)
 
 
 def rollout(

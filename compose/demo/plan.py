@@ -157,10 +157,8 @@ class DemoPlan:
 
     def product_environment(self) -> dict[str, str]:
         """What the router and the users find in their environment: the product's keys."""
-        keys = [key.get_secret_value() for key in self.product.signing_keys]
         return {
-            "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps(keys),
-            "TIDEMILL_PRODUCT__PSEUDONYM_KEY": self.product.pseudonym_key.get_secret_value(),
+            **self.product.environment(),
             "TIDEMILL_ROUTER__API_KEYS": json.dumps({BACKEND: key_hash(self.api_key)}),
             "TIDEMILL_USERS__API_KEY": self.api_key,
         }

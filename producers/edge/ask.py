@@ -16,15 +16,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from tidemill.producers.sampling.completion import (
-    BadResponse,
-    Completion,
-    build_segment,
-    checked_ids,
-    checked_logprobs,
-    checked_spans,
-    incarnation_of,
-)
+from tidemill.producers.sampling.completion import BadResponse, Completion, build_segment, read_choice
 from tidemill.producers.sampling.replicas import RequestRefused
 from tidemill.schemas.chat.contexts import SampledTurn
 from tidemill.schemas.chat.messages import BadMessage
@@ -210,7 +202,6 @@ def sampling_of(ask: Ask) -> SamplingParameters:
     return SamplingParameters(**numbers, others=",".join(name for name in ask.other_sampling if name not in numbers))
 
 
-MOST_TOKENS = 2**31
 _TOKENS = ("token_ids", "prompt_token_ids", "weight_versions", "weight_incarnation")
 
 
@@ -229,20 +220,18 @@ class Collected:
     def take(self, answer: Mapping[str, Json]) -> int:
         """Take in a chunk, or a whole body; returns how many tokens it brought. Raises BadResponse."""
         choices = answer.get("choices", [])
-        if not isinstance(choices, list) or len(choices) > 1 or not all(isinstance(one, dict) for one in choices):
+        if not isinstance(choices, list) or len(choices) > 1:
             raise BadResponse("`choices` is not a list of one choice")
         if not choices:
             return 0
-        choice = choices[0]
-        if prompt := choice.get("prompt_token_ids"):
-            self.prompt = checked_ids(prompt, MOST_TOKENS)
-        tokens = choice.get("token_ids") or []
-        if tokens:
-            self.tokens += checked_ids(tokens, MOST_TOKENS)
-            self._logprobs += checked_logprobs(choice.get("logprobs"), len(tokens))
-        if choice.get("weight_versions"):
-            self._spans, self.incarnation = checked_spans(choice["weight_versions"]), incarnation_of(choice)
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        choice = read_choice(choices[0])
+        tokens, logprobs = choice.tokens()
+        self.tokens += tokens
+        self._logprobs += logprobs
+        self.prompt = choice.prompt_token_ids or self.prompt
+        if choice.weight_versions:
+            self._spans, self.incarnation = choice.spans(), choice.weight_incarnation
+        self.finish_reason = choice.finish_reason or self.finish_reason
         return len(tokens)
 
     def segment(self, trainable: bool) -> Segment:

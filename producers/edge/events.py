@@ -38,7 +38,6 @@ from tidemill.producers.feedback.event import (
     Report,
 )
 from tidemill.producers.feedback.queue import Acknowledged
-from tidemill.producers.product.settings import ApiKeys
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.records import Feedback, SignalKind
 
@@ -149,29 +148,16 @@ class BatchOut(BaseModel):
 
 
 class TokenBuckets:
-    """Buckets by key, all of one rate and burst.
-
-    Args:
-        rate: tokens that come back a second.
-        burst: tokens of a full bucket.
-    """
+    """Buckets by key: each has `burst` tokens when it is full, of which `rate` come back a second."""
 
     def __init__(self, rate: float, burst: int) -> None:
         self._rate, self._burst = rate, float(burst)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
     def take(self, key: str, count: int, now_s: float) -> float:
         """Take tokens; 0 when they were there, otherwise nothing is taken and it is the seconds until they are.
 
-        Args:
-            count: at most `burst`.
-            now_s: any clock that does not go back.
-
-        Raises:
-            ValueError: more tokens than a bucket ever holds.
+        `now_s` is of any clock that does not go back. Raises ValueError for more tokens than a bucket ever holds.
         """
         if count > self._burst:
             raise ValueError(f"{count} tokens at once from buckets of {self._burst:g}")
@@ -197,16 +183,8 @@ class EventIntake:
     ) -> None:
         self._maker, self._acknowledged = maker, acknowledged
         self._settings, self._metrics = settings, metrics
-        self._keys = ApiKeys(settings.api_keys)
         self._of_key = TokenBuckets(settings.key_rate, settings.key_burst)
         self._of_user = TokenBuckets(settings.user_rate, settings.user_burst)
-
-    def caller(self, api_key: str) -> str:
-        """The name of an API key. Raises Problem 401."""
-        name = self._keys.name_of(api_key)
-        if name is None:
-            raise Problem(401, "send a known API key: Authorization: Bearer KEY", close=True)
-        return name
 
     def charge(self, caller: str, events: int) -> None:
         """Count events against the caller's cap. Raises Problem 429."""

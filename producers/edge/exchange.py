@@ -18,8 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Send
 
@@ -34,20 +33,21 @@ from tidemill.producers.edge.ask import (
     shown,
     unavailable,
 )
-from tidemill.producers.edge.metrics import RouterMetrics
-from tidemill.producers.edge.routing import CanaryShare, Lot, NoPlace, Replicas
+from tidemill.producers.edge.routing import Lot, NoPlace
 from tidemill.producers.outbox import Outbox, SegmentClaims
-from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.producers.sampling.completion import BadResponse, ReplicaUnavailable
 from tidemill.producers.sampling.replicas import ReplicaIdentity, RequestRefused
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.messages import BadMessage
-from tidemill.schemas.chat.serving import ChatServer, ChatTurn
+from tidemill.schemas.chat.serving import ChatTurn
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.records import Arm, Interaction
+
+if TYPE_CHECKING:
+    from tidemill.producers.edge.router import Router
 
 LOG = logging.getLogger(__name__)
 APPLICATION = "tidemill-router"
@@ -109,22 +109,6 @@ async def open_recorder(
         yield Recorder(outbox, settings.log_timeout_s + 1.0, settings.log_rest_s)
     finally:
         await asyncio.to_thread(outbox.close)
-
-
-@dataclass(slots=True)
-class Router:
-    """What every request needs."""
-
-    run: RunSettings
-    settings: RouterSettings
-    signer: Signer
-    pseudonyms: Pseudonyms
-    canary: CanaryShare
-    replicas: Replicas
-    recorder: Recorder
-    metrics: RouterMetrics
-    chat: ChatServer | None = None
-    """None until the run's chat format is known."""
 
 
 class Exchange:

@@ -34,7 +34,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -57,7 +57,7 @@ from tidemill.producers.edge.problem import Problem, ProblemOut, answer, parse_j
 from tidemill.producers.feedback.event import FeedbackMaker, LogUnreachable
 from tidemill.producers.feedback.producer import FLUSH_S
 from tidemill.producers.feedback.queue import Acknowledged, FeedbackQueue
-from tidemill.producers.product.settings import ProductSettings, require_some
+from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.http_room import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
@@ -141,8 +141,11 @@ def _body_of(model: str, **examples: object) -> dict[str, Any]:
 
 
 def _caller(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> str:
-    intake: EventIntake = request.app.state.intake
-    return intake.caller(given.credentials if given else "")
+    settings: GatewaySettings = request.app.state.settings
+    name = settings.client_of(given.credentials if given else "")
+    if name is None:
+        raise Problem(401, "send a known API key: Authorization: Bearer KEY", close=True)
+    return name
 
 
 Caller = Annotated[str, Depends(_caller)]
@@ -213,7 +216,7 @@ async def healthz(request: Request, response: Response) -> HealthOut:
 async def metrics(request: Request) -> Response:
     """Requests, events, seconds until the log's acknowledgement, and events that wait for it."""
     found: GatewayMetrics = request.app.state.metrics
-    return Response(found.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
 
 
 class CountedRequests:
@@ -242,11 +245,9 @@ class CountedRequests:
 def application(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> FastAPI:
     """The gateway as an ASGI application; its connection to the log lasts as long as its lifespan.
 
-    Raises:
-        KeysMissing: the product has no keys, or there are no API keys.
-        ValueError: no brokers are named.
+    Raises KeysMissing without the product's keys or API keys, ValueError when no brokers are named.
     """
-    require_some(settings.api_keys, "gateway")
+    settings.require_clients()
     kafka.address()
     app = FastAPI(
         title="Tidemill feedback gateway",
@@ -301,12 +302,7 @@ async def _error(_request: Request, error: Exception) -> Response:
 
 
 def gateway_server(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> ThreadServer:
-    """The gateway, to be entered.
-
-    Raises:
-        KeysMissing, ValueError: as `application`.
-        PortTaken: the address cannot be bound.
-    """
+    """The gateway, to be entered. Raises as `application`; PortTaken when the address cannot be bound."""
     app = application(kafka, product, settings)
     listener = bind(settings.host, settings.port, "gateway.port", BACKLOG)
     grace_s = settings.acknowledge_timeout_s + GRACE_S
@@ -318,9 +314,7 @@ def run(
 ) -> None:
     """Take feedback until `stop` is set (without one: SIGTERM or SIGINT comes); then finish the answers, and flush.
 
-    Raises:
-        KeysMissing, ValueError, PortTaken: as `gateway_server`.
-        RuntimeError: the server ended by itself; its log says why.
+    Raises as `gateway_server`; RuntimeError when the server ended by itself, and its log says why.
     """
     stop = stop or stop_on_signals()
     with gateway_server(kafka, product, settings) as server:

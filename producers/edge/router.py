@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, closing
 from typing import Any
 
 import uvicorn
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -24,11 +25,11 @@ from starlette.types import Receive, Scope, Send
 
 from tidemill.producers.config import LogFailure, RouterSettings
 from tidemill.producers.edge.ask import Refusal, RequestKind, bad_request, parse, refused_by_replica, unavailable
-from tidemill.producers.edge.exchange import APPLICATION, Exchange, Router, open_recorder
+from tidemill.producers.edge.exchange import APPLICATION, Exchange, Recorder, open_recorder
 from tidemill.producers.edge.metrics import RouterMetrics
 from tidemill.producers.edge.routing import CanaryShare, Replicas
 from tidemill.producers.outbox import anchor_of_run
-from tidemill.producers.product.settings import ApiKeys, ProductSettings, require_some
+from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import BadUserId, Pseudonyms, Signer
 from tidemill.producers.sampling.completion import BadResponse, ReplicaUnavailable
 from tidemill.producers.sampling.replicas import RequestRefused, open_replica_client
@@ -49,13 +50,24 @@ CONSENT_HEADER = "x-tidemill-consent"
 _CONSENT = {"yes": True, "no": False}
 
 
-class Application:
-    """The endpoints over one router, and the requests in hand. Called, it answers one request of a `RequestKind`."""
+class Router:
+    """The endpoints of one run, and the requests in hand. Called, it answers one request of a `RequestKind`."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self._keys = ApiKeys(router.settings.api_keys)
-        self._places = asyncio.Semaphore(router.settings.max_concurrent_requests)
+    def __init__(
+        self,
+        run: RunSettings,
+        settings: RouterSettings,
+        product: ProductSettings,
+        replicas: Replicas,
+        recorder: Recorder,
+    ) -> None:
+        """Raises KeysMissing."""
+        self.run, self.settings, self.replicas, self.recorder = run, settings, replicas, recorder
+        self.signer, self.pseudonyms = Signer(product), Pseudonyms(product)
+        self.canary, self.metrics = CanaryShare(run.run_id, run.branch), RouterMetrics()
+        self.chat: ChatServer | None = None
+        """None until the run's chat format is known."""
+        self._places = asyncio.Semaphore(settings.max_concurrent_requests)
         self._running: set[asyncio.Task[None]] = set()
 
     def build(self) -> Starlette:
@@ -63,6 +75,15 @@ class Application:
         answers = [Route(kind.value, self, methods=["POST"]) for kind in RequestKind]
         told = [("/v1/models", self._models), ("/healthz", self._health), ("/metrics", self._metrics)]
         return Starlette(routes=[*answers, *(Route(path, endpoint) for path, endpoint in told)])
+
+    def observe(self, decisions: Iterable[ConsumedRecord]) -> None:
+        """Take the gate's decisions in, in log order."""
+        for located in decisions:
+            made = located.record
+            objection = self.canary.observe(made) if isinstance(made, GateDecision) else located.error
+            if objection:
+                LOG.warning("decision at %s left out: %s", located.position, objection)
+        self.metrics.share.set(self.canary.share)
 
     async def drain(self) -> None:
         """Wait until every request in hand has been recorded."""
@@ -77,39 +98,39 @@ class Application:
             if self._places.locked():
                 raise Refusal(429, "too many requests in hand: try again later", "rate_limit_error")
             async with self._places:
-                with self._router.metrics.in_flight.track_inprogress():
+                with self.metrics.in_flight.track_inprogress():
                     exchange = await self._admit(request, send)
                     await self._run(exchange, receive)
             if exchange.begun:
                 await exchange.send("", more=False)
         except Refusal as refusal:
-            self._router.metrics.responses.labels(str(refusal.status)).inc()
+            self.metrics.responses.labels(str(refusal.status)).inc()
             await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
         except ClientDisconnect:
             LOG.info("a client went away before its request was whole")
 
     def _check_key(self, request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or self._keys.name_of(given.strip()) is None:
+        if scheme.lower() != "bearer" or self.settings.client_of(given.strip()) is None:
             raise Refusal(401, "no valid API key: send `Authorization: Bearer KEY`", "authentication_error")
 
     async def _admit(self, request: Request, send: Send) -> Exchange:
-        arrived, router = time.monotonic(), self._router
+        arrived, settings = time.monotonic(), self.settings
         said = request.headers.get(CONSENT_HEADER)
         if said is not None and said not in _CONSENT:
             raise bad_request(f"the header {CONSENT_HEADER} is neither yes nor no", CONSENT_HEADER)
-        body, most = bytearray(), router.settings.max_body_bytes
+        body, most = bytearray(), settings.max_body_bytes
         async for piece in request.stream():
             body += piece
             if len(body) > most:
                 raise Refusal(413, f"the body is longer than {most} bytes", "invalid_request_error")
         ask = parse(RequestKind(request.scope["path"]), bytes(body))
-        consent = router.settings.consent_default if said is None else _CONSENT[said]
+        consent = settings.consent_default if said is None else _CONSENT[said]
         try:
-            exchange = Exchange(router, ask, consent, send, arrived)
+            exchange = Exchange(self, ask, consent, send, arrived)
         except BadUserId as error:
             raise bad_request(str(error), "user") from error
-        if router.settings.on_log_failure is LogFailure.REFUSE and not router.recorder.may_try():
+        if settings.on_log_failure is LogFailure.REFUSE and not self.recorder.may_try():
             raise unavailable("answers cannot be recorded: try again later")
         return exchange
 
@@ -133,7 +154,7 @@ class Application:
     async def _models(self, request: Request) -> Response:
         try:
             self._check_key(request)
-            return JSONResponse(await self._router.replicas.models())
+            return JSONResponse(await self.replicas.models())
         except Refusal as error:
             refusal = error
         except RequestRefused as error:
@@ -144,12 +165,12 @@ class Application:
         return JSONResponse(refusal.body(), refusal.status)
 
     async def _health(self, _request: Request) -> Response:
-        canary, failing = self._router.canary, self._router.recorder.failing
+        canary, failing = self.canary, self.recorder.failing
         said = {"log": "failing" if failing else "ok", "canary": {"version": canary.version, "share": canary.share}}
         return JSONResponse(said, 503 if failing else 200)
 
     async def _metrics(self, _request: Request) -> Response:
-        return Response(self._router.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(self.metrics), media_type="text/plain; version=0.0.4")
 
 
 def run(
@@ -157,7 +178,7 @@ def run(
     run: RunSettings,
     store: StoreSettings,
     product: ProductSettings,
-    router: RouterSettings,
+    settings: RouterSettings,
     chat: ChatSettings,
     stop: threading.Event | None = None,
 ) -> None:
@@ -171,67 +192,50 @@ def run(
         LookupError: a topic does not exist.
         OSError, ValueError: the tokenizer cannot be read.
     """
-    require_some(router.api_keys, "router")
-    asyncio.run(_serve(kafka, run, store, product, router, chat, stop or stop_on_signals()))
+    settings.require_clients()
+    product.require_keys()
+    stop = stop or stop_on_signals()
 
+    async def serve() -> None:
+        async with AsyncExitStack() as stack:
+            listener = stack.enter_context(closing(bind(settings.host, settings.port, "router.port")))
+            decisions = stack.enter_context(LogReader(kafka, [Topic.GATE], client_id=f"{APPLICATION}-gate"))
+            recorder = await stack.enter_async_context(open_recorder(kafka, run, store, settings))
+            replicas = Replicas(await stack.enter_async_context(open_replica_client(settings)), settings)
+            router = Router(run, settings, product, replicas, recorder)
+            router.observe(await asyncio.to_thread(lambda: list(decisions.read_to_end())))
+            server = _Server(BoundedConfig(router.build(), settings.http, lifespan="off", grace_s=settings.grace_s))
+            LOG.info("serving run %s on http://%s:%d", run.run_id, *listener.getsockname()[:2])
 
-async def _serve(
-    kafka: KafkaSettings,
-    run: RunSettings,
-    store: StoreSettings,
-    product: ProductSettings,
-    settings: RouterSettings,
-    chat: ChatSettings,
-    stop: threading.Event,
-) -> None:
-    canary, metrics = CanaryShare(run.run_id, run.branch), RouterMetrics()
-    signer, pseudonyms = Signer(product), Pseudonyms(product)
-    async with AsyncExitStack() as stack:
-        listener = stack.enter_context(closing(bind(settings.host, settings.port, "router.port")))
-        decisions = stack.enter_context(LogReader(kafka, [Topic.GATE], client_id=f"{APPLICATION}-gate"))
+            async def follow() -> None:
+                with Liveness("the router", kafka.stall_timeout_s) as liveness:
+                    while not stop.is_set():
+                        liveness.beat("following the gate's decisions")
+                        router.observe(await asyncio.to_thread(decisions.poll, POLL_S))
 
-        def observe(found: Iterable[ConsumedRecord]) -> None:
-            for located in found:
-                made = located.record
-                objection = canary.observe(made) if isinstance(made, GateDecision) else located.error
-                if objection:
-                    LOG.warning("decision at %s left out: %s", located.position, objection)
-            metrics.share.set(canary.share)
+            async def load_chat() -> None:
+                """Serve chat as soon as its format can be known."""
+                uri = settings.tokenizer or await asyncio.to_thread(anchor_of_run, kafka, run, stop)
+                if uri is not None:
+                    router.chat = await asyncio.to_thread(
+                        ChatServer.load, uri, chat, settings.remembered_turns, settings.max_prompt_tokens
+                    )
 
-        async def follow() -> None:
-            with Liveness("the router", kafka.stall_timeout_s) as liveness:
-                while not stop.is_set():
-                    liveness.beat("following the gate's decisions")
-                    observe(await asyncio.to_thread(decisions.poll, POLL_S))
+            following = asyncio.gather(follow(), load_chat())
+            tasks: list[asyncio.Future[Any]] = [asyncio.create_task(server.serve(sockets=[listener])), following]
+            # Serve and follow until one ends; then record what is in hand, and raise what ended them
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stop.set()
+                server.should_exit = True
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+                await router.drain()
+            for result in ended:
+                if isinstance(result, BaseException):
+                    raise result
 
-        async def load_chat() -> None:
-            """Serve chat as soon as its format can be known."""
-            uri = settings.tokenizer or await asyncio.to_thread(anchor_of_run, kafka, run, stop)
-            if uri is not None:
-                router.chat = await asyncio.to_thread(
-                    ChatServer.load, uri, chat, settings.remembered_turns, settings.max_prompt_tokens
-                )
-
-        observe(await asyncio.to_thread(lambda: list(decisions.read_to_end())))
-        recorder = await stack.enter_async_context(open_recorder(kafka, run, store, settings))
-        replicas = Replicas(await stack.enter_async_context(open_replica_client(settings)), settings)
-        router = Router(run, settings, signer, pseudonyms, canary, replicas, recorder, metrics)
-        application = Application(router)
-        server = _Server(BoundedConfig(application.build(), settings.http, lifespan="off", grace_s=settings.grace_s))
-        LOG.info("serving run %s on http://%s:%d", run.run_id, *listener.getsockname()[:2])
-        following = asyncio.gather(follow(), load_chat())
-        tasks: list[asyncio.Future[Any]] = [asyncio.create_task(server.serve(sockets=[listener])), following]
-        # Serve and follow until one ends; then record what is in hand, and raise what ended them
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stop.set()
-            server.should_exit = True
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-            await application.drain()
-        for result in ended:
-            if isinstance(result, BaseException):
-                raise result
+    asyncio.run(serve())
 
 
 class _Server(uvicorn.Server):

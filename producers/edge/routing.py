@@ -73,11 +73,9 @@ class CanaryShare:
         return objection
 
     def lot(self, unit: str, salt: str) -> Lot:
-        """The arm of a user.
+        """The arm of what is always in the same one: a pseudonym; without one, a conversation or a single request.
 
-        Args:
-            unit: what is always in the same arm: a pseudonym; without one, a conversation or a single request.
-            salt: the experiment's.
+        `salt` is the experiment's.
         """
         digest = hashlib.sha256(f"{salt}\x00{self.version}\x00{unit}".encode()).digest()
         drawn = int.from_bytes(digest[:7]) / 2**56  # uniform in [0, 1)

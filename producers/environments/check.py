@@ -83,8 +83,7 @@ async def check_environment(
 ) -> AsyncIterator[ContractCheck]:
     """Yield the clauses as they are tried; later ones are left out when there is no task to try them on.
 
-    Args:
-        limit_s: longest time for one episode of an instant policy.
+    `limit_s` is the longest time for one episode of an instant policy.
     """
     try:
         drafts = list(islice(environment.tasks(base.TaskQuery(seed)), DRAFTS))

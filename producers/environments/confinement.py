@@ -40,6 +40,8 @@ TAIL_BYTES = 4096
 """How much of the end of stderr is kept."""
 OUT_OF_MEMORY = 77
 """Exit code of an environment's process that ran into its memory limit."""
+OPEN_FILES = 4096
+"""Most descriptors of a process."""
 ADDRESS_SPACE = 4
 """Times the memory limit: libraries reserve more than they use, and shared memory counts here alone."""
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -136,13 +138,13 @@ def _reap(statuses: dict[int, int], options: int) -> bool:
     return True
 
 
-def limit_resources(memory_bytes: int, file_bytes: int, open_files: int) -> None:
+def limit_resources(memory_bytes: int, file_bytes: int) -> None:
     """Bound this process, and each one that it starts."""
     bounds = {
         resource.RLIMIT_DATA: memory_bytes,
         resource.RLIMIT_AS: ADDRESS_SPACE * memory_bytes,
         resource.RLIMIT_FSIZE: file_bytes,
-        resource.RLIMIT_NOFILE: open_files,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
         resource.RLIMIT_CORE: 0,
     }
     for kind, bound in bounds.items():

@@ -184,11 +184,9 @@ def check_member(family: str, kind: str, name: str, known: Iterable[str], proble
 
 
 def options_model(title: str, base: type[Base], settings: Mapping[str, tuple[Any, object]]) -> type[Base]:
-    """Add settings to a model of options.
+    """Add settings, type and default by name, to a model of options; `title` is the name of the new class.
 
-    Args:
-        title: the name of the new class.
-        settings: type and default by name. Lists and objects are taken from the text of a command line as well.
+    Lists and objects are taken from the text of a command line as well.
     """
     fields: dict[str, Any] = {}
     for name, (hint, default) in settings.items():

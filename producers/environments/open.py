@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import Environment, EnvironmentFailed, TaskError
 from tidemill.producers.environments.find import UnknownEnvironment, environment_type, is_foreign, options_json
-from tidemill.producers.environments.process import HostedEnvironment, HostLimits, ProcessLost
+from tidemill.producers.environments.process import HostedEnvironment
 from tidemill.producers.environments.program import Program
 from tidemill.schemas.chat.format import ChatFormat
 from tidemill.schemas.config import EnvironmentEntry
 from tidemill.schemas.records import Task
 
-__all__ = ["EnvironmentSet", "ProcessLost", "host_limits", "open_environment"]
 
-
-async def open_environment(entry: EnvironmentEntry, options: Mapping[str, object], limits: HostLimits) -> Environment:
+async def open_environment(
+    entry: EnvironmentEntry, options: Mapping[str, object], settings: RolloutSettings
+) -> Environment:
     """Open the environment of a configured entry. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
     if is_foreign(entry.name):
         # Foreign code is imported in a process first, which says whether it may run in the loop.
-        opened: Environment = await HostedEnvironment.start(entry.name, options, limits, entry.network)
+        opened: Environment = await HostedEnvironment(entry.name, options, settings, entry.network).start()
         if (entry.isolation or opened.isolation) == "loop":
             await opened.close()
             opened = environment_type(entry.name).open(options)
@@ -31,25 +31,17 @@ async def open_environment(entry: EnvironmentEntry, options: Mapping[str, object
         checked = kind.options(options)
         hosted = (entry.isolation or kind.isolation) == "process"
         network = kind.network if entry.network is None else entry.network
-        opened = await HostedEnvironment.start(entry.name, options, limits, network) if hosted else kind.make(checked)
+        process = HostedEnvironment(entry.name, options, settings, network)
+        opened = await process.start() if hosted else kind.make(checked)
     return Program(opened, entry.agent) if entry.agent else opened
-
-
-def host_limits(settings: RolloutSettings) -> HostLimits:
-    """The bounds of environments' processes that the settings of a worker ask for."""
-    return HostLimits(
-        answer_s=settings.environment_timeout_s,
-        memory_bytes=settings.environment_memory_mb << 20,
-        file_bytes=settings.environment_file_mb << 20,
-    )
 
 
 class EnvironmentSet:
     """The environments that tasks may name."""
 
-    def __init__(self, entries: Sequence[EnvironmentEntry], limits: HostLimits) -> None:
+    def __init__(self, entries: Sequence[EnvironmentEntry], settings: RolloutSettings) -> None:
         self._entries = {entry.title: entry for entry in entries}
-        self._limits = limits
+        self._settings = settings
         self._opened: dict[tuple[str, str], asyncio.Task[Environment]] = {}
 
     async def check(self, chat: ChatFormat) -> None:
@@ -102,4 +94,4 @@ class EnvironmentSet:
             raise TaskError(f"the task's options are no JSON: {error}") from error
         if not isinstance(given, dict):
             raise TaskError("the task's options are no JSON object")
-        return await open_environment(entry, given, self._limits)
+        return await open_environment(entry, given, self._settings)

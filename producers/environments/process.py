@@ -19,25 +19,25 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments import base
-from tidemill.producers.environments.base import EnvironmentFailed, Score, TaskError, faults
+from tidemill.producers.environments.base import EnvironmentFailed, Score, TaskError
 from tidemill.producers.environments.spawning import (
+    MESSAGE_BYTES,
     PORTABLE,
+    START_S,
     FrameTooLarge,
-    HostLimits,
     SpawnedProcess,
     encode,
     failure,
 )
 from tidemill.schemas.chat.messages import Message, Tools, checked_tools
 from tidemill.schemas.records import Task
-
-__all__ = ["HostLimits", "HostedEnvironment", "ProcessLost"]
 
 LOG = logging.getLogger(__name__)
 TICKS = 10
@@ -65,9 +65,6 @@ class Hello:
     option_rows: list[dict[str, Any]]
 
 
-_HELLO, _DRAFT = TypeAdapter(Hello), TypeAdapter(base.TaskDraft)
-
-
 @dataclass(slots=True, eq=False)
 class HostedCall:
     """One episode, while it goes on in the other process."""
@@ -84,14 +81,16 @@ class EpisodeProcess:
     ProcessLost.
     """
 
-    def __init__(self, name: str, limits: HostLimits, spawned: SpawnedProcess, streams: Streams, hello: Hello) -> None:
-        self._name, self._limits, self._spawned, self.hello = name, limits, spawned, hello
+    def __init__(
+        self, name: str, settings: RolloutSettings, spawned: SpawnedProcess, streams: Streams, hello: Hello
+    ) -> None:
+        self._name, self._spawned, self.hello = name, spawned, hello
+        self._answer_s = settings.environment_timeout_s
         self._reader, self._writer = streams
         self._numbers = itertools.count(1)
         self._calls: dict[int, HostedCall] = {}
         self._leaving: dict[int, int] = {}
         """Cancelled calls that have not ended, with the number of looks since."""
-        self._heard = False
         self.over = ""
         """Why it plays no more; empty while it does."""
         self._guilty: int | None = None
@@ -104,18 +103,20 @@ class EpisodeProcess:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, name: str, options: Mapping[str, Any], limits: HostLimits, network: bool) -> EpisodeProcess:
+    async def start(
+        cls, name: str, options: Mapping[str, Any], settings: RolloutSettings, network: bool
+    ) -> EpisodeProcess:
         """A process that has opened the environment. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
-        spawned = SpawnedProcess(name, options, limits, network)
-        streams = await asyncio.open_connection(sock=spawned.socket, limit=limits.message_bytes)
+        spawned = SpawnedProcess(name, options, settings, network)
+        streams = await asyncio.open_connection(sock=spawned.socket, limit=MESSAGE_BYTES)
         hello = None
         try:
-            async with asyncio.timeout(limits.start_s):
+            async with asyncio.timeout(START_S):
                 hello = hello_of(name, await streams[0].readline())
             if hello is not None:
-                return cls(name, limits, spawned, streams, hello)
+                return cls(name, settings, spawned, streams, hello)
         except TimeoutError:
-            raise EnvironmentFailed(f"environment {name} was not opened within {limits.start_s:g} s") from None
+            raise EnvironmentFailed(f"environment {name} was not opened within {START_S:g} s") from None
         except ConnectionResetError:
             pass  # it ended before it read anything
         finally:
@@ -189,10 +190,7 @@ class EpisodeProcess:
 
     def _take(self, frame: object) -> None:
         """Act on one message. Raises ValueError for one that is none."""
-        self._heard = True
         match frame:
-            case ["pong"]:
-                pass
             case ["chat", int(number), int(request), list(messages), str(tools), int() | None as most, bool(trained)]:
                 if number in self._calls:
                     call = self._calls[number]
@@ -223,23 +221,26 @@ class EpisodeProcess:
                 raise base.GenerationFailed("a conversation that was held before is scored without the policy")
             said = await call.policy.chat(messages, tools=tools_of(tools), max_tokens=most, trained=trained)
             answer = ["reply", request, said.message, said.finish, said.malformed, said.tokens]
-            line = encode(answer, self._limits.message_bytes)
+            line = encode(answer)
         except Exception as error:  # noqa: BLE001 - what the environment cannot be told of ends the call
             kind, text, _trace = failure(error)
             if not kind:
                 if not call.answer.done():
                     call.answer.set_exception(error)
                 return
-            line = encode(["raise", request, kind, text], self._limits.message_bytes)
+            line = encode(["raise", request, kind, text])
         finally:
             call.chats.pop(request, None)
         self._writer.write(line)
 
     async def _watch(self) -> None:
-        """Kill a process that makes no step and gives no answer; retire one with a cancelled call that does not end."""
+        """Kill a process that makes no step; retire one with a cancelled call that does not end.
+
+        A process that waits makes a step for each ping.
+        """
         missed, steps = 0, -1
         while missed < TICKS:
-            await asyncio.sleep(self._limits.answer_s / TICKS)
+            await asyncio.sleep(self._answer_s / TICKS)
             self._leaving = {number: looks + 1 for number, looks in self._leaving.items()}
             if not self.retired and any(looks > TICKS for looks in self._leaving.values()):
                 LOG.warning("environment %s does not end a cancelled episode: its process gets no more", self._name)
@@ -250,15 +251,15 @@ class EpisodeProcess:
                 missed, steps = 0, -1
                 continue
             made = self._spawned.marks.steps
-            missed = 0 if self._heard or made != steps else missed + 1
-            self._heard, steps = False, made
+            missed, steps = 0 if made != steps else missed + 1, made
             self._send(["ping"])
-        self.over = f"hung: no answer within {self._limits.answer_s:g} s"
+        self.over = f"hung: no answer within {self._answer_s:g} s"
         self._guilty = await self._spawned.marks.hanging(self.hello.process)
         self._spawned.kill()
+        self._writer.transport.abort()  # its calls fail, also where the kill does not succeed
 
     def _send(self, frame: list[Any]) -> None:
-        self._writer.write(encode(frame, self._limits.message_bytes))
+        self._writer.write(encode(frame))
 
 
 class HostedOptions(base.EnvironmentOptions):
@@ -270,10 +271,18 @@ class HostedOptions(base.EnvironmentOptions):
 class HostedEnvironment(base.Environment):
     """An environment in processes of its own: one for all its episodes, and one for each stream of tasks."""
 
-    def __init__(self, name: str, options: Mapping[str, Any], limits: HostLimits, network: bool | None = None) -> None:
-        """Name an environment; `start` learns about it as well."""
+    def __init__(
+        self, name: str, options: Mapping[str, Any], settings: RolloutSettings, network: bool | None = None
+    ) -> None:
+        """Name an environment, of which `start` learns more.
+
+        Args:
+            name: as `find.environment_type` takes it.
+            network: whether its process may open sockets. None: as the environment declares, which is known once it
+                was imported without.
+        """
         super().__init__(HostedOptions())
-        self._name, self._given, self._limits, self._network = name, dict(options), limits, network
+        self._name, self._given, self._settings, self._network = name, dict(options), settings, network
         self._processes: list[EpisodeProcess] = []
         self._starting: asyncio.Task[EpisodeProcess] | None = None
         self._fruitless = 0
@@ -281,30 +290,18 @@ class HostedEnvironment(base.Environment):
         self._closed = False
         self._option_rows: list[dict[str, Any]] = []
 
-    @classmethod
-    async def start(
-        cls, name: str, options: Mapping[str, Any], limits: HostLimits, network: bool | None = None
-    ) -> HostedEnvironment:
-        """Open an environment.
-
-        Args:
-            name: as `find.environment_type` takes it.
-            network: whether its process may open sockets. None: as the environment declares, which is known once it
-                was imported without.
-
-        Raises UnknownEnvironment, TaskError, EnvironmentFailed.
-        """
-        hosted = cls(name, options, limits, network)
-        await hosted._running()
-        return hosted
+    async def start(self) -> Self:
+        """Open it in its first process. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
+        await self._running()
+        return self
 
     def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
         """Draw tasks in a further process, which lives as long as the iterator. Blocks. Raises TaskError."""
-        name, most = self._name, self._limits.message_bytes
-        spawned = SpawnedProcess(name, self._given, self._limits, bool(self._network), query.seed)
+        name, most = self._name, MESSAGE_BYTES
+        spawned = SpawnedProcess(name, self._given, self._settings, bool(self._network), query.seed)
         with spawned.socket, spawned.socket.makefile("rb") as lines:
             try:
-                spawned.socket.settimeout(self._limits.start_s)
+                spawned.socket.settimeout(START_S)
                 if hello_of(name, lines.readline(most)) is None:
                     raise TaskError(f"environment {name} could not be opened: {spawned.ending()}")
                 while True:
@@ -312,16 +309,16 @@ class HostedEnvironment(base.Environment):
                     line = lines.readline(most)
                     match json.loads(line) if line.endswith(b"\n") else None:
                         case ["draft", draft]:
-                            yield _DRAFT.validate_python(draft)
+                            yield msgspec.convert(draft, base.TaskDraft)
                         case ["end"]:
                             return
                         case ["failed", str(), str(text), str(trace)]:
                             raise TaskError(f"environment {name} raised {text}\n{trace}".strip())
                         case _:
                             raise ConnectionError
-                    spawned.socket.settimeout(self._limits.answer_s)
-            except ValidationError as error:
-                raise TaskError(f"environment {name} yielded a wrong draft: {faults(error, 'value')}") from error
+                    spawned.socket.settimeout(self._settings.environment_timeout_s)
+            except msgspec.ValidationError as error:
+                raise TaskError(f"environment {name} yielded a wrong draft: {error}") from error
             except TimeoutError:
                 waited = spawned.socket.gettimeout()
                 raise TaskError(f"environment {name} hung: no task within {waited:g} s") from None
@@ -391,11 +388,11 @@ class HostedEnvironment(base.Environment):
         if self._fruitless:
             await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._fruitless - 1), LONGEST_PAUSE_S))
         self._fruitless += 1
-        process = await EpisodeProcess.start(self._name, self._given, self._limits, bool(self._network))
+        process = await EpisodeProcess.start(self._name, self._given, self._settings, bool(self._network))
         if self._network is None and process.hello.network:
             self._network = True
             await process.close()
-            process = await EpisodeProcess.start(self._name, self._given, self._limits, network=True)
+            process = await EpisodeProcess.start(self._name, self._given, self._settings, network=True)
         hello = process.hello
         self.version, self.isolation = hello.version, hello.isolation  # type: ignore[misc]  # of the instance
         self.network, self.needs_tools = bool(self._network), hello.needs_tools  # type: ignore[misc]
@@ -409,8 +406,8 @@ def hello_of(name: str, line: bytes) -> Hello | None:
     match json.loads(line) if line.endswith(b"\n") else None:
         case ["hello", learned]:
             try:
-                return _HELLO.validate_python(learned)
-            except ValidationError as error:
+                return msgspec.convert(learned, Hello)
+            except msgspec.ValidationError as error:
                 raise EnvironmentFailed(f"environment {name} declares what cannot be: {error}") from error
         case ["refused", str(kind), str(text), str(trace)]:
             own = EnvironmentFailed(f"environment {name} raised {text} when it was opened\n{trace}")

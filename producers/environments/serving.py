@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import Context
 from dataclasses import asdict
 from functools import partial
@@ -31,11 +31,9 @@ from tidemill.producers.environments.base import Messages
 from tidemill.producers.environments.confinement import OUT_OF_MEMORY, deny_network, limit_resources
 from tidemill.producers.environments.find import environment_type, options_json
 from tidemill.producers.environments.marks import EPISODE, SIZE, MarkedLoop, Marks
-from tidemill.producers.environments.spawning import PORTABLE, FrameTooLarge, encode, failure
+from tidemill.producers.environments.spawning import MESSAGE_BYTES, PORTABLE, FrameTooLarge, encode, failure
 from tidemill.schemas.chat.messages import BadMessage, Message, Tool, checked_messages, checked_tools
 from tidemill.schemas.records import Task
-
-Encode = Callable[[object], bytes]
 
 
 class HostedEpisode(base.Policy):
@@ -87,21 +85,21 @@ class HostedEpisode(base.Policy):
 class EpisodeServer:
     """Plays the episodes that the worker asks for."""
 
-    def __init__(self, environment: base.Environment, writer: asyncio.StreamWriter, encode: Encode) -> None:
-        self._environment, self._writer, self._encode = environment, writer, encode
+    def __init__(self, environment: base.Environment, writer: asyncio.StreamWriter) -> None:
+        self._environment, self._writer = environment, writer
         self._episodes: dict[int, HostedEpisode] = {}
         self.answers: dict[int, asyncio.Future[base.Reply]] = {}
         self.requests = itertools.count(1)
 
     def send(self, frame: list[Any]) -> None:
         """Send a message. Raises like `encode`."""
-        self._writer.write(self._encode(frame))
+        self._writer.write(encode(frame))
 
     def take(self, frame: list[Any]) -> None:
         """Act on one message of the worker."""
         match frame:
             case ["ping"]:
-                self.send(["pong"])
+                pass  # to read it was a step of the event loop
             case ["reply" | "raise", request, *_] if request not in self.answers or self.answers[request].done():
                 pass
             case ["reply", request, message, finish, malformed, tokens]:
@@ -136,13 +134,13 @@ class EpisodeServer:
                     found = await self._environment.rescore(task, messages)
                 if episode.fault:
                     raise base.GenerationFailed(episode.fault)
-                line = self._encode(["done", number, None if found is None and kind == "rescore" else _sent(found)])
+                line = encode(["done", number, None if found is None and kind == "rescore" else _sent(found)])
             except MemoryError:
                 raise
             except BaseException as error:  # noqa: BLE001 - foreign code raises any error, and other episodes go on
                 cause = base.EnvironmentFailed(f"the score {error}") if isinstance(error, FrameTooLarge) else error
                 cause = base.GenerationFailed(episode.fault) if episode.fault else cause
-                line = self._encode(["failed", number, *failure(cause)])
+                line = encode(["failed", number, *failure(cause)])
             # Written at once: the next step of another episode may be the last one of this process.
             self._writer.write(line)
         except MemoryError:
@@ -174,9 +172,8 @@ def main() -> None:
         shared.seek(SIZE)
         opening = json.load(shared)
     tempfile.tempdir = os.environ["HOME"] = os.environ["TMPDIR"] = os.getcwd()
-    limit_resources(opening["memory_bytes"], opening["file_bytes"], opening["open_files"])
+    limit_resources(opening["environment_memory_mb"] << 20, opening["environment_file_mb"] << 20)
     sys.path[:] = opening["path"]
-    encoded = partial(encode, most=opening["message_bytes"])
     try:
         if not opening["network"]:
             deny_network()
@@ -185,16 +182,16 @@ def main() -> None:
             f"no sockets can be kept from its process here ({error.strerror}): allow it to open some "
             "(`network = true`), or run it in the worker (`isolation = 'loop'`)"
         )
-        connection.sendall(encoded(["refused", *failure(base.EnvironmentFailed(text))]))
+        connection.sendall(encode(["refused", *failure(base.EnvironmentFailed(text))]))
         return
     if opening["seed"] is not None:
-        draw(connection, opening, encoded)
+        draw(connection, opening)
         return
     with asyncio.Runner(loop_factory=lambda: MarkedLoop(marks)) as runner:
-        runner.run(play(connection, opening, encoded))
+        runner.run(play(connection, opening))
 
 
-def opened(opening: dict[str, Any], encode: Encode) -> tuple[base.Environment | None, bytes]:
+def opened(opening: dict[str, Any]) -> tuple[base.Environment | None, bytes]:
     """The environment, or None where it cannot be opened, and the first answer."""
     try:
         environment = environment_type(opening["name"]).open(opening["options"])
@@ -214,22 +211,22 @@ def opened(opening: dict[str, Any], encode: Encode) -> tuple[base.Environment | 
         return None, encode(["refused", *failure(error)])
 
 
-async def play(connection: socket.socket, opening: dict[str, Any], encode: Encode) -> None:
+async def play(connection: socket.socket, opening: dict[str, Any]) -> None:
     """Play episodes until the worker says that it is enough, or is gone."""
-    reader, writer = await asyncio.open_connection(sock=connection, limit=opening["message_bytes"])
-    environment, answer = opened(opening, encode)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=MESSAGE_BYTES)
+    environment, answer = opened(opening)
     writer.write(answer)
     if environment is not None:
-        server = EpisodeServer(environment, writer, encode)
+        server = EpisodeServer(environment, writer)
         while (line := await reader.readline()) and (frame := json.loads(line)) != ["close"]:
             server.take(frame)
         await server.close()
     writer.close()
 
 
-def draw(connection: socket.socket, opening: dict[str, Any], encode: Encode) -> None:
+def draw(connection: socket.socket, opening: dict[str, Any]) -> None:
     """Send one draft for each message of the worker."""
-    environment, answer = opened(opening, encode)
+    environment, answer = opened(opening)
     connection.sendall(answer)
     if environment is None:
         return

@@ -15,9 +15,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidemill.producers.environments.base import ContextFull, EnvironmentFailed, GenerationFailed, TaskError
 from tidemill.producers.environments.confinement import OUT_OF_MEMORY
@@ -25,7 +24,14 @@ from tidemill.producers.environments.find import UnknownEnvironment
 from tidemill.producers.environments.marks import SIZE, Marks
 from tidemill.schemas.chat.messages import BadMessage
 
+if TYPE_CHECKING:
+    from tidemill.producers.config import RolloutSettings  # each process of an environment would import it
+
 LOG = logging.getLogger(__name__)
+START_S = 120.0
+"""Longest time to import and open an environment, and to draw its first task."""
+MESSAGE_BYTES = 8 << 20
+"""Largest size of a call of the policy, a reply, a score, or a task."""
 KILL_S = 10.0
 """Longest time for a keeper to kill a process with all that it started."""
 SHOWN = 500
@@ -48,7 +54,7 @@ class FrameTooLarge(ValueError):
     """A message above the limit; the text goes on from the name of what is sent."""
 
 
-def encode(frame: object, most: int) -> bytes:
+def encode(frame: object, most: int = MESSAGE_BYTES) -> bytes:
     """One line of UTF-8. Raises FrameTooLarge; TypeError, ValueError or RecursionError for what JSON cannot hold."""
     line = json.dumps(frame, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
     if len(line) > most:
@@ -67,38 +73,21 @@ def failure(error: BaseException) -> list[str]:
     return [kind, *(part.encode(errors="replace").decode() for part in (text[:MOST_TEXT], trace[-MOST_TEXT:]))]
 
 
-@dataclass(frozen=True, slots=True)
-class HostLimits:
-    """Bounds of the processes of environments."""
-
-    answer_s: float = 30.0
-    """Longest time for one step of an episode, or for one task; past it the process is killed."""
-    start_s: float = 120.0
-    """Longest time to import and open an environment, and to draw its first task."""
-    memory_bytes: int = 4 << 30
-    """Memory that a process may write to (RLIMIT_DATA); each process that it starts has as much."""
-    file_bytes: int = 64 << 20
-    """Largest size of a file."""
-    message_bytes: int = 8 << 20
-    """Largest size of a call of the policy, a reply, a score, or a task."""
-    open_files: int = 4096
-    """Most descriptors."""
-
-
 class SpawnedProcess:
     """A process of an environment. `kill` and `ending` may be called again."""
 
     def __init__(
-        self, name: str, options: Mapping[str, Any], limits: HostLimits, network: bool, seed: int | None = None
+        self, name: str, options: Mapping[str, Any], settings: RolloutSettings, network: bool, seed: int | None = None
     ) -> None:
         """Without a `seed` it plays episodes, with one it draws tasks. Raises TaskError for options above the limit."""
         path = [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
+        bounds = {name: getattr(settings, name) for name in ("environment_memory_mb", "environment_file_mb")}
         given = {"name": name, "options": options, "network": network, "seed": seed, "path": path}
         try:
-            opening = encode({**asdict(limits), **given}, limits.message_bytes)
+            opening = encode({**bounds, **given})
         except FrameTooLarge as error:
             raise TaskError(f"environment {name}: the options {error}") from error
-        self._limits, self._ending = limits, ""
+        self._memory_mb, self._ending = settings.environment_memory_mb, ""
         self.socket, theirs = socket.socketpair()
         shared = os.memfd_create("tidemill-environment")
         os.truncate(shared, SIZE)
@@ -140,7 +129,7 @@ class SpawnedProcess:
             written = said.decode(errors="replace")[-SHOWN:]
         else:
             if code == OUT_OF_MEMORY:
-                how = f"its process used up its memory ({self._limits.memory_bytes >> 20} MiB)"
+                how = f"its process used up its memory ({self._memory_mb} MiB)"
             else:
                 killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
                 how = f"its process {killed}"

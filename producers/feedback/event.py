@@ -94,11 +94,7 @@ class Report(NamedTuple):
 
 
 class FeedbackMaker:
-    """Makes records of reports, or says what is wrong with them.
-
-    Raises:
-        KeysMissing: the product's keys are not configured.
-    """
+    """Makes records of reports, or says what is wrong with them. Raises KeysMissing without the product's keys."""
 
     def __init__(self, product: ProductSettings) -> None:
         self._signer = Signer(product)
@@ -107,14 +103,9 @@ class FeedbackMaker:
         self._age_us = to_us(product.max_feedback_age_s)
 
     def make(self, report: Report, source: str, now_us: int) -> Feedback:
-        """The record of a report.
+        """The record of a report by `source`, as `check_source` allows; `now_us` is since the Unix epoch.
 
-        Args:
-            source: who reports it, as `check_source` allows.
-            now_us: microseconds since the Unix epoch.
-
-        Raises:
-            BadFeedback: a field is wrong; `NotServed` for a token that was not issued to this user.
+        Raises BadFeedback for a field that is wrong, `NotServed` for a token that was not issued to this user.
         """
         try:
             user_id = self._pseudonyms.of(report.user)
@@ -139,8 +130,9 @@ class FeedbackMaker:
                 f"is {to_s(now_us - observed_at):.6g} s ago, and signals are taken for {to_s(self._age_us):g} s "
                 f"(product.max_feedback_age_s): {_EXPECTED_TIME}",
             )
-        if report.event_id is None:
-            event_id = derived_event_id(interaction_id, user_id, kind, value, observed_at, corrects)
+        if report.event_id is None:  # the same for the same signal
+            text = json.dumps([interaction_id, user_id, kind.value, value, observed_at, corrects])
+            event_id = f"d-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
         else:
             event_id = _event_id("event_id", report.event_id)
         if corrects == event_id:
@@ -156,14 +148,6 @@ def check_source(source: str) -> str:
     if not _SOURCE.fullmatch(source):
         raise ValueError(f"source {source!r}: 1 to 64 letters, digits, '.', '_', ':', '@' or '-' are allowed")
     return source
-
-
-def derived_event_id(
-    interaction_id: str, user_id: str, kind: SignalKind, value: float | None, observed_at: int, corrects: str | None
-) -> str:
-    """The event id of a signal whose reporter gave none: the same for the same signal, 128 bits of SHA-256."""
-    text = json.dumps([interaction_id, user_id, kind.value, value, observed_at, corrects])
-    return f"d-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def _value(kind: SignalKind, value: float | None, corrects: str | None) -> float | None:

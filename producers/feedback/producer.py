@@ -48,19 +48,12 @@ class Shorthand(ABC, Generic[Sent]):
     """A producer's queue; thumbs and withdrawals in terms of `send`, whose arguments and errors they have."""
 
     def __init__(
-        self,
-        kafka: str | KafkaSettings,
-        product: ProductSettings,
-        deadline_s: float,
-        source: str = "sdk",
-        max_queued: int = 100_000,
-        linger_ms: float = 5.0,
-        delivery_timeout_s: float = 120.0,
+        self, kafka: str | KafkaSettings, product: ProductSettings, deadline_s: float, options: QueueOptions
     ) -> None:
         self._maker = FeedbackMaker(product)
-        self._source = check_source(source)
+        self._source = check_source(options.get("source", "sdk"))
         self._deadline_s = deadline_s
-        self._queue = FeedbackQueue(kafka, source, max_queued, linger_ms, delivery_timeout_s)
+        self._queue = FeedbackQueue(kafka, **options)
         # A finalizer runs at the end of the process too, and holds the queue, not this object.
         self._at_exit = weakref.finalize(self, close_at_exit, self._queue)
 
@@ -125,7 +118,7 @@ class FeedbackProducer(Shorthand[str]):
         on_failure: Callable[[FailedEvent], None] | None = None,
         **options: Unpack[QueueOptions],
     ) -> None:
-        super().__init__(kafka, product, deadline_s, **options)
+        super().__init__(kafka, product, deadline_s, options)
 
         def tell(record: Feedback, reason: str) -> None:
             if reason and on_failure is not None:
@@ -157,8 +150,7 @@ class FeedbackProducer(Shorthand[str]):
     def flush(self, timeout_s: float = FLUSH_S) -> None:
         """Wait until the log has acknowledged every signal sent so far.
 
-        Raises:
-            FeedbackNotDelivered: signals failed since the last call, or are not acknowledged in time.
+        Raises FeedbackNotDelivered when signals failed since the last call, or are not acknowledged in time.
         """
         self._queue.flush(timeout_s)
 
@@ -179,11 +171,7 @@ class AsyncFeedbackProducer(Shorthand[Coroutine[Any, Any, str]]):
 
     Signals that are awaited at the same time share batches: `asyncio.gather(*(producer.send(...) for ...))`.
 
-    Args: as `FeedbackProducer`; `deadline_s` covers the log's acknowledgement.
-
-    Raises:
-        KeysMissing: `product` has no keys.
-        ValueError: no brokers are named, or `source` cannot be a name.
+    Arguments and errors as of `FeedbackProducer`; `deadline_s` covers the log's acknowledgement.
     """
 
     def __init__(
@@ -194,7 +182,7 @@ class AsyncFeedbackProducer(Shorthand[Coroutine[Any, Any, str]]):
         deadline_s: float = 10.0,
         **options: Unpack[QueueOptions],
     ) -> None:
-        super().__init__(kafka, product, deadline_s, **options)
+        super().__init__(kafka, product, deadline_s, options)
         self._acknowledged = Acknowledged(self._queue)
 
     async def send(

@@ -68,12 +68,16 @@ class FeedbackQueue:
         linger_ms: milliseconds that a record waits for others of its batch.
         delivery_timeout_s: seconds after which a record that the log did not acknowledge has failed.
 
-    Raises:
-        ValueError: no brokers are named.
+    Raises ValueError when no brokers are named.
     """
 
     def __init__(
-        self, kafka: str | KafkaSettings, source: str, max_queued: int, linger_ms: float, delivery_timeout_s: float
+        self,
+        kafka: str | KafkaSettings,
+        source: str = "sdk",
+        max_queued: int = 100_000,
+        linger_ms: float = 5.0,
+        delivery_timeout_s: float = 120.0,
     ) -> None:
         kafka = KafkaSettings(bootstrap=kafka) if isinstance(kafka, str) else kafka
         self._topic = Names(kafka.topic_prefix).of(Topic.FEEDBACK)
@@ -184,8 +188,7 @@ class FeedbackQueue:
     def flush(self, timeout_s: float) -> None:
         """Wait until every record accepted so far has ended.
 
-        Raises:
-            FeedbackNotDelivered: records failed since the last call, or have not ended in time.
+        Raises FeedbackNotDelivered when records failed since the last call, or have not ended in time.
         """
         self._check_usable()
         pending = self._drain(timeout_s)
@@ -196,8 +199,7 @@ class FeedbackQueue:
     def close(self, timeout_s: float) -> None:
         """Flush, give up what is then left, and end the thread. A second call does nothing.
 
-        Raises:
-            FeedbackNotDelivered: records failed since the last `flush`, those given up among them.
+        Raises FeedbackNotDelivered when records failed since the last `flush`, those given up among them.
         """
         if self._closed.is_set() or self._process != os.getpid():
             return

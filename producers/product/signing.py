@@ -10,16 +10,16 @@ indistinguishable from a forged one.
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import re
+
+from pydantic import SecretStr
 
 from tidemill.producers.product.settings import ProductSettings
 
 _TOKEN_PURPOSE = b"tidemill/interaction/1\x00"
 _INTERACTION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SIGNATURE_LETTERS = 43
-_BLOCK = 64
 LONGEST_TOKEN = 64 + 1 + _SIGNATURE_LETTERS
 
 
@@ -27,41 +27,14 @@ class BadToken(ValueError):
     """A token that nobody issued for this user; the message says why, and never what the right one would be."""
 
 
-class _KeyedHash:
-    """HMAC-SHA256 under one key, as RFC 2104 defines it, for many short messages.
-
-    The key is hashed once; `hmac.digest` does it for each message, and takes two to three times as long.
-    """
-
-    def __init__(self, key: bytes) -> None:
-        block = (hashlib.sha256(key).digest() if len(key) > _BLOCK else key).ljust(_BLOCK, b"\0")
-        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in block))
-        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in block))
-
-    def digest(self, message: bytes) -> bytes:
-        """The 32 bytes of a message."""
-        inner, outer = self._inner.copy(), self._outer.copy()
-        inner.update(message)
-        outer.update(inner.digest())
-        return outer.digest()
-
-
 class Signer:
-    """Signs interactions and verifies them.
-
-    Raises:
-        KeysMissing: the product's keys are not configured.
-    """
+    """Signs interactions and verifies them. Raises KeysMissing when the product's keys are not configured."""
 
     def __init__(self, product: ProductSettings) -> None:
-        self._keys = [_KeyedHash(key.get_secret_value().encode()) for key in product.require_keys().signing_keys]
+        self._keys = [_keyed(key) for key in product.require_keys().signing_keys]
 
     def sign(self, interaction_id: str, pseudonym: str) -> str:
-        """The token of an interaction that was served to a user.
-
-        Raises:
-            ValueError: the interaction id is not 1 to 64 letters, digits, '-' or '_'.
-        """
+        """The token of an interaction that was served to a user. Raises ValueError for an id that cannot be one."""
         if not _INTERACTION.fullmatch(interaction_id):
             raise ValueError(f"interaction id {interaction_id!r}: 1 to 64 letters, digits, '-' or '_' are allowed")
         return f"{interaction_id}.{_signature(self._keys[0], interaction_id, pseudonym).decode()}"
@@ -81,9 +54,20 @@ class Signer:
         raise BadToken("this interaction was not served to this user: the token is forged, altered or another's")
 
 
-def _signature(key: _KeyedHash, interaction_id: str, pseudonym: str) -> bytes:
+def _keyed(key: SecretStr) -> hmac.HMAC:
+    """The hash before any message. A copy of it takes a quarter of the time of `hmac.digest`."""
+    return hmac.new(key.get_secret_value().encode(), digestmod="sha256")
+
+
+def _digest(keyed: hmac.HMAC, message: bytes) -> bytes:
+    hashed = keyed.copy()
+    hashed.update(message)
+    return hashed.digest()
+
+
+def _signature(key: hmac.HMAC, interaction_id: str, pseudonym: str) -> bytes:
     signed = _TOKEN_PURPOSE + f"{interaction_id}\x00{pseudonym}".encode()
-    return base64.urlsafe_b64encode(key.digest(signed))[:_SIGNATURE_LETTERS]
+    return base64.urlsafe_b64encode(_digest(key, signed))[:_SIGNATURE_LETTERS]
 
 
 _PSEUDONYM_PURPOSE = b"tidemill/pseudonym/1\x00"
@@ -100,17 +84,14 @@ class BadUserId(ValueError):
 class Pseudonyms:
     """Turns the product's user ids into pseudonyms: HMAC-SHA256 under `product.pseudonym_key`, 128 bits as hex.
 
-    Without the key nobody can tell whose they are, or make them from ids.
-
-    Raises:
-        KeysMissing: the product's keys are not configured.
+    Without the key nobody can tell whose they are, or make them from ids. Raises KeysMissing as `Signer` does.
     """
 
     def __init__(self, product: ProductSettings) -> None:
-        self._key = _KeyedHash(product.require_keys().pseudonym_key.get_secret_value().encode())
+        self._key = _keyed(product.require_keys().pseudonym_key)
 
     def of(self, user: str | None) -> str:
-        """The pseudonym of the product's user id, the same for the same bytes; `NOBODY` of None. Raises BadUser."""
+        """The pseudonym of the product's user id, the same for the same bytes; `NOBODY` of None. Raises BadUserId."""
         if user is None:
             return NOBODY
         if not isinstance(user, str):
@@ -121,4 +102,4 @@ class Pseudonyms:
             raise BadUserId(f"the user id is no text: {error.reason}") from error
         if not 0 < len(data) <= LONGEST_USER_BYTES:
             raise BadUserId(f"a user id has 1 to {LONGEST_USER_BYTES} bytes, not {len(data)}")
-        return self._key.digest(_PSEUDONYM_PURPOSE + data).hex()[:_HEX_DIGITS]
+        return _digest(self._key, _PSEUDONYM_PURPOSE + data).hex()[:_HEX_DIGITS]

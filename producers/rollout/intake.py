@@ -128,6 +128,8 @@ class BegunTasks:
         """Their groups."""
         self.first_at = 0
         """Time of the first dispatch, in microseconds since the Unix epoch; 0 for none."""
+        self.rollouts_read = False
+        """Whether the records of `rollouts` were taken."""
 
     def observe(self, record: Record | None) -> None:
         """Take one record; those of other runs are left alone."""
@@ -151,21 +153,13 @@ class BegunTasks:
         return TaskProgress(ended, {index: found for index, found in turns.items() if found and index not in ended})
 
 
-@dataclass(slots=True)
-class _PartitionHistory:
-    """The log's record of one partition's tasks when it was assigned."""
-
-    read_at: int
-    begun: BegunTasks
-    rollouts_read: bool = False
-
-
 class TaskRecovery:
     """Finds the recorded part of the tasks in the partitions of one worker."""
 
     def __init__(self, log: LogReader, run_id: str) -> None:
         self._log, self._run_id = log, run_id
-        self._histories: dict[Partition, _PartitionHistory] = {}
+        self._begun: dict[Partition, tuple[int, BegunTasks]] = {}
+        """Of each partition: when its record was read, in microseconds since the Unix epoch, and what it says."""
 
     def progress(self, located: ConsumedRecord) -> TaskProgress:
         """The recorded part of the task in a record; nothing for a record that is no task of the run.
@@ -176,18 +170,18 @@ class TaskRecovery:
         if not isinstance(task, Task) or task.run_id != self._run_id:
             return NOTHING
         place = (located.topic, located.partition)
-        history = self._histories.get(place)
-        if history is None:
-            history = self._histories[place] = _PartitionHistory(now_us(), BegunTasks(self._run_id))
+        if place not in self._begun:
+            self._begun[place] = now_us(), BegunTasks(self._run_id)
             for found in log.read_since(Topic.PROGRESS, located.partition, to_ms(task.issued_at - SKEW_US)):
-                history.begun.observe(found.record)
-        if task.issued_at > history.read_at + SKEW_US:
-            history.begun = BegunTasks(self._run_id)  # tasks from now on were issued after it was read
-        begun = history.begun
+                self._begun[place][1].observe(found.record)
+        read_at, begun = self._begun[place]
+        if task.issued_at > read_at + SKEW_US:  # tasks from now on were issued after it was read
+            self._begun[place] = read_at, BegunTasks(self._run_id)
+            return NOTHING
         if task.task_id not in begun.tasks:
             return NOTHING
-        if not history.rollouts_read:
-            history.rollouts_read = True
+        if not begun.rollouts_read:
+            begun.rollouts_read = True
             count = len(log.partitions(Topic.ROLLOUTS))
             for number in sorted({partition_of(group, count) for group in begun.groups}):
                 for found in log.read_since(Topic.ROLLOUTS, number, to_ms(begun.first_at - SKEW_US)):
@@ -199,7 +193,7 @@ class TaskRecovery:
 
     def keep(self, owned: Set[Partition]) -> None:
         """Forget the partitions that are not among `owned`."""
-        self._histories = {place: history for place, history in self._histories.items() if place in owned}
+        self._begun = {place: begun for place, begun in self._begun.items() if place in owned}
 
 
 class Fenced(RuntimeError):

@@ -15,11 +15,11 @@ from dataclasses import replace
 
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import EnvironmentFailed, EnvironmentHung, Score, TaskError
-from tidemill.producers.environments.open import EnvironmentSet, ProcessLost
+from tidemill.producers.environments.open import EnvironmentSet
+from tidemill.producers.environments.process import ProcessLost
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.policy import (
     GIVEN_UP,
-    PolicyLimits,
     RecordedTurn,
     RolloutPolicy,
     recorded_turns,
@@ -108,16 +108,14 @@ class Player:
             self._slots.release()
 
     def _policy(self, task: Task, index: int, recorded: Sequence[RecordedTurn]) -> RolloutPolicy:
-        settings, record = self._settings, self._record
+        record = self._record
 
         def write(number: int, turn: RecordedTurn) -> None:
             if record is not None:
                 record(turn_record(task, index, self._worker_id, number, turn))
 
-        tokens = (settings.max_context_tokens, settings.max_turn_tokens)
-        limits = PolicyLimits(*tokens, task.max_turns, settings.temperature, settings.expert_ids)
-        session = ReplicaSession(self._client, self._pool)
-        return RolloutPolicy(self._chat, session, limits, recorded, write, self._endpoint.open)
+        session, offer = ReplicaSession(self._client, self._pool), self._endpoint.open
+        return RolloutPolicy(self._chat, session, self._settings, task.max_turns, recorded, write, offer)
 
     async def _attempt(self, task: Task, policy: RolloutPolicy) -> tuple[Score, str]:
         """The score of one attempt, and the version of the reward. Raises EnvironmentFailed, ProcessLost."""

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import AttemptPolicy, ContextFull, Endpoint, GenerationFailed, Reply, Score
-from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling, checked_completion
+from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling, checked_completion, read_choice
 from tidemill.producers.sampling.replicas import ReplicaIdentity, ReplicaSession
 from tidemill.schemas.chat.contexts import Asked, Context, Contexts, Origin
 from tidemill.schemas.chat.format import ChatFormat
@@ -95,7 +96,7 @@ def recorded_turns(turns: Iterable[Turn]) -> list[RecordedTurn]:
                 "finish_reason": turn.finish_reason,
                 "weight_incarnation": turn.incarnation,
             }
-            completion = checked_completion(choice, Sampling(max_tokens=len(ids), temperature=1.0))
+            completion = checked_completion(read_choice(choice), Sampling(max_tokens=len(ids), temperature=1.0))
             if turn.expert_ids:
                 unpacked_ids(turn.expert_ids)
                 completion = replace(completion, expert_ids=turn.expert_ids)
@@ -107,18 +108,6 @@ def recorded_turns(turns: Iterable[Turn]) -> list[RecordedTurn]:
     return list(found.values())
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyLimits:
-    """The bounds of one rollout."""
-
-    max_context_tokens: int
-    max_turn_tokens: int
-    max_turns: int
-    temperature: float
-    expert_ids: bool = False
-    """Ask which experts each token was sent to."""
-
-
 class RolloutPolicy(AttemptPolicy):
     """The `Policy` of one attempt at one rollout."""
 
@@ -126,7 +115,8 @@ class RolloutPolicy(AttemptPolicy):
         self,
         chat: ChatFormat,
         session: ReplicaSession,
-        limits: PolicyLimits,
+        settings: RolloutSettings,
+        max_turns: int,
         recorded: Iterable[RecordedTurn] = (),
         on_turn: Callable[[int, RecordedTurn], None] | None = None,
         offer: Callable[[RolloutPolicy], Endpoint] | None = None,
@@ -138,7 +128,7 @@ class RolloutPolicy(AttemptPolicy):
             on_turn: called with the number and the record of each turn that is sampled live.
             offer: opens an HTTP endpoint for this rollout.
         """
-        self._chat, self.session, self._limits = chat, session, limits
+        self._chat, self.session, self._settings, self._max_turns = chat, session, settings, max_turns
         self._on_turn, self._offer = on_turn, offer
         self._recorded: dict[str, deque[RecordedTurn]] = defaultdict(deque)
         for turn in recorded:
@@ -212,8 +202,8 @@ class RolloutPolicy(AttemptPolicy):
             raise GenerationFailed(self.failure)
         told, shown = checked_messages(messages), checked_tools(tools)
         self._calls += 1
-        if self._calls > self._limits.max_turns:
-            raise self._failed(f"more than {self._limits.max_turns} calls of the policy (the task's max_turns)")
+        if self._calls > self._max_turns:
+            raise self._failed(f"more than {self._max_turns} calls of the policy (the task's max_turns)")
         asked = self._ask(told, shown, trained)
         try:
             return await self._turn(asked, told, shown, max_tokens, trained)
@@ -230,7 +220,7 @@ class RolloutPolicy(AttemptPolicy):
             self.contexts.release(asked)
 
     def _ask(self, messages: Sequence[Message], tools: Tools, trained: bool) -> Asked[Completion]:
-        most = self._limits.max_context_tokens * self._chat.longest_token
+        most = self._settings.max_context_tokens * self._chat.longest_token
         if len(messages[-1]["content"]) > most:
             size = len(messages[-1]["content"])
             raise self._failed(f"the last message has {size} characters, more than any context can hold")
@@ -247,18 +237,18 @@ class RolloutPolicy(AttemptPolicy):
     async def _turn(
         self, asked: Asked[Completion], messages: Sequence[Message], tools: Tools, max_tokens: int | None, trained: bool
     ) -> Reply:
-        limits = self._limits
-        room = limits.max_context_tokens - len(asked.ids)
+        settings = self._settings
+        room = settings.max_context_tokens - len(asked.ids)
         if room <= 0:
             raise self._no_room(messages, len(asked.ids), trained)
-        wanted = min(room, limits.max_turn_tokens if max_tokens is None else max(1, max_tokens))
+        wanted = min(room, settings.max_turn_tokens if max_tokens is None else max(1, max_tokens))
         unknown: int | None = None
-        if limits.expert_ids:
+        if settings.expert_ids:
             # The first token whose expert ids no turn of the context has said; of what is not trained, none is asked
             # for. A fork asks for all: the turns that it shares are another context's.
             known = asked.context.turns[-1].end - 1 if asked.context.turns else 0
             unknown = known if trained else len(asked.ids)
-        sampling = Sampling(wanted, limits.temperature, self._chat.stop_token_ids, expert_ids_from=unknown)
+        sampling = Sampling(wanted, settings.temperature, self._chat.stop_token_ids, expert_ids_from=unknown)
         made = await self._complete(asked.ids, sampling)
         if self._closed:
             raise GenerationFailed(OVER)
@@ -308,7 +298,7 @@ class RolloutPolicy(AttemptPolicy):
         return not self.turns or made.incarnation == self.turns[0].completion.incarnation
 
     def _no_room(self, messages: Sequence[Message], size: int, trained: bool) -> Exception:
-        most = self._limits.max_context_tokens
+        most = self._settings.max_context_tokens
         if not (trained and self.turns):
             return self._failed(f"context: the prompt has {size} tokens, max_context_tokens is {most}")
         self.full = messages

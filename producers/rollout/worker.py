@@ -24,7 +24,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.environments.open import EnvironmentSet, host_limits
+from tidemill.producers.environments.open import EnvironmentSet
 from tidemill.producers.outbox import OVERHEAD_BYTES, SPAN_BYTES, Outbox, SegmentClaims, anchor_of_run
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.intake import (
@@ -38,7 +38,7 @@ from tidemill.producers.rollout.intake import (
 from tidemill.producers.rollout.player import Player
 from tidemill.producers.sampling.replicas import open_replica_client
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.chat.format import ChatFormat, load_chat_format
+from tidemill.schemas.chat.format import load_chat_format
 from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
@@ -202,7 +202,7 @@ def run(
     kafka: KafkaSettings,
     run: RunSettings,
     store: StoreSettings,
-    rollout: RolloutSettings,
+    settings: RolloutSettings,
     chat: ChatSettings,
     stop: threading.Event | None = None,
 ) -> None:
@@ -215,47 +215,42 @@ def run(
         Fenced: another worker joined under the same name.
     """
     stop = stop or stop_on_signals()
-    checkpoint = rollout.tokenizer or anchor_of_run(kafka, run, stop)
-    if checkpoint is not None:
-        asyncio.run(_serve(kafka, run, store, rollout, load_chat_format(checkpoint, chat), stop))
-
-
-async def _serve(
-    kafka: KafkaSettings,
-    run: RunSettings,
-    store: StoreSettings,
-    settings: RolloutSettings,
-    chat: ChatFormat,
-    stop: threading.Event,
-) -> None:
+    checkpoint = settings.tokenizer or anchor_of_run(kafka, run, stop)
+    if checkpoint is None:
+        return
+    form = load_chat_format(checkpoint, chat)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-    async with AsyncExitStack() as stack:
-        producer = stack.enter_context(RecordProducer(kafka, APPLICATION))
-        claims = SegmentClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
-        outbox = Outbox(producer, Topic.ROLLOUTS, claims.checked)
-        stack.callback(outbox.close)
-        recovery = TaskRecovery(stack.enter_context(LogReader(kafka, client_id=APPLICATION)), run.run_id)
-        member_of = kafka
-        if settings.worker_id is not None:  # a static member, which comes back to its own partitions
-            options = {**kafka.client_options, "group.instance.id": settings.worker_id}
-            member_of = kafka.model_copy(update={"client_options": options})
-        member = GroupConsumer(member_of, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
-        stack.callback(member.close)
 
-        def record(turn: Turn) -> None:
-            """Record a turn. One above the limit of a record is left out: it is sampled again by the next worker."""
-            arrays = len(turn.token_ids) + len(turn.logprobs) + len(turn.expert_ids)
-            size = OVERHEAD_BYTES + arrays + SPAN_BYTES * len(turn.spans)
-            if settings.record_turns and size <= settings.claim_check_bytes:
-                outbox.post(turn.task_id, turn, Topic.PROGRESS)
+    async def serve() -> None:
+        async with AsyncExitStack() as stack:
+            producer = stack.enter_context(RecordProducer(kafka, APPLICATION))
+            claims = SegmentClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
+            outbox = Outbox(producer, Topic.ROLLOUTS, claims.checked)
+            stack.callback(outbox.close)
+            recovery = TaskRecovery(stack.enter_context(LogReader(kafka, client_id=APPLICATION)), run.run_id)
+            member_of = kafka
+            if settings.worker_id is not None:  # a static member, which comes back to its own partitions
+                options = {**kafka.client_options, "group.instance.id": settings.worker_id}
+                member_of = kafka.model_copy(update={"client_options": options})
+            member = GroupConsumer(member_of, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
+            stack.callback(member.close)
 
-        environments = EnvironmentSet(run.environments, host_limits(settings))
-        stack.push_async_callback(environments.close)
-        await environments.check(chat)
-        client = await stack.enter_async_context(open_replica_client(settings))
-        endpoint = await stack.enter_async_context(AgentEndpoint())
-        player = Player(settings, worker_id, environments, chat, client, endpoint, record, claims.keep)
-        worker = Worker(run, settings, worker_id, Names(kafka.topic_prefix), player, outbox)
-        LOG.info("rollout worker %s serves run %s from %s", worker_id, run.run_id, ", ".join(settings.replicas))
-        with Liveness(f"rollout worker {worker_id}", kafka.stall_timeout_s) as liveness:
-            await worker.serve(TaskIntake(member, recovery), stop, liveness)
+            def record(turn: Turn) -> None:
+                """Record a turn. One above the limit of a record is left out: the next worker samples it again."""
+                arrays = len(turn.token_ids) + len(turn.logprobs) + len(turn.expert_ids)
+                size = OVERHEAD_BYTES + arrays + SPAN_BYTES * len(turn.spans)
+                if settings.record_turns and size <= settings.claim_check_bytes:
+                    outbox.post(turn.task_id, turn, Topic.PROGRESS)
+
+            environments = EnvironmentSet(run.environments, settings)
+            stack.push_async_callback(environments.close)
+            await environments.check(form)
+            client = await stack.enter_async_context(open_replica_client(settings))
+            endpoint = await stack.enter_async_context(AgentEndpoint())
+            player = Player(settings, worker_id, environments, form, client, endpoint, record, claims.keep)
+            worker = Worker(run, settings, worker_id, Names(kafka.topic_prefix), player, outbox)
+            LOG.info("rollout worker %s serves run %s from %s", worker_id, run.run_id, ", ".join(settings.replicas))
+            with Liveness(f"rollout worker {worker_id}", kafka.stall_timeout_s) as liveness:
+                await worker.serve(TaskIntake(member, recovery), stop, liveness)
+
+    asyncio.run(serve())

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from tidemill.schemas.chat.contexts import Context, SampledTurn
 from tidemill.schemas.expert_ids import packed_ids, unpacked_ids
 from tidemill.schemas.records import Segment, VersionSpan
 
-LARGEST_TOKEN_ID = 2**32 - 1
-LARGEST_VERSION = 2**63 - 1
-LOGPROB_ROUNDING = 1e-4
-"""A logprob computed in float32 may come out this much above 0."""
-LONGEST_INCARNATION = 256
-"""Characters of an incarnation's name."""
-LOWEST_LOGPROB = -1e5
-"""Below anything that sampling can give; vLLM writes -9999 for minus infinity."""
+Token = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Logprob = Annotated[float, msgspec.Meta(ge=-1e5, le=1e-4)]
+"""vLLM writes -9999 for minus infinity; a logprob computed in float32 may come out a little above 0."""
+Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class BadResponse(ValueError):
@@ -87,28 +84,76 @@ def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> by
     return json.dumps(body | {name: value for name, value in optional.items() if value is not None}).encode()
 
 
+class Logprobs(msgspec.Struct):
+    """The logprobs of sampled tokens, in the shape of `/v1/completions`."""
+
+    token_logprobs: list[Logprob]
+
+
+class Choice(msgspec.Struct):
+    """The choice of an answer, whole or a chunk, as far as it is read."""
+
+    finish_reason: str | None = None
+    token_ids: list[Token] | None = None
+    prompt_token_ids: list[Token] | None = None
+    logprobs: Logprobs | None = None
+    weight_versions: list[tuple[Version, Version, Version]] | None = None
+    weight_incarnation: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    routed_experts: Any = None
+
+    def tokens(self) -> tuple[list[int], list[float]]:
+        """The sampled tokens and their logprobs. Raises BadResponse."""
+        ids, logprobs = self.token_ids or [], [] if self.logprobs is None else self.logprobs.token_logprobs
+        if ids and len(logprobs) != len(ids):
+            raise BadResponse(f"`logprobs.token_logprobs` must be a list of {len(ids)}, as many as token ids")
+        return ids, logprobs[: len(ids)]
+
+    def spans(self, count: int | None = None) -> tuple[VersionSpan, ...]:
+        """Spans that cover `count` tokens, or without it as many as their last end says. Raises BadResponse."""
+        told = self.weight_versions
+        if told is None:
+            raise BadResponse("`weight_versions` must be a list of [version, start, end]: is this a Tidemill replica?")
+        spans = tuple(VersionSpan(*item) for item in told)
+        ends = [0, *(span.end for span in spans)]
+        starts = [*(span.start for span in spans), ends[-1] if count is None else count]
+        if ends != starts or any(span.start >= span.end for span in spans):
+            raise BadResponse(f"`weight_versions` {told!r:.200} does not cover the tokens in order, without gap")
+        return spans
+
+
+class CompletionBody(msgspec.Struct):
+    """The body of an answer."""
+
+    choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
+
+
+def read_choice(value: object) -> Choice:
+    """The choice that a JSON tree is. Raises BadResponse."""
+    try:
+        return msgspec.convert(value, Choice)
+    except msgspec.ValidationError as error:
+        raise BadResponse(f"this is no choice of a completion: {error}") from error
+
+
 def parse_completion(body: bytes, sampling: Sampling, prompt_tokens: int = 0) -> Completion:
     """The completion in a response body. Raises BadResponse; ReplicaUnavailable when the engine gave it up."""
     try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        (choice,) = msgspec.json.decode(body, type=CompletionBody).choices
+    except msgspec.ValidationError as error:
+        raise BadResponse(f"the body is no completion: {error}") from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadResponse(f"the body is not JSON: {error}") from error
-    choices = document.get("choices") if isinstance(document, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise BadResponse("the body has no `choices` with exactly one choice")
-    choice = choices[0]
-    if choice.get("finish_reason") == "abort":
+    if choice.finish_reason == "abort":
         raise ReplicaUnavailable("the engine aborted the request")
     made = checked_completion(choice, sampling)
     if sampling.expert_ids_from is None:
         return made
-    packed = choice.get("routed_experts")
-    if not isinstance(packed, str):
+    if not isinstance(choice.routed_experts, str):
         raise BadResponse(
             "`routed_experts` is missing: set replica.expert_ids on every replica, or rollout.expert_ids to false"
         )
     try:
-        expert_ids = base64.b64decode(packed, validate=True)
+        expert_ids = base64.b64decode(choice.routed_experts, validate=True)
         tokens = len(unpacked_ids(expert_ids))
     except ValueError as error:
         raise BadResponse(f"`routed_experts`: {error}") from error
@@ -118,63 +163,16 @@ def parse_completion(body: bytes, sampling: Sampling, prompt_tokens: int = 0) ->
     return replace(made, expert_ids=expert_ids)
 
 
-def checked_completion(choice: Mapping[str, Any], sampling: Sampling) -> Completion:
+def checked_completion(choice: Choice, sampling: Sampling) -> Completion:
     """The completion that a choice is. Raises BadResponse when it is none that `sampling` can have given."""
-    reason = choice.get("finish_reason")
+    reason, (ids, logprobs) = choice.finish_reason, choice.tokens()
     if reason not in ("stop", "length"):
         raise BadResponse(f"finish_reason is {reason!r}, expected 'stop' or 'length'")
-    ids = checked_ids(choice.get("token_ids"), sampling.max_tokens)
-    return Completion(
-        token_ids=ids,
-        logprobs=checked_logprobs(choice.get("logprobs"), len(ids)),
-        spans=checked_spans(choice.get("weight_versions"), len(ids)),
-        finish_reason=reason,
-        incarnation=incarnation_of(choice),
-    )
-
-
-def incarnation_of(choice: Mapping[str, Any]) -> str:
-    """The incarnation that a choice names; empty when it names none. Raises BadResponse."""
-    name = choice.get("weight_incarnation", "")
-    if not isinstance(name, str) or len(name) > LONGEST_INCARNATION:
-        raise BadResponse(
-            f"`weight_incarnation` {name!r:.200} is not a name of at most {LONGEST_INCARNATION} characters"
-        )
-    return name
-
-
-def checked_ids(value: Any, most: int) -> list[int]:  # noqa: ANN401 - a JSON tree
-    """Sampled token ids, at least one. Raises BadResponse."""
-    if not isinstance(value, list) or not value:
+    if not ids:
         raise BadResponse("`token_ids` is missing or empty: does the replica honour return_token_ids?")
-    if len(value) > most:
-        raise BadResponse(f"{len(value)} token ids sampled, at most {most} were asked for")
-    if not all(type(item) is int and 0 <= item <= LARGEST_TOKEN_ID for item in value):
-        raise BadResponse("`token_ids` holds something that is not a token id")
-    return value
-
-
-def checked_logprobs(value: Any, count: int) -> list[float]:  # noqa: ANN401 - a JSON tree
-    """The logprobs of `count` sampled tokens, in the shape of `/v1/completions`. Raises BadResponse."""
-    logprobs = value.get("token_logprobs") if isinstance(value, dict) else None
-    if not isinstance(logprobs, list) or len(logprobs) != count:
-        raise BadResponse(f"`logprobs.token_logprobs` must be a list of {count}, as many as token ids")
-    if not all(type(item) in (float, int) and LOWEST_LOGPROB <= item <= LOGPROB_ROUNDING for item in logprobs):
-        raise BadResponse("`logprobs.token_logprobs` holds something that is not a finite logprob")
-    return [float(item) for item in logprobs]
-
-
-def checked_spans(value: Any, count: int | None = None) -> tuple[VersionSpan, ...]:  # noqa: ANN401 - a JSON tree
-    """Spans that cover `count` tokens, or without it as many as their last end says. Raises BadResponse."""
-    triples = isinstance(value, list) and all(isinstance(item, list) and len(item) == 3 for item in value)
-    if not triples or not all(type(part) is int and 0 <= part <= LARGEST_VERSION for item in value for part in item):
-        raise BadResponse("`weight_versions` must be a list of [version, start, end]: is this a Tidemill replica?")
-    spans = tuple(VersionSpan(*item) for item in value)
-    ends = [0, *(span.end for span in spans)]
-    starts = [*(span.start for span in spans), ends[-1] if count is None else count]
-    if ends != starts or any(span.start >= span.end for span in spans):
-        raise BadResponse(f"`weight_versions` {value!r:.200} is no cover of the sampled tokens in order, without gap")
-    return spans
+    if len(ids) > sampling.max_tokens:
+        raise BadResponse(f"{len(ids)} token ids sampled, at most {sampling.max_tokens} were asked for")
+    return Completion(ids, logprobs, choice.spans(len(ids)), reason, choice.weight_incarnation)
 
 
 def build_segment(ids: Sequence[int], turns: Iterable[SampledTurn[Completion]]) -> Segment:

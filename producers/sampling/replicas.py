@@ -206,6 +206,7 @@ class ReplicaSession:
             try:
                 self.identity = await self._client.identity(address)
                 completion = await self._client.complete(address, prompt, sampling)
+                self.identity = await self._client.identity(address)  # another one may have come in its place
             except ReplicaUnavailable as error:
                 LOG.info("trying again: %s", error)
                 self.retries += 1

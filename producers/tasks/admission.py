@@ -19,8 +19,9 @@ with `eta` the policy lag allowed and `B` the groups of a step. What holds:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from tidemill.producers.config import FeedSettings
+from tidemill.schemas.clock import to_us
+from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     SECOND_RECORDS,
     CloseReason,
@@ -35,41 +36,13 @@ from tidemill.schemas.records import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionPolicy:
-    """What bounds admission."""
-
-    groups_per_step: int
-    max_policy_lag: int
-    """The lag that admission keeps to; 0 when synchronous."""
-    stale_lag: int
-    """The lag past which the trainer excludes a group."""
-    max_steps: int
-    replicas: int
-    """Replicas that must serve before anything is issued."""
-    replica_silence_us: int
-    overdue_us: int
-    min_completed: int = 2
-    """Completed members that the trainer asks of a group."""
-    skip_no_signal: bool = True
-    """Whether the trainer leaves out groups whose completed members all have the same reward."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpiredTasks:
-    """What is no longer waited for."""
-
-    groups: tuple[str, ...]
-    replicas: tuple[str, ...]
-
-
-def trainable(group: Group, policy: AdmissionPolicy) -> bool:
+def trainable(group: Group, run: RunSettings) -> bool:
     """Whether the trainer can train on a closed group, as far as the group alone decides it."""
     completed = (member for member in group.members if member.status is RolloutStatus.COMPLETED)
     rewards = [member.reward for member in completed if member.reward is not None]
-    if len(rewards) < policy.min_completed:
+    if len(rewards) < run.min_completed:
         return False
-    return not policy.skip_no_signal or max(rewards) > min(rewards)
+    return not run.skip_no_signal or max(rewards) > min(rewards)
 
 
 class ServedVersions:
@@ -108,8 +81,9 @@ class ServedVersions:
 class AdmissionController:
     """State machine over the records of one run and branch; the caller filters others out."""
 
-    def __init__(self, policy: AdmissionPolicy) -> None:
-        self._policy = policy
+    def __init__(self, run: RunSettings, feed: FeedSettings) -> None:
+        self._run, self._replicas, self._overdue_us = run, feed.replicas, to_us(feed.overdue_s)
+        self._max_policy_lag = 0 if feed.sync else run.max_policy_lag
         self._open: dict[str, int] = {}
         self._ended: set[str] = set()
         self._unserved: dict[int, set[str]] = {}
@@ -120,7 +94,7 @@ class AdmissionController:
         self._trainer_version = 0
         self._moved_at = 0
         self._spare = 0
-        self._served = ServedVersions(policy.replica_silence_us)
+        self._served = ServedVersions(to_us(feed.replica_silence_s))
         self.ready = False
         """Whether enough replicas have served a proved version; once so, it stays so."""
         self.newest_version = -1
@@ -140,7 +114,7 @@ class AdmissionController:
                     completed = [m.version_min for m in record.members if m.status is RolloutStatus.COMPLETED]
                     self._closed[record.group_id] = min(completed, default=-1)
                     self._moved_at = max(self._moved_at, record.closed_at)
-                    if not trainable(record, self._policy):
+                    if not trainable(record, self._run):
                         self._end(record.group_id)
                     self._end_stale()
             case TrainStep():
@@ -159,30 +133,33 @@ class AdmissionController:
                 self.newest_version = max(self.newest_version, record.version)
             case WeightAck():
                 self._served.observe(record)
-                self.ready = self.ready or len(self._served.serving) >= self._policy.replicas
+                self.ready = self.ready or len(self._served.serving) >= self._replicas
                 self._release()
             case _:
                 pass
         return self.capacity()
 
-    def expire(self, now_us: int) -> ExpiredTasks:
-        """Stop waiting for what will not come: groups long past their deadline that never closed, silent replicas."""
-        overdue_us = self._policy.overdue_us
-        overdue = [g for g, due in self._open.items() if due < now_us - overdue_us and g not in self._closed]
+    def expire(self, now_us: int) -> tuple[list[str], list[str]]:
+        """Stop waiting for what will not come: groups long past their deadline that never closed, and silent replicas.
+
+        Returns both.
+        """
+        limit = now_us - self._overdue_us
+        overdue = [g for g, due in self._open.items() if due < limit and g not in self._closed]
         for group in overdue:
             self._end(group)
         silent = self._served.drop_silent(now_us)
         self._release()
         starved = self.untrained > 0 and self.unclosed == 0 and not self.finished
-        if starved and self.capacity() == 0 and now_us - self._moved_at > overdue_us:
-            self._spare = self._policy.groups_per_step
-        return ExpiredTasks(tuple(overdue), tuple(silent))
+        if starved and self.capacity() == 0 and self._moved_at < limit:
+            self._spare = self._run.groups_per_step
+        return overdue, silent
 
     def capacity(self) -> int:
         """Training tasks that may be issued now."""
-        step = self._policy.groups_per_step
-        free = (self._policy.max_policy_lag + 1) * step + self._spare - len(self._open)
-        needed = (self._policy.max_steps - self.steps) * step + self._spare - self.untrained
+        step = self._run.groups_per_step
+        free = (self._max_policy_lag + 1) * step + self._spare - len(self._open)
+        needed = (self._run.max_steps - self.steps) * step + self._spare - self.untrained
         return max(0, min(free, needed)) if self.ready else 0
 
     @property
@@ -203,7 +180,7 @@ class AdmissionController:
     @property
     def finished(self) -> bool:
         """Whether every step of the run is recorded."""
-        return self.steps >= self._policy.max_steps
+        return self.steps >= self._run.max_steps
 
     @property
     def served_version(self) -> int:
@@ -214,7 +191,7 @@ class AdmissionController:
         return set().union(*self._unserved.values())
 
     def _end_stale(self) -> None:
-        limit = self._trainer_version - self._policy.stale_lag
+        limit = self._trainer_version - self._run.max_policy_lag
         trained = self._trained()
         for group in [g for g, oldest in self._closed.items() if oldest < limit and g not in trained]:
             self._end(group)

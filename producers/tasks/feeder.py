@@ -25,13 +25,12 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from types import MappingProxyType
 
-from tidemill.producers.config import FeedSettings
+from tidemill.producers.config import FeedSettings, RolloutSettings
+from tidemill.producers.environments.base import Environment
 from tidemill.producers.environments.open import open_environment
-from tidemill.producers.environments.process import HostLimits
-from tidemill.producers.tasks.admission import AdmissionController, AdmissionPolicy, ExpiredTasks
+from tidemill.producers.tasks.admission import AdmissionController
 from tidemill.producers.tasks.source import (
     Stage,
-    TaskEnvironment,
     TaskName,
     TaskSource,
     evaluation_size,
@@ -39,7 +38,7 @@ from tidemill.producers.tasks.source import (
 )
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_us
-from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.config import EnvironmentEntry, KafkaSettings, RunSettings
 from tidemill.schemas.log.client_settings import LOG_WAIT_S
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.guard import Stillness
@@ -76,7 +75,10 @@ class Decision:
     """Tasks to issue, in this order."""
     done: bool
     """The run is over: nothing is left to issue or to wait for."""
-    expired: ExpiredTasks
+    groups: tuple[str, ...]
+    """Groups that are no longer waited for."""
+    replicas: tuple[str, ...]
+    """Replicas that are no longer waited for."""
 
 
 class FeederState:
@@ -84,19 +86,7 @@ class FeederState:
 
     def __init__(self, run: RunSettings, feed: FeedSettings) -> None:
         self._run, self._feed = run, feed
-        self.admission = AdmissionController(
-            AdmissionPolicy(
-                groups_per_step=run.groups_per_step,
-                max_policy_lag=0 if feed.sync else run.max_policy_lag,
-                stale_lag=run.max_policy_lag,
-                max_steps=run.max_steps,
-                replicas=feed.replicas,
-                replica_silence_us=to_us(feed.replica_silence_s),
-                overdue_us=to_us(feed.overdue_s),
-                min_completed=run.min_completed,
-                skip_no_signal=run.skip_no_signal,
-            )
-        )
+        self.admission = AdmissionController(run, feed)
         """The admission controller, to read from."""
         self._unissued = 0
         """Every training task before this one was issued."""
@@ -130,7 +120,7 @@ class FeederState:
 
     def decide(self, now_us: int) -> Decision:
         """What to issue at `now_us`, and whether the run is over. The tasks count once they are observed."""
-        expired = self.admission.expire(now_us)
+        groups, replicas = self.admission.expire(now_us)
         limit = now_us - to_us(self._feed.overdue_s)
         overdue = [group for group, deadline in self._eval_open.items() if deadline < limit]
         for group in overdue:
@@ -141,7 +131,7 @@ class FeederState:
         served = self.admission.finished and self.admission.served_version >= self.admission.newest_version
         done = not names and self.admission.ready and served and not self._eval_open
         done = done and not (self._feed.eval_after and self._incomplete(Stage.EVAL_AFTER))
-        return Decision(names, done, ExpiredTasks((*expired.groups, *overdue), expired.replicas))
+        return Decision(names, done, (*groups, *overdue), tuple(replicas))
 
     def waiting_for(self) -> frozenset[Topic]:
         """The topics that have to speak for the run to go on."""
@@ -271,9 +261,9 @@ class Feeder:
     def advance(self) -> bool:
         """Issue what may be issued now; true when the run is over. Raises DeliveryError, TaskError."""
         decision = self._state.decide(now_us())
-        for group in decision.expired.groups:
+        for group in decision.groups:
             LOG.warning("group %s never closed; it no longer counts as unfinished", group)
-        for replica in decision.expired.replicas:
+        for replica in decision.replicas:
             LOG.warning("replica %s fell behind and is silent; not waiting for it", replica)
         for topic in self._silence.silent(self._state.waiting_for(), now_us()):
             LOG.warning("no progress: nothing on topic %s. Look at %s", topic, WRITERS[topic])
@@ -289,13 +279,13 @@ class Feeder:
         return decision.done
 
 
-async def opened(run: RunSettings, limits: HostLimits) -> list[TaskEnvironment]:
+async def opened(run: RunSettings, rollout: RolloutSettings) -> list[tuple[EnvironmentEntry, Environment]]:
     """The environments of a run, to draw tasks from. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
     found = []
     for entry in run.environments:
-        environment = await open_environment(entry, entry.options, limits)
+        environment = await open_environment(entry, entry.options, rollout)
         await environment.close()  # it is not played here, and draws tasks all the same
-        found.append(TaskEnvironment(entry, environment))
+        found.append((entry, environment))
     return found
 
 
@@ -303,7 +293,7 @@ def run(
     kafka: KafkaSettings,
     run: RunSettings,
     feed: FeedSettings,
-    limits: HostLimits,
+    rollout: RolloutSettings,
     stop: threading.Event | None = None,
 ) -> bool:
     """Feed a run until it is over or `stop` is set (without one: SIGINT or SIGTERM comes); whether it is over.
@@ -312,7 +302,7 @@ def run(
     DeliveryError when the log refuses them.
     """
     stop = stop or stop_on_signals()
-    source = TaskSource(asyncio.run(opened(run, limits)), run, feed)
+    source = TaskSource(asyncio.run(opened(run, rollout)), run, feed)
     with (
         closing(source),
         RecordProducer(kafka, CLIENT_ID) as producer,

@@ -80,29 +80,23 @@ MOST_LEFT_OUT = 15
 """Epochs in a row that a question may be left out of: it is asked again before long, since it can be lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskEnvironment:
-    """An opened environment of the run."""
-
-    entry: EnvironmentEntry
-    environment: Environment
-
-
 class TaskSource:
     """Draws the tasks of one run. Raises TaskError at once when an environment has too few held-out questions."""
 
-    def __init__(self, environments: Sequence[TaskEnvironment], run: RunSettings, feed: FeedSettings) -> None:
+    def __init__(
+        self, environments: Sequence[tuple[EnvironmentEntry, Environment]], run: RunSettings, feed: FeedSettings
+    ) -> None:
         self._run, self._feed = run, feed
-        self._questions = [Questions(each, run, feed) for each in environments]
+        self._questions = [Questions(entry, opened, run, feed) for entry, opened in environments]
         self._issued: dict[str, tuple[Questions, str]] = {}
         """Training groups by id: the environment's questions, and the payload of the one that was asked."""
-        self._turns = take_turns([each.entry.weight for each in environments])
+        self._turns = take_turns([entry.weight for entry, _ in environments])
         self._order: list[int] = []
         """Environment of each training index so far."""
-        evaluated = [place for place, each in enumerate(environments) if each.entry.evaluate]
-        turns = take_turns([environments[place].entry.weight for place in evaluated])
+        evaluated = [each for each in zip(environments, self._questions, strict=True) if each[0][0].evaluate]
+        turns = take_turns([entry.weight for (entry, _), _ in evaluated])
         size = max(feed.eval_tasks, feed.eval_during_tasks)
-        asked = [self._questions[evaluated[turn]] for turn in islice(turns, size)]
+        asked = [evaluated[turn][1] for turn in islice(turns, size)]
         self._held_out = [(questions, questions.held_out()) for questions in asked]
 
     def observe(self, record: Task | Group) -> None:
@@ -132,6 +126,7 @@ class TaskSource:
         else:
             questions, draft = self._held_out[index]
         deadline_s = feed.deadline_s if training else feed.eval_deadline_s
+        seeded = hashlib.blake2b(f"{self._run.seed}:{name}".encode(), digest_size=8).digest()
         return Task(
             task_id=str(name),
             group_id=str(name),
@@ -141,7 +136,7 @@ class TaskSource:
             mode=name.stage.mode,
             group_size=(questions.group_size or feed.group_size) if training else feed.eval_group_size,
             max_turns=draft.max_turns,
-            seed=task_seed(self._run.seed, name),
+            seed=int.from_bytes(seeded, "little") >> 1,
             issued_at=issued_at,
             deadline_at=issued_at + to_us(deadline_s),
             issued_version=issued_version,
@@ -157,11 +152,9 @@ class TaskSource:
 class Questions:
     """The questions of one environment: held-out ones in order, and training ones that are not used up."""
 
-    def __init__(self, opened: TaskEnvironment, run: RunSettings, feed: FeedSettings) -> None:
-        self.title = opened.entry.title
-        self.group_size = opened.entry.group_size
-        self.options = options_json(opened.environment.options)
-        self._environment, self._query, self._epochs = opened.environment, TaskQuery(run.seed), feed.epochs
+    def __init__(self, entry: EnvironmentEntry, opened: Environment, run: RunSettings, feed: FeedSettings) -> None:
+        self.title, self.group_size, self.options = entry.title, entry.group_size, options_json(opened.options)
+        self._environment, self._query, self._epochs = opened, TaskQuery(run.seed), feed.epochs
         self._solved_one_in = feed.solved_one_in
         self._held_out_one_in = run.held_out_one_in
         self._drafts = self._environment.tasks(self._query)
@@ -264,9 +257,3 @@ def take_turns(weights: Sequence[float]) -> Iterator[int]:
 def evaluation_size(feed: FeedSettings, stage: Stage) -> int:
     """Held-out tasks of an evaluation."""
     return feed.eval_during_tasks if stage is Stage.EVAL_DURING else feed.eval_tasks
-
-
-def task_seed(run_seed: int, name: TaskName) -> int:
-    """The seed of a task: 63 bits of BLAKE2b over the run's seed and the task's name."""
-    digest = hashlib.blake2b(f"{run_seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

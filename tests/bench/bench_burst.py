@@ -106,11 +106,11 @@ sys.stdin.read()
 """
 FEEDER = """
 import json, sys, threading
-from tidemill.producers.config import FeedSettings
+from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.tasks.feeder import run
 from tidemill.schemas.config import KafkaSettings, RunSettings
 kafka, of, feed = json.loads(sys.argv[1])
-assert run(KafkaSettings(**kafka), RunSettings(**of), FeedSettings(**feed), threading.Event())
+assert run(KafkaSettings(**kafka), RunSettings(**of), FeedSettings(**feed), RolloutSettings(), threading.Event())
 print("done", flush=True)
 sys.stdin.read()
 """

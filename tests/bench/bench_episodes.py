@@ -29,10 +29,11 @@ from measuring import say
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.producers.rollout.agents import CHAT, END, FakeSession, policy_of, task_of
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import Environment, TaskQuery
 from tidemill.producers.environments.check import task_of as environment_task
 from tidemill.producers.environments.find import environment_type
-from tidemill.producers.environments.open import HostLimits, open_environment
+from tidemill.producers.environments.open import open_environment
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.producers.sampling.completion import Completion, Sampling
@@ -136,7 +137,7 @@ async def playing(environment: Environment, name: str, count: int) -> float:
 
 async def reasoning_gym() -> None:
     for name in ("reasoning_gym:chain_sum", "reasoning_gym:countdown"):
-        environment = await open_environment(EnvironmentEntry(name=name), {}, HostLimits())
+        environment = await open_environment(EnvironmentEntry(name=name), {}, RolloutSettings())
         say("reasoning_gym", name=name, isolation=environment_type(name).isolation, turns=1,
             episodes_per_s=await playing(environment, name, 2000))  # fmt: skip
 
@@ -172,7 +173,7 @@ async def program() -> None:
 async def hosted() -> tuple[Environment, Episode, psutil.Process]:
     """An environment of one turn in a process of its own, an episode of it, and the process."""
     name = "reasoning_gym:countdown"
-    environment = await open_environment(EnvironmentEntry(name=name), {}, HostLimits())
+    environment = await open_environment(EnvironmentEntry(name=name), {}, RolloutSettings())
     task = environment_task(environment, name, next(environment.tasks(TaskQuery(0))))
     (process,) = (each for each in psutil.Process().children(recursive=True) if not each.children())
     return environment, lambda: environment.play(task, instant()), process

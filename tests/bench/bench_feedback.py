@@ -171,11 +171,10 @@ async def post_all(url: str, bodies: list[bytes], events: int, clients: int) -> 
 @contextmanager
 def gateway(load: Load) -> Iterator[str]:
     """A gateway process whose caps nobody meets."""
-    port, keys = free_port(), load.product.revealed()
+    port = free_port()
     environment = {
         **os.environ,
-        "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps(keys["signing_keys"]),
-        "TIDEMILL_PRODUCT__PSEUDONYM_KEY": str(keys["pseudonym_key"]),
+        **load.product.environment(),
         "TIDEMILL_GATEWAY__API_KEYS": json.dumps({"bench": hashlib.sha256(KEY.encode()).hexdigest()}),
     }
     free_of_caps = {"key_rate": 1e9, "key_burst": 10**9, "user_rate": 1e9, "user_burst": 10**9,

@@ -17,11 +17,12 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import EnvironmentFailed, Score, TaskError, TaskQuery
 from tidemill.producers.environments.check import ScriptedPolicy, task_of
 from tidemill.producers.environments.find import environment_type, listed
-from tidemill.producers.environments.open import ProcessLost, open_environment
-from tidemill.producers.environments.process import HostLimits
+from tidemill.producers.environments.open import open_environment
+from tidemill.producers.environments.process import ProcessLost
 from tidemill.schemas.config import EnvironmentEntry
 
 LENGTH = 8_000
@@ -58,8 +59,8 @@ async def played(environment: Any, task: Any, text: str, limit_s: float) -> Scor
         return f"{type(error).__name__}: {error}"[:120]
 
 
-async def sweep(name: str, tasks: int, limits: HostLimits) -> dict[str, Any]:
-    opened = await open_environment(EnvironmentEntry(name=name), {}, limits)
+async def sweep(name: str, tasks: int, settings: RolloutSettings) -> dict[str, Any]:
+    opened = await open_environment(EnvironmentEntry(name=name), {}, settings)
     try:
         began = time.perf_counter()
         drafts = list(islice(opened.tasks(TaskQuery(0)), tasks))
@@ -68,13 +69,13 @@ async def sweep(name: str, tasks: int, limits: HostLimits) -> dict[str, Any]:
         rewards, failures, slowest = Counter[float](), Counter[str](), 0.0
         for place, text in enumerate([*HOSTILE, *(f"<answer>{text}</answer>" for text in HOSTILE)]):
             began = time.perf_counter()
-            outcome = await played(opened, issued[place % tasks], text, 4 * limits.answer_s)
+            outcome = await played(opened, issued[place % tasks], text, 4 * settings.environment_timeout_s)
             slowest = max(slowest, time.perf_counter() - began)
             if isinstance(outcome, Score) and not outcome.fault():
                 rewards[round(outcome.total, 2)] += 1
             else:
                 failures[outcome if isinstance(outcome, str) else outcome.fault()] += 1
-        after = [await played(opened, task, "7", 4 * limits.answer_s) for task in issued]
+        after = [await played(opened, task, "7", 4 * settings.environment_timeout_s) for task in issued]
         return {
             "environment": name,
             "isolation": environment_type(name).isolation,
@@ -96,13 +97,13 @@ def main() -> None:
     arguments.add_argument("--only", default="")
     arguments.add_argument("--answer-s", type=float, default=10.0)
     told = arguments.parse_args()
-    limits, ok, names = HostLimits(answer_s=told.answer_s), 0, []
+    settings, ok, names = RolloutSettings(environment_timeout_s=told.answer_s), 0, []
     for member in listed(told.family):
         if member.problem or told.only not in member.name:
             continue
         names.append(member.name)
         try:
-            found = asyncio.run(sweep(member.name, told.tasks, limits))
+            found = asyncio.run(sweep(member.name, told.tasks, settings))
             ok += found["goes_on"]
         except (TaskError, EnvironmentFailed) as error:
             found = {"environment": member.name, "failed": str(error)}

@@ -47,8 +47,7 @@ GRACE_S = 30.0
 KEY = "a-key-that-is-long-enough"
 RUN = RunSettings(run_id="secured")
 KEYS = {
-    "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps([key.get_secret_value() for key in PRODUCT.signing_keys]),
-    "TIDEMILL_PRODUCT__PSEUDONYM_KEY": PRODUCT.pseudonym_key.get_secret_value(),
+    **PRODUCT.environment(),
     "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": key_hash(KEY)}),
     "TIDEMILL_GATEWAY__API_KEYS": json.dumps({"shop": hashlib.sha256(KEY.encode()).hexdigest()}),
 }

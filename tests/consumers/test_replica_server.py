@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from tests.records import build
-from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
+from tidemill.producers.config import RolloutSettings
+from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.producers.sampling.completion import Completion
 from tidemill.producers.sampling.replicas import ReplicaIdentity
 from tidemill.schemas.chat.format import load_chat_format
@@ -249,7 +250,9 @@ def test_a_conversation_is_served_as_it_is_trained(served, stream):
 
     async def train():
         session = Recorded(turns)
-        policy = RolloutPolicy(served.chat, session, PolicyLimits(100_000, 100, 100, 1.0))
+        policy = RolloutPolicy(
+            served.chat, session, RolloutSettings(max_context_tokens=100_000, max_turn_tokens=100), 100
+        )
         trained = [{"role": "system", "content": "t20"}]
         for number in range(6):
             trained.append(messages[1 + 2 * number])

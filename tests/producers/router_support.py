@@ -17,12 +17,10 @@ from tokenizers import Tokenizer
 from tests.producers.conftest import END, byte_tokenizer
 from tests.records import build
 from tidemill.producers.config import PoolAddresses, RouterSettings
-from tidemill.producers.edge.exchange import Recorder, Router
-from tidemill.producers.edge.metrics import RouterMetrics
-from tidemill.producers.edge.router import Application
-from tidemill.producers.edge.routing import CanaryShare, Replicas
+from tidemill.producers.edge.exchange import Recorder
+from tidemill.producers.edge.router import Router
+from tidemill.producers.edge.routing import Replicas
 from tidemill.producers.product.settings import ProductSettings, key_hash
-from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.producers.sampling.replicas import open_replica_client
 from tidemill.schemas.chat.format import ChatFormat, chatml, special_texts
 from tidemill.schemas.chat.serving import ChatServer
@@ -173,7 +171,6 @@ class Rig:
     router: Router
     session: aiohttp.ClientSession
     replicas: list[FakeReplica]
-    application: Application
 
     def post(self, body: dict | bytes, path: str = "/v1/completions", **headers: str) -> Any:
         """A request of the product; `headers` with underscores for dashes."""
@@ -214,16 +211,12 @@ async def rig(
             "pools": PoolAddresses(stable=addresses[:stable], canary=addresses[stable:]), **settings,
         })  # fmt: skip
         outbox = MemoryOutbox()
-        router = Router(
-            RUN, chosen, Signer(PRODUCT), Pseudonyms(PRODUCT), CanaryShare("r", "main"),
-            Replicas(await stack.enter_async_context(open_replica_client(chosen)), chosen),
-            Recorder(outbox, 5.0, chosen.log_rest_s), RouterMetrics(),
-            ChatServer(chat or chat_format(), chosen.remembered_turns, chosen.max_prompt_tokens),
-        )  # fmt: skip
-        application = Application(router)
-        base = await stack.enter_async_context(_routed(application, chosen))
+        replicas_of = Replicas(await stack.enter_async_context(open_replica_client(chosen)), chosen)
+        router = Router(RUN, chosen, PRODUCT, replicas_of, Recorder(outbox, 5.0, chosen.log_rest_s))
+        router.chat = ChatServer(chat or chat_format(), chosen.remembered_turns, chosen.max_prompt_tokens)
+        base = await stack.enter_async_context(_routed(router, chosen))
         session = await stack.enter_async_context(aiohttp.ClientSession(base))
-        yield Rig(outbox, router, session, replicas, application)
+        yield Rig(outbox, router, session, replicas)
 
 
 @asynccontextmanager
@@ -243,10 +236,10 @@ async def served(replica: FakeReplica) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _routed(application: Application, settings: RouterSettings) -> AsyncIterator[str]:
+async def _routed(router: Router, settings: RouterSettings) -> AsyncIterator[str]:
     listener = bind("127.0.0.1", 0, "router.port")
     listener.listen()
-    config = BoundedConfig(application.build(), settings.http, lifespan="off", grace_s=settings.grace_s)
+    config = BoundedConfig(router.build(), settings.http, lifespan="off", grace_s=settings.grace_s)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server._serve([listener]))
     try:
@@ -254,5 +247,5 @@ async def _routed(application: Application, settings: RouterSettings) -> AsyncIt
     finally:
         server.should_exit = True
         await serving
-        await application.drain()
+        await router.drain()
         listener.close()

@@ -327,9 +327,8 @@ def examples() -> list[str]:
 
 
 def test_the_quickstart_runs_as_it_is_printed(settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch):
-    keys = PRODUCT.revealed()
-    monkeypatch.setenv("TIDEMILL_PRODUCT__SIGNING_KEYS", str(keys["signing_keys"]).replace("'", '"'))
-    monkeypatch.setenv("TIDEMILL_PRODUCT__PSEUDONYM_KEY", str(keys["pseudonym_key"]))
+    for name, value in PRODUCT.environment().items():
+        monkeypatch.setenv(name, value)
     found = examples()
     assert len(found) == 2 and all(len(code.splitlines()) <= 11 for code in found)
     for code in found:

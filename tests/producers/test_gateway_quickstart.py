@@ -72,9 +72,8 @@ def test_the_printed_requests_are_taken(kafka, topic_prefix):
 
 def test_the_printed_program_is_taken(kafka, topic_prefix, monkeypatch):
     settings = topics_of(kafka.bootstrap, topic_prefix)
-    keys = PRODUCT.revealed()
-    monkeypatch.setenv("TIDEMILL_PRODUCT__SIGNING_KEYS", json.dumps(keys["signing_keys"]))
-    monkeypatch.setenv("TIDEMILL_PRODUCT__PSEUDONYM_KEY", str(keys["pseudonym_key"]))
+    for name, value in PRODUCT.environment().items():
+        monkeypatch.setenv(name, value)
     program = of_the_page("from tidemill.producers import FeedbackProducer")
     assert '"kafka:9092"' in program
     exec(program.replace('"kafka:9092"', "kafka"), {"kafka": settings, "token": token(user="ann@example.com")})

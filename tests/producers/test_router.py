@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
+from prometheus_client import generate_latest
 
 from tests.producers.router_support import (
     KEY,
@@ -189,7 +190,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
             headers = {"authorization": f"Bearer {KEY}"}
             async with router.session.post("/v1/completions", data=never(), headers=headers) as response:
                 assert response.status == 408 and "did not arrive" in (await response.json())["detail"]
-            while b"tidemill_router_in_flight 0.0" not in router.router.metrics.text():
+            while b"tidemill_router_in_flight 0.0" not in generate_latest(router.router.metrics):
                 await asyncio.sleep(0.01)
 
     run(scenario)
@@ -332,7 +333,7 @@ def test_a_client_that_goes_away_before_an_answer_leaves_no_record():
             await until(lambda: replica.requests)
             asking.cancel()
             await asyncio.wait_for(replica.aborted.wait(), 20)
-            await until(lambda: not router.application._running)
+            await until(lambda: not router.router._running)
             assert router.outbox.written == []
 
     run(scenario)
@@ -410,7 +411,7 @@ def test_too_many_requests_at_once_are_turned_away():
         async with rig(max_concurrent_requests=2) as router:
             router.replicas[0].go_on.clear()
             held = [asyncio.create_task(router.streamed(ASK)) for _ in range(2)]
-            await until(lambda: len(router.application._running) == 2)
+            await until(lambda: len(router.router._running) == 2)
             status, answer = await router.asked(ASK)
             assert status == 429 and answer["error"]["type"] == "rate_limit_error"
             router.replicas[0].go_on.set()

@@ -16,6 +16,7 @@ import pytest
 
 from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decision, interaction_of, served
 from tests.records import build
+from tests.waiting import until
 from tidemill.producers.config import RouterSettings
 from tidemill.producers.edge.exchange import LogUnavailable, open_recorder
 from tidemill.producers.edge.router import run
@@ -68,24 +69,12 @@ def settings(kafka, topic_prefix) -> KafkaSettings:
 
 
 def process(settings: KafkaSettings, replicas, port: int, root) -> subprocess.Popen:
-    keys = {
-        "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps([key.get_secret_value() for key in PRODUCT.signing_keys]),
-        "TIDEMILL_PRODUCT__PSEUDONYM_KEY": PRODUCT.pseudonym_key.get_secret_value(),
-        "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": key_hash(KEY)}),
-    }
+    keys = {**PRODUCT.environment(), "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": key_hash(KEY)})}
     flags = ["--bootstrap", settings.bootstrap, "--topic-prefix", settings.topic_prefix, "--run-id", RUN.run_id,
              "--port", str(port), "--stable", replicas[0].address, "--canary", replicas[1].address]  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "tidemill.compose.cli", "route", *flags], env={**os.environ, **keys}, cwd=root
     )
-
-
-def until(happened, deadline_s: float = 180.0):
-    end = time.monotonic() + deadline_s
-    while not (found := happened()):
-        assert time.monotonic() < end, "it did not happen in time"
-        threading.Event().wait(0.02)
-    return found
 
 
 def health(http: httpx.Client):

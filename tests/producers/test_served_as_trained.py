@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from tests.producers.conftest import END
 from tests.producers.router_support import chat_format, rig
-from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
+from tidemill.producers.config import RolloutSettings
+from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.producers.sampling.completion import Completion
 from tidemill.producers.sampling.replicas import ReplicaIdentity
 from tidemill.schemas.chat.format import CHATML_TOKENS, chatml
@@ -127,7 +128,7 @@ async def converse(turns, say):
 async def trained(chat, turns, tools):
     """The prompts of a rollout and its messages."""
     session = Training([ids for _, ids in turns])
-    policy = RolloutPolicy(chat, session, PolicyLimits(100_000, 1000, 100, 1.0))
+    policy = RolloutPolicy(chat, session, RolloutSettings(max_context_tokens=100_000, max_turn_tokens=1000), 100)
 
     async def say(messages):
         return dict((await policy.chat(messages, tools=tools)).message)

@@ -18,7 +18,7 @@ from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import TaskQuery
 from tidemill.producers.environments.check import task_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions
-from tidemill.producers.environments.open import EnvironmentSet, host_limits
+from tidemill.producers.environments.open import EnvironmentSet
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.player import Player
 from tidemill.producers.sampling.replicas import open_replica_client
@@ -87,7 +87,7 @@ def test_the_agent_plays_an_episode(company, new_replica, chat):
     entry = EnvironmentEntry(name="ledger", agent=[sys.executable, "agent.py"])
 
     async def main() -> Rollout:
-        environments = EnvironmentSet([entry], host_limits(settings))
+        environments = EnvironmentSet([entry], settings)
         draft = next(LEDGER.tasks(TaskQuery(0)))
         async with open_replica_client(settings) as client, AgentEndpoint() as endpoint:
             player = Player(settings, "w", environments, chat, client, endpoint)

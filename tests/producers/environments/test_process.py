@@ -20,6 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import build
+from tests.waiting import until
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import (
     ContextFull,
     Endpoint,
@@ -32,15 +34,15 @@ from tidemill.producers.environments.base import (
     TaskQuery,
 )
 from tidemill.producers.environments.find import UnknownEnvironment, options_json
-from tidemill.producers.environments.process import TICKS, HostedEnvironment, HostLimits, ProcessLost
+from tidemill.producers.environments.process import TICKS, HostedEnvironment, ProcessLost
 from tidemill.producers.environments.spawning import FrameTooLarge, encode
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.records import Task
 
 pytestmark = pytest.mark.filterwarnings("error")
 HOSTILE = "hostile_environments:Hostile"
-LIMITS = HostLimits(answer_s=30.0, start_s=60.0)
-SHORT = HostLimits(answer_s=2.0, start_s=60.0)
+LIMITS = RolloutSettings(environment_timeout_s=30.0)
+SHORT = RolloutSettings(environment_timeout_s=2.0)
 NEVER_S = 120.0
 
 
@@ -94,8 +96,8 @@ def run(coroutine, limit_s: float = NEVER_S):
         gc.collect()
 
 
-async def start(name: str = HOSTILE, limits: HostLimits = LIMITS, network: bool | None = None, **options):
-    return await HostedEnvironment.start(name, options, limits, network)
+async def start(name: str = HOSTILE, limits: RolloutSettings = LIMITS, network: bool | None = None, **options):
+    return await HostedEnvironment(name, options, limits, network).start()
 
 
 async def outcome(hosted, payload: str, policy=None):
@@ -106,7 +108,7 @@ async def outcome(hosted, payload: str, policy=None):
         return error
 
 
-def play_one(payload: str, limits: HostLimits = LIMITS, policy=None, **options):
+def play_one(payload: str, limits: RolloutSettings = LIMITS, policy=None, **options):
     """The outcome of an episode, after which another one is played as if nothing had been."""
 
     async def main():
@@ -121,7 +123,7 @@ def play_one(payload: str, limits: HostLimits = LIMITS, policy=None, **options):
     return run(main())
 
 
-def with_bystanders(payload: str, limits: HostLimits, count: int = 12):
+def with_bystanders(payload: str, limits: RolloutSettings, count: int = 12):
     """The outcomes of an episode and of those beside it, which call the policy, wait, and begin again when lost."""
 
     async def bystander(hosted):
@@ -161,14 +163,6 @@ def processes(folder: Path) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return found
-
-
-def until(condition, limit_s: float = 30.0):
-    """Wait for a condition."""
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -324,7 +318,7 @@ def test_an_episode_that_is_cancelled_here_is_cancelled_there():
 
 def test_an_episode_that_ignores_its_cancellation_gets_no_company(temporary):
     async def main():
-        hosted = await start(limits=HostLimits(answer_s=0.3))
+        hosted = await start(limits=RolloutSettings(environment_timeout_s=0.3))
         policy = FakePolicy()
         stays = asyncio.create_task(outcome(hosted, "waits", policy))
         began = time.monotonic()
@@ -380,7 +374,9 @@ def test_what_cannot_be_opened_says_why(name, options, kind, said, tmp_path, mon
     for word, text in texts.items():
         (tmp_path / f"broken_{word}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    limits = HostLimits(start_s=2.0 if "hangs" in name else 60.0, memory_bytes=512 << 20)
+    if "hangs" in name:
+        monkeypatch.setattr("tidemill.producers.environments.process.START_S", 2.0)
+    limits = RolloutSettings(environment_memory_mb=512)
     with pytest.raises(kind) as raised:
         run(start(name, limits, **options))
     assert said in str(raised.value)
@@ -463,6 +459,23 @@ def test_an_episode_that_hangs_is_the_one_that_fails(payload):
     assert with_bystanders(payload, SHORT) == f"environment {HOSTILE} hung: no answer within 2 s"
 
 
+def test_an_episode_that_hangs_fails_though_its_process_cannot_be_killed(monkeypatch):
+    monkeypatch.setattr("tidemill.producers.environments.spawning.KILL_S", 0.2)
+
+    async def main():
+        hosted = await start(limits=SHORT)
+        keeper = hosted._processes[-1]._spawned._keeper
+        os.kill(keeper.pid, signal.SIGSTOP)
+        try:
+            return await outcome(hosted, "hangs")
+        finally:
+            os.kill(keeper.pid, signal.SIGCONT)
+            await hosted.close()
+            await asyncio.to_thread(keeper.communicate)
+
+    assert str(run(main(), limit_s=30)) == f"environment {HOSTILE} hung: no answer within 2 s"
+
+
 def test_what_was_scored_before_another_episode_hangs_is_kept():
     async def main():
         hosted = await start(limits=SHORT)
@@ -518,9 +531,9 @@ def test_a_worker_that_stands_still_blames_nobody():
         playing = asyncio.create_task(outcome(hosted, "calls_side_by_side 2"))
         waiting = asyncio.create_task(outcome(hosted, "waits"))
         await asyncio.sleep(0.1)
-        time.sleep(3 * SHORT.answer_s)
+        time.sleep(3 * SHORT.environment_timeout_s)
         assert (await playing).total == 1.0
-        await asyncio.sleep(2 * SHORT.answer_s / TICKS)
+        await asyncio.sleep(2 * SHORT.environment_timeout_s / TICKS)
         assert not waiting.done()
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -544,7 +557,7 @@ def test_a_worker_that_stands_still_blames_nobody():
     ],
 )
 def test_an_episode_that_ends_the_process_is_the_one_that_fails(payload, said):
-    limits = HostLimits(memory_bytes=512 << 20)
+    limits = RolloutSettings(environment_memory_mb=512)
     if payload == "leaks_shared":  # the address space is full, and the process still usable
         assert "Cannot allocate memory" in str(play_one(payload, limits))
     else:
@@ -722,14 +735,15 @@ def test_a_forked_copy_of_the_process_ends_and_speaks_for_nobody():
 WORKER = """
 import asyncio, os, signal, sys
 sys.path[:0] = sys.argv[1:2]
-from tidemill.producers.environments.process import HostedEnvironment, HostLimits
+from tidemill.producers.config import RolloutSettings
+from tidemill.producers.environments.process import HostedEnvironment
 from test_process import FakePolicy, task, HOSTILE
 
 # A shell's background jobs ignore the interrupt, and what they start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 async def main():
-    hosted = await HostedEnvironment.start(HOSTILE, {}, HostLimits())
+    hosted = await HostedEnvironment(HOSTILE, {}, RolloutSettings()).start()
     for word in ("child", "orphan"):
         await hosted.play(task(f"forks {word}"), FakePolicy())
     if not (copy := os.fork()):  # it holds every descriptor of the worker's
@@ -835,7 +849,7 @@ def test_a_machine_that_cannot_close_the_network_opens_nothing(tmp_path, monkeyp
 # Tasks.
 
 
-def hosted_tasks(name: str, limits: HostLimits = LIMITS, **options):
+def hosted_tasks(name: str, limits: RolloutSettings = LIMITS, **options):
     return HostedEnvironment(f"hostile_environments:{name}", options, limits).tasks(TaskQuery(3))
 
 
@@ -869,14 +883,14 @@ def test_tasks_come_in_one_order_whatever_hashes_the_worker_has():
         ("exits", "draws no more tasks: its process ended with code 9"),
         ("leaks", "draws no more tasks: its process used up its memory (1024 MiB)"),
         ("number", "yielded a int, not a TaskDraft"),
-        ("fields", "a wrong draft: payload: Input should be a valid string"),
+        ("fields", "a wrong draft: Expected `str`, got `int` - at `$.payload`"),
         ("surrogate", "surrogates not allowed"),
         ("object", "not JSON serializable"),
         ("large", "a task has 100,000,"),
     ],
 )
 def test_an_environment_that_cannot_draw_says_why(do, said):
-    limits = HostLimits(answer_s=3.0 if do == "hangs" else 30.0, memory_bytes=1 << 30)
+    limits = RolloutSettings(environment_timeout_s=3.0 if do == "hangs" else 30.0, environment_memory_mb=1024)
     drafts = hosted_tasks("BadTasks", limits, do=do)
     assert next(drafts).payload == "1"
     with pytest.raises(TaskError) as raised:
@@ -895,7 +909,7 @@ def test_an_environment_whose_tasks_do_not_begin_says_why():
 
 def test_one_process_of_tasks_is_no_concern_of_another():
     good = hosted_tasks("Hostile", size=10**9)
-    bad = hosted_tasks("BadTasks", HostLimits(answer_s=0.3), do="hangs")
+    bad = hosted_tasks("BadTasks", RolloutSettings(environment_timeout_s=0.3), do="hangs")
     next(good), next(bad)
     with pytest.raises(TaskError):
         next(bad)

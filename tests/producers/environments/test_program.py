@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.producers.rollout.agents import last, policy_of, task_of
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments import program as program_module
 from tidemill.producers.environments.base import (
     Environment,
@@ -32,7 +33,6 @@ from tidemill.producers.environments.base import (
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions, parse_ledger
 from tidemill.producers.environments.process import HostedEnvironment
 from tidemill.producers.environments.program import Program
-from tidemill.producers.environments.spawning import HostLimits
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.schemas.records import RewardComponent
 
@@ -373,7 +373,7 @@ def test_an_environment_that_swallows_the_end_of_its_conversation_does_not_hold_
 def test_an_environment_in_a_process_of_its_own_poses_the_task_and_scores() -> None:
     async def hosted() -> None:
         name = "tidemill.producers.environments.ledger:LedgerEnvironment"
-        inner = await HostedEnvironment.start(name, {}, HostLimits())
+        inner = await HostedEnvironment(name, {}, RolloutSettings()).start()
         source = """
         task = json.load(sys.stdin)
         assert [tool["function"]["name"] for tool in task["tools"]] == ["add", "sub"], task

@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from tests.producers.rollout.agents import last, policy_of, task_of
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import (
     ContextFull,
     Environment,
@@ -28,7 +29,6 @@ from tidemill.producers.environments.base import (
 )
 from tidemill.producers.environments.find import UnknownEnvironment
 from tidemill.producers.environments.process import HostedEnvironment
-from tidemill.producers.environments.spawning import HostLimits
 from tidemill.producers.environments.verifiers import Verifiers
 from tidemill.producers.sampling.completion import BadResponse
 
@@ -400,7 +400,7 @@ def test_a_full_context_is_scored_unless_the_harness_fails_of_it() -> None:
 def test_in_a_process_of_its_own() -> None:
     async def hosted() -> None:
         options = {"env": {"id": "user-sim"}}
-        environment = await HostedEnvironment.start("vf_hosted:HostedSums", options, HostLimits(), network=True)
+        environment = await HostedEnvironment("vf_hosted:HostedSums", options, RolloutSettings(), network=True).start()
         try:
             draft = next(iter(opened("vf_sums", **options).tasks(TaskQuery(1))))
             score, policy = await one(environment, both_sides, draft.payload)

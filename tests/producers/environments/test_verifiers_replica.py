@@ -13,7 +13,7 @@ from tests.consumers.test_replica_server import Served
 from tests.producers.rollout.agents import task_of
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import TaskQuery
-from tidemill.producers.environments.open import EnvironmentSet, host_limits
+from tidemill.producers.environments.open import EnvironmentSet
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.player import Player
 from tidemill.producers.sampling.replicas import open_replica_client
@@ -40,7 +40,7 @@ def play(replica: Served, taskset: str, **options: object) -> list[Rollout]:
     entry = EnvironmentEntry(name=f"verifiers:{taskset}", options=options)
 
     async def main() -> list[Rollout]:
-        environments = EnvironmentSet([entry], host_limits(settings))
+        environments = EnvironmentSet([entry], settings)
         async with open_replica_client(settings) as client, AgentEndpoint() as endpoint:
             player = Player(settings, "w", environments, replica.chat, client, endpoint)
             try:

@@ -10,8 +10,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.records import build
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import Endpoint
-from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
+from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.producers.sampling.completion import Completion, Sampling
 from tidemill.producers.sampling.replicas import ReplicaIdentity
 from tidemill.schemas.chat.format import ChatFormat, chatml, special_texts
@@ -89,9 +90,9 @@ def policy_of(
     max_context_tokens: int = 8192,
     **more: Any,
 ) -> RolloutPolicy:
-    limits = PolicyLimits(max_context_tokens, 2048, max_turns, 1.0)
+    limits = RolloutSettings(max_context_tokens=max_context_tokens, max_turn_tokens=2048)
     session: Any = FakeSession(say, CHAT._tokenizer)
-    return RolloutPolicy(CHAT, session, limits, offer=offer, **more)
+    return RolloutPolicy(CHAT, session, limits, max_turns, offer=offer, **more)
 
 
 def task_of(payload: str, environment: str = "test", max_turns: int = 64, options: str = "{}") -> Task:

@@ -16,10 +16,11 @@ from tests.producers.rollout.test_player import Environments
 from tests.producers.rollout.test_player import play as played
 from tests.producers.rollout.test_policy import END, LEDGER, TASK, USER, Script
 from tests.producers.rollout.test_worker import settings_for, task
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.outbox import SegmentClaims
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.player import Player
-from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy, recorded_turns, turn_record
+from tidemill.producers.rollout.policy import RolloutPolicy, recorded_turns, turn_record
 from tidemill.producers.sampling.completion import (
     BadResponse,
     Sampling,
@@ -69,8 +70,8 @@ def policy_of(session, recorded=(), written=None, asks=True) -> RolloutPolicy:
         if written is not None:
             written.append(turn_record(TASK, 1, "w", number, made))
 
-    limits = PolicyLimits(4000, 200, 6, 1.0, asks)
-    return RolloutPolicy(session.chat, session, limits, recorded_turns(recorded), on_turn)
+    limits = RolloutSettings(max_context_tokens=4000, max_turn_tokens=200, expert_ids=asks)
+    return RolloutPolicy(session.chat, session, limits, 6, recorded_turns(recorded), on_turn)
 
 
 def expected(policy: RolloutPolicy) -> list[list[int]]:

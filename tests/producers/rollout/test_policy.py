@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tests.producers.conftest import END, solution
 from tests.records import build
+from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import ContextFull, GenerationFailed
 from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.producers.rollout.intake import NOTHING, BegunTasks, TaskProgress
 from tidemill.producers.rollout.player import completed_rollout, failed_rollout
 from tidemill.producers.rollout.policy import (
-    PolicyLimits,
     RolloutPolicy,
     context_digest,
     recorded_turns,
@@ -91,8 +91,8 @@ def policy_of(session, recorded=(), max_context=4000, max_turns=6, written=None,
         if written is not None:
             written.append(turn_record(a_task, 1, "w", number, made))
 
-    limits = PolicyLimits(max_context, 200, max_turns, temperature)
-    return RolloutPolicy(session.chat, session, limits, recorded_turns(recorded), on_turn)
+    limits = RolloutSettings(max_context_tokens=max_context, max_turn_tokens=200, temperature=temperature)
+    return RolloutPolicy(session.chat, session, limits, max_turns, recorded_turns(recorded), on_turn)
 
 
 def play(session, recorded=(), a_task=TASK, temperature=1.0, **options):

@@ -131,9 +131,10 @@ def test_a_refused_batch_raises_at_its_writers():
         outbox.post("k", Tick("t", 1))
         with pytest.raises(DeliveryError):
             await outbox.drain()
+        outbox.post("k", Tick("t", 3))  # its rollout has not failed
         with pytest.raises(DeliveryError):
-            outbox.post("k", Tick("t", 3))
-        outbox.post("k", Tick("t", 4))
+            await outbox.write("k", Tick("t", 4))
+        await outbox.write("k", Tick("t", 5))
         await outbox.drain()
         outbox.close()
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import build
-from tidemill.producers.tasks.admission import AdmissionController, AdmissionPolicy, trainable
+from tidemill.producers.config import FeedSettings
+from tidemill.producers.tasks.admission import AdmissionController, trainable
+from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     AckStatus,
     CloseReason,
@@ -29,8 +30,10 @@ from tidemill.schemas.records import (
 SECOND = 1_000_000
 
 
-def policy(groups_per_step=2, max_policy_lag=1, max_steps=1000, replicas=1) -> AdmissionPolicy:
-    return AdmissionPolicy(groups_per_step, max_policy_lag, 10**6, max_steps, replicas, 10 * SECOND, 5 * SECOND)
+def new(replicas=1, **run) -> AdmissionController:
+    limits = {"groups_per_step": 2, "max_policy_lag": 1, "max_steps": 1000, **run}
+    feed = FeedSettings(replicas=replicas, replica_silence_s=10, overdue_s=5)
+    return AdmissionController(RunSettings(**limits), feed)
 
 
 def task(index, mode=Mode.TRAIN, deadline_at=100 * SECOND) -> Task:
@@ -61,14 +64,14 @@ def ack(version, replica="a", at=0, status=AckStatus.PROVED) -> WeightAck:
 
 
 def controller(**changes) -> AdmissionController:
-    made = AdmissionController(policy(**changes))
+    made = new(**changes)
     for replica in range(changes.get("replicas", 1)):
         made.observe(ack(0, replica="abc"[replica]))
     return made
 
 
 def test_nothing_is_issued_before_enough_replicas_serve():
-    made = AdmissionController(policy(replicas=2))
+    made = new(replicas=2)
     assert made.observe(ack(0, "a")) == 0
     assert made.observe(ack(-1, "b", status=AckStatus.REFUSED)) == 0
     assert made.observe(ack(0, "b", at=1)) == 4
@@ -118,8 +121,7 @@ def test_excluded_groups_free_their_place_at_once_and_stragglers_free_none():
 
 @pytest.mark.parametrize("step_first", [True, False])
 def test_a_group_that_the_trainer_will_find_stale_frees_its_place_before_that_is_recorded(step_first):
-    made = AdmissionController(replace(policy(), stale_lag=1))
-    made.observe(ack(0))
+    made = controller()
     for i in range(4):
         made.observe(task(i))
     records = [group(2, version=0), group(3, version=1)]
@@ -184,7 +186,7 @@ def test_a_group_without_signal_frees_its_place_when_it_closes(closed, capacity)
     ],
 )
 def test_what_the_trainer_can_train_on(rewards, min_completed, skip_no_signal, expected):
-    rules = replace(policy(), min_completed=min_completed, skip_no_signal=skip_no_signal)
+    rules = RunSettings(min_completed=min_completed, skip_no_signal=skip_no_signal)
     assert trainable(group(0, rewards), rules) is expected
 
 
@@ -205,8 +207,8 @@ def test_an_overdue_group_that_never_closed_is_not_waited_for():
     made.observe(task(0, deadline_at=100 * SECOND))
     made.observe(task(1, deadline_at=100 * SECOND))
     made.observe(group(1))
-    assert made.expire(104 * SECOND).groups == ()
-    assert made.expire(106 * SECOND).groups == ("run/train/0",)
+    assert made.expire(104 * SECOND) == ([], [])
+    assert made.expire(106 * SECOND) == (["run/train/0"], [])
     assert made.capacity() == 3, "the closed one waits for the trainer, however long"
 
 
@@ -216,8 +218,8 @@ def test_a_replica_that_falls_silent_behind_the_others_is_not_waited_for():
         made.observe(task(i))
     made.observe(step(1, trained=[0, 1]))
     made.observe(ack(1, "a", at=20 * SECOND))
-    assert made.expire(29 * SECOND).replicas == ()
-    assert made.expire(31 * SECOND).replicas == ("b",)
+    assert made.expire(29 * SECOND)[1] == []
+    assert made.expire(31 * SECOND)[1] == ["b"]
     assert made.capacity() == 2
     assert made.observe(ack(0, "b", at=32 * SECOND)) == 2
     assert made.served_version == 0, "it counts again when it speaks again"
@@ -227,7 +229,7 @@ def test_a_lone_replica_is_waited_for():
     made = controller()
     made.observe(task(0))
     made.observe(step(1, trained=[0]))
-    assert made.expire(10_000 * SECOND).replicas == ()
+    assert made.expire(10_000 * SECOND)[1] == []
     assert made.served_version == 0
 
 
@@ -246,7 +248,7 @@ RECORDS = [
 
 @given(st.permutations(RECORDS), st.lists(st.sampled_from(RECORDS)))
 def test_order_and_repeats_do_not_matter(ordered, repeated):
-    straight, shuffled = AdmissionController(policy(max_policy_lag=4)), AdmissionController(policy(max_policy_lag=4))
+    straight, shuffled = new(max_policy_lag=4), new(max_policy_lag=4)
     for record in RECORDS:
         straight.observe(record)
     for record in [*ordered, *repeated]:
