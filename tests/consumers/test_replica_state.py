@@ -304,7 +304,7 @@ def test_no_path_is_cheaper_than_the_one_that_is_found(edges, anchors, target, h
 
 def _costs_of_all_paths(graph: VersionGraph, target: int, held: int | None) -> list[int]:
     costs = []
-    edges = {(d.base, d.version): d for m in graph.manifests.values() for d in graph._deltas_to(m)}
+    edges = {(delta.base, delta.version): delta for delta in graph.skip_deltas()}
     for length in range(6):
         for between in combinations(range(target), length):
             path = [*between, target]

@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.consumers.product_support import (
-    SECOND,
-    interaction,
-    request,
-    two_people,
-)
+from tests.consumers.product_support import SECOND, interaction, request, two_people
 from tests.consumers.sink_support import PREFIX, START_US, rows_of
 from tidemill.consumers.sink.config import SinkSettings, TableEngine
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.rows import DeadLetter, DeletedKey, Row, row_of
+from tidemill.consumers.sink.tables import WATERMARKS
 from tidemill.consumers.sink.writer import Erasures, Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -151,9 +147,19 @@ def test_a_crash_before_the_deletion_forgets_nothing_and_writes_nothing_twice(
 ):
     rows = [*rows_of(two_people()), *rows_of([ERASE])]
     places = {("tidemill.interactions", 0): 2}
-    for dying in ("_erase", "_mark"):
+    insert = Writer._insert_arrow
+
+    def delete_dies(_writer: Writer, _deletions: object) -> None:
+        raise Crash
+
+    def mark_dies(one: Writer, table: str, *rest: Any) -> None:
+        if table == WATERMARKS:
+            raise Crash
+        insert(one, table, *rest)
+
+    for method, dying in (("_delete", delete_dies), ("_insert_arrow", mark_dies)):
         with monkeypatch.context() as patch:
-            patch.setattr(Writer, dying, lambda *_: (_ for _ in ()).throw(Crash))
+            patch.setattr(Writer, method, dying)
             with pytest.raises(Crash):
                 tables.writer().write(rows, places)
         assert tables.writer().next_offsets == {}

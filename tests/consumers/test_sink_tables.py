@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -168,21 +169,39 @@ def test_an_insert_holds_no_more_than_its_bound_and_a_crash_between_two_writes_n
     assert [[row.n_bytes for row in run] for run in cut(rows, 100)] == [[40, 40], [40], [150], [10, 10]]
     assert list(cut([], 100)) == []
     inserted: list[int] = []
-    insert_arrow = type(client).insert_arrow
+    raw_insert = type(client).raw_insert
 
-    def crashing(self: Any, table: str, data: Any, **options: Any) -> Any:
-        if table == "documents":
-            inserted.append(len(data))
+    def crashing(self: Any, table: str, names: list[str], data: memoryview, *more: Any) -> Any:
+        if table == "`bounded`.`documents`":
+            inserted.append(pa.ipc.open_file(data).read_all().num_rows)
             if len(inserted) == 3:
                 raise ConnectionError
-        return insert_arrow(self, table, data, **options)
+        return raw_insert(self, table, names, data, *more)
 
-    monkeypatch.setattr(type(client), "insert_arrow", crashing)
+    monkeypatch.setattr(type(client), "raw_insert", crashing)
     with pytest.raises(ConnectionError):
         Writer(client, "bounded", TableEngine.MERGE_TREE, insert_bytes=100).write(rows, {})
     assert Writer(client, "bounded", TableEngine.MERGE_TREE, insert_bytes=100).write(rows, {}) == 3
     assert inserted == [2, 1, 1, 1, 2]
     assert client.query("SELECT count() FROM bounded.documents").result_rows == [(6,)]
+
+
+def test_an_insert_is_compressed_as_the_client_asks(client: Any, monkeypatch: pytest.MonkeyPatch):
+    """A client of a server asks for it, the embedded engine's does not."""
+    sizes, raw_insert = list[int](), type(client).raw_insert
+
+    def noted(self: Any, table: str, names: list[str], data: memoryview, *more: Any) -> Any:
+        if table.endswith("`documents`"):
+            sizes.append(len(data))
+        return raw_insert(self, table, names, data, *more)
+
+    monkeypatch.setattr(type(client), "raw_insert", noted)
+    for compression in (client.write_compression, "lz4", "gzip"):
+        monkeypatch.setattr(client, "write_compression", compression)
+        writer(client, f"sent_{compression}").write(rows_of([Document("d", "s", "t" * 2**16)]), {})
+        assert client.query(f"SELECT length(text) FROM sent_{compression}.documents").result_rows == [(2**16,)]
+    plain, packed, unknown = sizes
+    assert packed < plain / 8 and plain == unknown > 2**16
 
 
 def test_tables_of_other_merges_are_changed_and_keep_their_rows(client: Any):
