@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.consumers.sink_support import PACKED, PREFIX, generated, rollout, rows_of, small_run, topic_of
-from tidemill.consumers.sink.columns import Column, Schema, list_array, packed_array, record_columns
+from tidemill.consumers.sink.columns import Column, Schema, list_array, packed_lists, record_columns
 from tidemill.consumers.sink.config import MergeSettings, SinkSettings, TableEngine
 from tidemill.consumers.sink.engine import ALLOCATOR, connect, engine_options
 from tidemill.consumers.sink.rows import DeadLetter, cut, row_of
@@ -124,10 +124,11 @@ def test_records_come_back_as_they_went_in(client: Any, record_type: type, data:
 
 
 def test_packed_tokens_become_lists_without_passing_through_python():
-    flat = packed_array([np.arange(3, dtype="<u4").tobytes(), np.arange(2, dtype="<u4").tobytes()], np.dtype("<u4"))
-    assert list_array([0, 3, 3, 5], flat).to_pylist() == [[0, 1, 2], [], [0, 1]]
+    chunks = [np.arange(3, dtype="<u4").tobytes(), np.arange(2, dtype="<u4").tobytes()]
+    lists = packed_lists(np.array([0, 12, 12, 20]), chunks, np.dtype("<u4"))
+    assert lists.to_pylist() == [[0, 1, 2], [], [0, 1]]
     with pytest.raises(ValueError, match="cannot be cut"):
-        list_array([0, 3, 6], flat)
+        list_array([0, 3, 6], lists.values)
 
 
 def test_rows_that_a_table_has_are_not_written_again(client: Any):
