@@ -30,9 +30,9 @@ ROLE = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO)
 from tidemill.consumers.replica import ReplicaSettings, run
-from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
-kafka, run_, store, replica = json.loads(sys.argv[1])
-run(KafkaSettings(**kafka), RunSettings(**run_), StoreSettings(**store), ReplicaSettings(**replica), ChatSettings())
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
+kafka, run_, replica = json.loads(sys.argv[1])
+run(KafkaSettings(**kafka), RunSettings(**run_), ReplicaSettings(**replica), ChatSettings())
 """
 
 
@@ -97,8 +97,7 @@ class RoleProcess:
 
     def __init__(self, settings: KafkaSettings, root: Path, replica_id: str, **replica: Any) -> None:
         chosen = {"replica_id": replica_id, "port": 0, "kv_cache_mb": 16, "max_num_seqs": 16, **replica}
-        store = {"root": str(root / "store")}
-        parts = [settings.model_dump(mode="json"), driver.RUN.model_dump(mode="json"), store, chosen]
+        parts = [settings.model_dump(mode="json"), driver.RUN.model_dump(mode="json"), chosen]
         self.replica_id, self._log = replica_id, root / f"{replica_id}.log"
         self._begins_at = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as log:
