@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import httpx
 import psutil
@@ -17,6 +18,7 @@ import pytest
 from tests.consumers import replica_driver as driver
 from tests.consumers.replica_support import ROOT
 from tests.records import build
+from tests.waiting import until
 from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
 from tidemill.producers.sampling.completion import Completion
 from tidemill.producers.sampling.replicas import ReplicaIdentity
@@ -58,17 +60,11 @@ class Served:
         threading.Thread(target=lambda: [self.lines.put(line.strip()) for line in self.process.stdout]).start()
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=240)
         assert self.ack(deadline_s=240.0).status is AckStatus.ANCHORED
-        self.wait_until_healthy()
+        until(self.healthy, lambda: (root / "log").read_text()[-4000:])
 
-    def wait_until_healthy(self, deadline_s=180.0):
-        end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
-            try:
-                if self.http.get("/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                threading.Event().wait(0.05)
-        raise TimeoutError((self.root / "log").read_text()[-4000:])
+    def healthy(self):
+        with suppress(httpx.TransportError):
+            return self.http.get("/health").status_code == 200
 
     def line(self, deadline_s=180.0):
         end = time.monotonic() + deadline_s
