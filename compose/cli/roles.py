@@ -58,7 +58,7 @@ def serve(
     with _quickly():
         from tidemill.consumers.replica import run
 
-    run(settings.kafka, settings.run, settings.store, settings.replica, settings.chat)
+    run(settings.kafka, settings.run, settings.replica, settings.chat)
 
 
 def route(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.environment import prepare_environment
-from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 
 __all__ = ["ReplicaSettings", "run"]
 
 
-def run(
-    kafka: KafkaSettings, run: RunSettings, store: StoreSettings, replica: ReplicaSettings, chat: ChatSettings
-) -> None:
+def run(kafka: KafkaSettings, run: RunSettings, replica: ReplicaSettings, chat: ChatSettings) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         kafka: the log.
         run: the run and the branch to follow.
-        store: where the trainer's anchors lie; manifests name them in full, so that only its presence is checked.
         replica: the replica itself.
         chat: how conversations become tokens.
 

@@ -208,10 +208,10 @@ class ReplicaExtension:
 
     @_answered
     def tidemill_begin(self, work: str, arguments: list[str]) -> Answer:
-        """Begin `stage`, `load` or `prove` in a thread. What was staged before is dropped by a new staging."""
+        """Begin `stage`, `load` or `prove` in a thread. A new staging drops what was staged, and the way back."""
         rank = self._tidemill
         if work != "prove":
-            rank.staged = None
+            rank.staged = rank.undo = None
         rank.work = rank.thread.submit(_answered(getattr(RankWeights, work)), rank, *arguments)
         return {}
 

@@ -102,6 +102,9 @@ def _begin(core: EngineCore, work: str, arguments: list[str]) -> dict[str, Any]:
     """Begin work (`extension.RankWeights`: stage, load or prove) in a thread of each rank, while the engine goes on."""
     updates: CoreUpdates = core.tidemill_updates
     updates.begun, updates.begun_at = work, time.monotonic()
+    if work != "prove":
+        # What an earlier update wrote stays: a refusal from here on has nothing to take back.
+        updates.before = None
     return {"refused": _refused(_ranks(core, "tidemill_begin", work, arguments))}
 
 

@@ -83,15 +83,6 @@ class Staging:
         changes = () if whole else changes
         return Prepared(draft, changes, whole, followed.anchor, fetch_ms, max(0.0, elapsed - fetch_ms))
 
-    def checkpoint(self, mirror: Mirror, anchor: Path) -> Path:
-        """A whole checkpoint of the mirror's version, with the configuration and tokenizer of an anchor."""
-        directory = self._directory / "joined"
-        shutil.rmtree(directory, ignore_errors=True)
-        weights = ("*.safetensors", "*.safetensors.index.json", MARKER)
-        shutil.copytree(anchor, directory, ignore=shutil.ignore_patterns(*weights))
-        mirror.save(directory)
-        return directory
-
     def save(self, mirror: Mirror) -> Path:
         """Write the mirror's version where the engine can read it whole."""
         directory = self._directory / "whole"
@@ -100,6 +91,13 @@ class Staging:
 
     def close(self) -> None:
         self._rebuilder.close()
+
+
+def save_whole(mirror: Mirror, anchor: Path, directory: Path) -> None:
+    """A whole checkpoint of the mirror's version in a new directory, with an anchor's configuration and tokenizer."""
+    weights = ("*.safetensors", "*.safetensors.index.json", MARKER)
+    shutil.copytree(anchor, directory, ignore=shutil.ignore_patterns(*weights))
+    mirror.save(directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ def join(
                 record = located.record
                 if isinstance(record, Manifest | SkipDelta | GateDecision) and (objection := state.observe(record)):
                     logger.warning("%s", objection)
-            joined = _build(state, staging, records)
+            joined = _build(state, staging, records, directory / "joined")
             if joined is not None:
                 return joined
             if not said:
@@ -157,7 +155,7 @@ def join(
     return None
 
 
-def _build(state: ReplicaState, staging: Staging, records: LogReader) -> Joined | None:
+def _build(state: ReplicaState, staging: Staging, records: LogReader, directory: Path) -> Joined | None:
     while (move := state.plan()) is not None:
         mirror = Mirror()
         try:
@@ -175,6 +173,10 @@ def _build(state: ReplicaState, staging: Staging, records: LogReader) -> Joined 
             prepared.draft.keep()
             logger.warning("version %d: %s", move.target.version, move.reason)
             assert prepared.anchor is not None, "with nothing loaded every path begins with an anchor"
-            directory = staging.checkpoint(mirror, prepared.anchor) if move.path.deltas else prepared.anchor
+            if move.path.deltas:
+                shutil.rmtree(directory, ignore_errors=True)
+                save_whole(mirror, prepared.anchor, directory)
+            else:
+                directory = prepared.anchor
             return Joined(move.target, mirror, directory, records.next_offsets(), move.reason)
     return None

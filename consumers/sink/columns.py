@@ -20,16 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tidemill.consumers.sink.rows import DeadLetter, Row
-from tidemill.schemas.codec import current_schema
+from tidemill.schemas.codec import RECORD_TYPES, current_schema
+
+if TYPE_CHECKING:
+    from tidemill.consumers.sink.rows import Row
 
 Offsets = npt.NDArray[np.int64]
 """Where each list begins in the values of all lists, and where the last one ends."""
@@ -87,16 +90,11 @@ def list_array(offsets: Offsets | Sequence[int], values: pa.Array) -> pa.ListArr
     return pa.ListArray.from_arrays(pa.array(np.asarray(offsets, dtype=np.int32)), values)
 
 
-def packed_array(chunks: Sequence[bytes], dtype: np.dtype[Any]) -> pa.Array:
-    """Packed little-endian bytes of many rows as one flat Arrow array."""
-    return pa.array(np.frombuffer(b"".join(chunks), dtype=dtype))
-
-
 def packed_lists(offsets: Offsets, chunks: Sequence[bytes], dtype: np.dtype[Any]) -> pa.ListArray:
     """Lists of elements out of packed chunks; `offsets` count bytes. Raises ValueError for a part of an element."""
     if (offsets % dtype.itemsize).any():
         raise ValueError(f"packed bytes are no whole number of elements of {dtype.itemsize}")
-    return list_array(offsets // dtype.itemsize, packed_array(chunks, dtype))
+    return list_array(offsets // dtype.itemsize, pa.array(np.frombuffer(b"".join(chunks), dtype=dtype)))
 
 
 Build = Callable[[Gathered], pa.Array]
@@ -111,6 +109,8 @@ class Column:
     type: str
     source: str
     build: Build
+    itemsize: int = 0
+    """Bytes of an element of packed arrays; 0 for another column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +191,7 @@ class Schema:
                 f"Array({PACKED[code]})",
                 source,
                 lambda of: packed_lists(of.record_offsets(*path), of.values(*path), np.dtype(f"<{code}")),
+                np.dtype(f"<{code}").itemsize,
             )
         elif form == "bytes" and within:
             raise TypeError(f"field {source}: bytes within a list need the logical type le-array")
@@ -290,9 +291,16 @@ DEAD_LETTER = (
 
 def record_columns(record_type: type) -> tuple[Column, ...]:
     """The columns of a record type, position aside. Raises TypeError for a schema that no rule covers."""
-    if record_type is DeadLetter:
-        return DEAD_LETTER
     return tuple(Schema(current_schema(record_type)).columns())
+
+
+@cache
+def packed_fields() -> dict[type, list[tuple[list[str], int]]]:
+    """The packed arrays of each record type: path of the field, through lists of records, and bytes of an element."""
+    return {
+        kind: [(column.source.split("."), column.itemsize) for column in record_columns(kind) if column.itemsize > 1]
+        for kind in RECORD_TYPES.values()
+    }
 
 
 def arrow_table(columns: Sequence[Column], rows: Sequence[Row]) -> pa.Table:

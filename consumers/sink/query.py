@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ class QueryResult:
     rows: list[list[Any]]
 
 
-def named_sql() -> dict[str, str]:
+@cache
+def named_sql() -> Mapping[str, str]:
     """The SQL of each named query, by name. A line `-- insert: NAME` stands for the text of the file `_NAME.sql`."""
     folder = files("tidemill.consumers.sink") / "queries"
     found = sorted(folder.iterdir(), key=lambda entry: entry.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tidemill.consumers.sink.columns import POSITION, Column, record_columns
+from tidemill.consumers.sink.columns import DEAD_LETTER, POSITION, Column, record_columns
 from tidemill.consumers.sink.config import MergeSettings, TableEngine
 from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.schemas.catalogue import CATALOGUE, Topic
@@ -69,7 +69,7 @@ def tables() -> dict[type, Table]:
         for topic, spec in CATALOGUE.items()
         for record_type in spec.values
     }
-    return {**found, DeadLetter: Table("dead_letters", record_columns(DeadLetter))}
+    return {**found, DeadLetter: Table("dead_letters", DEAD_LETTER)}
 
 
 OWN_TABLES = {

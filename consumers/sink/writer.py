@@ -139,11 +139,12 @@ def of_tombstones(rows: Iterable[Row]) -> Iterator[Deletion]:
         )
 
 
-def arrow_file(data: pa.Table) -> memoryview:
+def arrow_file(data: pa.Table, compression: str | None = None) -> memoryview:
     """A table as an Arrow file. Its size is found first: a buffer that grows is copied as often as it grows."""
+    options = pa.ipc.IpcWriteOptions(compression=compression)
 
     def write(sink: pa.NativeFile) -> None:
-        with pa.ipc.new_file(sink, data.schema) as file:
+        with pa.ipc.new_file(sink, data.schema, options=options) as file:
             file.write_table(data)
 
     size = pa.MockOutputStream()
@@ -163,7 +164,7 @@ def leave_pandas_out() -> None:
         sys.modules["pandas"] = None  # type: ignore[assignment]  # as if it were not installed
         try:
             pa.array([None])
-        except AttributeError:
+        except AttributeError:  # of the module, which it takes for one all the same; it does not look again
             return
         finally:
             del sys.modules["pandas"]
@@ -272,8 +273,10 @@ class Writer:
         settings: dict[str, Any] = {**INSERT_SETTINGS, "max_insert_block_size": max(len(data), 1)}
         if token:
             settings["insert_deduplication_token"] = token
-        full = f"`{self._database}`.`{table}`"
-        self._client.raw_insert(full, data.schema.names, arrow_file(data.combine_chunks()), settings, "Arrow")
+        # On its way to a server; the embedded engine asks for none.
+        compression = self._client.write_compression if self._client.write_compression in ("lz4", "zstd") else None
+        file, full = arrow_file(data.combine_chunks(), compression), f"`{self._database}`.`{table}`"
+        self._client.raw_insert(full, data.schema.names, file, settings, "Arrow")
 
     def _create(self, engine: TableEngine, merges: MergeSettings) -> None:
         """Create the tables; give those of an older release the columns of a newer schema, and other merges."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -221,15 +221,6 @@ HUES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class VersionRange:
-    """Tokens [start, end), counted through all segments, that one version sampled."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
 class Coloured:
     """The class and the title of each token, and the words for the classes that there are."""
 
@@ -238,31 +229,28 @@ class Coloured:
     legend: list[tuple[str, str]]
 
 
-def version_ranges(
-    lengths: Sequence[int], segments: Sequence[int], versions: Sequence[int], starts: Sequence[int], ends: Sequence[int]
-) -> list[VersionRange]:
-    """The version spans of all segments; `starts` and `ends` count within a segment."""
-    before = list(accumulate(lengths, initial=0))
-    return [
-        VersionRange(version, before[segment] + start, before[segment] + end)
-        for segment, version, start, end in zip(segments, versions, starts, ends, strict=True)
-        if 0 <= segment < len(lengths)
-    ]
-
-
 def by_mask(mask: Sequence[int]) -> Coloured:
     """What the policy sampled, and is trained on."""
     looks = ["hue0" if sampled else "" for sampled in mask]
     return Coloured(looks, [""] * len(mask), [("hue0", "sampled, in the loss"), ("", "given, not in the loss")])
 
 
-def by_version(mask: Sequence[int], first: int, ranges: Sequence[VersionRange]) -> Coloured:
-    """The version that sampled each token; `first`: the place of the first of these tokens."""
-    versions = sorted({each.version for each in ranges})
+def by_version(
+    mask: Sequence[int], first: int, lengths: Sequence[int], spans: Iterable[tuple[int, int, int, int]]
+) -> Coloured:
+    """The version that sampled each token.
+
+    Args:
+        first: place of the first of these tokens, counted through all segments.
+        lengths: tokens of each segment.
+        spans: segment, version, and where its tokens begin and end in the segment.
+    """
+    before, known = list(accumulate(lengths, initial=0)), [span for span in spans if 0 <= span[0] < len(lengths)]
+    versions = sorted({version for _, version, _, _ in known})
     looks = [""] * len(mask)
-    for each in ranges:
-        look = f"hue{versions.index(each.version) % HUES}"
-        for place in range(max(each.start, first), min(each.end, first + len(mask))):
+    for segment, version, start, end in known:
+        look = f"hue{versions.index(version) % HUES}"
+        for place in range(max(before[segment] + start, first), min(before[segment] + end, first + len(mask))):
             looks[place - first] = look if mask[place - first] else ""
     legend = [(f"hue{n % HUES}", f"version {version}") for n, version in enumerate(versions)]
     return Coloured(looks, [""] * len(mask), legend)

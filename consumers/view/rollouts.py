@@ -169,7 +169,7 @@ def _messages(
         painted = talk.by_mask(window)
     elif colour == "version":
         spans = ([int(n) for n in of[f"span_{part}"]] for part in ("segments", "versions", "starts", "ends"))
-        painted = talk.by_version(window, begin, talk.version_ranges(lengths, *spans))
+        painted = talk.by_version(window, begin, lengths, zip(*spans, strict=True))
     elif colour == "logprob":
         painted = talk.by_logprob(window, of["logprobs"])
     elif colour == "mismatch":

@@ -20,9 +20,10 @@ from pathlib import Path
 import fsspec
 
 from tidemill.consumers.replica.config import FETCH_BYTES
+from tidemill.consumers.replica.staging import save_whole
 from tidemill.consumers.weights.chain import Chain
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
-from tidemill.kernels.weights.anchor import MARKER, fetch_anchor
+from tidemill.kernels.weights.anchor import fetch_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, SharedFetcher, open_fetcher
@@ -198,10 +199,6 @@ def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, W
     return mirror.weights(builder.with_tensors(chain.manifest(version)).tensors)
 
 
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", MARKER)
-"""What of an anchor is not taken over: its weights and the marker that lists them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Checkout:
     """A version as files."""
@@ -226,8 +223,7 @@ def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> C
     built = builder.build(chain, version)
     staged = directory.absolute().parent / f".{directory.name}.{uuid.uuid4().hex[:12]}"
     try:
-        shutil.copytree(built.anchor_directory, staged, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
-        built.mirror.save(staged)
+        save_whole(built.mirror, built.anchor_directory, staged)
         manifest = builder.with_tensors(chain.manifest(version))
         try:
             objection = fingerprint_objection(map_checkpoint(staged), manifest)

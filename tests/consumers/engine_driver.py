@@ -1,7 +1,7 @@
 """Real vLLM engines driven in this process, and what the tests compare of them.
 
-    python engine_driver.py DIR [KIND...]     brings engines of every kind from a version A to a version B and prints
-                                              what is compared as one JSON line
+    python -m tests.consumers.engine_driver DIR [KIND...]     brings engines of every kind from a version A to a version
+                                                              B and prints what is compared as one JSON line
 
 A process of its own because vLLM reads its environment at import.
 """
@@ -9,7 +9,6 @@ A process of its own because vLLM reads its environment at import.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import sys
 import time
@@ -20,18 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.consumers import replica_driver as driver
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.consumers.replica.ranks import Holdings, handed_over
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint, specs_of
 from tidemill.kernels.weights.mirror import ElementChange
-
-_SPEC = importlib.util.spec_from_file_location("replica_driver", Path(__file__).with_name("replica_driver.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-driver: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = driver
-_SPEC.loader.exec_module(driver)
 
 View = dict[str, np.ndarray]
 """Tensor name -> bit patterns in its shape."""
@@ -265,7 +259,7 @@ def compare(kind: Kind, root: Path) -> dict[str, Any]:
 
 def _damage(engine: InProcess) -> dict[str, Any]:
     """Flip the lowest bit of one live element: no bf16 value in an fp32 engine, another value in a bf16 engine."""
-    from bit_flip import flip_bit  # beside this script
+    from tests.consumers.bit_flip import flip_bit
 
     (name,) = [name for name in engine.names if name.endswith("1.self_attn.o_proj.weight")]
     flip_bit(engine.core, name, 261, 0)

@@ -1,13 +1,12 @@
 """Expert ids of a real engine, driven in this process, beside those of transformers.
 
-    python expert_driver.py DIR     prints what is compared as one JSON line
+    python -m tests.consumers.expert_driver DIR     prints what is compared as one JSON line
 
 A process of its own because vLLM reads its environment at import.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from functools import cache
@@ -17,17 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-_SPEC = importlib.util.spec_from_file_location("engine_driver", Path(__file__).with_name("engine_driver.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-engines: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = engines
-_SPEC.loader.exec_module(engines)
+from tests.consumers import engine_driver as engines
 
 LONG, SHORT = 100, 12
 """Tokens of the prompt that is prefilled in pieces, and sampled ones of each answer."""
 
 
-class Routed(engines.InProcess):  # type: ignore[misc]  # loaded by its path
+class Routed(engines.InProcess):
     """An engine whose answers say expert ids."""
 
     def install(self, specs: list[Any]) -> None:

@@ -1,6 +1,6 @@
 """One prompt in different company, with and without `batch_invariant`: what its answers are, and how fast.
 
-    python invariance_driver.py DIR [KIND...]     prints what is compared as one JSON line
+    python -m tests.consumers.invariance_driver DIR [KIND...]     prints what is compared as one JSON line
 
 A process of its own because vLLM reads its environment at import.
 """
@@ -8,7 +8,6 @@ A process of its own because vLLM reads its environment at import.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import sys
@@ -20,11 +19,7 @@ from typing import Any
 
 import numpy as np
 
-_SPEC = importlib.util.spec_from_file_location("engine_driver", Path(__file__).with_name("engine_driver.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-engines: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = engines
-_SPEC.loader.exec_module(engines)
+from tests.consumers import engine_driver as engines
 
 RUNS = 80
 """Answers to the one prompt."""

@@ -1,8 +1,10 @@
 """A replica's engine of several ranks, driven in this process, and what the tests compare of it.
 
-    python ranks_driver.py DIR SETTINGS dense|experts     takes versions A, B, A ... under load, damages single ranks,
-                                                         and prints one JSON line; SETTINGS: JSON of `ReplicaSettings`
-    python ranks_driver.py DIR SETTINGS experts together  the same in short, for engine cores that compute together
+    python -m tests.consumers.ranks_driver DIR SETTINGS dense|experts
+        takes versions A, B, A ... under load, damages single ranks, and prints one JSON line; SETTINGS: JSON of
+        `ReplicaSettings`
+    python -m tests.consumers.ranks_driver DIR SETTINGS experts together
+        the same in short, for engine cores that compute together
 
 The server's part of the engine is this process; engine cores and workers are forks of it, so that what is installed
 here is there as well. A process of its own because vLLM reads its environment at import.
@@ -11,7 +13,6 @@ here is there as well. A process of its own because vLLM reads its environment a
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -23,18 +24,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-_SPEC = importlib.util.spec_from_file_location("engine_driver", Path(__file__).with_name("engine_driver.py"))
-assert _SPEC is not None and _SPEC.loader is not None
-engines: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = engines
-_SPEC.loader.exec_module(engines)
-
-from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings  # noqa: E402
-from tidemill.consumers.replica.environment import prepare_environment  # noqa: E402
-from tidemill.consumers.replica.ledger import WriteRefusedError  # noqa: E402
-from tidemill.kernels.weights.bits import TensorSpec  # noqa: E402
-from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of  # noqa: E402
-from tidemill.kernels.weights.mirror import ElementChange  # noqa: E402
+from tests.consumers import engine_driver as engines
+from tests.consumers.bit_flip import flip_on_rank
+from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
+from tidemill.consumers.replica.environment import prepare_environment
+from tidemill.consumers.replica.ledger import WriteRefusedError
+from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of
+from tidemill.kernels.weights.mirror import ElementChange
 
 TOKENS, REQUESTS, MOVES = 64, 4, 5
 OTHER_VERSION = "another version"
@@ -98,13 +95,7 @@ def install() -> None:
     ReplicaExtension.test_record = lambda worker: _record
     ReplicaExtension.test_torn = lambda worker: _torn[0]
     ReplicaExtension.test_break = lambda worker, rank, what: broken.append(what) if worker.rank == rank else None
-    ReplicaExtension.test_flip = lambda worker, rank, *place: worker.rank == rank and _flip(worker, *place)
-
-
-def _flip(worker: Any, *place: Any) -> bool:
-    from bit_flip import flip_on_rank  # beside this script
-
-    return flip_on_rank(worker, *place)
+    ReplicaExtension.test_flip = lambda worker, rank, *place: worker.rank == rank and flip_on_rank(worker, *place)
 
 
 class Versions:
@@ -190,6 +181,7 @@ async def under_load(engine: Any, versions: Versions, moves: int, first: int = 0
 async def damages(engine: Any, versions: Versions) -> dict[str, Any]:
     """What the engine says to damage of its last rank alone, and what it then holds."""
     found: dict[str, Any] = {}
+    await versions.move()  # one that could be taken back
     for what in ("shard", "commit"):
         await engine.collective_rpc("test_break", args=(1, what))
         try:

@@ -1,7 +1,8 @@
 """Helpers of the replica's tests: a tiny checkpoint, versions published without a Kafka, and a program.
 
-    python replica_driver.py serve CONFIG   one engine with its HTTP server and its subscriber; records come on standard
-                                            input, acknowledgements leave on standard output, a base64 line each
+    python -m tests.consumers.replica_driver CONFIG
+        one engine with its HTTP server and its subscriber; records come on standard input, acknowledgements leave on
+        standard output, a base64 line each
 
 A process of its own because vLLM reads its environment at import.
 """
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.consumers import bit_flip
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.weights.anchor import write_anchor
@@ -213,8 +215,6 @@ async def _lines() -> Any:
 
 async def serve(config: dict[str, Any]) -> None:
     """The role without its Kafka: what comes on standard input is the log."""
-    import bit_flip  # beside this script
-
     from tidemill.consumers.replica.config import ReplicaSettings
     from tidemill.consumers.replica.role import running_replica
     from tidemill.consumers.replica.staging import Joined
@@ -242,8 +242,6 @@ async def serve(config: dict[str, Any]) -> None:
 
 
 async def _obey(line: str, running: Any, log: MemoryLog) -> None:
-    import bit_flip
-
     if line.startswith("flip "):
         _, name, index, bit = line.split()
         await bit_flip.flip(running.engine, name, int(index), int(bit))
@@ -264,11 +262,6 @@ def save_view(view: ServingView, base: Path, directory: Path) -> Path:
     return directory
 
 
-def main() -> None:
-    """See the module's docstring."""
-    prepare_environment(1)
-    asyncio.run(serve(json.loads(sys.argv[2])))
-
-
 if __name__ == "__main__":
-    main()
+    prepare_environment(1)
+    asyncio.run(serve(json.loads(sys.argv[1])))

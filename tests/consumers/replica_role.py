@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from tests.consumers import replica_driver as driver
+from tests.waiting import until
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Topic
@@ -30,9 +31,9 @@ ROLE = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO)
 from tidemill.consumers.replica import ReplicaSettings, run
-from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
-kafka, run_, store, replica = json.loads(sys.argv[1])
-run(KafkaSettings(**kafka), RunSettings(**run_), StoreSettings(**store), ReplicaSettings(**replica), ChatSettings())
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
+kafka, run_, replica = json.loads(sys.argv[1])
+run(KafkaSettings(**kafka), RunSettings(**run_), ReplicaSettings(**replica), ChatSettings())
 """
 
 
@@ -97,8 +98,7 @@ class RoleProcess:
 
     def __init__(self, settings: KafkaSettings, root: Path, replica_id: str, **replica: Any) -> None:
         chosen = {"replica_id": replica_id, "port": 0, "kv_cache_mb": 16, "max_num_seqs": 16, **replica}
-        store = {"root": str(root / "store")}
-        parts = [settings.model_dump(mode="json"), driver.RUN.model_dump(mode="json"), store, chosen]
+        parts = [settings.model_dump(mode="json"), driver.RUN.model_dump(mode="json"), chosen]
         self.replica_id, self._log = replica_id, root / f"{replica_id}.log"
         self._begins_at = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as log:
@@ -117,17 +117,15 @@ class RoleProcess:
         return addresses[-1] if addresses else ""
 
     def status(self, deadline_s: float = 180.0) -> dict[str, Any]:
-        """What it says of itself over HTTP, whose port opens after its first acknowledgement. Raises TimeoutError."""
-        end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
-            try:
+        """What it says of itself over HTTP, whose port opens after its first acknowledgement."""
+
+        def answer() -> dict[str, Any]:
+            with suppress(httpx.TransportError):
                 if address := self.address():
-                    answer: dict[str, Any] = httpx.get(f"{address}/tidemill/status", timeout=10).json()
-                    return answer
-            except httpx.TransportError:
-                pass
-            threading.Event().wait(0.1)
-        raise TimeoutError(f"{self.replica_id} did not answer within {deadline_s:g} s: {self.text()}")
+                    return dict(httpx.get(f"{address}/tidemill/status", timeout=10).json())
+            return {}
+
+        return until(answer, lambda: f"{self.replica_id} did not answer: {self.text()}", deadline_s, pause_s=0.1)
 
     def end(self) -> None:
         """SIGTERM: everything below it ends with it. Raises AssertionError when it does not."""

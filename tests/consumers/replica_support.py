@@ -1,9 +1,13 @@
-"""What the replica's tests share: an engine of plain arrays, and a subscriber over it with its ledger."""
+"""What the replica's tests share: programs with real engines, and a subscriber over an engine of plain arrays."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +21,17 @@ from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.checkpoint import bits_in_memory
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher, ChunkLog
 from tidemill.schemas.records import Manifest, WeightAck
+
+ROOT = Path(__file__).parents[2]
+
+
+def driven(program: str, *arguments: object) -> Any:
+    """What a program of this folder prints last, as JSON: in a process of its own, as vLLM's environment demands."""
+    command = [sys.executable, "-m", f"tests.consumers.{program}", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
 
 SHAPES = {"a.weight": (40, 30), "b.weight": (500,)}
 

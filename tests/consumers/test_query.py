@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from tests.records import build
 from tidemill.consumers.sink import query
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import (
     QueryFailed,
     QueryResult,
@@ -31,6 +29,7 @@ from tidemill.consumers.sink.query import (
     sql_of,
     write_state,
 )
+from tidemill.consumers.sink.service import open_tables
 from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.http_room import bind
@@ -486,17 +485,14 @@ def test_the_page_lists_every_query_with_its_question():
 
 def test_a_running_sink_is_asked_over_http_and_a_dead_ones_state_is_not_believed(tmp_path: Path):
     sink = filled(tmp_path / "run", small_run())
-    client = connect(sink)
-    try:
-        with query_server(sink) as server:
-            write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
-            assert ask(sink, "SELECT count() FROM rollouts").rows == [[6]]
-            assert ask(sink, "SELECT 1 AS a FORMAT CSVWithNames") == QueryResult(["CSVWithNames"], [['"a"\n1\n']])
-            with pytest.raises(QueryFailed, match="READONLY"):
-                ask(sink, "DROP TABLE rollouts")
-    finally:
-        client.close()
-    assert read_state(sink.directory) is not None
+    with open_tables(sink):
+        state = read_state(sink.directory)
+        assert ask(sink, "SELECT count() FROM rollouts").rows == [[6]]
+        assert ask(sink, "SELECT 1 AS a FORMAT CSVWithNames") == QueryResult(["CSVWithNames"], [['"a"\n1\n']])
+        with pytest.raises(QueryFailed, match="READONLY"):
+            ask(sink, "DROP TABLE rollouts")
+    assert state is not None and read_state(sink.directory) is None
+    write_state(sink.directory, state)
     assert ask(sink, "SELECT count() FROM rollouts").rows == [[6]]
 
 
@@ -508,8 +504,7 @@ def test_parameters_reach_the_query_unharmed_from_disk_and_over_http(tmp_path: P
     sql = "SELECT {text:String} AS text, count() AS n FROM rollouts WHERE rollout_id = {id:String}"
     values = {"text": HOSTILE, "id": "a"}
     assert ask(sink, sql, values).rows == [[HOSTILE, 1]]
-    with closing(connect(sink)), query_server(sink) as server:
-        write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
+    with open_tables(sink):
         assert ask(sink, sql, values).rows == [[HOSTILE, 1]]
         with pytest.raises(QueryFailed, match="takes no parameter 'ids'; it takes text, id"):
             ask(sink, sql, {"ids": "a"})
@@ -529,13 +524,9 @@ def test_a_parameter_of_a_named_query_that_is_not_given_is_empty(tmp_path: Path,
 
 def test_a_stranger_at_the_sinks_port_is_not_asked(tmp_path: Path):
     sink = filled(tmp_path / "run", small_run())
-    client = connect(sink)
-    try:
-        with query_server(sink) as server:
-            write_state(sink.directory, SinkState(1, server.url, sink.database))
-            assert ask(sink, "SELECT count() FROM tasks").rows == [[3]]
-    finally:
-        client.close()
+    with open_tables(sink) as (_, url):
+        write_state(sink.directory, SinkState(1, url, sink.database))
+        assert ask(sink, "SELECT count() FROM tasks").rows == [[3]]
 
 
 def test_a_server_out_of_reach_is_a_clear_error():

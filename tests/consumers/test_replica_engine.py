@@ -5,23 +5,14 @@ what the weights compute.
 """
 
 import asyncio
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from contextlib import suppress
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-DRIVER = Path(__file__).with_name("engine_driver.py")
-_SPEC = importlib.util.spec_from_file_location("engine_driver", DRIVER)
-engine_driver = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = engine_driver
-_SPEC.loader.exec_module(engine_driver)
+from tests.consumers.engine_driver import KINDS
+from tests.consumers.replica_support import driven
 
-KINDS = engine_driver.KINDS
 EXPERTS = [name for name, kind in KINDS.items() if kind.intermediate]
 NO_PADDING = [name for name in EXPERTS if KINDS[name].intermediate % 32 == 0]
 
@@ -29,10 +20,7 @@ NO_PADDING = [name for name in EXPERTS if KINDS[name].intermediate % 32 == 0]
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, vllm):
     """What the driver saw of each kind of engine."""
-    command = [sys.executable, str(DRIVER), str(tmp_path_factory.mktemp("engines"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return driven("engine_driver", tmp_path_factory.mktemp("engines"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,3 +117,33 @@ def test_cores_resume_when_the_task_is_cancelled_while_they_pause(vllm):
 
     asyncio.run(cancel())
     assert asked == ["pause_scheduler", "resume_scheduler"]
+
+
+def test_a_staging_that_is_refused_takes_no_earlier_update_back(vllm):
+    from tidemill.consumers.replica import plugin
+
+    class Core:
+        """An engine core with one rank, which notes what it is asked."""
+
+        def __init__(self):
+            self.tidemill_updates, self.version, self.fault, self.asked = plugin.CoreUpdates(False), "4", "", []
+            self.scheduler = SimpleNamespace(get_request_counts=lambda: (0, 0))
+
+        def collective_rpc(self, method, args):
+            self.asked.append(method)
+            return [{"fault": self.fault if method == "tidemill_answer" else "", "stage_ms": 0.0, "apply_ms": 0.0}]
+
+        def get_weight_version(self):
+            return self.version
+
+        def set_weight_version(self, version):
+            self.version = version
+
+    core = Core()
+    plugin._begin(core, "stage", [])
+    assert plugin._commit(core, 5, False)["refused"] == ""
+    core.fault = "the changes are damaged"
+    plugin._begin(core, "stage", [])
+    assert plugin._commit(core, 6, False)["refused"] == "rank 0: the changes are damaged"
+    assert plugin._undo(core)["refused"] == "there is no update to undo"
+    assert (core.version, "tidemill_undo" in core.asked) == ("5", False)

@@ -1,16 +1,12 @@
 """The experts that an engine says it sent tokens to are those of transformers, also for cached and forked prefixes."""
 
 import asyncio
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.consumers import expert_driver
+from tests.consumers.replica_support import driven
 from tests.consumers.test_replica_server import Served
 from tidemill.consumers.replica.config import refusal
 from tidemill.producers.config import RolloutSettings
@@ -18,17 +14,13 @@ from tidemill.producers.sampling.completion import Sampling
 from tidemill.producers.sampling.replicas import open_replica_client
 from tidemill.schemas.expert_ids import unpacked_ids
 
-DRIVER = Path(__file__).with_name("expert_driver.py")
 LAYERS, TOP_K = 2, 2
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, vllm):
     """What the driver saw of an engine."""
-    command = [sys.executable, str(DRIVER), str(tmp_path_factory.mktemp("experts"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return driven("expert_driver", tmp_path_factory.mktemp("experts"))
 
 
 @pytest.mark.parametrize("when", ["first", "again", "fork"])

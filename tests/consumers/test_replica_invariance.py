@@ -1,29 +1,22 @@
 """80 answers to one prompt in different company: one with `batch_invariant`, several without it."""
 
-import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.consumers.replica_support import driven
 from tidemill.consumers.replica import linear
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
-
-DRIVER = Path(__file__).with_name("invariance_driver.py")
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, vllm):
     """What the driver saw of engines with and without it."""
-    command = [sys.executable, str(DRIVER), str(tmp_path_factory.mktemp("invariance"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return driven("invariance_driver", tmp_path_factory.mktemp("invariance"))
 
 
 @pytest.mark.parametrize(("model", "runs"), [("dense", 80), ("experts", 20)])

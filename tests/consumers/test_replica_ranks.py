@@ -1,37 +1,24 @@
 """An engine of two ranks is written, proved and stamped as one: versions under load, and damage of one rank alone."""
 
-import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
 
-DRIVER = Path(__file__).with_name("ranks_driver.py")
-_SPEC = importlib.util.spec_from_file_location("ranks_driver", DRIVER)
-ranks_driver = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = ranks_driver
-_SPEC.loader.exec_module(ranks_driver)
-
-
-def driven(root, settings, *what):
-    """What the driver saw."""
-    command = [sys.executable, str(DRIVER), str(root), json.dumps(settings), *what]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+from tests.consumers import ranks_driver
+from tests.consumers.replica_support import driven
 
 
 @pytest.fixture(scope="module", params=["dense", "experts"])
 def seen(request, tmp_path_factory, vllm):
     """What the driver saw of an engine with two ranks."""
     settings = {"tensor_parallel": 2, "expert_ids": request.param == "experts"}
-    return {**driven(tmp_path_factory.mktemp("ranks"), settings, request.param), "kind": request.param}
+    seen = driven("ranks_driver", tmp_path_factory.mktemp("ranks"), json.dumps(settings), request.param)
+    return {**seen, "kind": request.param}
 
 
 def test_versions_under_load_are_proved_and_every_token_says_which_one_sampled_it(seen):
@@ -61,12 +48,12 @@ def test_ranks_with_whole_experts_are_updated_and_compute_the_same(seen):
 def test_what_one_rank_refuses_no_rank_keeps(seen, what, why):
     damages = seen["damages"]
     assert damages[what].startswith(why)
-    assert (damages[f"{what} then"], damages[f"{what} version"]) == ("", ranks_driver.MOVES + 1)
+    assert (damages[f"{what} then"], damages[f"{what} version"]) == ("", ranks_driver.MOVES + 2)
 
 
 def test_all_ranks_go_on_after_a_refusal_and_take_an_update_back(seen):
     damages = seen["damages"]
-    assert damages["moved"] == damages["undone"] == "" and damages["version"] == ranks_driver.MOVES + 1
+    assert damages["moved"] == damages["undone"] == "" and damages["version"] == ranks_driver.MOVES + 2
 
 
 def test_one_flipped_bit_on_one_rank_fails_the_proof(seen):
@@ -100,7 +87,7 @@ def test_a_core_that_dies_with_a_call_in_its_hands_ends_the_call_and_its_ranks(s
 def seen_together(tmp_path_factory, vllm):
     """What the driver saw of two engines with half of the experts each."""
     settings = {"data_parallel": 2, "expert_parallel": True}
-    return driven(tmp_path_factory.mktemp("together"), settings, "experts", "together")
+    return driven("ranks_driver", tmp_path_factory.mktemp("together"), json.dumps(settings), "experts", "together")
 
 
 def test_engines_that_share_experts_take_each_version_as_one(seen_together):

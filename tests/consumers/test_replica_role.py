@@ -1,12 +1,12 @@
 """The role over a real Kafka: replicas of two compute types join, follow, go back and forth, end with their signal."""
 
 import threading
-import time
 
 import httpx
 import pytest
 
 from tests.consumers.replica_role import Acks, RoleProcess, Trainer
+from tests.waiting import until
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.reader import LogReader
@@ -58,9 +58,7 @@ def _end_under_load(replica):
     clients = [threading.Thread(target=ask, args=(n % 2 == 0,)) for n in range(12)]
     for client in clients:
         client.start()
-    end = time.monotonic() + 180
-    while len(answered) < 24 and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: len(answered) >= 24, "answers under load")
     assert set(answered) == {200}
     replica.end()
     for client in clients:

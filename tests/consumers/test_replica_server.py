@@ -2,22 +2,23 @@
 
 import asyncio
 import base64
-import importlib.util
 import json
-import os
 import queue
 import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
+from contextlib import suppress
 
 import httpx
 import psutil
 import pytest
 
+from tests.consumers import replica_driver as driver
+from tests.consumers.replica_support import ROOT
 from tests.records import build
+from tests.waiting import until
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.producers.sampling.completion import Completion
@@ -26,12 +27,6 @@ from tidemill.schemas.chat.format import load_chat_format
 from tidemill.schemas.chat.messages import checked_messages, checked_tools
 from tidemill.schemas.config import ChatSettings
 from tidemill.schemas.records import AckStatus, GateDecision, GateVerdict, VersionSpan, WeightAck
-
-_PATH = Path(__file__).with_name("replica_driver.py")
-_SPEC = importlib.util.spec_from_file_location("replica_driver", _PATH)
-driver = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = driver
-_SPEC.loader.exec_module(driver)
 
 BODY = {"model": "tidemill", "prompt": [5, 6, 7, 8], "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
 
@@ -59,25 +54,18 @@ class Served:
             "settings": {**SETTINGS, **settings},
         }
         self.process = subprocess.Popen(
-            [sys.executable, str(_PATH), "serve", json.dumps(config)],
+            [sys.executable, "-m", "tests.consumers.replica_driver", json.dumps(config)], cwd=ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(root / "log").open("wb"), text=True,
-            env=dict(os.environ),
         )  # fmt: skip
         self.lines = queue.Queue()
         threading.Thread(target=lambda: [self.lines.put(line.strip()) for line in self.process.stdout]).start()
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=240)
         assert self.ack(deadline_s=240.0).status is AckStatus.ANCHORED
-        self.wait_until_healthy()
+        until(self.healthy, lambda: (root / "log").read_text()[-4000:])
 
-    def wait_until_healthy(self, deadline_s=180.0):
-        end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
-            try:
-                if self.http.get("/health").status_code == 200:
-                    return
-            except httpx.TransportError:
-                threading.Event().wait(0.05)
-        raise TimeoutError((self.root / "log").read_text()[-4000:])
+    def healthy(self):
+        with suppress(httpx.TransportError):
+            return self.http.get("/health").status_code == 200
 
     def line(self, deadline_s=180.0):
         end = time.monotonic() + deadline_s

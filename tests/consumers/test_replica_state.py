@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.records import build
 from tidemill.consumers.replica.state import Move, ReplicaState
-from tidemill.kernels.weights.graph import UpdatePath, VersionGraph
+from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph
 from tidemill.schemas.records import Anchor, GateDecision, GateVerdict, Manifest, SkipDelta
 
 ANCHOR_BYTES, DELTA_BYTES = 1000, 10
@@ -298,21 +298,19 @@ def test_no_path_is_cheaper_than_the_one_that_is_found(edges, anchors, target, h
     for base, version, n_bytes in edges:
         graph.observe(skip(base, version, n_bytes))
     found = graph.path(target, held)
-    costs = _costs_of_all_paths(edges, anchors, target, held)
+    costs = _costs_of_all_paths(graph, target, held)
     assert (found.n_bytes if found else None) == min(costs, default=None)
 
 
-def _costs_of_all_paths(
-    edges: list[tuple[int, int, int]], anchors: list[int], target: int, held: int | None
-) -> list[int]:
-    # The first skip-delta of two versions counts.
-    bytes_of = {(base, version): n_bytes for base, version, n_bytes in reversed(edges)}
+def _costs_of_all_paths(graph: VersionGraph, target: int, held: int | None) -> list[int]:
     costs = []
+    edges = {(delta.base, delta.version): delta for delta in graph.skip_deltas()}
     for length in range(6):
         for between in combinations(range(target), length):
             path = [*between, target]
-            if all(pair in bytes_of for pair in pairwise(path)):
-                deltas = sum(bytes_of[pair] for pair in pairwise(path))
-                costs += [deltas] if path[0] == held else []
-                costs += [anchors[path[0]] + deltas] if anchors[path[0]] % 2 == 0 else []
+            if all(pair in edges for pair in pairwise(path)):
+                deltas: tuple[Delta, ...] = tuple(edges[pair] for pair in pairwise(path))
+                start = graph.manifests[path[0]]
+                costs += [UpdatePath(None, deltas).n_bytes] if path[0] == held else []
+                costs += [UpdatePath(start, deltas).n_bytes] if start.anchor else []
     return costs

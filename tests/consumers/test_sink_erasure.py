@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.consumers.product_support import (
-    SECOND,
-    interaction,
-    request,
-    two_people,
-)
+from tests.consumers.product_support import SECOND, interaction, request, two_people
 from tests.consumers.sink_support import PREFIX, START_US, rows_of
 from tidemill.consumers.sink.config import SinkSettings, TableEngine
 from tidemill.consumers.sink.engine import connect
@@ -154,15 +149,17 @@ def test_a_crash_before_the_deletion_forgets_nothing_and_writes_nothing_twice(
     places = {("tidemill.interactions", 0): 2}
     insert = Writer._insert_arrow
 
-    def die(*_args: object) -> None:
+    def delete_dies(_writer: Writer, _deletions: object) -> None:
         raise Crash
 
-    def die_at_the_marks(writer: Writer, table: str, *args: Any) -> None:
-        (die if table == WATERMARKS else insert)(writer, table, *args)
+    def mark_dies(one: Writer, table: str, *rest: Any) -> None:
+        if table == WATERMARKS:
+            raise Crash
+        insert(one, table, *rest)
 
-    for name, dying in (("_delete", die), ("_insert_arrow", die_at_the_marks)):
+    for method, dying in (("_delete", delete_dies), ("_insert_arrow", mark_dies)):
         with monkeypatch.context() as patch:
-            patch.setattr(Writer, name, dying)
+            patch.setattr(Writer, method, dying)
             with pytest.raises(Crash):
                 tables.writer().write(rows, places)
         assert tables.writer().next_offsets == {}

@@ -12,7 +12,8 @@ import pytest
 
 from tests.consumers.product_support import ProductLog, interaction, two_people
 from tests.consumers.sink_support import START_US, rows_of
-from tests.consumers.test_sink_log import DEADLINE_S, Sink, wait_for
+from tests.consumers.test_sink_log import DEADLINE_S, Sink
+from tests.waiting import until
 from tidemill.consumers.operate.rights.erase import Eraser
 from tidemill.consumers.sink.query import read_state
 from tidemill.consumers.sink.service import known_erasures
@@ -54,17 +55,17 @@ def test_he_is_gone_after_a_kill_and_after_a_rebuild(settings: KafkaSettings, tm
         producer.send(Topic.INTERACTIONS, Tick("test", START_US), key=tick_key(0), partition=0)
     sink = Sink(settings, {"path": str(tmp_path / "first"), "http_port": 0, "flush_seconds": 0.1})
     sink.start()
-    wait_for(lambda: users(sink) == {"ann", "bob", "judge"})
+    until(lambda: users(sink) == {"ann", "bob", "judge"})
     Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ann", "tester")
-    wait_for(lambda: users(sink) == {"bob", "judge"})
+    until(lambda: users(sink) == {"bob", "judge"})
     assert sink.end(signal.SIGKILL) == -signal.SIGKILL
     log.write(interaction("straggler", "ann"), interaction("new", "cleo"))
     rebuilt = Sink(settings, {"path": str(tmp_path / "second"), "http_port": 0, "flush_rows": 1, "flush_seconds": 0.1})
     for again in (sink, rebuilt):
         again.start()
-        wait_for(lambda one=again: value(one, "SELECT count() FROM interactions WHERE user_id = 'cleo'") == 1)
-        wait_for(lambda one=again: value(one, "SELECT count() FROM online_batches") == 1)
-        wait_for(lambda one=again: value(one, "SELECT count() FROM feedback") == 2)
+        until(lambda one=again: value(one, "SELECT count() FROM interactions WHERE user_id = 'cleo'") == 1)
+        until(lambda one=again: value(one, "SELECT count() FROM online_batches") == 1)
+        until(lambda one=again: value(one, "SELECT count() FROM feedback") == 2)
         assert users(again) == {"bob", "cleo", "judge"}
         assert value(again, "SELECT count() FROM dead_letters") == 0
         assert value(again, "SELECT count() FROM ticks") == 1

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-import clickhouse_connect
 import httpx
 import pytest
 from clickhouse_connect.driver.exceptions import DatabaseError
@@ -219,7 +218,8 @@ def test_each_layer_refuses_by_itself(sink: SinkSettings):
 
 
 def test_clickhouse_connects_ordinary_client(url: str):
-    with clickhouse_connect.get_client(host="127.0.0.1", port=int(url.rpartition(":")[2])) as client:
+    with connect(SinkSettings(host="127.0.0.1", port=int(url.rpartition(":")[2]))) as client:
+        assert client.write_compression in ("lz4", "zstd"), "else a sink sends its inserts to a server uncompressed"
         assert client.query("SELECT 1").result_rows == [(1,)]
         found = client.query(
             "SELECT rollout_id, mode, token_ids, spans.version, reward FROM rollouts ORDER BY rollout_id"

@@ -51,12 +51,18 @@ class Sink:
     def __init__(self, kafka: KafkaSettings, options: dict[str, Any]) -> None:
         self.settings = SinkSettings(**options)
         self.options = options
-        self._arguments = json.dumps([kafka.model_dump(), options])
+        self._command = [sys.executable, "-c", SINK, json.dumps([kafka.model_dump(), options])]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", SINK, self._arguments], stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(self._command, stderr=subprocess.PIPE)
         until(self._announced)
+
+    def refusal(self) -> str:
+        """What a second process with these settings says, which ends by itself."""
+        ended = subprocess.run(self._command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert ended.returncode > 0
+        return ended.stderr
 
     def _announced(self) -> bool:
         assert self.process is not None
@@ -170,17 +176,10 @@ def test_a_stop_writes_what_has_been_read(settings: KafkaSettings, sink: Sink):
 
 def test_a_missing_topic_and_a_second_sink_are_clear_errors(settings: KafkaSettings, sink: Sink):
     sink.start()
-    second = subprocess.run(
-        [sys.executable, "-c", SINK, sink._arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert second.returncode != 0
-    assert "another process has them open" in second.stderr
+    assert "another process has them open" in sink.refusal()
     assert sink.end(signal.SIGTERM) == 0
     absent = Sink(settings.model_copy(update={"topic_prefix": "absent."}), sink.settings.model_dump(include={"path"}))
-    refused = subprocess.run(
-        [sys.executable, "-c", SINK, absent._arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert "create the topics with" in refused.stderr
+    assert "create the topics with" in absent.refusal()
 
 
 def delete(settings: KafkaSettings, full_topic: str, before: int) -> None:
@@ -209,11 +208,7 @@ def test_what_the_log_deleted_ends_the_sink_or_is_entered_in_a_table(settings: K
     send(settings, range(10, 20))
     delete(settings, rollouts, 13)
     delete(settings, letters, 15)
-    refused = subprocess.run(
-        [sys.executable, "-c", SINK, sink._arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert refused.returncode != 0
-    assert f"{rollouts}[0]: the log no longer keeps offset 10, the log begins at 13" in refused.stderr
+    assert f"{rollouts}[0]: the log no longer keeps offset 10, the log begins at 13" in sink.refusal()
     accepting = Sink(settings, {**sink.options, "accept_gaps": True})
     accepting.start()
     until(lambda: accepting.rows() == 17)

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.consumers.sink_support import PACKED, PREFIX, generated, rollout, rows_of, small_run, topic_of
-from tidemill.consumers.sink.columns import Column, Schema, list_array, packed_array, record_columns
+from tidemill.consumers.sink.columns import Column, Schema, list_array, packed_lists, record_columns
 from tidemill.consumers.sink.config import MergeSettings, SinkSettings, TableEngine
 from tidemill.consumers.sink.engine import ALLOCATOR, connect, engine_options
 from tidemill.consumers.sink.rows import DeadLetter, cut, row_of
@@ -123,10 +124,11 @@ def test_records_come_back_as_they_went_in(client: Any, record_type: type, data:
 
 
 def test_packed_tokens_become_lists_without_passing_through_python():
-    flat = packed_array([np.arange(3, dtype="<u4").tobytes(), np.arange(2, dtype="<u4").tobytes()], np.dtype("<u4"))
-    assert list_array([0, 3, 3, 5], flat).to_pylist() == [[0, 1, 2], [], [0, 1]]
+    chunks = [np.arange(3, dtype="<u4").tobytes(), np.arange(2, dtype="<u4").tobytes()]
+    lists = packed_lists(np.array([0, 12, 12, 20]), chunks, np.dtype("<u4"))
+    assert lists.to_pylist() == [[0, 1, 2], [], [0, 1]]
     with pytest.raises(ValueError, match="cannot be cut"):
-        list_array([0, 3, 6], flat)
+        list_array([0, 3, 6], lists.values)
 
 
 def test_rows_that_a_table_has_are_not_written_again(client: Any):
@@ -168,21 +170,39 @@ def test_an_insert_holds_no_more_than_its_bound_and_a_crash_between_two_writes_n
     assert [[row.n_bytes for row in run] for run in cut(rows, 100)] == [[40, 40], [40], [150], [10, 10]]
     assert list(cut([], 100)) == []
     inserted: list[int] = []
-    insert_arrow = Writer._insert_arrow
+    raw_insert = type(client).raw_insert
 
-    def crashing(self: Writer, table: str, data: Any, token: str) -> None:
-        if table == "documents":
-            inserted.append(len(data))
+    def crashing(self: Any, table: str, names: list[str], data: memoryview, *more: Any) -> Any:
+        if table == "`bounded`.`documents`":
+            inserted.append(pa.ipc.open_file(data).read_all().num_rows)
             if len(inserted) == 3:
                 raise ConnectionError
-        insert_arrow(self, table, data, token)
+        return raw_insert(self, table, names, data, *more)
 
-    monkeypatch.setattr(Writer, "_insert_arrow", crashing)
+    monkeypatch.setattr(type(client), "raw_insert", crashing)
     with pytest.raises(ConnectionError):
         Writer(client, "bounded", TableEngine.MERGE_TREE, insert_bytes=100).write(rows, {})
     assert Writer(client, "bounded", TableEngine.MERGE_TREE, insert_bytes=100).write(rows, {}) == 3
     assert inserted == [2, 1, 1, 1, 2]
     assert client.query("SELECT count() FROM bounded.documents").result_rows == [(6,)]
+
+
+def test_an_insert_is_compressed_as_the_client_asks(client: Any, monkeypatch: pytest.MonkeyPatch):
+    """A client of a server asks for it, the embedded engine's does not."""
+    sizes, raw_insert = list[int](), type(client).raw_insert
+
+    def noted(self: Any, table: str, names: list[str], data: memoryview, *more: Any) -> Any:
+        if table.endswith("`documents`"):
+            sizes.append(len(data))
+        return raw_insert(self, table, names, data, *more)
+
+    monkeypatch.setattr(type(client), "raw_insert", noted)
+    for compression in (client.write_compression, "lz4", "gzip"):
+        monkeypatch.setattr(client, "write_compression", compression)
+        writer(client, f"sent_{compression}").write(rows_of([Document("d", "s", "t" * 2**16)]), {})
+        assert client.query(f"SELECT length(text) FROM sent_{compression}.documents").result_rows == [(2**16,)]
+    plain, packed, unknown = sizes
+    assert packed < plain / 8 and plain == unknown > 2**16
 
 
 def test_tables_of_other_merges_are_changed_and_keep_their_rows(client: Any):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from tests.consumers.weight_log import acknowledgement
 from tests.records import build
 from tidemill.consumers.weights.chain import Chain, Following, decision, rows
 from tidemill.consumers.weights.verify import default_start
@@ -22,9 +21,6 @@ from tidemill.schemas.records import (
     ShardPosition,
     SkipDelta,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from weight_log import acknowledgement
 
 RUN = RunSettings(run_id="test")
 
@@ -115,10 +111,15 @@ def test_the_first_contents_of_a_version_stand():
 
 
 def test_records_of_others_are_left_alone():
-    chain = long_chain(count=2)
-    for foreign in (manifest(2, run_id="other"), manifest(2, branch="other"), None):
-        chain.observe(foreign)
-    assert chain.head.version == 1
+    chain, own = long_chain(count=2), (manifest(2), decided(GateVerdict.HOLD, 1), acknowledgement(RUN, "a", 1, at=1))
+    for record in own:
+        chain.observe(replace(record, run_id="other"))
+        chain.observe(replace(record, branch="other"))
+    chain.observe(None)
+    assert (chain.head.version, chain.limit, chain.decisions, chain.replicas, chain.proofs) == (1, None, [], {}, {})
+    for record in own:
+        chain.observe(record)
+    assert (chain.head.version, chain.limit, chain.proofs) == (2, own[1], {1: {"a"}})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from confluent_kafka import TopicPartition
 from safetensors import safe_open
 
+from tests.consumers.weight_log import WeightLog, nudged, write_checkpoint
 from tidemill.consumers.weights.builder import Unusable, checkout, open_builder
 from tidemill.consumers.weights.chain import read_chain
 from tidemill.consumers.weights.verify import Verifier, default_start
@@ -23,9 +23,6 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.admin import admin_client
 from tidemill.schemas.log.reader import LogReader
-
-sys.path.insert(0, str(Path(__file__).parent))
-from weight_log import WeightLog, nudged, write_checkpoint
 
 TIMEOUT_S = 2.0
 

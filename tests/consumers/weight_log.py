@@ -11,15 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
-import torch
 import xxhash
-from safetensors.torch import save_file
 
 from tests.kernels.encoding import encode_delta
 from tests.records import build
 from tidemill.kernels.delta import TensorChange
-from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.anchor import finish_anchor, put_file
+from tidemill.kernels.weights.bits import TensorSpec, tensor_infos, total_fingerprint
+from tidemill.kernels.weights.checkpoint import save_checkpoint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import RecordProducer
@@ -30,7 +29,6 @@ from tidemill.schemas.records import (
     Manifest,
     ShardPosition,
     SkipDelta,
-    TensorInfo,
     WeightAck,
 )
 
@@ -56,24 +54,10 @@ def nudged(view: View, seed: int, density: float = 0.05) -> View:
     return {n: np.where(random.random(b.shape) < density, b ^ np.uint16(1), b) for n, b in view.items()}
 
 
-def infos(view: View) -> list[TensorInfo]:
-    """The tensors of a view as its manifest lists them."""
-    return [
-        TensorInfo(name, "bfloat16", list(bits.shape), fingerprint(bits, TensorKey.of(name)).hex())
-        for name, bits in view.items()
-    ]
-
-
-def total(view: View) -> str:
-    """Fingerprint of a whole view."""
-    return sum((fingerprint(bits, TensorKey.of(name)) for name, bits in view.items()), ZERO).hex()
-
-
 def write_checkpoint(directory: Path, view: View) -> Path:
     """A view as an anchor: a checkpoint directory with a configuration, a tokenizer file and the marker."""
     directory.mkdir(parents=True)
-    tensors = {n: torch.from_numpy(b.astype(np.int16)).view(torch.bfloat16).clone() for n, b in view.items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_checkpoint(directory, [(TensorSpec(n, b.shape, "bfloat16"), b.reshape(-1)) for n, b in view.items()])
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (directory / "tokenizer.json").write_text("{}")
     finish_anchor(str(directory), [put_file(str(directory), f.name, [f.read_bytes()]) for f in directory.iterdir()])
@@ -102,12 +86,12 @@ class WeightLog:
         """Publish one version; `lies` replaces fields of its manifest."""
         positions = [] if parent is None else self.send_shards(version, parent, view, shards, damage)
         old = self.views[parent] if parent is not None else view
-        where = self.root / self.run.branch / f"v{version}"
+        where, tensors = self.root / self.run.branch / f"v{version}", tensor_infos(view)
         fields = dict(
             run_id=self.run.run_id, branch=self.run.branch, version=version, parent=parent, step=version,
             learning_rate=1e-5, n_elements=sum(b.size for b in view.values()),
             n_changed=sum(int((old[n] != view[n]).sum()) for n in view), delta_bytes=sum(p.n_bytes for p in positions),
-            shards=positions, tensors=infos(view), fingerprint=total(view),
+            shards=positions, tensors=tensors, fingerprint=total_fingerprint(tensors).hex(),
             anchor=Anchor(str(write_checkpoint(where, view)), 1) if anchor else None,
             trained_at=version, published_at=version,
         )  # fmt: skip

@@ -28,10 +28,10 @@ REPLICA = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO)
 from tidemill.consumers.replica import ReplicaSettings, run
-from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
-kafka, store = json.loads(sys.argv[1])
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
+kafka = json.loads(sys.argv[1])
 settings = ReplicaSettings(replica_id="replica-f", port=0, kv_cache_mb=32)
-run(KafkaSettings(**kafka), RunSettings(run_id="foreign"), StoreSettings(**store), settings, ChatSettings())
+run(KafkaSettings(**kafka), RunSettings(run_id="foreign"), settings, ChatSettings())
 """
 
 
@@ -101,7 +101,7 @@ def test_a_follower_proves_every_version_and_a_restart_repeats_none(foreign, tmp
 def test_a_vllm_replica_proves_what_it_serves(foreign, tmp_path):
     """A real engine joins the run and follows it through the log alone."""
     joined = len(foreign.manifests() or foreign.train(1)) - 1
-    parts = json.dumps([foreign.kafka.model_dump(), {"root": str(foreign.root / "store")}])
+    parts = json.dumps(foreign.kafka.model_dump())
     with (tmp_path / "log").open("wb") as log:
         command = [sys.executable, "-c", REPLICA, parts]
         replica = subprocess.Popen(command, stderr=log, stdout=log, env=dict(os.environ))

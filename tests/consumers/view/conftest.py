@@ -89,9 +89,9 @@ def tell(process: subprocess.Popen[str], line: str = "") -> None:
 
 
 @contextmanager
-def tables_process(directory: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that has written the run into `directory`."""
-    command = [sys.executable, "-m", "tests.consumers.view.tables_process", str(directory), *flags]
+def tables_process(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has written the run into `directory`, and is asked as a running sink is."""
+    command = [sys.executable, "-m", "tests.consumers.view.tables_process", str(directory)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         tell(process)
         yield process
@@ -150,10 +150,11 @@ def live(tmp_path_factory: pytest.TempPathFactory, tokenizer_directory: Path) ->
     path = str(directory / "tables")
     settings = (f"sink.path={path}", f"view.model={tokenizer_directory}", "view.refresh_s=0.5")
     assignments = [word for setting in settings for word in ("--set", setting)]
-    with tables_process(directory / "tables", "--serve") as tables:
-        tell(tables)
-        with serving(directory / "view.log", *assignments) as (url, process):
-            yield LiveView(url, SinkSettings(path=path), process, tables)
+    with (
+        tables_process(directory / "tables") as tables,
+        serving(directory / "view.log", *assignments) as (url, process),
+    ):
+        yield LiveView(url, SinkSettings(path=path), process, tables)
 
 
 def browser_path() -> str:

@@ -10,7 +10,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
-from tests.consumers.view.conftest import LiveView, Look, View, serving, tables_process, tell, until
+from tests.consumers.view.conftest import LiveView, Look, View, serving, tables_process
+from tests.waiting import until
 from tidemill.consumers.view.panels import PAGES
 
 PHONE = {"viewport": {"width": 400, "height": 800}, "device_scale_factor": 1, "is_mobile": True, "has_touch": True}
@@ -141,8 +142,7 @@ def test_a_dead_engine_is_a_message_and_the_page_comes_back(
         expect(page.locator(".failed").first).to_contain_text("start `tidemill sink`")
         assert_accessible(page)
         look.shoot("dead-engine")
-        with tables_process(directory / "tables", "--serve") as tables:
-            tell(tables)
+        with tables_process(directory / "tables") as tables:
             expect(page.locator(".failed:visible")).to_have_count(0)
             expect(page.locator(".plot").first).to_be_visible()
             tables.kill()

@@ -21,10 +21,10 @@ from tidemill.consumers.view.config import ViewSettings
 from tidemill.consumers.view.conversation import (
     TokenTexts,
     by_mismatch,
+    by_version,
     said_texts,
     said_tokens,
     token_texts,
-    version_ranges,
 )
 from tidemill.consumers.view.drawn import clipped, visible
 from tidemill.consumers.view.tables import TableRows, Tables
@@ -283,7 +283,13 @@ def test_a_difference_is_shown_where_the_log_says_it():
     painted = by_mismatch(4, 10, [10, 10], [[1, 2, -0.1, -3.0], [0, 2, -0.1, -0.2], [7, 0, 0.0, 0.0]])
     assert painted.looks == ["", "", "odds4", ""]
     assert painted.titles[2] == "sampler -0.1000, trainer -3.0000"
-    assert [(one.start, one.end) for one in version_ranges([10, 10], [1, 9], [3, 3], [2, 0], [5, 1])] == [(12, 15)]
+
+
+def test_a_version_is_shown_on_the_tokens_of_its_spans_that_were_sampled():
+    mask = [1] * 12 + [0]
+    painted = by_version(mask, 4, [10, 10], [(1, 3, 2, 9), (0, 7, 3, 6), (9, 5, 0, 1)])
+    assert painted.looks == ["hue1"] * 2 + [""] * 6 + ["hue0"] * 4 + [""]
+    assert painted.legend == [("hue0", "version 3"), ("hue1", "version 7")], "no segment 9 has tokens"
 
 
 def test_without_a_tokenizer_there_is_none(tmp_path: Path):

@@ -202,7 +202,7 @@ def test_the_policy_lets_no_inline_code_and_no_other_host_in():
         b"/static/%2e%2e%2f%2e%2e%2f%2e%2e%2fpyproject.toml",
         b"/static//etc/passwd",
         b"/static/%2fetc%2fpasswd",
-        b"/static/vendor/../../role.py",
+        b"/static/vendor/../../app.py",
         b"/static/..\\app.py",
         b"/static/%00",
         b"/static/view.js%00.png",

@@ -21,6 +21,8 @@ from tidemill.schemas.log.consumed import ConsumedRecord, Position
 if TYPE_CHECKING:
     from tests.consumers.view.conftest import Look, View
 
+STAGES = {"served", "feedback", "outcome", "batch", "step", "version", "replica", "decision"}
+
 
 @cache
 def rows_of_the_run() -> list[Row]:
@@ -112,13 +114,27 @@ def test_users_appear_by_pseudonym_and_their_text_is_data(view: View):
     assert "No rows yet" in panel.text
 
 
-def test_from_a_thumb_to_the_version_in_clicks(view: View, look: Look):
-    page = look.open(f"{view.url}/users")
-    listed = page.locator("[data-panel^='/panel/interaction_list']")
-    listed.scroll_into_view_if_needed()
-    listed.locator("td a", has_text=re.compile("^i0$")).click()
-    row = page.locator("tr", has_text=f"step {ONLINE_STEP} trained on it")
-    assert "/users/i0" in page.url
-    row.locator("td a").last.click()
-    page.wait_for_selector("text=train_steps")
-    assert "topic=tidemill.train.steps" in page.url
+def test_a_thumb_is_followed_in_clicks_to_the_step_and_to_the_version(view: View, look: Look):
+    from playwright.sync_api import expect
+
+    page = look.open(f"{view.url}/run")
+    page.get_by_role("navigation").get_by_role("link", name="Users").click()
+    look.settle()
+    page.locator("[data-panel^='/panel/interaction_list']").scroll_into_view_if_needed()
+    page.get_by_role("link", name="i0", exact=True).first.click()
+    page.wait_for_url(re.compile("/users/i0"))
+    look.settle()
+    rows = page.locator("[data-panel^='/panel/interaction_path?'] tbody tr")
+    stages = rows.locator("td:first-child").all_inner_texts()
+    assert stages == [row["stage"] for row in view.get("/panel/interaction_path.json?interaction=i0").json()]
+    assert set(stages) == STAGES
+    look.shoot("interaction")
+    for stage, told in {"step": ["train_steps"], "version": ["weights.manifests", f"f{ONLINE_STEP}"]}.items():
+        rows.nth(stages.index(stage)).get_by_role("link").last.click()
+        page.wait_for_url(re.compile("/log/record"))
+        look.settle()
+        for text in told:
+            expect(page.locator("main")).to_contain_text(text)
+        look.shoot(f"record-of-a-{stage}")
+        page.go_back()
+        look.settle()
