@@ -56,7 +56,7 @@ def lost_after(monkeypatch, version: int, until: Callable[[], bool]) -> None:
     """The manifest of `version` fails, once `until` holds."""
     write = VersionLog.write
 
-    def written(self, mark, *others):
+    def late(self, mark, *others):
         if mark.version != version:
             return write(self, mark, *others)
         deadline = time.monotonic() + 120
@@ -64,7 +64,7 @@ def lost_after(monkeypatch, version: int, until: Callable[[], bool]) -> None:
             time.sleep(0.02)
         raise Lost
 
-    monkeypatch.setattr(VersionLog, "write", written)
+    monkeypatch.setattr(VersionLog, "write", late)
 
 
 def test_the_records_are_those_of_a_trainer_that_waits(log, train, monkeypatch) -> None:
@@ -78,7 +78,7 @@ def test_the_records_are_those_of_a_trainer_that_waits(log, train, monkeypatch) 
         computed.append(step)
         return made
 
-    def written(self, mark, *others):
+    def late(self, mark, *others):
         deadline = time.monotonic() + 120
         while mark.version % CHECKPOINT_EVERY and mark.version + 1 not in computed:
             assert time.monotonic() < deadline, f"step {mark.version + 1} waits for version {mark.version}"
@@ -88,7 +88,7 @@ def test_the_records_are_those_of_a_trainer_that_waits(log, train, monkeypatch) 
 
     with monkeypatch.context() as patched:
         patched.setattr(Learner, "train", learnt)
-        patched.setattr(VersionLog, "write", written)
+        patched.setattr(VersionLog, "write", late)
         train("beside")
     assert recorded == {v: list(range(1, v + 1)) for v in range(STEPS + 1)}, "no step is recorded before its parent"
     waiting, beside = (written(log, TrainStep, name) for name in ("waiting", "beside"))
