@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidemill.kernels.backend import backend_for, is_on_host
+from tidemill.kernels.backend import KernelBackend, backend_for, is_on_host
 from tidemill.kernels.block import (
     DIRECTORY_LIMIT,
     NAME_LIMIT,
@@ -140,9 +140,9 @@ class _SmallTensors:
         return fits and self._elements + part.n <= self._old.size
 
     def take(self, difference: _Difference, old: AnyArray) -> None:
-        part, (indices, old_at, new_at) = difference.part, map(_hosted, difference.changes)
+        part, (indices, old_at, new_at) = difference.part, map(KernelBackend.host, difference.changes)
         changes = ElementChanges(indices + self._elements, old_at.copy(), new_at.copy())
-        self._old[self._elements : self._elements + part.n] = _hosted(old)
+        self._old[self._elements : self._elements + part.n] = KernelBackend.host(old)
         self.differences[part.name] = difference._replace(changes=changes)
         self._elements += part.n
         self._directory += directory_entry_limit(part)
@@ -193,10 +193,6 @@ def _difference(rows: _Rows) -> _Difference | None:
     places = changes.indices + rows.part.start if rows.part.start else changes.indices
     added = kernels.fingerprint_change(key, places, changes.old, changes.new)
     return _Difference(rows.part, changes, base, added)
-
-
-def _hosted(array: AnyArray) -> AnyArray:
-    return backend_for(array).host(array)
 
 
 def _block(

@@ -28,6 +28,8 @@ from tidemill.trainer.batch_builder import BatchBuilder, Reminder
 from tidemill.trainer.trainable import TrainableGroup, completed
 
 CLIENT = "tidemill-trainer"
+R = TypeVar("R")
+_log = logging.getLogger(__name__)
 
 
 class MissingRolloutError(LookupError):
@@ -35,6 +37,8 @@ class MissingRolloutError(LookupError):
 
 
 class ReadAhead:
+    """Rollouts by place; beyond `limit_bytes` the oldest are forgotten."""
+
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._held: OrderedDict[tuple[int, int], tuple[ConsumedRecord, int]] = OrderedDict()
@@ -110,11 +114,6 @@ def expert_ids_of(rollout: Rollout, shape: RoutedShape) -> ExpertIds:
         return checked_ids(load_claim(rollout.expert_ids), rollout.segments, shape)
     except (ClaimError, InvalidRoutingError) as error:
         raise InvalidRoutingError(f"rollout {rollout.rollout_id}: {error}") from error
-
-
-_log = logging.getLogger(__name__)
-
-R = TypeVar("R")
 
 
 class InOrderError(ValueError):

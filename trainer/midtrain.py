@@ -36,11 +36,16 @@ from tidemill.trainer.midtrain_config import MidtrainSettings
 from tidemill.trainer.model import build_model, save_checkpoint, train_tokenizer, use_packed_attention
 from tidemill.trainer.muon import HybridOptimizer
 
+RECORD_FILE = "midtrain.json"
+_CLIENT = "tidemill-midtrain"
 _NO_LABEL = -100
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentRow:
+    """Pieces of documents in a row of L tokens."""
+
     input_ids: Tensor
     """i8[1, L]."""
     position_ids: Tensor
@@ -83,11 +88,6 @@ def _row(pieces: Sequence[Sequence[int]]) -> DocumentRow:
     )
 
 
-RECORD_FILE = "midtrain.json"
-_CLIENT = "tidemill-midtrain"
-_log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """Documents of the log, and where in the log they end."""
@@ -99,6 +99,8 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class MidtrainProgress:
+    """What is reported of a training under way."""
+
     step: int
     steps: int
     loss: float

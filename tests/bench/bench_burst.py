@@ -43,9 +43,8 @@ from stream_support import RUN_ID, fresh_topics, rollout, stream_process
 from tests.consumers.product_support import interaction as answer
 from tests.consumers.product_support import outcome
 from tests.consumers.sink_support import ack, manifest, step
-from tests.trainer.conftest import group_of, member_of, tiny_model
-from tests.trainer.conftest import rollout as trajectory
-from tests.trainer.conftest import segment as turns
+from tests.records import member_of
+from tests.trainer.conftest import make_group, make_rollout, make_segment, tiny_model
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.query import ask, read_state
 from tidemill.schemas.catalogue import Topic, feedback_key
@@ -285,8 +284,8 @@ def task(name: str) -> Task:
 
 def closed(name: str) -> Group:
     """Its group, which can be trained on."""
-    members = [member_of(trajectory(name, place, float(place), size=2), 0, place) for place in range(2)]
-    return group_of(name, members)
+    members = [member_of(make_rollout(name, place, float(place), size=2), 0, place) for place in range(2)]
+    return make_group(name, members)
 
 
 def of_trainer(kafka: KafkaSettings, count: int, directory: Path) -> int:
@@ -310,13 +309,13 @@ def write_groups(kafka: KafkaSettings, numbers: range, *, useless: bool = False)
         for number in numbers:
             name, members, partition = f"g{number}", [], number % PARTITIONS
             for place in range(GROUP_ROLLOUTS):
-                segments = [turns(number, TRAINED_TOKENS)]
+                segments = [make_segment(number, TRAINED_TOKENS)]
                 reward = 1.0 if useless else float(place)
-                made = trajectory(name, place, reward, size=GROUP_ROLLOUTS, segments=segments)
+                made = make_rollout(name, place, reward, size=GROUP_ROLLOUTS, segments=segments)
                 producer.send(Topic.ROLLOUTS, made, key=name, partition=partition)
                 members.append(member_of(made, partition, following[partition]))
                 following[partition] += 1
-            producer.send(Topic.GROUPS, group_of(name, members, closed_at=number), key=name, partition=partition)
+            producer.send(Topic.GROUPS, make_group(name, members, closed_at=number), key=name, partition=partition)
 
 
 def train(kafka: KafkaSettings, directory: Path) -> int:

@@ -92,7 +92,7 @@ class Sampler:
 
 def group_of(name: str, outputs: list[Any], version: int) -> Any:
     """A group that can be trained on."""
-    from conftest import trainable_group
+    from conftest import make_trainable
     from families import segment_of
 
     segments = []
@@ -104,7 +104,7 @@ def group_of(name: str, outputs: list[Any], version: int) -> Any:
         made = segment_of(list(output.prompt_token_ids), list(answer.token_ids), logprobs)
         segments.append(replace(made, spans=[replace(made.spans[0], version=version)]))
     rewards = tuple(float((one.ids()[one.mask() == 1] < VOCABULARY // 8).mean()) for one in segments)
-    group = trainable_group(name, rewards, version=version)
+    group = make_trainable(name, rewards, version=version)
     pairs = zip(group.rollouts, segments, strict=True)
     ids = [output.outputs[0].routed_experts for output in outputs]
     return replace(

@@ -27,7 +27,7 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "trainer"), str(HERE.parents[1])]
 
-from conftest import trainable_group  # noqa: E402
+from conftest import make_trainable  # noqa: E402
 from measuring import log_at, peak_bytes  # noqa: E402
 
 SMALL = {
@@ -109,7 +109,7 @@ def long_group(rollouts: int, tokens: int, vocabulary: int, prompt: int) -> Any:
     """A group of rollouts that share nothing and fill a row of so many tokens each, all after the prompt sampled."""
     from tidemill.schemas.records import Segment, VersionSpan
 
-    group = trainable_group("g", tuple(float(n % 2) for n in range(rollouts)))
+    group = make_trainable("g", tuple(float(n % 2) for n in range(rollouts)))
     generator = np.random.default_rng(0)
     mask = np.zeros(tokens + 1, np.uint8)
     mask[prompt:] = 1

@@ -152,7 +152,7 @@ def versions(learner: Any) -> Iterator[tuple[str, str, str, np.ndarray, str]]:
 
 def version_bytes(options: argparse.Namespace, seed: int, sequences: list[Any]) -> None:
     """The deltas of some steps in every format."""
-    from conftest import trainable_group
+    from conftest import make_trainable
     from families import segment_of
 
     from tidemill.kernels.comparison import compare
@@ -167,7 +167,7 @@ def version_bytes(options: argparse.Namespace, seed: int, sequences: list[Any]) 
     groups = []
     for prompt in range(PROMPTS):
         own = sequences[prompt::PROMPTS]
-        made = trainable_group(f"g{prompt}", (1.0, *random.integers(0, 2, len(own) - 2).astype(float), 0.0))
+        made = make_trainable(f"g{prompt}", (1.0, *random.integers(0, 2, len(own) - 2).astype(float), 0.0))
         pairs = zip(made.rollouts, own, strict=True)
         groups.append(replace(made, rollouts=tuple(replace(r, segments=[segment_of(*one)]) for r, one in pairs)))
     before: dict[tuple[str, str, str], tuple[str, np.ndarray]] = {}

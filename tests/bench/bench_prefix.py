@@ -28,7 +28,7 @@ from measuring import say
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "trainer"), str(Path(__file__).parents[2])]
 
-from conftest import trainable_group  # noqa: E402
+from conftest import make_trainable  # noqa: E402
 
 SMOLLM2_135M = {
     "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "head_dim": 64,
@@ -91,7 +91,7 @@ def groups_of(count: int, rollouts: int, prompt: int, answer: int, vocab: int) -
 
     def group(name: str) -> Any:
         made, asked = (
-            trainable_group(name, tuple(float(n % 2) for n in range(rollouts))),
+            make_trainable(name, tuple(float(n % 2) for n in range(rollouts))),
             rng.integers(0, vocab, prompt),
         )
         ids = (np.concatenate([asked, rng.integers(0, vocab, answer)]).astype("<u4") for _ in made.rollouts)

@@ -21,12 +21,10 @@ from tidemill.kernels.backend import (
 )
 from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.delta import CodecSettings
-from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.encoder import DeltaEncoder
 from tidemill.kernels.fingerprint import TensorKey
 
 KEY = TensorKey.of("w")
-BF16 = BY_NAME["bfloat16"]
 OLD = np.arange(1000, dtype=np.uint16)
 NEW = np.where(OLD % 7 == 0, OLD + 3, OLD).astype(np.uint16)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,9 @@ from tidemill.schemas.records import (
     StepInput,
     VersionSpan,
 )
+from tidemill.trainer.batch import pack
+from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
 VOCAB = 64
@@ -46,7 +48,7 @@ def tiny_model(seed: int = 0) -> PreTrainedModel:
     )
 
 
-def segment(seed: int, n_tokens: int = 24, version: int = 0, later: int | None = None) -> Segment:
+def make_segment(seed: int, n_tokens: int = 24, version: int = 0, later: int | None = None) -> Segment:
     """A prompt, a sampled turn, tool output, a second turn (under version `later`, if given), more tool output."""
     rng = np.random.default_rng(seed)
     mask = np.zeros(n_tokens, np.uint8)
@@ -62,10 +64,12 @@ def segment(seed: int, n_tokens: int = 24, version: int = 0, later: int | None =
     )
 
 
-def rollout(group_id: str, index: int, reward: float, size: int = 4, version: int = 0, **changes: object) -> Rollout:
+def make_rollout(
+    group_id: str, index: int, reward: float, size: int = 4, version: int = 0, **changes: object
+) -> Rollout:
     """A completed rollout whose tokens depend on its name alone."""
     seed = sum(map(ord, group_id)) * 100 + index
-    made = segment(seed, 20 + seed % 13, version)
+    made = make_segment(seed, 20 + seed % 13, version)
     sampled = int(made.mask().sum())
     made_rollout = build(Rollout, rollout_id=f"{group_id}-{index}", group_id=group_id, environment="test", index=index,
                          group_size=size, segments=[made], rewards=[RewardComponent("correct", reward, 1.0)],
@@ -75,7 +79,7 @@ def rollout(group_id: str, index: int, reward: float, size: int = 4, version: in
     return replace(made_rollout, **changes)
 
 
-def group_of(group_id: str, members: list[GroupMember], **changes: object) -> Group:
+def make_group(group_id: str, members: list[GroupMember], **changes: object) -> Group:
     """A group closed by size."""
     rewards = [member.reward for member in members if member.reward is not None]
     made = build(Group, group_id=group_id, environment="test", members=members,
@@ -83,26 +87,26 @@ def group_of(group_id: str, members: list[GroupMember], **changes: object) -> Gr
     return replace(made, **changes)
 
 
-def trainable_group(group_id: str, rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0.0), **changes: object):
+def make_trainable(group_id: str, rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0.0), **changes: object):
     """A group that can be trained on."""
     size = len(rewards)
-    rollouts = [rollout(group_id, index, reward, size, **changes) for index, reward in enumerate(rewards)]
+    rollouts = [make_rollout(group_id, index, reward, size, **changes) for index, reward in enumerate(rewards)]
     members = [member_of(record, 0, index) for index, record in enumerate(rollouts)]
     place = StepInput(group_id, Topic.GROUPS.value, 0, sum(map(ord, group_id)))
-    return TrainableGroup(place, group_of(group_id, members), tuple(rollouts))
+    return TrainableGroup(place, make_group(group_id, members), tuple(rollouts))
 
 
-def interaction(name: str, version: int = 0, **changes: object) -> Interaction:
+def make_interaction(name: str, version: int = 0, **changes: object) -> Interaction:
     """An answer served to the user `user-<name>`, whose tokens depend on its name alone."""
     seed = sum(map(ord, name)) * 7
-    made = segment(seed, 20 + seed % 13, version)
+    made = make_segment(seed, 20 + seed % 13, version)
     served = build(Interaction, interaction_id=name, user_id=f"user-{name}", propensity=0.9, segments=[made],
                    prompt_tokens=6, sampled_tokens=int(made.mask().sum()), version_min=version, version_max=version,
                    replica_id=f"replica-{seed % 2}", first_token_ms=1.0, latency_ms=2.0, served_at=1000)  # fmt: skip
     return replace(served, **changes)
 
 
-def online_member(record: Interaction, reward: float, offset: int = 0, partition: int = 0, **changes: object):
+def make_online_member(record: Interaction, reward: float, offset: int = 0, partition: int = 0, **changes: object):
     """An online batch's reference to an interaction."""
     made = OnlineMember(
         interaction_id=record.interaction_id,
@@ -121,25 +125,35 @@ def online_member(record: Interaction, reward: float, offset: int = 0, partition
     return replace(made, **changes)
 
 
-def online_batch(batch_id: str, members: list[OnlineMember], version: int = 0, **changes: object) -> OnlineBatch:
+def make_online_batch(batch_id: str, members: list[OnlineMember], version: int = 0, **changes: object) -> OnlineBatch:
     """A batch closed by its tokens."""
     made = build(OnlineBatch, batch_id=batch_id, version=version, members=members,
                  tokens=sum(member.sampled_tokens for member in members), map_version="map")  # fmt: skip
     return replace(made, **changes)
 
 
-def trainable_batch(batch_id: str, rewards: tuple[float, ...], **changes: object) -> TrainableBatch:
+def make_trainable_batch(batch_id: str, rewards: tuple[float, ...], **changes: object) -> TrainableBatch:
     """An online batch that can be trained on; keyword arguments change its interactions."""
-    served = [interaction(f"{batch_id}-{index}", **changes) for index in range(len(rewards))]
-    members = [online_member(record, reward, i) for i, (record, reward) in enumerate(zip(served, rewards, strict=True))]
+    served = [make_interaction(f"{batch_id}-{index}", **changes) for index in range(len(rewards))]
+    members = [
+        make_online_member(record, reward, i) for i, (record, reward) in enumerate(zip(served, rewards, strict=True))
+    ]
     place = StepInput(batch_id, Topic.ONLINE_BATCHES.value, 0, sum(map(ord, batch_id)))
-    return TrainableBatch(place, online_batch(batch_id, members), tuple(members), tuple(served))
+    return TrainableBatch(place, make_online_batch(batch_id, members), tuple(members), tuple(served))
 
 
-@pytest.fixture(name="tiny_model", scope="session")
-def tiny_model_factory() -> Callable[..., PreTrainedModel]:
-    """`tiny_model`, for tests."""
-    return tiny_model
+def settings_of(**changes: object) -> TrainerSettings:
+    """Settings under which the weights of the tiny model change at every step, without a reference model."""
+    kl, optimizer = KlSettings(coefficient=0.0), OptimizerSettings(learning_rate=1e-3)
+    return TrainerSettings(**{"kl": kl, "optimizer": optimizer, "row_tokens": 128, **changes})
+
+
+def resampled(model: torch.nn.Module, played: Rollout) -> Rollout:
+    """A rollout of one segment with the logprobs that a trainer's model gives its tokens."""
+    (made,) = played.segments
+    logprobs = np.zeros(made.n_tokens, "<f4")
+    logprobs[made.mask() == 1] = frozen_logprobs(model, pack([played], 1000, VOCAB)[0]).numpy()
+    return replace(played, segments=[replace(made, logprobs=logprobs.tobytes())])
 
 
 @pytest.fixture
@@ -148,57 +162,3 @@ def tiny_checkpoint(tmp_path: Path) -> str:
     directory = tmp_path / "model"
     tiny_model().to(torch.bfloat16).save_pretrained(directory)
     return str(directory)
-
-
-@pytest.fixture(scope="session")
-def make_rollout() -> Callable[..., Rollout]:
-    """`rollout`, for tests."""
-    return rollout
-
-
-@pytest.fixture
-def make_segment() -> Callable[..., Segment]:
-    """`segment`, for tests."""
-    return segment
-
-
-@pytest.fixture(scope="session")
-def make_member() -> Callable[..., GroupMember]:
-    """`member_of`, for tests."""
-    return member_of
-
-
-@pytest.fixture(scope="session")
-def make_group() -> Callable[..., Group]:
-    """`group_of`, for tests."""
-    return group_of
-
-
-@pytest.fixture
-def make_trainable() -> Callable[..., TrainableGroup]:
-    """`trainable_group`, for tests."""
-    return trainable_group
-
-
-@pytest.fixture
-def make_interaction() -> Callable[..., Interaction]:
-    """`interaction`, for tests."""
-    return interaction
-
-
-@pytest.fixture
-def make_online_member() -> Callable[..., OnlineMember]:
-    """`online_member`, for tests."""
-    return online_member
-
-
-@pytest.fixture
-def make_online_batch() -> Callable[..., OnlineBatch]:
-    """`online_batch`, for tests."""
-    return online_batch
-
-
-@pytest.fixture(scope="session")
-def make_trainable_batch() -> Callable[..., TrainableBatch]:
-    """`trainable_batch`, for tests."""
-    return trainable_batch

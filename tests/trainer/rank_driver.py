@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.conftest import tiny_model, trainable_batch, trainable_group
+from tests.trainer.conftest import make_trainable, make_trainable_batch, tiny_model
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
@@ -56,8 +56,8 @@ def weights_of(settings: TrainerSettings, job: Job, store: str) -> TrainedWeight
 
 
 def take(weights: TrainedWeights, step: int, groups: tuple[str, ...] = GROUPS, online: bool = False) -> Found:
-    batch = trainable_batch("q", (1.0, -1.0, 0.5)) if online else None
-    outcome = weights.train([trainable_group(name) for name in groups], step, step - 1, step, batch)
+    batch = make_trainable_batch("q", (1.0, -1.0, 0.5)) if online else None
+    outcome = weights.train([make_trainable(name) for name in groups], step, step - 1, step, batch)
     apart = {
         f"{s.part}/{s.dimension}/{s.value}": [s.tokens, s.k3, s.max] for s in measure(outcome.trained, step - 1)[0]
     }

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.schemas.records import Segment, VersionSpan
+from tests.records import build
+from tests.trainer.conftest import make_rollout, make_segment, make_trainable, tiny_model
+from tidemill.schemas.records import Rollout, Segment, VersionSpan
 from tidemill.trainer.batch import InvalidRolloutError, check, pack, sampled_versions
 from tidemill.trainer.config import KlSettings, TrainerSettings
 from tidemill.trainer.model import use_packed_attention
@@ -21,7 +23,7 @@ TENSORS = ("input_ids", "position_ids", "predicting", "predictors", "targets", "
 
 
 @pytest.fixture
-def rollouts(make_rollout):
+def rollouts():
     return [make_rollout(f"g{i // 4}", i % 4, float(i % 2)) for i in range(12)]
 
 
@@ -34,7 +36,7 @@ def logprobs_by_rollout(model, rows) -> dict[int, torch.Tensor]:
     return found
 
 
-def test_packed_logprobs_equal_unpacked_ones(tiny_model, rollouts) -> None:
+def test_packed_logprobs_equal_unpacked_ones(rollouts) -> None:
     model = tiny_model().eval()
     use_packed_attention(model)
     packed = logprobs_by_rollout(model, pack(rollouts, 100, VOCAB))
@@ -44,7 +46,7 @@ def test_packed_logprobs_equal_unpacked_ones(tiny_model, rollouts) -> None:
         torch.testing.assert_close(packed[index], logprobs, rtol=0, atol=1e-5)
 
 
-def test_logprobs_equal_those_of_the_stock_attention(tiny_model, rollouts) -> None:
+def test_logprobs_equal_those_of_the_stock_attention(rollouts) -> None:
     model = tiny_model().eval()
     ids = torch.from_numpy(rollouts[0].segments[0].ids().astype(np.int64))[None]
     with torch.no_grad():
@@ -56,7 +58,7 @@ def test_logprobs_equal_those_of_the_stock_attention(tiny_model, rollouts) -> No
     torch.testing.assert_close(frozen_logprobs(model, row)[row.sequence == 0], expected[mask], rtol=0, atol=1e-5)
 
 
-def test_a_token_sees_nothing_of_its_neighbours_in_the_row(tiny_model, rollouts, make_segment) -> None:
+def test_a_token_sees_nothing_of_its_neighbours_in_the_row(rollouts) -> None:
     model = tiny_model().eval()
     use_packed_attention(model)
     changed = [rollouts[0], replace(rollouts[1], segments=[make_segment(999, rollouts[1].segments[0].n_tokens)])]
@@ -66,7 +68,7 @@ def test_a_token_sees_nothing_of_its_neighbours_in_the_row(tiny_model, rollouts,
     assert torch.equal(frozen_logprobs(model, before)[own], frozen_logprobs(model, after)[own])
 
 
-def test_entropy_is_that_of_the_whole_distribution(tiny_model, rollouts) -> None:
+def test_entropy_is_that_of_the_whole_distribution(rollouts) -> None:
     model = tiny_model().eval()
     use_packed_attention(model)
     row = pack(rollouts[:1], 1000, VOCAB)[0]
@@ -81,7 +83,8 @@ def test_entropy_is_that_of_the_whole_distribution(tiny_model, rollouts) -> None
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12), row_tokens=st.integers(16, 120), share=st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_every_sampled_token_is_in_exactly_one_place(sizes: list[int], row_tokens: int, share: bool) -> None:
-    made = [plain_rollout([plain_segment(10 * k + i, 8 + 7 * i) for i in range(n)]) for k, n in enumerate(sizes)]
+    segments = ([make_segment(10 * k + i, 16 + 7 * i) for i in range(n)] for k, n in enumerate(sizes))
+    made = [build(Rollout, segments=of_one) for of_one in segments]
     rows = pack(made, row_tokens, VOCAB, share_prefixes=share)
     owners = torch.cat([row.sequence for row in rows])
     assert torch.bincount(owners).tolist() == [sum(int(s.mask().sum()) for s in r.segments) for r in made]
@@ -115,43 +118,15 @@ def sampled_contexts(segment: Segment) -> list[list[int]]:
     return [segment.ids()[: at + 1].tolist() for at in np.flatnonzero(segment.mask())]
 
 
-def plain_segment(seed: int, n_tokens: int) -> Segment:
-    rng = np.random.default_rng(seed)
-    mask = np.ones(n_tokens, np.uint8)
-    mask[:3] = 0
-    return Segment(
-        n_tokens,
-        rng.integers(0, VOCAB, n_tokens).astype("<u4").tobytes(),
-        mask.tobytes(),
-        np.full(n_tokens, -1.0, "<f4").tobytes(),
-        [VersionSpan(0, 3, n_tokens)],
-    )
-
-
-class Bare:
-    """The fields of a rollout that packing reads."""
-
-    def __init__(self, segments: list[Segment]) -> None:
-        self.rollout_id, self.segments = "r", segments
-
-
-def plain_rollout(segments: list[Segment]) -> Bare:
-    return Bare(segments)
-
-
 def test_same_rollouts_give_the_same_rows(rollouts) -> None:
     for a, b in zip(pack(rollouts, 100, VOCAB), pack(rollouts, 100, VOCAB), strict=True):
         assert (a.tree.runs, a.tree.trunks) == (b.tree.runs, b.tree.trunks)
         assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS)
 
 
-def test_token_versions_follow_the_spans(make_rollout, make_segment) -> None:
+def test_token_versions_follow_the_spans() -> None:
     made = make_rollout("g", 0, 1.0, segments=[make_segment(1, 24, version=3, later=5)])
     assert sampled_versions(made).tolist() == [3] * 6 + [5] * 6
-
-
-def broken(made: Segment, **changes: object) -> Segment:
-    return replace(made, **changes)
 
 
 def with_value(data: bytes, dtype: str, place: int, value: float) -> bytes:
@@ -176,9 +151,9 @@ def with_value(data: bytes, dtype: str, place: int, value: float) -> bytes:
         (lambda s: {"loss_mask": bytes(s.n_tokens), "spans": []}, "no sampled token"),
     ],
 )
-def test_malformed_rollout_is_refused_with_the_reason(make_rollout, make_segment, change, message: str) -> None:
+def test_malformed_rollout_is_refused_with_the_reason(change, message: str) -> None:
     made = make_segment(1)
-    bad = make_rollout("g", 0, 1.0, segments=[broken(made, **change(made))])
+    bad = make_rollout("g", 0, 1.0, segments=[replace(made, **change(made))])
     with pytest.raises(InvalidRolloutError, match=message):
         check(bad, VOCAB)
 
@@ -192,7 +167,7 @@ def forked(rollout, at: int):
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_a_rollout_has_the_same_logprobs_in_any_company(on, tiny_model, make_trainable, make_segment) -> None:
+def test_a_rollout_has_the_same_logprobs_in_any_company(on) -> None:
     """To the last bit; without the setting they depend on it."""
     group = make_trainable("a", (1.0, 0.0))
     long = [replace(each, segments=[make_segment(seed, 150)]) for seed, each in enumerate(group.rollouts)]

@@ -8,23 +8,19 @@ import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from tests.records import build
-from tests.trainer.conftest import group_of, interaction, member_of, online_batch, online_member, rollout
+from tests.trainer.conftest import settings_of
+from tests.trainer.run_log import decide, erase, run_of, serve, write_groups, written
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import (
-    GateDecision,
     GateVerdict,
     Manifest,
     StepPlan,
     TrainStep,
-    UserRequest,
-    UserWish,
 )
-from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.config import OnlineSettings, TrainerSettings
 from tidemill.trainer.history import StepHistory, read_history
 from tidemill.trainer.run import run
 from tidemill.trainer.session import Session
@@ -37,13 +33,7 @@ def log(kafka) -> KafkaSettings:
 
 @pytest.fixture
 def settings(tiny_checkpoint: str) -> TrainerSettings:
-    return TrainerSettings(
-        model=tiny_checkpoint,
-        kl=KlSettings(coefficient=0.0),
-        optimizer=OptimizerSettings(learning_rate=1e-3),
-        row_tokens=128,
-        publish=PublishSettings(skips=()),
-    )
+    return settings_of(model=tiny_checkpoint, publish=PublishSettings(skips=()))
 
 
 @pytest.fixture
@@ -58,14 +48,13 @@ def train(log, tmp_path, monkeypatch):
     store = StoreSettings(root=str(tmp_path / "store"))
 
     def train(settings: TrainerSettings, steps: int, begin: bool = False) -> None:
-        run_of = RunSettings(seed=7, groups_per_step=2, max_policy_lag=10, max_steps=steps)
         with monkeypatch.context() as patched:
             if begin:
                 patched.setattr(Session, "take", stop_before(steps))
                 with pytest.raises(Stopped):
-                    run(log, run_of, store, settings, threading.Event())
+                    run(log, run_of(max_steps=steps), store, settings, threading.Event())
             else:
-                run(log, run_of, store, settings, threading.Event())
+                run(log, run_of(max_steps=steps), store, settings, threading.Event())
 
     return train
 
@@ -85,82 +74,42 @@ def stop_before(step: int):
     return stopped
 
 
-def write_groups(log: KafkaSettings, first: int, last: int) -> None:
-    producer = RecordProducer(log, "test")
-    for number in range(first, last):
-        rollouts = [rollout(f"g{number}", i, float(i % 2)) for i in range(4)]
-        places = producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
-        members = [member_of(r, p.partition, p.offset) for r, p in zip(rollouts, places, strict=True)]
-        group = group_of(f"g{number}", members, closed_at=number)
-        producer.send_acked(Topic.GROUPS, [(group.group_id, group)])
-
-
-def serve(log: KafkaSettings, name: str, version: int, number: int = 0) -> None:
-    """An online batch of four interactions."""
-    producer = RecordProducer(log, "test")
-    served = [interaction(f"{name}-{i}", version) for i in range(4)]
-    places = producer.send_acked(Topic.INTERACTIONS, [(r.interaction_id, r) for r in served])
-    rewards = (1.0, 0.0, 0.5, 1.0)
-    members = [
-        online_member(r, reward, p.offset, p.partition) for r, reward, p in zip(served, rewards, places, strict=True)
-    ]
-    batch = online_batch(name, members, version, closed_at=number)
-    producer.send_acked(Topic.ONLINE_BATCHES, [(name, batch)])
-
-
-def decide(log: KafkaSettings, verdict: GateVerdict, version: int) -> None:
-    said = build(GateDecision, verdict=verdict, version=version, decided_by="test")
-    RecordProducer(log, "test").send_acked(Topic.GATE, [("main", said)])
-
-
-def records(log: KafkaSettings, topic: Topic, kind: type) -> list:
-    with LogReader(log, [topic]) as reader:
-        return [located.record for located in reader.read_to_end() if isinstance(located.record, kind)]
-
-
 def names(step: TrainStep | StepPlan) -> list[str]:
     return [entry.group_id for entry in step.inputs]
 
 
-def plans_of(log: KafkaSettings) -> list[StepPlan]:
-    return records(log, Topic.STEPS, StepPlan)
-
-
-def steps_of(log: KafkaSettings) -> list[TrainStep]:
-    return records(log, Topic.STEPS, TrainStep)
-
-
 def test_it_is_taken_on_its_inputs_though_others_would_be_chosen_now(log, settings, train) -> None:
     """A group that closed before those of the plan came in after it: chosen anew, it would be the first."""
-    write_groups(log, 4, 7)
+    write_groups(log, range(4, 7))
     train(settings, 1, begin=True)
-    assert read_history(log, "run") == StepHistory([], plans_of(log)[0])
-    write_groups(log, 0, 1)
+    assert read_history(log, "run") == StepHistory([], written(log, StepPlan)[0])
+    write_groups(log, range(1))
     train(settings, 2)
-    first, second = steps_of(log)
+    first, second = written(log, TrainStep)
     assert (names(first), names(second)) == (["g4", "g5"], ["g0", "g6"])
-    plans = plans_of(log)
+    plans = written(log, StepPlan)
     assert [(plan.step, plan.inputs) for plan in plans] == [(1, first.inputs), (2, second.inputs)]
     assert read_history(log, "run") == StepHistory([first, second], None)
     assert plans[0].trainer != plans[1].trainer
     assert (first.seed, first.exclusions) == (plans[0].seed, plans[0].exclusions)
-    assert first.incarnation == plans[0].incarnation == records(log, Topic.MANIFESTS, Manifest)[0].incarnation != ""
+    assert first.incarnation == plans[0].incarnation == written(log, Manifest)[0].incarnation != ""
 
 
 def test_changed_settings_begin_it_anew_and_say_so(log, settings, train, caplog) -> None:
-    write_groups(log, 0, 2)
+    write_groups(log, range(2))
     train(settings, 1, begin=True)
     changed = settings.model_copy(update={"length_divisor": 3.0})
     with caplog.at_level(logging.WARNING):
         train(changed, 1)
     assert "step 1 was begun, and is planned again: it was planned with other settings" in caplog.text
-    (step,) = steps_of(log)
-    assert [plan.config_hash for plan in plans_of(log)] == [settings.arithmetic_hash(), changed.arithmetic_hash()]
-    assert (step.config_hash, names(step)) == (changed.arithmetic_hash(), ["g0", "g1"])
+    (step,) = written(log, TrainStep)
+    hashes = [settings.arithmetic_hash(), changed.arithmetic_hash()]
+    assert [plan.config_hash for plan in written(log, StepPlan)] == hashes
+    assert (step.config_hash, names(step)) == (hashes[1], ["g0", "g1"])
 
 
 def test_inputs_that_are_gone_begin_it_anew_without_them(log, settings, train, caplog) -> None:
-    write_groups(log, 0, 4)
+    write_groups(log, range(4))
     train(settings, 1, begin=True)
     admin = AdminClient({"bootstrap.servers": log.bootstrap})
     full = Names(log.topic_prefix).of(Topic.ROLLOUTS)
@@ -169,61 +118,61 @@ def test_inputs_that_are_gone_begin_it_anew_without_them(log, settings, train, c
     with caplog.at_level(logging.WARNING):
         train(settings, 1)
     assert "step 1 was begun, and is planned again: its inputs can no longer be read" in caplog.text
-    (step,) = steps_of(log)
+    (step,) = written(log, TrainStep)
     assert names(step) == ["g2", "g3"]
     assert {e.group_id: e.reason for e in step.exclusions} == {"g0": "missing_rollout", "g1": "missing_rollout"}
-    assert [names(plan) for plan in plans_of(log)] == [["g0", "g1"], ["g2", "g3"]]
+    assert [names(plan) for plan in written(log, StepPlan)] == [["g0", "g1"], ["g2", "g3"]]
 
 
 def test_a_parent_that_was_given_up_begins_it_anew_from_the_one_before(log, online_settings, train, caplog) -> None:
     for number in range(3):
-        serve(log, f"b{number}", number, number)
+        serve(log, f"b{number}", number, closed_at=number)
     train(online_settings, 3, begin=True)
     decide(log, GateVerdict.ROLL_BACK, 1)
-    serve(log, "again", 1, 3)
+    serve(log, "again", 1, closed_at=3)
     with caplog.at_level(logging.WARNING):
         train(online_settings, 3)
     assert "step 3 was begun, and is planned again: the gate gave up version 2" in caplog.text
-    steps = steps_of(log)
+    steps = written(log, TrainStep)
     assert [(s.parent_version, names(s)) for s in steps] == [(0, ["b0"]), (1, ["b1"]), (1, ["again"])]
     assert steps[2].metrics["online/decisions"] == 1
-    assert [(p.step, p.parent_version, names(p)) for p in plans_of(log)][2:] == [(3, 2, ["b2"]), (3, 1, ["again"])]
-    assert [(m.version, m.parent) for m in records(log, Topic.MANIFESTS, Manifest)][-1] == (3, 1)
+    planned = [(p.step, p.parent_version, names(p)) for p in written(log, StepPlan)]
+    assert planned[2:] == [(3, 2, ["b2"]), (3, 1, ["again"])]
+    assert [(m.version, m.parent) for m in written(log, Manifest)][-1] == (3, 1)
 
 
 def test_a_plan_after_a_roll_back_is_taken_from_where_it_went_back_to(log, online_settings, train) -> None:
     for number in range(2):
-        serve(log, f"b{number}", number, number)
+        serve(log, f"b{number}", number, closed_at=number)
     train(online_settings, 2)
     decide(log, GateVerdict.ROLL_BACK, 1)
-    serve(log, "again", 1, 3)
+    serve(log, "again", 1, closed_at=3)
     train(online_settings, 3, begin=True)
     train(online_settings, 3)
-    steps = steps_of(log)
+    steps = written(log, TrainStep)
     assert [s.parent_version for s in steps] == [0, 1, 1]
     assert steps[2].parent_fingerprint == steps[0].fingerprint
-    assert len(plans_of(log)) == 3
+    assert len(written(log, StepPlan)) == 3
 
 
 def test_an_erased_user_begins_it_anew(log, online_settings, train, caplog) -> None:
     serve(log, "b0", 0)
     train(online_settings, 1, begin=True)
-    demand = UserRequest("request", "user-b0-1", UserWish.ERASE, "", 10**9)
-    RecordProducer(log, "test").send_acked(Topic.USER_REQUESTS, [("user-b0-1", demand)])
+    erase(log, "user-b0-1")
     with caplog.at_level(logging.WARNING):
         train(online_settings, 1)
-    assert "step 1 was begun, and is planned again: a user demanded" in caplog.text
-    (step,) = steps_of(log)
+    assert "planned again: a user asked for something of its inputs to be erased" in caplog.text
+    (step,) = written(log, TrainStep)
     assert {e.group_id: e.reason for e in step.exclusions} == {"b0-1": "erased"}
     assert step.metrics["online/members"] == 3
 
 
 def test_of_several_plans_the_newest_counts(log, settings, train) -> None:
-    write_groups(log, 0, 4)
+    write_groups(log, range(4))
     train(settings, 1, begin=True)
-    (plan,) = plans_of(log)
+    (plan,) = written(log, StepPlan)
     newer = replace(plan, trainer="another", inputs=plan.inputs[:1])
     RecordProducer(log, "test").send_acked(Topic.STEPS, [("run", newer), ("other", replace(newer, run_id="other"))])
     assert read_history(log, "run").begun == newer
     train(settings, 1)
-    assert [names(step) for step in steps_of(log)] == [["g0"]]
+    assert [names(step) for step in written(log, TrainStep)] == [["g0"]]

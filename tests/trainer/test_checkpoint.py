@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainer.conftest import make_trainable, tiny_model
 from tidemill.kernels.weights.checkpoint import PIECE_BYTES, file_pieces
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import KlSettings, TrainerSettings
@@ -26,7 +27,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(str(tmp_path / "store"), "run", "main", keep=2)
 
 
-def test_training_goes_on_bit_for_bit(tiny_model, make_trainable, store: CheckpointStore) -> None:
+def test_training_goes_on_bit_for_bit(store: CheckpointStore) -> None:
     groups = [make_trainable("a"), make_trainable("b")]
     straight = Learner(tiny_model(), SETTINGS, None)
     for step in (1, 2):

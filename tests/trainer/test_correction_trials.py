@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.trainer.conftest import make_rollout
 from tidemill.trainer.choices import CorrectionKind
 from tidemill.trainer.mismatch import TrainedTokens
 from tidemill.trainer.replay.correction_trials import PUBLISHED, PublishedCorrection, try_corrections
@@ -23,7 +24,7 @@ def tokens_of(rollouts, advantages: list[float], spread: float, seed: int) -> Tr
 
 
 @pytest.fixture
-def steps(make_rollout) -> list[TrainedTokens]:
+def steps() -> list[TrainedTokens]:
     first = [make_rollout("a", index, 1.0) for index in range(4)]
     second = [make_rollout("b", index, 1.0) for index in range(2)]
     return [tokens_of(first, [1.0, -1.0, 0.0, 0.5], 0.5, 1), tokens_of(second, [2.0, -0.25], 0.05, 2)]
@@ -71,7 +72,7 @@ def test_every_trial_is_what_a_loop_over_tokens_gives(steps):
     assert 0 < trials["TIS (verl, TRL)"].cut < trials["MIS (verl)"].cut < 1, "the cases that the loop is there for"
 
 
-def test_equal_engines_make_all_ratios_one_and_a_large_mismatch_a_bound_worth_its_bias(make_rollout):
+def test_equal_engines_make_all_ratios_one_and_a_large_mismatch_a_bound_worth_its_bias():
     rollouts = [make_rollout("a", index, 1.0) for index in range(8)]
     same = try_corrections([tokens_of(rollouts, [1.0, -1.0] * 4, 0.0, 1)])
     assert {(trial.bias, trial.variance, trial.ess, trial.cut) for trial in same} == {(0.0, 1.0, 1.0, 0.0)}

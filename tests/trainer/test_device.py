@@ -6,6 +6,7 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import PretrainedConfig
 
+from tests.trainer.conftest import make_rollout
 from tidemill.trainer import attention
 from tidemill.trainer.attention import TreeAttention, tree_calls
 from tidemill.trainer.batch import pack
@@ -109,7 +110,7 @@ def test_a_model_whose_layers_are_not_marked_cannot_be_sharded():
         layers_of(Unmarked())
 
 
-def test_a_row_moves_with_all_of_its_tensors(make_rollout):
+def test_a_row_moves_with_all_of_its_tensors():
     (row,) = pack([make_rollout("g", index, 1.0) for index in range(4)], 1000, 64)
     moved = row.to(torch.device("meta"))
     short = [tensor for runs in moved.tree.short for tensor in (runs.tokens, runs.slots, runs.mask)]

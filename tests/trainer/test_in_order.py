@@ -1,8 +1,8 @@
 """In order: what is trained is a function of the log, whatever the timing, the polls and the stops."""
 
+import itertools
 import threading
 import time
-import uuid
 from dataclasses import replace
 
 import pytest
@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.records import build
-from tests.trainer.conftest import group_of, member_of, rollout
+from tests.trainer.conftest import make_rollout, settings_of
+from tests.trainer.run_log import run_of, write_group, written
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.client_settings import consumer_settings
 from tidemill.schemas.log.consumed import replay_headers
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import (
     CloseReason,
     Group,
@@ -33,7 +32,7 @@ from tidemill.schemas.records import (
     TrainStep,
 )
 from tidemill.trainer.batch_builder import BatchBuilder, StepBatch, StepRules
-from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.config import OnlineSettings, TrainerSettings
 from tidemill.trainer.log_input import InOrderError
 from tidemill.trainer.run import run
 from tidemill.trainer.trainable import TopicProgress, TrainableGroup
@@ -152,62 +151,28 @@ def test_what_cannot_be_in_order_is_refused() -> None:
 # Over a real log.
 
 STEPS = 5
+RUN = run_of(max_steps=STEPS, max_policy_lag=1)
 
 
-def settings_of(model: str, **publish: object) -> TrainerSettings:
-    return TrainerSettings(
-        model=model,
-        kl=KlSettings(coefficient=0.0),
-        optimizer=OptimizerSettings(learning_rate=1e-3),
-        row_tokens=128,
-        checkpoint_every=2,
-        in_order=True,
-        publish=PublishSettings(skips=(), **publish),
-    )
+def ordered(model: str, **publish: object) -> TrainerSettings:
+    return settings_of(model=model, checkpoint_every=2, in_order=True, publish=PublishSettings(skips=(), **publish))
 
 
-def run_of(max_steps: int = STEPS) -> RunSettings:
-    return RunSettings(run_id="run", seed=7, groups_per_step=2, max_policy_lag=1, max_steps=max_steps)
-
-
-def records(log: KafkaSettings, topic: Topic, kind: type) -> list:
-    with LogReader(log, [topic]) as reader:
-        return [located.record for located in reader.read_to_end() if isinstance(located.record, kind)]
-
-
-def new_log(kafka, partitions: int = 1) -> KafkaSettings:
-    made = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=partitions)
-    create_topics(made)
-    return made
-
-
-class Samplers:
-    """Writes groups as rollout workers and assembly do, under the versions that the trainer has published."""
-
-    def __init__(self, log: KafkaSettings) -> None:
-        self._log, self._producer, self._number = log, RecordProducer(log, "test"), 0
-
-    def write(self, version: int, incarnation: str) -> None:
-        name = f"g{self._number}"
-        rollouts = [rollout(name, i, float(i % 2), version=version, incarnation=incarnation) for i in range(4)]
-        places = self._producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
-        members = [member_of(r, p.partition, p.offset) for r, p in zip(rollouts, places, strict=True)]
-        self._producer.send_acked(Topic.GROUPS, [(name, group_of(name, members, closed_at=self._number))])
-        self._number += 1
-
-    def follow(self, last_version: int, deadline_s: float = 120.0) -> None:
-        """Write groups of the newest version, and every third time of an old one, until a version is published."""
-        deadline = time.monotonic() + deadline_s
-        newest = -1
-        while newest < last_version:
-            assert time.monotonic() < deadline, "no new version in time"
-            manifests = records(self._log, Topic.MANIFESTS, Manifest)
-            if not manifests or manifests[-1].version == newest:
-                time.sleep(0.02)
-                continue
-            newest, incarnation = manifests[-1].version, manifests[-1].incarnation
-            for number in range(4):
-                self.write(max(0, newest - 2) if number == 1 else newest, incarnation)
+def follow(log: KafkaSettings, last_version: int, deadline_s: float = 120.0) -> None:
+    """Write groups of the newest version, and every fourth of an old one, until a version is published."""
+    producer, deadline = RecordProducer(log, "test"), time.monotonic() + deadline_s
+    newest, names = -1, (f"g{number}" for number in itertools.count())
+    while newest < last_version:
+        assert time.monotonic() < deadline, "no new version in time"
+        manifests = written(log, Manifest)
+        if not manifests or manifests[-1].version == newest:
+            time.sleep(0.02)
+            continue
+        newest, incarnation = manifests[-1].version, manifests[-1].incarnation
+        for version in (newest, max(0, newest - 2), newest, newest):
+            name = next(names)
+            rollouts = [make_rollout(name, i, float(i % 2), version=version, incarnation=incarnation) for i in range(4)]
+            write_group(producer, rollouts, closed_at=int(name[1:]))
 
 
 def copy(source: KafkaSettings, target: KafkaSettings, topic: Topic, replay_id: str) -> None:
@@ -230,29 +195,29 @@ def copy(source: KafkaSettings, target: KafkaSettings, topic: Topic, replay_id: 
 def test_a_fresh_trainer_over_the_same_log_makes_the_same_weights(kafka, tiny_checkpoint, tmp_path) -> None:
     """The first one is stopped in the middle and its groups come while it trains; the second finds all of them there,
     as copies of a replay that it was told of."""
-    live, store = new_log(kafka), StoreSettings(root=str(tmp_path / "live"))
-    writer = threading.Thread(target=Samplers(live).follow, args=(STEPS,))
+    live, store = kafka.fresh(1), StoreSettings(root=str(tmp_path / "live"))
+    writer = threading.Thread(target=follow, args=(live, STEPS))
     writer.start()
-    run(live, run_of(2), store, settings_of(tiny_checkpoint), threading.Event())
-    run(live, run_of(), store, settings_of(tiny_checkpoint), threading.Event())
+    run(live, run_of(max_steps=2, max_policy_lag=1), store, ordered(tiny_checkpoint), threading.Event())
+    run(live, RUN, store, ordered(tiny_checkpoint), threading.Event())
     writer.join(120)
-    steps = records(live, Topic.STEPS, TrainStep)
-    (incarnation,) = {m.incarnation for m in records(live, Topic.MANIFESTS, Manifest)}
+    steps = written(live, TrainStep)
+    (incarnation,) = {m.incarnation for m in written(live, Manifest)}
     assert len(steps) == STEPS
     assert {entry.reason for step in steps for entry in step.exclusions} == {"stale"}
 
-    again = new_log(kafka)
+    again = kafka.fresh(1)
     for topic in (Topic.ROLLOUTS, Topic.GROUPS):
         copy(live, again, topic, "copy")
-    told = settings_of(tiny_checkpoint, incarnation=incarnation).model_copy(update={"accept_replays": ("copy",)})
-    run(again, run_of(), StoreSettings(root=str(tmp_path / "again")), told, threading.Event())
-    made = records(again, Topic.STEPS, TrainStep)
+    told = ordered(tiny_checkpoint, incarnation=incarnation).model_copy(update={"accept_replays": ("copy",)})
+    run(again, RUN, StoreSettings(root=str(tmp_path / "again")), told, threading.Event())
+    made = written(again, TrainStep)
     assert [s.fingerprint for s in made] == [s.fingerprint for s in steps]
     assert [(s.inputs, s.exclusions, s.lag) for s in made] == [(s.inputs, s.exclusions, s.lag) for s in steps]
     assert len({s.fingerprint for s in steps}) == STEPS
 
 
 def test_several_partitions_are_refused_with_the_way_out(kafka, tiny_checkpoint, tmp_path) -> None:
-    log = new_log(kafka, partitions=2)
+    log = kafka.fresh()
     with pytest.raises(InOrderError, match=r"has 2 partitions.*kafka\.partitions set to 1"):
-        run(log, run_of(), StoreSettings(root=str(tmp_path)), settings_of(tiny_checkpoint), threading.Event())
+        run(log, RUN, StoreSettings(root=str(tmp_path)), ordered(tiny_checkpoint), threading.Event())

@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.trainer import interrupted_trainer
-from tests.trainer.conftest import group_of, member_of, rollout, tiny_model
+from tests.trainer.conftest import make_rollout, settings_of, tiny_model
+from tests.trainer.run_log import run_of, write_group, written
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, StepPlan, TrainStep
-from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.run import run
 
 STEPS = 6
@@ -34,14 +33,7 @@ RUNS = ("undisturbed", "killed", "halted")
 def settings(tmp_path_factory) -> TrainerSettings:
     directory = tmp_path_factory.mktemp("model")
     tiny_model().bfloat16().save_pretrained(directory)
-    return TrainerSettings(
-        model=str(directory),
-        kl=KlSettings(coefficient=0.0),
-        optimizer=OptimizerSettings(learning_rate=1e-3),
-        row_tokens=128,
-        checkpoint_every=2,
-        publish=PublishSettings(anchor_every=3, skips=()),
-    )
+    return settings_of(model=str(directory), checkpoint_every=2, publish=PublishSettings(anchor_every=3, skips=()))
 
 
 @pytest.fixture(scope="module")
@@ -51,28 +43,16 @@ def log(kafka) -> KafkaSettings:
     producer = RecordProducer(settings, "test")
     for number in range(STEPS * GROUPS_PER_STEP + 2):
         equal = number in (3, 8)
-        rollouts = [rollout(f"g{number}", i, 0.5 if equal else float(i % 2)) for i in range(4)]
-        places = producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
-        members = [member_of(r, p.partition, p.offset) for r, p in zip(rollouts, places, strict=True)]
-        groups = [group_of(f"g{number}", members, run_id=run_id, closed_at=number) for run_id in RUNS]
-        producer.send_acked(Topic.GROUPS, [(group.group_id, group) for group in groups])
+        rollouts = [make_rollout(f"g{number}", i, 0.5 if equal else float(i % 2)) for i in range(4)]
+        write_group(producer, rollouts, RUNS, closed_at=number)
     return settings
 
 
 @pytest.fixture(scope="module")
 def undisturbed(log, settings, tmp_path_factory) -> list[TrainStep]:
     store = StoreSettings(root=str(tmp_path_factory.mktemp("store")))
-    run_of = RunSettings(
-        run_id="undisturbed", seed=7, groups_per_step=GROUPS_PER_STEP, max_policy_lag=10, max_steps=STEPS
-    )
-    run(log, run_of, store, settings, threading.Event())
-    return records(log, Topic.STEPS, TrainStep, "undisturbed")
-
-
-def records(log: KafkaSettings, topic: Topic, kind: type, run_id: str) -> list:
-    with LogReader(log, [topic]) as reader:
-        found = [located.record for located in reader.read_to_end()]
-    return [r for r in found if isinstance(r, kind) and r.run_id == run_id]
+    run(log, run_of("undisturbed", STEPS), store, settings, threading.Event())
+    return written(log, TrainStep, "undisturbed")
 
 
 KILLS = [
@@ -154,7 +134,7 @@ def essence(steps: list[TrainStep]) -> list[tuple]:
 
 
 def check_run(log: KafkaSettings, run_id: str, undisturbed: list[TrainStep]) -> list[TrainStep]:
-    steps = records(log, Topic.STEPS, TrainStep, run_id)
+    steps = written(log, TrainStep, run_id)
     assert essence(steps) == essence(undisturbed)
     assert len({step.fingerprint for step in steps}) == STEPS
     trained = [entry.group_id for step in steps for entry in step.inputs]
@@ -162,7 +142,7 @@ def check_run(log: KafkaSettings, run_id: str, undisturbed: list[TrainStep]) -> 
     assert sorted(trained + excluded) == sorted(f"g{n}" for n in range(STEPS * GROUPS_PER_STEP + 2))
     for before, after in pairwise(steps):
         assert after.parent_fingerprint == before.fingerprint
-    manifests = records(log, Topic.MANIFESTS, Manifest, run_id)
+    manifests = written(log, Manifest, run_id)
     assert [m.version for m in manifests] == list(range(STEPS + 1)), "each version once"
     assert [m.fingerprint for m in manifests[1:]] == [step.fingerprint for step in undisturbed]
     (incarnation,) = {m.incarnation for m in manifests}
@@ -174,7 +154,7 @@ def check_run(log: KafkaSettings, run_id: str, undisturbed: list[TrainStep]) -> 
 def test_killed_at_each_point_of_a_step_nothing_is_lost_twice_or_other(log, undisturbed, interrupted) -> None:
     assert interrupted.killed == ["killed"] * len(KILLS) + [0], interrupted.logs
     steps = check_run(log, "killed", undisturbed)
-    plans = records(log, Topic.STEPS, StepPlan, "killed")
+    plans = written(log, StepPlan, "killed")
     assert [plan.step for plan in plans] == list(range(1, STEPS + 1)), "a step that was begun is not begun anew"
     assert [plan.inputs for plan in plans] == [step.inputs for step in steps]
     assert len({plan.trainer for plan in plans}) > 1

@@ -9,14 +9,15 @@ from confluent_kafka import Consumer, TopicPartition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.records import build
+from tests.records import build, member_of
+from tests.trainer.conftest import make_group, make_rollout
+from tests.trainer.run_log import write_group, write_groups
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.expert_ids import packed_ids
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES, consumer_settings
-from tidemill.schemas.log.consumed import ConsumedRecord, Position, replay_headers
+from tidemill.schemas.log.consumed import ConsumedRecord, replay_headers
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import (
@@ -55,18 +56,13 @@ def feed(builder: BatchBuilder, group: Group, offset: int, version: int = 0, par
     return wanted
 
 
-@pytest.fixture
-def good(make_rollout, make_member, make_group):
-    """A group with a signal, by name; keyword arguments change the group or its members' version."""
-
-    def make(name: str, version: int = 0, rewards=(1.0, 0.0), **changes: object) -> Group:
-        rollouts = [make_rollout(name, i, reward, version=version) for i, reward in enumerate(rewards)]
-        return make_group(name, [make_member(r, 0, i) for i, r in enumerate(rollouts)], **changes)
-
-    return make
+def good(name: str, version: int = 0, rewards=(1.0, 0.0), **changes: object) -> Group:
+    """A group with a signal; keyword arguments change it."""
+    rollouts = [make_rollout(name, i, reward, version=version) for i, reward in enumerate(rewards)]
+    return make_group(name, [member_of(r, 0, i) for i, r in enumerate(rollouts)], **changes)
 
 
-def reasons(builder: BatchBuilder, good, version: int = 0) -> dict[str, str]:
+def reasons(builder: BatchBuilder, version: int = 0) -> dict[str, str]:
     """Exclusions so far, by group id; closes a batch to get at them."""
     for n in range(RULES.groups_per_step):
         feed(builder, good(f"filler{n}", version=version), 900 + n, version)
@@ -83,7 +79,7 @@ def failed(group: Group, keep: int) -> Group:
     return replace(group, members=members)
 
 
-def test_every_untrainable_group_has_its_reason(good) -> None:
+def test_every_untrainable_group_has_its_reason() -> None:
     builder = BatchBuilder(RULES)
     cases = {
         "eval": good("eval", mode=Mode.EVAL),
@@ -94,21 +90,21 @@ def test_every_untrainable_group_has_its_reason(good) -> None:
     }
     for offset, group in enumerate(cases.values()):
         assert not feed(builder, group, offset, version=5)
-    assert reasons(builder, good, version=5) == {name: name for name in cases}
+    assert reasons(builder, version=5) == {name: name for name in cases}
 
 
-def test_failed_members_do_not_make_a_group_stale_or_useless(good) -> None:
+def test_failed_members_do_not_make_a_group_stale_or_useless() -> None:
     builder = BatchBuilder(RULES)
     assert feed(builder, failed(good("a", version=5, rewards=(1.0, 0.0, 0.0)), keep=2), 0, version=5)
 
 
-def test_groups_of_other_runs_are_left_alone(good) -> None:
+def test_groups_of_other_runs_are_left_alone() -> None:
     builder = BatchBuilder(RULES)
     assert not feed(builder, good("foreign", run_id="other"), 0)
-    assert reasons(builder, good) == {}
+    assert reasons(builder) == {}
 
 
-def test_a_group_emitted_twice_is_trained_once(good) -> None:
+def test_a_group_emitted_twice_is_trained_once() -> None:
     builder = BatchBuilder(RULES)
     assert feed(builder, good("a"), 0)
     assert not feed(builder, good("a"), 1), "while the first still waits"
@@ -117,16 +113,16 @@ def test_a_group_emitted_twice_is_trained_once(good) -> None:
     assert batch is not None
     assert [e.reason for e in batch.exclusions] == ["duplicate"]
     assert not feed(builder, good("a"), 3), "after the first was trained"
-    assert reasons(builder, good) == {"a": "duplicate"}
+    assert reasons(builder) == {"a": "duplicate"}
 
 
-def test_a_straggler_does_not_count_as_its_group(good) -> None:
+def test_a_straggler_does_not_count_as_its_group() -> None:
     builder = BatchBuilder(RULES)
     assert not feed(builder, good("a", closed_by=CloseReason.LATE), 0)
     assert feed(builder, good("a"), 1)
 
 
-def test_oldest_groups_are_trained_first(good) -> None:
+def test_oldest_groups_are_trained_first() -> None:
     builder = BatchBuilder(RULES)
     for offset, (name, closed_at) in enumerate([("c", 30), ("a", 10), ("b", 20)]):
         feed(builder, good(name, closed_at=closed_at), offset)
@@ -137,19 +133,19 @@ def test_oldest_groups_are_trained_first(good) -> None:
     assert builder.close(0) is None
 
 
-def test_a_group_that_grew_stale_while_waiting_is_excluded_at_the_step(good) -> None:
+def test_a_group_that_grew_stale_while_waiting_is_excluded_at_the_step() -> None:
     builder = BatchBuilder(RULES)
     assert feed(builder, good("waits", version=0), 0, version=0)
-    assert reasons(builder, good, version=3) == {"waits": "stale"}
+    assert reasons(builder, version=3) == {"waits": "stale"}
 
 
-def test_lag_at_the_bound_is_trained(good) -> None:
+def test_lag_at_the_bound_is_trained() -> None:
     builder = BatchBuilder(RULES)
     assert feed(builder, good("a", version=3), 0, version=5)
     assert not feed(builder, good("b", version=3), 1, version=6)
 
 
-def test_what_a_step_records_of_other_topics_ends_no_group(good) -> None:
+def test_what_a_step_records_of_other_topics_ends_no_group() -> None:
     builder = BatchBuilder(RULES)
     step = recorded(StepBatch([], [StepExclusion("x", "interactions", 0, 1, "erased", 1)]))
     builder.observe_step(replace(step, inputs=[StepInput("b", "online-batches", 0, 0)]))
@@ -157,12 +153,12 @@ def test_what_a_step_records_of_other_topics_ends_no_group(good) -> None:
     assert feed(builder, good("b"), 1)
 
 
-def test_groups_of_a_version_that_was_given_up_are_excluded(good) -> None:
+def test_groups_of_a_version_that_was_given_up_are_excluded() -> None:
     builder = BatchBuilder(RULES)
     assert feed(builder, good("waits", version=3), 0, version=3)
     builder.abandon({3})
     assert not feed(builder, good("comes", version=3), 1, version=2)
-    assert reasons(builder, good, version=2) == {"waits": "rejected_version", "comes": "rejected_version"}
+    assert reasons(builder, version=2) == {"waits": "rejected_version", "comes": "rejected_version"}
 
 
 def accept(builder: BatchBuilder, group: Group, offset: int, rollouts=(), replays=(), replay_id: str = "") -> None:
@@ -172,7 +168,7 @@ def accept(builder: BatchBuilder, group: Group, offset: int, rollouts=(), replay
         builder.accept(TrainableGroup(here, group, tuple(rollouts), frozenset(replays)))
 
 
-def test_groups_whose_lag_is_undefined_are_excluded(good, make_rollout) -> None:
+def test_groups_whose_lag_is_undefined_are_excluded() -> None:
     """Of another life of the version numbers, or of a version that this trainer has not made."""
     builder = BatchBuilder(RULES, incarnation="mine")
     accept(builder, good("mine"), 0, [make_rollout("mine", 0, 1.0, incarnation="mine")])
@@ -186,7 +182,7 @@ def test_groups_whose_lag_is_undefined_are_excluded(good, make_rollout) -> None:
     assert {e.group_id: e.reason for e in batch.exclusions} == {"other": "undefined_lag", "ahead": "undefined_lag"}
 
 
-def test_groups_of_undefined_lag_are_missed_while_the_batch_would_be_full_with_them(good, make_rollout) -> None:
+def test_groups_of_undefined_lag_are_missed_while_the_batch_would_be_full_with_them() -> None:
     builder = BatchBuilder(RULES, incarnation="mine")
     accept(builder, good("other"), 0, [make_rollout("other", 0, 1.0, incarnation="theirs")])
     assert builder.missed is None, "one more would not make a batch"
@@ -211,7 +207,7 @@ def sampled_with(rollout: Rollout, **parameters: object) -> Rollout:
     return replace(rollout, sampling=SamplingParameters(**parameters))
 
 
-def test_groups_of_another_distribution_are_excluded_unless_they_are_accepted(good, make_rollout) -> None:
+def test_groups_of_another_distribution_are_excluded_unless_they_are_accepted() -> None:
     """The recorded logprobs are those of the model's own distribution: of another one, ratios would be wrong."""
     own, unsaid = (make_rollout("own", index, 1.0) for index in range(2))
     warm = sampled_with(make_rollout("warm", 1, 0.0), temperature=0.7)
@@ -239,7 +235,7 @@ def test_what_lasts_is_told_at_once_and_then_rarely() -> None:
     assert [now for now in range(0, 200, 10) if reminder.due(float(now))] == [0, 60, 120, 180]
 
 
-def test_what_a_replay_wrote_is_trained_only_when_told(good) -> None:
+def test_what_a_replay_wrote_is_trained_only_when_told() -> None:
     """A refused copy is not the group's ending: the group itself is trained when it comes."""
     builder = BatchBuilder(replace(RULES, accept_replays=frozenset({"known"})))
     accept(builder, good("a"), 0, replay_id="unknown")
@@ -254,7 +250,7 @@ def test_what_a_replay_wrote_is_trained_only_when_told(good) -> None:
     assert feed(restarted, good("b"), 4), "nor is it one in a step that was recorded"
 
 
-def test_groups_wait_up_to_a_bound(good) -> None:
+def test_groups_wait_up_to_a_bound() -> None:
     builder = BatchBuilder(replace(RULES, max_waiting=3))
     for offset in range(3):
         assert not builder.full
@@ -264,7 +260,7 @@ def test_groups_wait_up_to_a_bound(good) -> None:
     assert (builder.waiting, builder.full) == (1, False)
 
 
-def test_a_burst_of_useless_groups_is_named_step_by_step_in_records_that_the_log_takes(good) -> None:
+def test_a_burst_of_useless_groups_is_named_step_by_step_in_records_that_the_log_takes() -> None:
     builder = BatchBuilder(RULES)
     useless = replace(good("useless", mode=Mode.EVAL), members=[])
     long = 3 * MOST_EXCLUSIONS - 1
@@ -390,23 +386,8 @@ def test_read_ahead_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
 
 
 @pytest.fixture
-def log(kafka, topic_prefix):
-    settings_of_log = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
-    create_topics(settings_of_log)
-    return settings_of_log
-
-
-def write_rollouts(producer: RecordProducer, rollouts) -> list[Position]:
-    return producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
-
-
-def write_group(producer: RecordProducer, rollouts, make_member, make_group, **changes: object) -> Group:
-    """Rollouts, then their group, as the rollout workers and group assembly write them."""
-    positions = write_rollouts(producer, rollouts)
-    members = [make_member(r, p.partition, p.offset) for r, p in zip(rollouts, positions, strict=True)]
-    group = make_group(rollouts[0].group_id, members, **changes)
-    producer.send_acked(Topic.GROUPS, [(group.group_id, group)])
-    return group
+def log(kafka) -> KafkaSettings:
+    return kafka.fresh()
 
 
 def read_batch(source: LogInput, builder: BatchBuilder, version: int = 0, deadline_s: float = 180.0):
@@ -419,21 +400,21 @@ def read_batch(source: LogInput, builder: BatchBuilder, version: int = 0, deadli
     raise AssertionError("no batch in time")
 
 
-def test_groups_and_rollouts_are_read_from_the_log(log, make_rollout, make_member, make_group, tmp_path) -> None:
+def test_groups_and_rollouts_are_read_from_the_log(log, tmp_path) -> None:
     producer = RecordProducer(log, "test")
     full = [make_rollout("claimed", i, float(i)) for i in range(2)]
     claims = [store_claim(str(tmp_path), r.rollout_id, Codec().encode(r)) for r in full]
     claimed = [replace(r, segments=[], claim=c) for r, c in zip(full, claims, strict=True)]
-    write_group(producer, claimed, make_member, make_group)
+    write_group(producer, claimed)
     gone = [replace(r, group_id="gone", claim=replace(r.claim, uri=str(tmp_path / "none"))) for r in claimed]
-    write_group(producer, gone, make_member, make_group)
+    write_group(producer, gone)
     wrong = [make_rollout("wrong", i, float(i), segments=[replace(full[i].segments[0], spans=[])]) for i in range(2)]
-    write_group(producer, wrong, make_member, make_group)
-    lost = make_group("lost", [make_member(make_rollout("lost", i, float(i)), 0, 10_000 + i) for i in range(2)])
+    write_group(producer, wrong)
+    lost = make_group("lost", [member_of(make_rollout("lost", i, float(i)), 0, 10_000 + i) for i in range(2)])
     producer.send_acked(Topic.GROUPS, [("lost", lost)])
     producer.send_bytes(f"{log.topic_prefix}groups", b"not a group", key=b"claimed")
     plain = [make_rollout("plain", i, float(i)) for i in range(2)]
-    write_group(producer, plain, make_member, make_group)
+    write_group(producer, plain)
 
     builder = BatchBuilder(RULES)
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source:
@@ -451,12 +432,10 @@ def test_groups_and_rollouts_are_read_from_the_log(log, make_rollout, make_membe
     assert dead_letters(log) == [b"not a group"]
 
 
-def test_groups_are_routed_by_the_ids_of_their_rollouts_and_excluded_without_them(
-    log, make_rollout, make_member, make_group, tmp_path, caplog
-) -> None:
+def test_groups_are_routed_by_the_ids_of_their_rollouts_and_excluded_without_them(log, tmp_path, caplog) -> None:
     producer, shape = RecordProducer(log, "test"), RoutedShape(2, (0, 1), 4, 2)
     plain = [make_rollout("plain", i, float(i)) for i in range(2)]
-    write_group(producer, plain, make_member, make_group)
+    write_group(producer, plain)
     ids = [np.tile(np.array([[0, 3], [2, 1]], np.uint8), (routed_tokens(r.segments[0]), 1, 1)) for r in plain]
     for name, cut in (("short", 1), ("routed", 0), ("again", 0)):
         claims = [store_claim(str(tmp_path), f"{name}{i}", packed_ids(ids[i][cut:])) for i in range(2)]
@@ -464,7 +443,7 @@ def test_groups_are_routed_by_the_ids_of_their_rollouts_and_excluded_without_the
             replace(r, rollout_id=f"{name}-{r.index}", group_id=name, expert_ids=claim)
             for r, claim in zip(plain, claims, strict=True)
         ]
-        write_group(producer, routed, make_member, make_group)
+        write_group(producer, routed)
     builder = BatchBuilder(RULES)
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64, routed=shape) as source:
         batch = read_batch(source, builder)
@@ -490,13 +469,9 @@ def dead_letters(log: KafkaSettings) -> list[bytes]:
     return [m.value() for m in messages if m.error() is None]
 
 
-def test_rollouts_written_before_the_reader_started_are_fetched_by_offset(
-    log, make_rollout, make_member, make_group
-) -> None:
+def test_rollouts_written_before_the_reader_started_are_fetched_by_offset(log) -> None:
     producer = RecordProducer(log, "test")
-    for number in range(6):
-        rollouts = [make_rollout(f"g{number}", i, float(i)) for i in range(2)]
-        write_group(producer, rollouts, make_member, make_group, closed_at=number)
+    write_groups(log, range(6), size=2)
     builder = BatchBuilder(replace(RULES, groups_per_step=6))
     # Room for one rollout or two: nearly every one has to be fetched again.
     with LogInput(log, builder, producer, limit_bytes=600, vocab_size=64) as source:
@@ -505,11 +480,9 @@ def test_rollouts_written_before_the_reader_started_are_fetched_by_offset(
     assert all(r.group_id == g.group.group_id for g in batch.groups for r in g.rollouts)
 
 
-def test_reading_goes_on_after_the_checkpointed_offsets(log, make_rollout, make_member, make_group) -> None:
+def test_reading_goes_on_after_the_checkpointed_offsets(log) -> None:
     producer = RecordProducer(log, "test")
-    for number in range(5):
-        rollouts = [make_rollout(f"g{number}", i, float(i)) for i in range(2)]
-        write_group(producer, rollouts, make_member, make_group, closed_at=number)
+    write_groups(log, range(5), size=2)
     first = BatchBuilder(RULES)
     with LogInput(log, first, producer, limit_bytes=2**20, vocab_size=64) as source:
         trained = [g.group.group_id for g in read_batch(source, first).groups]
@@ -521,13 +494,11 @@ def test_reading_goes_on_after_the_checkpointed_offsets(log, make_rollout, make_
         assert len(list(reader.read_to_end())) == 5
 
 
-def test_a_burst_waits_in_the_log_and_not_in_memory(log, make_rollout, make_member, make_group) -> None:
+def test_a_burst_waits_in_the_log_and_not_in_memory(log) -> None:
     """Ten times what may wait: groups beyond the bound are not decided, their rollouts not fetched, none is lost."""
     producer = RecordProducer(log, "test")
     bound, number = 2, 20
-    for group in range(number):
-        rollouts = [make_rollout(f"g{group}", i, float(i)) for i in range(2)]
-        write_group(producer, rollouts, make_member, make_group, closed_at=group)
+    write_groups(log, range(number), size=2)
     builder = BatchBuilder(replace(RULES, max_waiting=bound))
     limit = 2_000
     trained, most = [], 0
@@ -544,7 +515,7 @@ def test_a_burst_waits_in_the_log_and_not_in_memory(log, make_rollout, make_memb
     assert most == bound
 
 
-def test_what_a_replay_wrote_is_told_by_its_headers(log, make_rollout, make_member, make_group) -> None:
+def test_what_a_replay_wrote_is_told_by_its_headers(log) -> None:
     producer, names = RecordProducer(log, "test"), Names(log.topic_prefix)
     headers = replay_headers("again", names.of(Topic.GROUPS), 0, 7)
     for name, replayed in {"group": Topic.GROUPS, "rollout": Topic.ROLLOUTS, "plain": None}.items():
@@ -554,7 +525,7 @@ def test_what_a_replay_wrote_is_told_by_its_headers(log, make_rollout, make_memb
             said = headers if replayed is Topic.ROLLOUTS else None
             producer.send(Topic.ROLLOUTS, record, key=name, partition=0, headers=said)
         producer.flush()
-        members = [make_member(record, 0, before + i) for i, record in enumerate(rollouts)]
+        members = [member_of(record, 0, before + i) for i, record in enumerate(rollouts)]
         said = headers if replayed is Topic.GROUPS else None
         producer.send(Topic.GROUPS, make_group(name, members), key=name, partition=0, headers=said)
         producer.flush()
@@ -569,13 +540,11 @@ def test_what_a_replay_wrote_is_told_by_its_headers(log, make_rollout, make_memb
         )
 
 
-def test_a_trainer_that_waits_over_the_topics_of_another_incarnation_says_so_once(
-    log, make_rollout, make_member, make_group, caplog
-) -> None:
+def test_a_trainer_that_waits_over_the_topics_of_another_incarnation_says_so_once(log, caplog) -> None:
     producer = RecordProducer(log, "test")
     for number in range(5):
         rollouts = [make_rollout(f"g{number}", i, float(i), incarnation="theirs") for i in range(2)]
-        write_group(producer, rollouts, make_member, make_group, closed_at=number)
+        write_group(producer, rollouts, closed_at=number)
     builder = BatchBuilder(RULES, incarnation="mine")
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source, caplog.at_level("WARNING"):
         deadline = time.monotonic() + 180

@@ -10,6 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.trainer.conftest import (
+    make_interaction,
+    make_rollout,
+    make_segment,
+    make_trainable,
+    make_trainable_batch,
+    resampled,
+    tiny_model,
+)
 from tidemill.schemas.records import Interaction, Rollout, VersionSpan
 from tidemill.trainer.batch import Trajectory, pack
 from tidemill.trainer.choices import CorrectionKind, ObjectiveName
@@ -44,7 +53,7 @@ def tokens_of(trajectories: list[Trajectory], spread: float, seed: int = 0) -> T
 
 
 @pytest.fixture
-def trajectories(make_rollout, make_segment, make_interaction) -> list[Trajectory]:
+def trajectories() -> list[Trajectory]:
     """Two environments, two replicas, forked contexts, versions 5 to 7, ten turns, a long context, an answer."""
     long = make_segment(5, 400, version=6)
     many = make_segment(6, 24, version=7)
@@ -165,7 +174,7 @@ def test_the_worst_tokens_say_where_they_lie(trajectories):
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_step_without_tokens_of_its_own_weights_has_no_engines(make_rollout):
+def test_a_step_without_tokens_of_its_own_weights_has_no_engines():
     tokens = tokens_of([make_rollout("a", 0, 1.0, version=3)], 0.1)
     slices, _ = measure(tokens, VERSION)
     assert {each.part for each in slices} == {"all", "lagged"}
@@ -219,7 +228,7 @@ def expected_logprobs(model: torch.nn.Module, trajectories: list[Trajectory]) ->
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])
-def test_a_step_hands_over_its_tokens_in_the_order_of_its_records(tiny_model, make_trainable, minibatches):
+def test_a_step_hands_over_its_tokens_in_the_order_of_its_records(minibatches):
     groups = [make_trainable("a"), make_trainable("bb", (1.0, 0.0, 0.0)), make_trainable("c", (0.5, 0.0, 1.0, 0.25))]
     learner = Learner(tiny_model(), settings_of(minibatches=minibatches, objective=ObjectiveName.DR_GRPO), None)
     start = tiny_model()
@@ -240,7 +249,7 @@ def test_a_step_hands_over_its_tokens_in_the_order_of_its_records(tiny_model, ma
     assert slices[0].max == pytest.approx(outcome.metrics["mismatch/max_abs_dlogp"])
 
 
-def test_tokens_are_in_order_where_rows_are_not(tiny_model, make_trainable, make_segment):
+def test_tokens_are_in_order_where_rows_are_not():
     group, sizes = make_trainable("a", (1.0, 0.0, 0.5)), (60, 60, 20)
     rollouts = tuple(replace(r, segments=[make_segment(n, size)])
                      for n, (r, size) in enumerate(zip(group.rollouts, sizes, strict=True)))  # fmt: skip
@@ -253,7 +262,7 @@ def test_tokens_are_in_order_where_rows_are_not(tiny_model, make_trainable, make
     assert torch.allclose(outcome.trained.trainer_logprobs, expected_logprobs(start, list(rollouts)), atol=1e-5)
 
 
-def test_an_online_step_hands_over_answers_before_rollouts(tiny_model, make_trainable, make_trainable_batch):
+def test_an_online_step_hands_over_answers_before_rollouts():
     online, group = make_trainable_batch("q", (1.0, -1.0, 0.5)), make_trainable("a")
     outcome = Learner(tiny_model(), settings_of(), None).train([group], 1, 0, 1, online)
     assert [type(each) for each in outcome.trained.trajectories] == [Interaction] * 3 + [Rollout] * 4
@@ -263,7 +272,7 @@ def test_an_online_step_hands_over_answers_before_rollouts(tiny_model, make_trai
     assert torch.allclose(outcome.trained.trainer_logprobs, before, atol=1e-5)
 
 
-def test_a_behaviour_weight_at_its_cap_counts_as_cut(tiny_model, make_trainable):
+def test_a_behaviour_weight_at_its_cap_counts_as_cut():
     settings = settings_of(objective=ObjectiveName.DECOUPLED_PPO, correction=CorrectionSettings(kind="none"),
                            behaviour_cap=1.1)  # fmt: skip
     trained = Learner(tiny_model(), settings, None).train([make_trainable("a")], 1, 0, 1).trained
@@ -271,15 +280,7 @@ def test_a_behaviour_weight_at_its_cap_counts_as_cut(tiny_model, make_trainable)
     assert torch.equal(trained.cut, ratio >= 1.1) and 0 < int(trained.cut.sum()) < len(trained.cut)
 
 
-def resampled(model: torch.nn.Module, rollout: Rollout) -> Rollout:
-    """The rollout with the logprobs that `model` gives its tokens."""
-    (segment,) = rollout.segments
-    values = np.zeros(segment.n_tokens, "<f4")
-    values[segment.mask() == 1] = expected_logprobs(model, [rollout]).numpy()
-    return replace(rollout, segments=[replace(segment, logprobs=values.tobytes())])
-
-
-def test_what_the_weights_learnt_is_no_difference_of_the_engines(tiny_model, make_trainable):
+def test_what_the_weights_learnt_is_no_difference_of_the_engines():
     """Tokens of the trainer's own weights are scored alike; those of other weights are not, in their part alone."""
     now, before = tiny_model(), tiny_model()
     for model in (now, before):
@@ -297,7 +298,7 @@ def test_what_the_weights_learnt_is_no_difference_of_the_engines(tiny_model, mak
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_tokens_of_older_weights_are_scored_at_them_and_the_weights_stay(tiny_model, make_trainable, minibatches):
+def test_tokens_of_older_weights_are_scored_at_them_and_the_weights_stay(minibatches):
     """Sampled by the trainer's own arithmetic at the version before: all of the difference is staleness."""
 
     def steps(**changes: object) -> tuple[list[str], list[TrainedTokens]]:

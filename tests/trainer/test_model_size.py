@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
+from tests.trainer.conftest import make_trainable, tiny_model
 from tidemill.trainer import metrics
 from tidemill.trainer.batch import pack
 from tidemill.trainer.config import KlSettings, TrainerSettings
@@ -83,7 +84,7 @@ def test_a_model_whose_size_is_not_known_is_refused(tmp_path):
         size_of_name(str(tmp_path))
 
 
-def test_a_step_says_its_flops(tiny_model, make_trainable):
+def test_a_step_says_its_flops():
     groups = [make_trainable("a"), make_trainable("b")]
     settings = TrainerSettings(kl=KlSettings(coefficient=0.1), share_prefixes=False)
     learner = Learner(tiny_model(), settings, tiny_model())
@@ -100,7 +101,7 @@ def test_a_step_says_its_flops(tiny_model, make_trainable):
     assert (found["flops/body"], found["flops/pair"]) == (size.body, size.pair)
 
 
-def test_scores_that_were_not_kept_count_as_recomputed(tiny_model, make_trainable, monkeypatch):
+def test_scores_that_were_not_kept_count_as_recomputed(monkeypatch):
     size, group = size_of(tiny_model()), make_trainable("a")
     (row,) = pack(group.rollouts, 1024, 64)
     scored = len(row.predicting)

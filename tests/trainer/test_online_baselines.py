@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trainer.conftest import make_trainable_batch
 from tidemill.trainer.advantages import BASELINES, GroupTooSmallError, advantages, batch_advantages, has_signal
 from tidemill.trainer.choices import BaselineKind
 from tidemill.trainer.objectives import Options, Tokens, Totals, loss
@@ -86,7 +87,7 @@ def test_a_correction_is_what_the_reward_changed_by_and_moves_nobody_elses_basel
     assert corrected.tolist() == [1.0, -2.0, -1.0]
 
 
-def test_the_divergence_lowers_rewards_and_leaves_corrections(make_trainable_batch) -> None:
+def test_the_divergence_lowers_rewards_and_leaves_corrections() -> None:
     batch = make_trainable_batch("a", (1.0, 1.0))
     values = batch_advantages(BaselineKind.NONE, batch, np.array([2.0, 0.0]), 0.25)
     assert values.tolist() == [0.5, 1.0]

@@ -8,25 +8,23 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from tests.records import build
+from tests.trainer.conftest import make_interaction, make_online_member, settings_of
+from tests.trainer.run_log import decide, erase, run_of, serve, write_groups, written
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Exclusion, GateDecision, GateVerdict, Manifest, TrainStep, UserRequest, UserWish
+from tidemill.schemas.records import Exclusion, GateVerdict, Manifest, TrainStep
 from tidemill.schemas.stored_object import store_claim
 from tidemill.trainer.checkpoint import CheckpointStore
-from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.config import KlSettings, OnlineSettings, TrainerSettings
 from tidemill.trainer.history import NotRepeatableError
 from tidemill.trainer.online_input import InteractionLog
 from tidemill.trainer.online_queue import OnlineQueue
 from tidemill.trainer.run import run
-
-REWARDS = (1.0, 0.0, 0.5, 1.0)
 
 
 @pytest.fixture
@@ -41,57 +39,15 @@ def store(tmp_path) -> StoreSettings:
 
 @pytest.fixture
 def settings(tiny_checkpoint: str) -> TrainerSettings:
-    return TrainerSettings(
+    return settings_of(
         model=tiny_checkpoint,
         kl=KlSettings(coefficient=0.01),
-        optimizer=OptimizerSettings(learning_rate=1e-3),
-        row_tokens=128,
         checkpoint_every=3,
         publish=PublishSettings(anchor_every=20, skips=()),
         online=OnlineSettings(
             enabled=True, require_admission=False, simulated_groups_per_batch=1, max_wait_seconds=0.2
         ),
     )
-
-
-@pytest.fixture
-def serve(log, make_interaction, make_online_member, make_online_batch):
-    """Writes interactions and the batch that refers to them, as the router and the stream of online batches do."""
-    producer = RecordProducer(log, "test")
-
-    def serve(name: str, version: int, rewards=REWARDS, run_id: str = "run", **changes: object):
-        served = [make_interaction(f"{name}-{i}", version, run_id=run_id) for i in range(len(rewards))]
-        places = producer.send_acked(Topic.INTERACTIONS, [(r.interaction_id, r) for r in served])
-        members = [
-            make_online_member(r, reward, p.offset, p.partition)
-            for r, reward, p in zip(served, rewards, places, strict=True)
-        ]
-        batch = make_online_batch(name, members, version, run_id=run_id, **changes)
-        producer.send_acked(Topic.ONLINE_BATCHES, [(name, batch)])
-        return batch
-
-    return serve
-
-
-@pytest.fixture
-def decide(log):
-    producer = RecordProducer(log, "test")
-
-    def decide(verdict: GateVerdict, version: int, run_id: str = "run") -> None:
-        said = build(GateDecision, run_id=run_id, verdict=verdict, version=version, decided_by="test")
-        producer.send_acked(Topic.GATE, [("main", said)])
-
-    return decide
-
-
-def records(log: KafkaSettings, topic: Topic, kind: type, run_id: str = "run") -> list:
-    with LogReader(log, [topic]) as reader:
-        found = [located.record for located in reader.read_to_end()]
-    return [r for r in found if isinstance(r, kind) and r.run_id == run_id]
-
-
-def steps_of(log: KafkaSettings, run_id: str = "run") -> list[TrainStep]:
-    return records(log, Topic.STEPS, TrainStep, run_id)
 
 
 def reasons(step: TrainStep) -> dict[str, str]:
@@ -103,13 +59,12 @@ class Trainer:
 
     def __init__(self, log, settings, store, run_id: str = "run", max_steps: int = 100) -> None:
         self._stop, self.error = threading.Event(), None
-        run_of = RunSettings(run_id=run_id, seed=7, max_policy_lag=10, max_steps=max_steps)
-        self._thread = threading.Thread(target=self._run, args=(log, run_of, store, settings))
+        self._thread = threading.Thread(target=self._run, args=(log, run_of(run_id, max_steps), store, settings))
         self._log, self._run_id = log, run_id
 
-    def _run(self, log, run_of, store, settings) -> None:
+    def _run(self, log, of, store, settings) -> None:
         try:
-            run(log, run_of, store, settings, self._stop)
+            run(log, of, store, settings, self._stop)
         except Exception as error:  # noqa: BLE001 - the test asks for it
             self.error = error
 
@@ -117,8 +72,8 @@ class Trainer:
         """The recorded steps once there are so many, and their versions are published."""
         deadline = time.monotonic() + deadline_s
         while time.monotonic() < deadline and self.error is None:
-            found = steps_of(self._log, self._run_id)
-            if len(found) >= steps and len(records(self._log, Topic.MANIFESTS, Manifest, self._run_id)) > steps:
+            found = written(self._log, TrainStep, self._run_id)
+            if len(found) >= steps and len(written(self._log, Manifest, self._run_id)) > steps:
                 return found
             time.sleep(0.1)
         raise AssertionError(f"no {steps} steps in time: {self.error}")
@@ -137,9 +92,7 @@ class Crashed(Exception):
     """Stands for the process being killed at this point."""
 
 
-def test_what_lies_where_a_member_points_is_fetched_and_checked(
-    log, make_interaction, make_online_member, tmp_path
-) -> None:
+def test_what_lies_where_a_member_points_is_fetched_and_checked(log, tmp_path) -> None:
     producer, codec = RecordProducer(log, "test"), Codec()
     plain, claimed, gone, broken, misread = (make_interaction(name) for name in ("a", "b", "c", "d", "e"))
     kept = [
@@ -169,9 +122,7 @@ def test_what_lies_where_a_member_points_is_fetched_and_checked(
     fetched.close()
 
 
-def test_a_gap_in_the_log_is_a_missing_interaction_and_nothing_is_waited_for(
-    log, make_interaction, make_online_member
-) -> None:
+def test_a_gap_in_the_log_is_a_missing_interaction_and_nothing_is_waited_for(log) -> None:
     """The offset of a transaction's end holds no record, as one that was compacted away; records before the low
     watermark are gone by retention."""
     record, full = make_interaction("a"), Names(log.topic_prefix).of(Topic.INTERACTIONS)
@@ -194,27 +145,21 @@ def test_a_gap_in_the_log_is_a_missing_interaction_and_nothing_is_waited_for(
     fetched.close()
 
 
-def test_a_run_learns_from_users_with_every_batch_ended_once(
-    log, settings, store, serve, make_rollout, make_member, make_group
-) -> None:
+def test_a_run_learns_from_users_with_every_batch_ended_once(log, settings, store) -> None:
     producer = RecordProducer(log, "test")
-    rollouts = [make_rollout("g", i, float(i % 2)) for i in range(4)]
-    places = producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
-    members = [make_member(r, p.partition, p.offset) for r, p in zip(rollouts, places, strict=True)]
-    producer.send_acked(Topic.GROUPS, [("g", make_group("g", members))])
-    demand = UserRequest("request", "user-b0-1", UserWish.ERASE, "", 10**9)
-    producer.send_acked(Topic.USER_REQUESTS, [("user-b0-1", demand)])
-    first = serve("b0", 0)
+    write_groups(log, [0])
+    erase(log, "user-b0-1")
+    first = serve(log, "b0", 0)
     producer.send_acked(Topic.ONLINE_BATCHES, [("b0", first)])
-    serve("late", 0, closed_at=1)
-    serve("flat", 1, rewards=(0.5, 0.5), closed_at=2)
-    serve("foreign", 0, run_id="other")
+    serve(log, "late", 0, closed_at=1)
+    serve(log, "flat", 1, rewards=(0.5, 0.5), closed_at=2)
+    serve(log, "foreign", 0, run_id="other")
     producer.send_bytes(Names(log.topic_prefix).of(Topic.ONLINE_BATCHES), b"no batch", key=b"x")
     with Trainer(log, settings, store) as trainer:
         trainer.wait(1)
-        serve("b1", 1, closed_at=3)
+        serve(log, "b1", 1, closed_at=3)
         one, two = trainer.wait(2)
-    assert [(entry.topic, entry.group_id) for entry in one.inputs] == [("online-batches", "b0"), ("groups", "g")]
+    assert [(entry.topic, entry.group_id) for entry in one.inputs] == [("online-batches", "b0"), ("groups", "g0")]
     assert reasons(one) == {"b0": "duplicate", "b0-1": "erased"}
     assert one.objective == "reinforce+composer2"
     assert (one.metrics["online/members"], one.metrics["simulated/groups"]) == (3, 1)
@@ -224,7 +169,7 @@ def test_a_run_learns_from_users_with_every_batch_ended_once(
     assert (two.objective, two.parent_version) == ("reinforce", 1)
 
 
-def test_nothing_is_learnt_until_the_floor_is_passed(log, settings, store, serve, decide, monkeypatch) -> None:
+def test_nothing_is_learnt_until_the_floor_is_passed(log, settings, store, monkeypatch) -> None:
     floored = settings.model_copy(update={"online": settings.online.model_copy(update={"require_admission": True})})
     exclude, excluded = OnlineQueue.exclude, threading.Event()
 
@@ -233,24 +178,22 @@ def test_nothing_is_learnt_until_the_floor_is_passed(log, settings, store, serve
         excluded.set()
 
     monkeypatch.setattr(OnlineQueue, "exclude", observed)
-    serve("below", 0)
+    serve(log, "below", 0)
     with Trainer(log, floored, store, max_steps=1) as trainer:
         assert excluded.wait(120)
-        assert steps_of(log) == []
-        decide(GateVerdict.ADMIT, 0)
-        serve("above", 0, closed_at=1)
+        assert written(log, TrainStep) == []
+        decide(log, GateVerdict.ADMIT, 0)
+        serve(log, "above", 0, closed_at=1)
         (step,) = trainer.wait(1)
     assert (reasons(step), [entry.group_id for entry in step.inputs]) == ({"below": "below_floor"}, ["above"])
 
 
-def test_a_stop_between_record_and_manifest_is_made_good_bit_for_bit(log, settings, store, serve, monkeypatch) -> None:
+def test_a_stop_between_record_and_manifest_is_made_good_bit_for_bit(log, settings, store, monkeypatch) -> None:
     """Batches with an erased user and a gap: the repeated step leaves out who was left out then."""
-    producer = RecordProducer(log, "test")
-    erased = UserRequest("request", "user-b0-1", UserWish.ERASE, "", 10**9)
-    producer.send_acked(Topic.USER_REQUESTS, [("user-b0-1", erased)])
+    erase(log, "user-b0-1")
     for run_id in ("straight", "stopped"):
         for number in range(3):
-            serve(f"b{number}", number, run_id=run_id, closed_at=number)
+            serve(log, f"b{number}", number, run_id=run_id, closed_at=number)
     with Trainer(log, settings, store, "straight", max_steps=3) as trainer:
         straight = trainer.wait(3)
 
@@ -265,10 +208,10 @@ def test_a_stop_between_record_and_manifest_is_made_good_bit_for_bit(log, settin
         with Trainer(log, settings, store, "stopped") as trainer:
             trainer._thread.join(120)
         assert isinstance(trainer.error, Crashed)
-    assert [m.version for m in records(log, Topic.MANIFESTS, Manifest, "stopped")] == [0, 1]
+    assert [m.version for m in written(log, Manifest, "stopped")] == [0, 1]
     assert CheckpointStore(store.root, "stopped", "main", 3).steps() == [], "it begins from the model again"
-    # Demanded after the step was recorded: what was trained on it stays, what comes does not.
-    producer.send_acked(Topic.USER_REQUESTS, [("user-b1-0", replace(erased, user_id="user-b1-0"))])
+    # Asked for after the step was recorded: what was trained on it stays, what comes does not.
+    erase(log, "user-b1-0")
     with Trainer(log, settings, store, "stopped", max_steps=3) as trainer:
         stopped = trainer.wait(3)
     assert trainer.error is None
@@ -276,12 +219,12 @@ def test_a_stop_between_record_and_manifest_is_made_good_bit_for_bit(log, settin
     assert len({s.fingerprint for s in straight}) == 3
     assert [entry.group_id for s in stopped for entry in s.inputs] == ["b0", "b1", "b2"]
     assert reasons(stopped[0]) == {"b0-1": "erased"}
-    versions = [(m.version, m.fingerprint) for m in records(log, Topic.MANIFESTS, Manifest, "stopped")]
-    assert versions == [(m.version, m.fingerprint) for m in records(log, Topic.MANIFESTS, Manifest, "straight")]
+    versions = [(m.version, m.fingerprint) for m in written(log, Manifest, "stopped")]
+    assert versions == [(m.version, m.fingerprint) for m in written(log, Manifest, "straight")]
 
 
-def test_a_step_whose_interactions_are_gone_is_not_repeated_otherwise(log, settings, store, serve, monkeypatch) -> None:
-    batch = serve("b0", 0)
+def test_a_step_whose_interactions_are_gone_is_not_repeated_otherwise(log, settings, store, monkeypatch) -> None:
+    batch = serve(log, "b0", 0)
 
     def crash(*_args: object):
         raise Crashed
@@ -302,27 +245,27 @@ def test_a_step_whose_interactions_are_gone_is_not_repeated_otherwise(log, setti
     assert "erased" in str(trainer.error)
 
 
-def test_training_goes_back_when_the_gate_says_so(log, settings, store, serve, decide) -> None:
+def test_training_goes_back_when_the_gate_says_so(log, settings, store) -> None:
     """Versions 1 to 3 in a row, 2 promoted, 3 rejected: step 4 starts from version 2, with its moments."""
     for number in range(3):
-        serve(f"b{number}", number, closed_at=number)
+        serve(log, f"b{number}", number, closed_at=number)
     with Trainer(log, settings, store, max_steps=5) as trainer:
         trainer.wait(3)
-        decide(GateVerdict.PROMOTE, 2)
-        decide(GateVerdict.REJECT, 3)
-        serve("rejected", 3, closed_at=10)
-        serve("again", 2, closed_at=11)
+        decide(log, GateVerdict.PROMOTE, 2)
+        decide(log, GateVerdict.REJECT, 3)
+        serve(log, "rejected", 3, closed_at=10)
+        serve(log, "again", 2, closed_at=11)
         trainer.wait(4)
     # What follows is decided by a trainer that was stopped and knows all of it from the log.
     with Trainer(log, settings, store, max_steps=5) as trainer:
-        serve("after", 4, closed_at=12)
+        serve(log, "after", 4, closed_at=12)
         steps = trainer.wait(5)
     assert trainer.error is None
     assert [s.parent_version for s in steps] == [0, 1, 2, 2, 4]
     assert steps[3].parent_fingerprint == steps[1].fingerprint
     assert reasons(steps[3]) == {"rejected": "rejected_version"}
     assert steps[4].parent_fingerprint == steps[3].fingerprint
-    manifests = records(log, Topic.MANIFESTS, Manifest)
+    manifests = written(log, Manifest)
     assert [(m.version, m.parent) for m in manifests] == [(0, None), (1, 0), (2, 1), (3, 2), (4, 2), (5, 4)]
     assert [m.fingerprint for m in manifests[1:]] == [s.fingerprint for s in steps]
     # From nothing but the log and the starting model, every step comes out as it was, the fork included.
@@ -331,4 +274,4 @@ def test_training_goes_back_when_the_gate_says_so(log, settings, store, serve, d
     with Trainer(log, settings, store, max_steps=5) as trainer:
         trainer._thread.join(120)
     assert trainer.error is None
-    assert steps_of(log) == steps
+    assert written(log, TrainStep) == steps

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.records import build
+from tests.trainer.conftest import make_trainable_batch
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import (
@@ -67,7 +68,7 @@ def reasons(left: TrainableBatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def made(make_trainable_batch) -> TrainableBatch:
+def made() -> TrainableBatch:
     return make_trainable_batch("b", (1.0, 0.0, 0.5, 1.0))
 
 
@@ -169,10 +170,10 @@ def test_nothing_is_trained_of_a_user_after_he_had_it_erased(made) -> None:
     queue.observe_request(erase("user-b-2", served + 1, UserWish.OPT_OUT))
     queue.observe_request(erase("user-b-3", served + 1))
     left = settled(queue, made, found={at(3): Exclusion.MISSING_INTERACTION})
-    assert reasons(left) == {"b-0": "erased", "b-3": "erased"}, "what came before the demand, gone or not"
+    assert reasons(left) == {"b-0": "erased", "b-3": "erased"}, "what came before the request, gone or not"
 
 
-def test_a_demand_that_comes_while_a_batch_waits_counts(made) -> None:
+def test_a_request_that_comes_while_a_batch_waits_counts(made) -> None:
     queue = OnlineQueue(RULES, line_to(0))
     assert isinstance(settled(queue, made), TrainableBatch)
     queue.observe_request(erase("user-b-0", made.interactions[0].served_at))
@@ -201,7 +202,7 @@ def ended(queue: OnlineQueue):
     return list(queue._endings.excluded)
 
 
-def test_equal_rewards_have_no_signal_unless_there_is_no_baseline(make_trainable_batch) -> None:
+def test_equal_rewards_have_no_signal_unless_there_is_no_baseline() -> None:
     equal = make_trainable_batch("b", (0.5, 0.5))
     assert settled(OnlineQueue(RULES, line_to(0)), equal) is Exclusion.NO_SIGNAL
     for rules in (replace(RULES, baseline=BaselineKind.NONE), replace(RULES, skip_no_signal=False)):
@@ -286,7 +287,7 @@ def test_the_oldest_batch_is_trained_first(made) -> None:
     assert waiting.batch.batch_id == "b1"
 
 
-def test_a_correction_may_be_older_within_its_bound(make_trainable_batch) -> None:
+def test_a_correction_may_be_older_within_its_bound() -> None:
     """Of version 1 to 3 with the trainer at 3, beside rewards of version 3; its bound is 2."""
     fresh = make_trainable_batch("b", (1.0, 0.0), version=3)
     for version, reason in [(3, None), (1, None), (0, "stale")]:
@@ -312,7 +313,7 @@ def test_a_member_named_twice_is_trained_once_and_its_correction_beside_it(made)
 
 
 @given(dropped=st.sets(st.integers(0, 5)), twice=st.integers(0, 5), corrected=st.integers(0, 5))
-def test_a_repeated_step_trains_the_members_of_then(make_trainable_batch, dropped, twice, corrected) -> None:
+def test_a_repeated_step_trains_the_members_of_then(dropped, twice, corrected) -> None:
     made = make_trainable_batch("b", (1.0, 0.0, 0.5, 1.0, 0.25, 0.75))
     extra = (made.members[twice], replace(made.members[corrected], correction=True))
     whole = replace(made, members=(*made.members, *extra), interactions=(
@@ -335,9 +336,9 @@ ACTIONS = st.lists(st.sampled_from(["read", "read", "train", "train", "checkpoin
 
 @given(kinds=st.lists(KINDS, max_size=25), actions=ACTIONS)
 @settings(max_examples=200)
-def test_whatever_the_stops_every_batch_ends_exactly_once(make_trainable_batch, kinds, actions) -> None:
+def test_whatever_the_stops_every_batch_ends_exactly_once(kinds, actions) -> None:
     """Going on from the last checkpoint and the steps recorded since repeats nothing and skips nothing."""
-    log = synthetic_log(make_trainable_batch, kinds)
+    log = synthetic_log(kinds)
     line = line_to(3)
     decide(line, GateVerdict.ROLL_BACK, 2)
     endings: dict[int, str] = {}
@@ -384,12 +385,12 @@ def train(queue: OnlineQueue, log: list[TrainableBatch], endings: dict[int, str]
     return None
 
 
-def synthetic_log(make, kinds: list[str]) -> list[TrainableBatch]:
+def synthetic_log(kinds: list[str]) -> list[TrainableBatch]:
     log: list[TrainableBatch] = []
     versions = {"stale": 1, "rejected": 3}
     for number, kind in enumerate(kinds):
         version = versions.get(kind, 2)
-        made = make(f"b{number}", (1.0, 1.0) if kind == "equal" else (1.0, 0.0), version=version)
+        made = make_trainable_batch(f"b{number}", (1.0, 1.0) if kind == "equal" else (1.0, 0.0), version=version)
         same = [old for old in log if old.batch.run_id == "run"]
         name = same[0].batch.batch_id if kind == "duplicate" and same else f"b{number}"
         run_id = "other" if kind == "foreign" else "run"

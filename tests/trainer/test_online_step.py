@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.records import member_of
+from tests.trainer.conftest import make_group, make_rollout, make_trainable, make_trainable_batch, tiny_model
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import StepInput
 from tidemill.trainer.advantages import GroupTooSmallError
@@ -68,7 +70,7 @@ def close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
     return all(torch.allclose(first[name], second[name], rtol=1e-3, atol=1e-5 * scale) for name in second)
 
 
-def test_the_gradient_is_that_of_reinforce_with_a_baseline(tiny_model, make_trainable_batch, monkeypatch) -> None:
+def test_the_gradient_is_that_of_reinforce_with_a_baseline(monkeypatch) -> None:
     batch = make_trainable_batch("b", (1.0, 0.0, 0.5))
     learner = Learner(tiny_model(), settings_of(), None)
     found = gradient_of(learner, monkeypatch, [], 1, 0, 1, online=batch)
@@ -77,7 +79,7 @@ def test_the_gradient_is_that_of_reinforce_with_a_baseline(tiny_model, make_trai
     assert not close(found, by_hand(learner.model, batch, [0.5, -0.5, 0.0], divisor=16.0, bound=2.0))
 
 
-def test_a_mixed_step_is_the_weighted_sum_of_its_parts(tiny_model, make_trainable, make_trainable_batch, monkeypatch):
+def test_a_mixed_step_is_the_weighted_sum_of_its_parts(monkeypatch):
     batch, group = make_trainable_batch("b", (1.0, 0.0, 0.5)), make_trainable("g")
     learner = Learner(tiny_model(), settings_of(online=OnlineSettings(enabled=True, simulated_weight=0.3)), None)
     users = gradient_of(learner, monkeypatch, [], 1, 0, 1, online=batch)
@@ -86,7 +88,7 @@ def test_a_mixed_step_is_the_weighted_sum_of_its_parts(tiny_model, make_trainabl
     assert close(mixed, {name: users[name] + 0.3 * simulated[name] for name in users})
 
 
-def test_metrics_keep_the_parts_apart(tiny_model, make_trainable, make_trainable_batch) -> None:
+def test_metrics_keep_the_parts_apart() -> None:
     batch, group = make_trainable_batch("b", (1.0, 0.0, 0.5)), make_trainable("g", (1.0, 0.0))
     late = replace(batch.members[0], correction=True, reward=-9.0)
     corrected = replace(
@@ -113,7 +115,7 @@ def test_metrics_keep_the_parts_apart(tiny_model, make_trainable, make_trainable
 
 
 @pytest.mark.parametrize("estimator", [Estimator.K1, Estimator.K3])
-def test_the_pull_to_the_reference_is_over_both_parts(tiny_model, make_trainable_batch, monkeypatch, estimator) -> None:
+def test_the_pull_to_the_reference_is_over_both_parts(monkeypatch, estimator) -> None:
     kl = KlSettings(coefficient=0.5, in_loss=estimator is Estimator.K3, estimator=estimator)
     moved = tiny_model()
     with torch.no_grad():
@@ -135,9 +137,7 @@ def fingerprint(learner: Learner) -> str:
     return fingerprint_of(serving_view(learner.model))
 
 
-def test_an_online_step_is_repeatable_bit_for_bit_and_larger_by_its_scale(
-    tiny_model, make_trainable, make_trainable_batch
-) -> None:
+def test_an_online_step_is_repeatable_bit_for_bit_and_larger_by_its_scale() -> None:
     batch, group = make_trainable_batch("b", (1.0, 0.0, 0.5)), make_trainable("g")
     prints = []
     for scale in (1.0, 1.0, 4.0):
@@ -151,7 +151,7 @@ def test_an_online_step_is_repeatable_bit_for_bit_and_larger_by_its_scale(
     assert prints[0] == prints[1] != prints[2]
 
 
-def test_a_malformed_interaction_leaves_the_weights_alone(tiny_model, make_trainable_batch) -> None:
+def test_a_malformed_interaction_leaves_the_weights_alone() -> None:
     batch = make_trainable_batch("b", (1.0, 0.0))
     wrong = replace(batch.interactions[0], segments=[replace(batch.interactions[0].segments[0], spans=[])])
     learner = Learner(tiny_model(), settings_of(), None)
@@ -209,21 +209,19 @@ COMPARING = [name for name in ObjectiveName if name is not ObjectiveName.REINFOR
 
 
 @pytest.mark.parametrize("objective", COMPARING)
-def test_groups_of_one_are_refused_where_rollouts_are_compared(
-    objective, make_rollout, make_member, make_group
-) -> None:
+def test_groups_of_one_are_refused_where_rollouts_are_compared(objective) -> None:
     none = CorrectionSettings(kind=CorrectionKind.NONE)
     settings = settings_of(objective=objective, correction=none)
     with pytest.raises(GroupTooSmallError, match="the objective `reinforce`"):
         rules_of(RunSettings(min_completed=1), settings)
-    alone = make_group("g", [make_member(make_rollout("g", 0, 1.0, size=1), 0, 0)])
+    alone = make_group("g", [member_of(make_rollout("g", 0, 1.0, size=1), 0, 0)])
     builder = BatchBuilder(rules_of(RunSettings(), settings))
     with pytest.raises(ValueError, match="the objective `reinforce`"):
         builder.wants(StepInput("g", "groups", 0, 0), alone, 0)
 
 
-def test_groups_of_one_are_trained_by_reinforce(make_rollout, make_member, make_group) -> None:
+def test_groups_of_one_are_trained_by_reinforce() -> None:
     rules = rules_of(RunSettings(min_completed=1, skip_no_signal=False), settings_of(objective=ObjectiveName.REINFORCE))
     assert rules.advantage is AdvantageKind.RAW
-    alone = make_group("g", [make_member(make_rollout("g", 0, 1.0, size=1), 0, 0)])
+    alone = make_group("g", [member_of(make_rollout("g", 0, 1.0, size=1), 0, 0)])
     assert BatchBuilder(rules).wants(StepInput("g", "groups", 0, 0), alone, 0)

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PhiConfig, PhiForCausalLM
 
-from tidemill.schemas.records import Segment, VersionSpan
+from tests.records import build
+from tests.trainer.conftest import make_trainable, make_trainable_batch, tiny_model
+from tidemill.schemas.records import Rollout, Segment, VersionSpan
 from tidemill.trainer import attention, policy
 from tidemill.trainer.attention import TreeAttention
 from tidemill.trainer.batch import pack
@@ -53,14 +55,7 @@ def segment_trees(draw) -> list[list[Segment]]:
     return rollouts
 
 
-class Bare:
-    """The fields of a rollout that packing reads."""
-
-    def __init__(self, segments: list[Segment]) -> None:
-        self.rollout_id, self.segments = "r", segments
-
-
-def results(model, rollouts: list[Bare], row_tokens: int, share: bool) -> dict[str, torch.Tensor]:
+def results(model, rollouts: list[Rollout], row_tokens: int, share: bool) -> dict[str, torch.Tensor]:
     """Logprobs and entropies by rollout, the gradient of a weighted sum of them, and the tokens computed."""
     parts: dict[tuple[str, int], torch.Tensor] = {}
     computed = 0
@@ -79,7 +74,7 @@ def results(model, rollouts: list[Bare], row_tokens: int, share: bool) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def models(tiny_model):
+def models():
     """By precision. Norms and tables of a Qwen3 are float32 whatever its weights are; a Phi's norms are not."""
     make_deterministic(1)
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -97,7 +92,7 @@ def models(tiny_model):
 @given(made=segment_trees(), row_tokens=st.sampled_from([64, 300, 5000]))
 @settings(max_examples=40, deadline=None)
 def test_shared_tokens_give_the_values_and_gradients_of_separate_ones(models, dtype, tolerance, made, row_tokens):
-    rollouts = [Bare(segments) for segments in made]
+    rollouts = [build(Rollout, segments=segments) for segments in made]
     shared, plain = (results(models[dtype], rollouts, row_tokens, share) for share in (True, False))
     assert shared.pop("computed") <= plain.pop("computed")
     for name, expected in plain.items():
@@ -163,7 +158,7 @@ PROMPT, ANSWERS = list(range(10, 30)), [[1, 2, 3, 4], [1, 2, 5, 6], [7, 8, 9, 9]
 
 
 def test_what_segments_share_stands_in_a_row_once():
-    rollouts = [Bare([segment_of([*PROMPT, *a], [0] * 20 + [1] * 4)]) for a in ANSWERS]
+    rollouts = [build(Rollout, segments=[segment_of([*PROMPT, *a], [0] * 20 + [1] * 4)]) for a in ANSWERS]
     (row,) = pack(rollouts, 1000, VOCAB)
     # The prompt; 1 2 once, then 3 and 5; 7 8 9. Nothing is predicted from an answer's last token.
     assert row.input_ids.shape == (1, 20 + 4 + 3)
@@ -174,8 +169,8 @@ def test_what_segments_share_stands_in_a_row_once():
 
 
 def test_a_rollout_joins_the_row_where_it_adds_least():
-    def rollout(first: int, answer: int) -> Bare:
-        return Bare([segment_of([first] * 20 + [answer] * 5, [0] * 20 + [1] * 5)])
+    def rollout(first: int, answer: int) -> Rollout:
+        return build(Rollout, segments=[segment_of([first] * 20 + [answer] * 5, [0] * 20 + [1] * 5)])
 
     made = [rollout(1, 40), rollout(2, 40), rollout(1, 41), rollout(2, 41)]
     first, second = pack(made, 40, VOCAB)
@@ -187,7 +182,8 @@ def test_a_turn_that_two_branches_hold_is_trained_where_it_is_marked(models):
     turn, model = [5, 6, 7, 8], models[torch.float32]
     trained = segment_of([*PROMPT, *turn, 30, 31], [0] * 20 + [1] * 4 + [0] * 2)
     fork = segment_of([*PROMPT, *turn, 32, 33, 34], [0] * 24 + [0, 1, 1])
-    both, alone = pack([Bare([trained, fork])], 1000, VOCAB)[0], pack([Bare([trained])], 1000, VOCAB)[0]
+    rows = [pack([build(Rollout, segments=each)], 1000, VOCAB) for each in ([trained, fork], [trained])]
+    both, alone = rows[0][0], rows[1][0]
     assert len(both.targets) == 6
     torch.testing.assert_close(frozen_logprobs(model, both)[:4], frozen_logprobs(model, alone), rtol=0, atol=1e-5)
 
@@ -198,7 +194,7 @@ def learning(**changes: object) -> TrainerSettings:
 
 
 @pytest.fixture
-def groups(make_trainable):
+def groups():
     """Two groups. Rollouts share a prompt and beginnings of answers; one has two branches with a turn in common."""
 
     def shared(group, prompt: int):
@@ -219,7 +215,7 @@ def groups(make_trainable):
     ]
 
 
-def stepped(tiny_model, monkeypatch, options: TrainerSettings, groups, online=None):
+def stepped(monkeypatch, options: TrainerSettings, groups, online=None):
     """The gradients that the updates of a step are made of, and its metrics."""
     seen: list[dict[str, torch.Tensor]] = []
     update = MasterWeights.update
@@ -249,22 +245,18 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_the_same_with_shared_tokens(case: str, tiny_model, groups, monkeypatch) -> None:
-    found = [
-        stepped(tiny_model, monkeypatch, learning(**CASES[case], share_prefixes=share), groups)
-        for share in (True, False)
-    ]
+def test_a_step_is_the_same_with_shared_tokens(case: str, groups, monkeypatch) -> None:
+    found = [stepped(monkeypatch, learning(**CASES[case], share_prefixes=share), groups) for share in (True, False)]
     assert_same_step(*found)
 
 
-def test_an_online_step_is_the_same_with_shared_tokens(tiny_model, groups, make_trainable_batch, monkeypatch) -> None:
+def test_an_online_step_is_the_same_with_shared_tokens(groups, monkeypatch) -> None:
     batch = make_trainable_batch("b", (1.0, 0.0, 0.5))
     answers = zip(batch.interactions, groups[0].rollouts, strict=True)
     batch = replace(batch, interactions=tuple(replace(one, segments=other.segments) for one, other in answers))
     on = OnlineSettings(enabled=True)
     found = [
-        stepped(tiny_model, monkeypatch, learning(online=on, share_prefixes=share), groups[1:], batch)
-        for share in (True, False)
+        stepped(monkeypatch, learning(online=on, share_prefixes=share), groups[1:], batch) for share in (True, False)
     ]
     assert_same_step(*found)
 
@@ -315,7 +307,7 @@ def test_the_head_in_chunks_is_the_head_at_once(kept: int, bias: bool, monkeypat
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
 
-def test_no_result_depends_on_what_new_memory_holds(tiny_model, groups) -> None:
+def test_no_result_depends_on_what_new_memory_holds(groups) -> None:
     """The step leaves new tensors unfilled for speed; filled with NaN, it gives the same weights."""
     prints = []
     for filled in (False, True):

@@ -6,16 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.trainer.conftest import group_of, member_of, rollout
+from tests.trainer.conftest import settings_of
+from tests.trainer.run_log import run_of, write_groups, written
 from tidemill.kernels.weights.commit import VersionLog
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.records import Manifest, StepPlan, TrainStep
 from tidemill.trainer.checkpoint import CheckpointStore
-from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.run import run
 from tidemill.trainer.step import Learner
 
@@ -30,45 +27,25 @@ SCARCE = 3
 def log(kafka) -> KafkaSettings:
     """Groups for every run, two a step, in one partition so that every run reads them in one order."""
     settings = kafka.fresh(1)
-    producer = RecordProducer(settings, "test")
-    for number in range(2 * STEPS):
-        rollouts = [rollout(f"g{number}", i, float(i % 2)) for i in range(2)]
-        places = producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
-        members = [member_of(r, p.partition, p.offset) for r, p in zip(rollouts, places, strict=True)]
-        runs = RUNS if number < 2 * SCARCE else RUNS[:-1]
-        groups = [group_of(f"g{number}", members, run_id=run_id, closed_at=number) for run_id in runs]
-        producer.send_acked(Topic.GROUPS, [(group.group_id, group) for group in groups])
+    write_groups(settings, range(2 * SCARCE), RUNS, size=2)
+    write_groups(settings, range(2 * SCARCE, 2 * STEPS), RUNS[:-1], size=2)
     return settings
 
 
 @pytest.fixture
 def train(log, tiny_checkpoint, tmp_path) -> Callable[..., None]:
     """Trains a run to a step."""
-    settings = TrainerSettings(
-        model=tiny_checkpoint,
-        kl=KlSettings(coefficient=0.0),
-        optimizer=OptimizerSettings(learning_rate=1e-3),
-        row_tokens=128,
-        checkpoint_every=CHECKPOINT_EVERY,
-        publish=PublishSettings(skips=()),
-    )
+    settings = settings_of(model=tiny_checkpoint, checkpoint_every=CHECKPOINT_EVERY, publish=PublishSettings(skips=()))
 
     def train(run_id: str, *, beside: bool = True, steps: int = STEPS) -> None:
-        run_of = RunSettings(run_id=run_id, seed=7, groups_per_step=2, max_policy_lag=10, max_steps=steps)
         changed = settings.model_copy(update={"publish_beside": beside})
-        run(log, run_of, StoreSettings(root=str(tmp_path)), changed, threading.Event())
+        run(log, run_of(run_id, steps), StoreSettings(root=str(tmp_path)), changed, threading.Event())
 
     return train
 
 
 def names(step: TrainStep) -> list[str]:
     return [entry.group_id for entry in step.inputs]
-
-
-def records(log: KafkaSettings, topic: Topic, kind: type, run_id: str) -> list:
-    with LogReader(log, [topic]) as reader:
-        found = [located.record for located in reader.read_to_end()]
-    return [r for r in found if isinstance(r, kind) and r.run_id == run_id]
 
 
 class Lost(Exception):
@@ -79,7 +56,7 @@ def lost_after(monkeypatch, version: int, until: Callable[[], bool]) -> None:
     """The manifest of `version` fails, once `until` holds."""
     write = VersionLog.write
 
-    def written(self, mark, *others):
+    def late(self, mark, *others):
         if mark.version != version:
             return write(self, mark, *others)
         deadline = time.monotonic() + 120
@@ -87,7 +64,7 @@ def lost_after(monkeypatch, version: int, until: Callable[[], bool]) -> None:
             time.sleep(0.02)
         raise Lost
 
-    monkeypatch.setattr(VersionLog, "write", written)
+    monkeypatch.setattr(VersionLog, "write", late)
 
 
 def test_the_records_are_those_of_a_trainer_that_waits(log, train, monkeypatch) -> None:
@@ -101,27 +78,26 @@ def test_the_records_are_those_of_a_trainer_that_waits(log, train, monkeypatch) 
         computed.append(step)
         return made
 
-    def written(self, mark, *others):
+    def late(self, mark, *others):
         deadline = time.monotonic() + 120
         while mark.version % CHECKPOINT_EVERY and mark.version + 1 not in computed:
             assert time.monotonic() < deadline, f"step {mark.version + 1} waits for version {mark.version}"
             time.sleep(0.02)
-        recorded[mark.version] = [step.step for step in records(log, Topic.STEPS, TrainStep, "beside")]
+        recorded[mark.version] = [step.step for step in written(log, TrainStep, "beside")]
         return write(self, mark, *others)
 
     with monkeypatch.context() as patched:
         patched.setattr(Learner, "train", learnt)
-        patched.setattr(VersionLog, "write", written)
+        patched.setattr(VersionLog, "write", late)
         train("beside")
     assert recorded == {v: list(range(1, v + 1)) for v in range(STEPS + 1)}, "no step is recorded before its parent"
-    waiting, beside = (records(log, Topic.STEPS, TrainStep, name) for name in ("waiting", "beside"))
+    waiting, beside = (written(log, TrainStep, name) for name in ("waiting", "beside"))
     for one, other in zip(waiting, beside, strict=True):
         assert (one.fingerprint, one.parent_version, one.lag) == (other.fingerprint, other.parent_version, other.lag)
         assert one.metrics["loss"] == other.metrics["loss"]
         assert one.metrics["publish/loop_seconds"] == one.metrics["publish/seconds"] > 0
     versions = [
-        [(m.version, m.parent, m.fingerprint) for m in records(log, Topic.MANIFESTS, Manifest, name)]
-        for name in ("waiting", "beside")
+        [(m.version, m.parent, m.fingerprint) for m in written(log, Manifest, name)] for name in ("waiting", "beside")
     ]
     assert versions[0] == versions[1] and len(versions[0]) == STEPS + 1
     held_back = [step.metrics for step in beside if step.parent_version % CHECKPOINT_EVERY]
@@ -133,17 +109,17 @@ def test_a_version_that_is_not_published_ends_the_run_before_the_next_record(log
     """The next step is planned by then. Resumed, the run is that of a trainer that was never stopped."""
     train("waiting", beside=False)
     with monkeypatch.context() as patched:
-        lost_after(patched, 3, lambda: len(records(log, Topic.STEPS, StepPlan, "failing")) == 4)
+        lost_after(patched, 3, lambda: len(written(log, StepPlan, "failing")) == 4)
         with pytest.raises(Lost):
             train("failing")
-    assert [s.step for s in records(log, Topic.STEPS, TrainStep, "failing")] == [1, 2, 3]
-    assert [m.version for m in records(log, Topic.MANIFESTS, Manifest, "failing")] == [0, 1, 2]
+    assert [s.step for s in written(log, TrainStep, "failing")] == [1, 2, 3]
+    assert [m.version for m in written(log, Manifest, "failing")] == [0, 1, 2]
     train("failing")
-    steps = [records(log, Topic.STEPS, TrainStep, name) for name in ("waiting", "failing")]
+    steps = [written(log, TrainStep, name) for name in ("waiting", "failing")]
     assert [s.fingerprint for s in steps[0]] == [s.fingerprint for s in steps[1]]
     assert [names(s) for s in steps[0]] == [names(s) for s in steps[1]]
-    assert [p.step for p in records(log, Topic.STEPS, StepPlan, "failing")] == list(range(1, STEPS + 1))
-    assert [m.version for m in records(log, Topic.MANIFESTS, Manifest, "failing")] == list(range(STEPS + 1))
+    assert [p.step for p in written(log, StepPlan, "failing")] == list(range(1, STEPS + 1))
+    assert [m.version for m in written(log, Manifest, "failing")] == list(range(STEPS + 1))
 
 
 @pytest.mark.parametrize(("version", "checkpoints"), [(2, []), (SCARCE, [2])])

@@ -5,23 +5,19 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.trainer import rank_driver
-from tests.trainer.conftest import group_of, member_of, rollout, tiny_model
+from tests.trainer.conftest import tiny_model
+from tests.trainer.run_log import run_of, write_groups, written
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.commit import read_versions
 from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.kernels.weights.tensor_table import with_tensors
-from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
-from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.records import TrainStep
 from tidemill.trainer.choices import StepMachine
 from tidemill.trainer.config import TrainerSettings
@@ -45,9 +41,6 @@ class Log:
     root: Path
     model: str
 
-    def run(self, name: str, **changes: object) -> RunSettings:
-        return RunSettings(run_id=name, seed=7, groups_per_step=2, max_policy_lag=10, max_steps=STEPS, **changes)
-
     @property
     def store(self) -> StoreSettings:
         return StoreSettings(root=str(self.root / "store"))
@@ -57,15 +50,12 @@ class Log:
         return TrainerSettings(model=self.model, **TRAINER)
 
     def steps(self, name: str) -> list[TrainStep]:
-        with LogReader(self.kafka, [Topic.STEPS]) as reader:
-            found = [located.record for located in reader.read_to_end()]
-        return [record for record in found if isinstance(record, TrainStep) and record.run_id == name]
+        return written(self.kafka, TrainStep, name)
 
     def job(self, name: str, run: str, ranks: int, max_steps: int = STEPS, **options: object) -> dict:
-        settings = self.run(run).model_dump(mode="json") | {"max_steps": max_steps}
         told = {
-            "kafka": self.kafka.model_dump(mode="json"), "run": settings, "store": self.store.root,
-            "trainer": {"model": self.model, **TRAINER},
+            "kafka": self.kafka.model_dump(mode="json"), "run": run_of(run, max_steps).model_dump(mode="json"),
+            "store": self.store.root, "trainer": {"model": self.model, **TRAINER},
         }  # fmt: skip
         return {"name": name, "ranks": ranks, "scenario": "role", "options": told | options}
 
@@ -74,15 +64,8 @@ class Log:
 def log(kafka, tmp_path_factory) -> Log:
     root = tmp_path_factory.mktemp("ranks_log")
     tiny_model().bfloat16().save_pretrained(root / "model")
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=1)
-    create_topics(settings)
-    with RecordProducer(settings, "test") as producer:
-        for number in range(2 * STEPS + 2):
-            rollouts = [rollout(f"g{number}", i, float(i % 2)) for i in range(4)]
-            places = producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
-            members = [member_of(r, p.partition, p.offset) for r, p in zip(rollouts, places, strict=True)]
-            groups = [group_of(f"g{number}", members, run_id=run_id, closed_at=number) for run_id in RUNS]
-            producer.send_acked(Topic.GROUPS, [(group.group_id, group) for group in groups])
+    settings = kafka.fresh(1)
+    write_groups(settings, range(2 * STEPS + 2), RUNS)
     made = Log(settings, root, str(root / "model"))
     jobs = [
         made.job("alone", "alone", 1),
@@ -175,7 +158,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(log):
 @pytest.mark.parametrize("name", RUNS)
 def test_every_version_is_the_steps_weights(log, name):
     """Made again from the log, the version has the fingerprint of the manifest, and that is the recorded one."""
-    graph = read_versions(log.kafka, log.run(name))
+    graph = read_versions(log.kafka, run_of(name, STEPS))
     steps = {step.version: step.fingerprint for step in log.steps(name)}
     assert {version: m.fingerprint for version, m in graph.manifests.items() if version} == steps
     newest = graph.newest
@@ -190,6 +173,6 @@ def test_steps_of_two_ranks_are_repeated_by_two_ranks(log):
 
 def test_steps_of_two_ranks_are_not_repeated_by_one_process(log):
     message = "step 1 was trained by 2 ranks on a CPU in float32, now by one process on a CPU in float32: give the"
-    with StepReplay(log.kafka, log.run("torchrun"), log.store, log.settings) as replay:  # noqa: SIM117
+    with StepReplay(log.kafka, run_of("torchrun", STEPS), log.store, log.settings) as replay:  # noqa: SIM117
         with pytest.raises(NotRepeatableError, match=message):
             list(replay.run(1, 1))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.records import build
+from tests.records import build, member_of
+from tests.trainer.conftest import make_group, make_rollout
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import Exclusion, Group, RolloutStatus, StepExclusion, StepInput, TrainStep
@@ -29,18 +29,13 @@ def step(number: int, version: int, trained: list[int], excluded: dict[int, str]
                  metrics={"policy_lag_bound": float(bound)})  # fmt: skip
 
 
-@pytest.fixture
-def made(make_rollout, make_member, make_group):
-    """Makes a group whose rollouts are of some versions."""
-
-    def group(name: str, versions: list[int]) -> Group:
-        rollouts = [make_rollout(name, i, float(i % 2), len(versions), v) for i, v in enumerate(versions)]
-        return make_group(name, [make_member(r, 0, i) for i, r in enumerate(rollouts)])
-
-    return group
+def made(name: str, versions: list[int]) -> Group:
+    """A group whose rollouts are of some versions."""
+    rollouts = [make_rollout(name, i, float(i % 2), len(versions), v) for i, v in enumerate(versions)]
+    return make_group(name, [member_of(r, 0, i) for i, r in enumerate(rollouts)])
 
 
-def test_groups_move_out_of_steps_and_into_them_and_the_first_step_is_known(made):
+def test_groups_move_out_of_steps_and_into_them_and_the_first_step_is_known():
     groups = {at(0): made("g0", [0, 1]), at(1): made("g1", [4, 5]), at(2): made("g2", [3, 5])}
     steps = [step(1, 0, [0], {}), step(6, 5, [1], {2: Exclusion.STALE.value})]
     assert places_of(steps) == set(groups)
@@ -52,28 +47,27 @@ def test_groups_move_out_of_steps_and_into_them_and_the_first_step_is_known(made
     assert (moved.group_id, moved.lag, moved.moved) == ("g2", 2, Moved.INCLUDED)
 
 
-def test_other_reasons_stay_and_lost_groups_are_counted(made):
+def test_other_reasons_stay_and_lost_groups_are_counted():
     steps = [step(3, 2, [0], {1: Exclusion.LATE.value, 2: Exclusion.STALE.value})]
     (judged,) = judge(steps, {at(0): made("g0", [2])}, 9)
     assert (judged.moved, judged.unknown, judged.stale, judged.bound) == ([], 1, 1, 2)
 
 
-def test_a_failed_member_has_no_say(made):
+def test_a_failed_member_has_no_say():
     group = made("g", [0, 4])
     failed = replace(group.members[0], status=RolloutStatus.FAILED, reward=None)
     assert lag_of(replace(group, members=[failed, group.members[1]]), 5) == 1
     assert lag_of(replace(group, members=[failed]), 5) == 0
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8), st.integers(0, 4))
-def test_the_recorded_bound_moves_nothing(make_rollout, make_member, make_group, versions, bound):
+def test_the_recorded_bound_moves_nothing(versions, bound):
     """What the trainer's own builder decided at a bound is judged the same at it."""
     found: dict[Position, Group] = {}
     builder = BatchBuilder(StepRules("run", 1, bound, 1, False, 100))
     for offset, pair in enumerate(versions):
         rollouts = tuple(make_rollout(f"g{offset}", i, float(i), 2, v) for i, v in enumerate(pair))
-        members = [make_member(r, 0, i) for i, r in enumerate(rollouts)]
+        members = [member_of(r, 0, i) for i, r in enumerate(rollouts)]
         found[at(offset)] = group = make_group(f"g{offset}", members)
         place = StepInput(f"g{offset}", Topic.GROUPS.value, 0, offset)
         if builder.wants(place, group, 6):

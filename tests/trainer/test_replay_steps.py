@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from tests.trainer.conftest import settings_of, tiny_model
+from tests.trainer.run_log import run_of, write_groups
 from tidemill.compose.cli import app
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
@@ -43,7 +43,7 @@ from tidemill.trainer.run import run
 from tidemill.trainer.serving_view import fingerprint_of
 
 STEPS = 5
-RUN = RunSettings(run_id="trained", seed=7, groups_per_step=2, max_policy_lag=10, max_steps=STEPS)
+RUN = run_of("trained", STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +68,13 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(kafka, tmp_path_factory, tiny_model, make_rollout, make_member, make_group) -> Trained:
+def trained(kafka, tmp_path_factory) -> Trained:
     directory = tmp_path_factory.mktemp("trained")
     tiny_model().to(torch.bfloat16).save_pretrained(directory / "model")
-    log = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=1)
-    create_topics(log)
-    with RecordProducer(log, "test") as producer:
-        for number in range(2 * STEPS):
-            rollouts = [replace(make_rollout(f"g{number}", i, float(i % 2)), run_id=RUN.run_id) for i in range(4)]
-            positions = producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
-            members = [make_member(r, p.partition, p.offset) for r, p in zip(rollouts, positions, strict=True)]
-            group = make_group(f"g{number}", members, run_id=RUN.run_id, closed_at=number)
-            producer.send_acked(Topic.GROUPS, [(group.group_id, group)])
-    settings = TrainerSettings(
-        model=str(directory / "model"),
-        kl=KlSettings(coefficient=0.01),
-        optimizer=OptimizerSettings(learning_rate=1e-3),
-        row_tokens=128,
-        checkpoint_every=2,
-        publish=PublishSettings(anchor_every=3),
-    )
+    log = kafka.fresh(1)
+    write_groups(log, range(2 * STEPS), [RUN.run_id])
+    kl, publish = KlSettings(coefficient=0.01), PublishSettings(anchor_every=3)
+    settings = settings_of(model=str(directory / "model"), kl=kl, checkpoint_every=2, publish=publish)
     store = StoreSettings(root=str(directory / "store"))
     run(log, RUN, store, settings, threading.Event())
     return Trained(log, store, settings, read_steps(log, RUN.run_id))
@@ -158,7 +145,7 @@ def test_a_breakpoint_shows_what_a_step_is_made_of(trained, tmp_path):
         write_halt(tmp_path / "out", halt)
 
 
-def test_weights_that_are_not_the_recorded_ones_are_told(moved, tiny_model, tmp_path):
+def test_weights_that_are_not_the_recorded_ones_are_told(moved, tmp_path):
     path = moved.checkpoint(2)
     tensors = load_file(path)
     name = next(name for name in tensors if name.startswith("master/"))

@@ -7,19 +7,20 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.trainer.conftest import settings_of, tiny_model
+from tests.trainer.run_log import run_of, write_groups, written
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, Mismatch, Staleness, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.choices import ServingFormat
-from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.config import KlSettings, TrainerSettings
 from tidemill.trainer.history import HistoryError, NotRepeatableError
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.resume import open_session
@@ -32,45 +33,22 @@ STEPS = 5
 
 
 @pytest.fixture
-def log(kafka, make_rollout, make_member, make_group) -> KafkaSettings:
+def log(kafka) -> KafkaSettings:
     """A log with ten groups, in one partition so that every run reads them in one order."""
     settings = kafka.fresh(1)
-    producer = RecordProducer(settings, "test")
-    for number in range(GROUPS):
-        rollouts = [make_rollout(f"g{number}", i, float(i % 2)) for i in range(4)]
-        positions = producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
-        members = [make_member(r, p.partition, p.offset) for r, p in zip(rollouts, positions, strict=True)]
-        for run_id in ("straight", "stopped"):
-            group = make_group(f"g{number}", members, run_id=run_id, closed_at=number)
-            producer.send_acked(Topic.GROUPS, [(group.group_id, group)])
+    write_groups(settings, range(GROUPS), ("straight", "stopped"))
     return settings
 
 
 @pytest.fixture
 def settings(tiny_checkpoint: str) -> TrainerSettings:
-    return TrainerSettings(
-        model=tiny_checkpoint,
-        kl=KlSettings(coefficient=0.01),
-        optimizer=OptimizerSettings(learning_rate=1e-3),
-        row_tokens=128,
-        checkpoint_every=2,
-        publish=PublishSettings(anchor_every=3),
-    )
+    kl, publish = KlSettings(coefficient=0.01), PublishSettings(anchor_every=3)
+    return settings_of(model=tiny_checkpoint, kl=kl, checkpoint_every=2, publish=publish)
 
 
 @pytest.fixture
 def store(tmp_path) -> StoreSettings:
     return StoreSettings(root=str(tmp_path / "store"))
-
-
-def run_settings(run_id: str) -> RunSettings:
-    return RunSettings(run_id=run_id, seed=7, groups_per_step=2, max_policy_lag=10, max_steps=STEPS)
-
-
-def records(log: KafkaSettings, topic: Topic, kind: type, run_id: str) -> list:
-    with LogReader(log, [topic]) as reader:
-        found = [located.record for located in reader.read_to_end()]
-    return [r for r in found if isinstance(r, kind) and r.run_id == run_id]
 
 
 class Crashed(Exception):
@@ -79,13 +57,13 @@ class Crashed(Exception):
 
 def train_until(log, settings, store, run_id: str, steps: int, checkpoints: bool = True) -> None:
     """Train `steps` more steps and abandon the session, as a kill would: no checkpoint on the way out."""
-    run_of = run_settings(run_id)
-    held = CheckpointStore(store.root, run_id, run_of.branch, settings.keep_checkpoints)
+    asked = run_of(run_id, STEPS)
+    held = CheckpointStore(store.root, run_id, asked.branch, settings.keep_checkpoints)
     producer = RecordProducer(log, "test")
-    commits = FencedProducer(log, "test", commit_name(log, run_of))
-    publisher = WeightPublisher.open(log, run_of, store, settings.publish, base_model=settings.model, manifests=commits)
+    commits = FencedProducer(log, "test", commit_name(log, asked))
+    publisher = WeightPublisher.open(log, asked, store, settings.publish, base_model=settings.model, manifests=commits)
     weights = TrainedWeights(settings, make_learner(settings), held, publisher)
-    opened = open_session(log, run_of, settings, producer, publisher, held, commits, weights)
+    opened = open_session(log, asked, settings, producer, publisher, held, commits, weights)
     session, builder = opened.session, opened.builder
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=session.vocab_size) as source:
         for _ in range(steps):
@@ -104,26 +82,26 @@ def next_batch(session, builder, source, polls: int = 600) -> StepBatch:
 
 
 def test_stopped_and_resumed_run_equals_an_uninterrupted_one(log, settings, store, monkeypatch) -> None:
-    run(log, run_settings("straight"), store, settings, threading.Event())
+    run(log, run_of("straight", STEPS), store, settings, threading.Event())
 
     train_until(log, settings, store, "stopped", 3)
     with monkeypatch.context() as patched:
         patched.setattr(WeightPublisher, "publish", crash_after_version_3(WeightPublisher.publish))
         with pytest.raises(Crashed):
             train_until(log, settings, store, "stopped", 1)
-    assert len(records(log, Topic.STEPS, TrainStep, "stopped")) == 4
-    assert [m.version for m in records(log, Topic.MANIFESTS, Manifest, "stopped")] == [0, 1, 2, 3]
-    run(log, run_settings("stopped"), store, settings, threading.Event())
+    assert len(written(log, TrainStep, "stopped")) == 4
+    assert [m.version for m in written(log, Manifest, "stopped")] == [0, 1, 2, 3]
+    run(log, run_of("stopped", STEPS), store, settings, threading.Event())
 
-    straight = records(log, Topic.STEPS, TrainStep, "straight")
-    stopped = records(log, Topic.STEPS, TrainStep, "stopped")
+    straight = written(log, TrainStep, "straight")
+    stopped = written(log, TrainStep, "stopped")
     assert [s.step for s in stopped] == list(range(1, STEPS + 1))
     assert [s.fingerprint for s in stopped] == [s.fingerprint for s in straight]
     assert len({s.fingerprint for s in straight}) == STEPS
     trained = [entry.group_id for step in stopped for entry in step.inputs]
     assert trained == [f"g{n}" for n in range(GROUPS)]
-    versions = {m.version: m.fingerprint for m in records(log, Topic.MANIFESTS, Manifest, "stopped")}
-    assert versions == {m.version: m.fingerprint for m in records(log, Topic.MANIFESTS, Manifest, "straight")}
+    versions = {m.version: m.fingerprint for m in written(log, Manifest, "stopped")}
+    assert versions == {m.version: m.fingerprint for m in written(log, Manifest, "straight")}
     assert list(versions) == list(range(STEPS + 1))
     check_records(log, straight)
 
@@ -144,7 +122,7 @@ def check_records(log: KafkaSettings, straight: list[TrainStep]) -> None:
         assert after.parent_fingerprint == before.fingerprint
         assert after.parent_version == before.version
     assert [s.seed for s in straight] == [step_seed(7, s.step) for s in straight]
-    staleness = records(log, Topic.STALENESS, Staleness, "straight")
+    staleness = written(log, Staleness, "straight")
     assert {(s.step, s.replica_id) for s in staleness} == {
         (step, f"replica-{i}") for step in range(1, STEPS + 1) for i in range(2)
     }
@@ -152,16 +130,16 @@ def check_records(log: KafkaSettings, straight: list[TrainStep]) -> None:
         assert sum(c.tokens for s in staleness if s.step == step.step for c in s.lag) == step.tokens
         assert step.lag[0].lag == step.parent_version
     # All tokens are of version 0: only the first step has some of its own weights. Each step says it once here.
-    apart = records(log, Topic.MISMATCH, Mismatch, "straight")
+    apart = written(log, Mismatch, "straight")
     assert [(m.step, m.version, m.tokens) for m in apart] == [(s.step, s.parent_version, s.tokens) for s in straight]
     parts = [{each.part for each in m.slices} for m in apart]
     assert parts == [{"all", "engines"}, *[{"all", "lagged"}] * (STEPS - 1)]
     whole = {m.step: m.slices[0] for m in apart}
     assert [whole[s.step].k3 for s in straight] == pytest.approx([s.metrics["mismatch/k3"] for s in straight], rel=1e-4)
     # The stopped run says it again where a step was made again, and says the same.
-    for again in records(log, Topic.MISMATCH, Mismatch, "stopped"):
+    for again in written(log, Mismatch, "stopped"):
         assert again.slices == apart[again.step - 1].slices and again.worst == apart[again.step - 1].worst
-    assert {m.step for m in records(log, Topic.MISMATCH, Mismatch, "stopped")} == set(whole)
+    assert {m.step for m in written(log, Mismatch, "stopped")} == set(whole)
 
 
 def test_what_cannot_be_repeated_is_refused_with_the_way_out(log, settings, store) -> None:
@@ -169,7 +147,7 @@ def test_what_cannot_be_repeated_is_refused_with_the_way_out(log, settings, stor
     changed = settings.model_copy(update={"length_divisor": 3.0})
     with pytest.raises(NotRepeatableError, match=r"other settings.*start once with the original settings"):
         train_until(log, changed, store, "stopped", 1)
-    recorded = records(log, Topic.STEPS, TrainStep, "stopped")[0]
+    recorded = written(log, TrainStep, "stopped")[0]
     producer = RecordProducer(log, "test")
     producer.send_acked(Topic.STEPS, [("stopped", replace(recorded, step=3))])
     with pytest.raises(HistoryError, match=r"\[1, 3\].*start a new run"):
@@ -184,25 +162,25 @@ def test_a_run_keeps_its_serving_format(log, settings, store) -> None:
     train_until(log, settings, store, "stopped", 2)
     with pytest.raises(TrainerCheckpointError, match=r"other settings.*start with the trainer\.serving_format of then"):
         train_until(log, changed, store, "stopped", 1)
-    manifests = records(log, Topic.MANIFESTS, Manifest, "stopped")
+    manifests = written(log, Manifest, "stopped")
     assert [(m.version, m.serving_format) for m in manifests] == [(0, ""), (1, ""), (2, "")]
 
 
-def test_a_run_is_not_begun_again_from_another_checkpoint(log, settings, store, tiny_model, tmp_path) -> None:
+def test_a_run_is_not_begun_again_from_another_checkpoint(log, settings, store, tmp_path) -> None:
     """The log keeps what it has, and the message says how to go on with the other weights."""
     stop = threading.Event()
     stop.set()
-    run(log, run_settings("idle"), store, settings, stop)
+    run(log, run_of("idle", STEPS), store, settings, stop)
     tiny_model(seed=9).to(torch.bfloat16).save_pretrained(tmp_path / "other")
     with pytest.raises(VersionError, match=r"version 0 of run idle, branch main, .* went back to an older checkpoint"):
-        run(log, run_settings("idle"), store, settings.model_copy(update={"model": str(tmp_path / "other")}), stop)
-    assert len(records(log, Topic.MANIFESTS, Manifest, "idle")) == 1
+        run(log, run_of("idle", STEPS), store, settings.model_copy(update={"model": str(tmp_path / "other")}), stop)
+    assert len(written(log, Manifest, "idle")) == 1
 
 
 def test_stop_before_the_first_batch_leaves_version_0_served_and_nothing_else(log, settings, store) -> None:
     stop = threading.Event()
     stop.set()
-    run(log, run_settings("idle"), store, settings, stop)
-    manifests = records(log, Topic.MANIFESTS, Manifest, "idle")
+    run(log, run_of("idle", STEPS), store, settings, stop)
+    manifests = written(log, Manifest, "idle")
     assert [(m.version, m.parent, m.anchor is not None) for m in manifests] == [(0, None, True)]
-    assert records(log, Topic.STEPS, TrainStep, "idle") == []
+    assert written(log, TrainStep, "idle") == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.trainer.conftest import segment, tiny_model, trainable_group
+from tests.trainer.conftest import make_segment, make_trainable, settings_of, tiny_model
 from tests.trainer.families import make_model
 from tidemill.schemas.expert_ids import packed_ids
 from tidemill.schemas.records import Claim
@@ -16,7 +16,7 @@ from tidemill.schemas.stored_object import store_claim
 from tidemill.trainer.attention import UntrainableModelError
 from tidemill.trainer.batch import InvalidRoutingError, PackedRow, RoutedShape, pack, routed_tokens
 from tidemill.trainer.choices import Routing
-from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.config import OnlineSettings
 from tidemill.trainer.log_input import expert_ids_of
 from tidemill.trainer.mismatch import WORST_TOKENS, measure, routed_otherwise
 from tidemill.trainer.model import use_packed_attention
@@ -35,11 +35,6 @@ def experts_model() -> PreTrainedModel:
     return make_model("Qwen3Moe", num_experts=EXPERTS, num_hidden_layers=LAYERS, mlp_only_layers=[DENSE])
 
 
-def settings_of(**changes: object) -> TrainerSettings:
-    plain = {"kl": KlSettings(coefficient=0.0), "optimizer": OptimizerSettings(learning_rate=1e-3), "row_tokens": 128}
-    return TrainerSettings(**{**plain, **changes})
-
-
 def ids_of(group: TrainableGroup, seed: int = 0) -> tuple[np.ndarray, ...]:
     """Made-up expert ids of a group's rollouts: two experts a token, in any order."""
     random = np.random.default_rng(seed)
@@ -49,13 +44,13 @@ def ids_of(group: TrainableGroup, seed: int = 0) -> tuple[np.ndarray, ...]:
 
 
 def routed_group(name: str, seed: int = 0) -> TrainableGroup:
-    group = trainable_group(name)
+    group = make_trainable(name)
     return replace(group, expert_ids=ids_of(group, seed))
 
 
 @pytest.fixture
 def row() -> PackedRow:
-    return pack(trainable_group("a").rollouts, 1000, 64)[0]
+    return pack(make_trainable("a").rollouts, 1000, 64)[0]
 
 
 def own_choice(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
@@ -137,7 +132,7 @@ def test_the_plausibility_filter_keeps_what_the_router_might_have_chosen(row: Pa
     use_packed_attention(model)
     before, own = frozen_logprobs(model, row), own_choice(model, row)
     replay = RoutingReplay(model, Routing.REPLAYED, 0.999)
-    other = torch.tensor(ids_of(trainable_group("a"), 1)[0][:1].astype(np.int32)).expand(row.tree.length, -1, -1)
+    other = torch.tensor(ids_of(make_trainable("a"), 1)[0][:1].astype(np.int32)).expand(row.tree.length, -1, -1)
     filtered = frozen_logprobs(model, replace(row, expert_ids=other))
     otherwise, replaced, *_ = replay.seen().tolist()
     assert 0 < replaced == otherwise
@@ -147,9 +142,9 @@ def test_the_plausibility_filter_keeps_what_the_router_might_have_chosen(row: Pa
 
 
 def test_tokens_of_a_row_keep_their_ids_and_prefixes_are_shared_where_ids_agree() -> None:
-    rollouts = [replace(each, segments=[segment(7, 24)]) for each in trainable_group("a").rollouts[:3]]
+    rollouts = [replace(each, segments=[make_segment(7, 24)]) for each in make_trainable("a").rollouts[:3]]
     tokens = routed_tokens(rollouts[0].segments[0])
-    first = ids_of(replace(trainable_group("a"), rollouts=tuple(rollouts)))[0]
+    first = ids_of(replace(make_trainable("a"), rollouts=tuple(rollouts)))[0]
     third = first.copy()
     third[10:] = (third[10:] + 1) % EXPERTS
     (row,) = pack(rollouts, 1000, 64, routing=Routing.REPLAYED, expert_ids=[first, first, third])
@@ -234,7 +229,7 @@ def test_a_group_without_ids_is_not_trained_by_them() -> None:
     learner = Learner(experts_model(), settings_of(routing=Routing.REPLAYED), None)
     before = fingerprint_of(serving_view(learner.model))
     with pytest.raises(InvalidRoutingError, match="4 rollouts have the expert ids of 0"):
-        learner.train([trainable_group("a")], 1, 0, seed=1)
+        learner.train([make_trainable("a")], 1, 0, seed=1)
     assert fingerprint_of(serving_view(learner.model)) == before
 
 
@@ -251,7 +246,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_ids_that_cannot_be_routed_by_are_refused(name: str, tmp_path) -> None:
-    group = trainable_group("a")
+    group = make_trainable("a")
     change, why = BAD[name]
     claim = store_claim(str(tmp_path), "ids", packed_ids(change(ids_of(group)[0])))
     with pytest.raises(InvalidRoutingError, match=why):
@@ -259,7 +254,7 @@ def test_ids_that_cannot_be_routed_by_are_refused(name: str, tmp_path) -> None:
 
 
 def test_ids_are_read_as_they_were_stored_or_not_at_all(tmp_path) -> None:
-    group = trainable_group("a")
+    group = make_trainable("a")
     rollout, ids = group.rollouts[0], ids_of(group)[0]
     ids[:, DENSE] = 255  # means nothing
     claim = store_claim(str(tmp_path), "ids", packed_ids(ids))

@@ -9,14 +9,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tests.trainer.conftest import tiny_model
+from tests.trainer.conftest import make_trainable, resampled, settings_of, tiny_model
 from tests.trainer.families import make_model
 from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
-from tidemill.schemas.records import Segment
-from tidemill.trainer.batch import pack
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.serving_view import quantised_weights, serving_view
 from tidemill.trainer.step import Learner
 from tidemill.trainer.trainable import TrainableGroup
@@ -25,14 +22,8 @@ from tidemill.trainer.trained_weights import TrainedWeights
 FORMS = list(BLOCK_FORMATS)
 
 
-def settings_of(form: str, **changes: object) -> TrainerSettings:
-    optimizer = changes.pop("optimizer", OptimizerSettings(learning_rate=1e-3))
-    made = {"kl": KlSettings(coefficient=0.0), "optimizer": optimizer, "row_tokens": 128, "serving_format": form}
-    return TrainerSettings(**{**made, **changes})
-
-
 def learner_of(form: str, **changes: object) -> Learner:
-    return Learner(tiny_model(), settings_of(form, **changes), None)
+    return Learner(tiny_model(), settings_of(serving_format=form, **changes), None)
 
 
 def published(learner: Learner, tmp_path) -> dict[str, np.ndarray]:
@@ -71,7 +62,7 @@ def test_a_model_without_linear_weights_is_refused():
 
 @pytest.mark.parametrize("forward", ["matched", "masters"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_version_is_what_codes_and_scales_of_the_masters_stand_for(form, forward, make_trainable, tmp_path):
+def test_a_version_is_what_codes_and_scales_of_the_masters_stand_for(form, forward, tmp_path):
     learner = learner_of(form, forward=forward)
     for step in (1, 2):
         learner.train([make_trainable("a"), make_trainable("b")], step, 0, seed=step)
@@ -82,7 +73,7 @@ def test_a_version_is_what_codes_and_scales_of_the_masters_stand_for(form, forwa
     assert same(computed_with, serving_view(learner.model)), "reading a version changed the weights"
 
 
-def test_updates_too_small_for_a_view_are_not_lost(make_trainable, tmp_path):
+def test_updates_too_small_for_a_view_are_not_lost(tmp_path):
     """The gradient goes to the masters (straight-through), which move under a view that stands still."""
     learner = learner_of("nvfp4", optimizer=OptimizerSettings(learning_rate=1e-5))
     before, masters = published(learner, tmp_path), {k: v.clone() for k, v in learner.masters.state().items()}
@@ -96,35 +87,23 @@ def test_updates_too_small_for_a_view_are_not_lost(make_trainable, tmp_path):
     assert min(shares) > 0.5
 
 
-def resampled(learner: Learner, group: TrainableGroup, tmp_path) -> TrainableGroup:
+def sampled_by(learner: Learner, group: TrainableGroup, tmp_path) -> TrainableGroup:
     """The group as an engine of the same arithmetic samples it from the version that the learner publishes."""
     sampler = tiny_model()
     sampler.load_state_dict(
         {n: torch.from_numpy(b).view(torch.bfloat16).float() for n, b in published(learner, tmp_path).items()},
         strict=False,
     )
-    Learner(sampler, settings_of("bf16"), None)
-
-    def scored(segment: Segment, logprobs: torch.Tensor) -> Segment:
-        made = np.zeros(segment.n_tokens, "<f4")
-        made[segment.mask().astype(bool)] = logprobs.numpy()
-        return replace(segment, logprobs=made.tobytes())
-
-    rollouts = []
-    for rollout in group.rollouts:
-        found = frozen_logprobs(sampler, pack([rollout], 1000, 64)[0])
-        rollouts.append(replace(rollout, segments=[scored(rollout.segments[0], found)]))
-    return replace(group, rollouts=tuple(rollouts))
+    Learner(sampler, settings_of(), None)
+    return replace(group, rollouts=tuple(resampled(sampler, rollout) for rollout in group.rollouts))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_trainer_that_computes_with_other_weights_than_are_served_is_further_from_the_sampler(
-    form, make_trainable, tmp_path
-):
+def test_a_trainer_that_computes_with_other_weights_than_are_served_is_further_from_the_sampler(form, tmp_path):
     apart = {}
     for forward in ("matched", "masters"):
         learner = learner_of(form, forward=forward)
-        group = resampled(learner, make_trainable("a"), tmp_path)
+        group = sampled_by(learner, make_trainable("a"), tmp_path)
         apart[forward] = learner.train([group], 1, 0, seed=1).metrics["mismatch/max_abs_dlogp"]
     assert apart["matched"] < 1e-5
     assert apart["masters"] > 100 * apart["matched"]
@@ -140,30 +119,30 @@ class NotedPublisher:
 @pytest.mark.parametrize(("form", "said"), [("nvfp4", "nvfp4"), ("bf16", "")])
 def test_a_manifest_says_the_format(form, said, tmp_path):
     publisher, store = NotedPublisher(), CheckpointStore(str(tmp_path), "run", "main", 1)
-    weights = TrainedWeights(settings_of(form), learner_of(form), store, publisher)
+    weights = TrainedWeights(settings_of(serving_format=form), learner_of(form), store, publisher)
     weights.snapshot()
     weights.publish(0)
     assert publisher.said["serving_format"] == said
 
 
-def test_a_checkpoint_leads_to_the_same_view(make_trainable, tmp_path):
+def test_a_checkpoint_leads_to_the_same_view(tmp_path):
     straight = learner_of("mxfp8")
     straight.train([make_trainable("a")], 1, 0, seed=1)
-    resumed = Learner(tiny_model(seed=9), settings_of("mxfp8"), None)
+    resumed = Learner(tiny_model(seed=9), settings_of(serving_format="mxfp8"), None)
     resumed.masters.load({name: value.clone() for name, value in straight.masters.state().items()})
     assert same(published(resumed, tmp_path), published(straight, tmp_path))
 
 
 @pytest.mark.parametrize(("form", "forward"), [("nvfp4", "matched"), ("nvfp4", "masters"), ("bf16", "matched")])
-def test_a_policy_begins_at_its_reference_in_every_format(form, forward, make_trainable):
-    settings = settings_of(form, forward=forward, kl=KlSettings(coefficient=0.1))
+def test_a_policy_begins_at_its_reference_in_every_format(form, forward):
+    settings = settings_of(serving_format=form, forward=forward, kl=KlSettings(coefficient=0.1))
     learner = Learner(tiny_model().bfloat16().float(), settings, tiny_model().bfloat16().float())
     metrics = learner.train([make_trainable("a")], 1, 0, seed=1).metrics
     assert metrics["reference/k1"] == 0.0
     assert learner.train([make_trainable("a")], 2, 1, seed=2).metrics["reference/k1"] != 0.0
 
 
-def test_older_weights_come_back_as_they_were(make_trainable):
+def test_older_weights_come_back_as_they_were():
     learner = learner_of("nvfp4")
     older, before = learner.masters.serving(), serving_view(learner.model)
     learner.train([make_trainable("a")], 1, 0, seed=1)

@@ -1,6 +1,5 @@
 """The optimizer step: what moves the weights, what does not, and that it is repeatable bit for bit."""
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,23 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.trainer.conftest import make_segment, make_trainable, resampled, settings_of, tiny_model
 from tidemill.schemas.records import VersionSpan
 from tidemill.trainer import policy
 from tidemill.trainer.batch import pack
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
-from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSettings
 from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.objectives import ObjectiveName
 from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.serving_view import fingerprint_of, serving_view
 from tidemill.trainer.step import Learner, split
-
-NO_KL = KlSettings(coefficient=0.0)
-FAST = OptimizerSettings(learning_rate=1e-3)
-
-
-def settings_of(**changes: object) -> TrainerSettings:
-    return TrainerSettings(**{"kl": NO_KL, "optimizer": FAST, "row_tokens": 128, **changes})
 
 
 def fingerprint(model: torch.nn.Module) -> str:
@@ -37,12 +30,12 @@ def mean_logprob(learner: Learner, rollout) -> float:
 
 
 @pytest.fixture
-def groups(make_trainable):
+def groups():
     return [make_trainable("a"), make_trainable("b", (1.0, 0.0, 0.0)), make_trainable("c", (0.5, 0.0, 1.0, 0.25))]
 
 
 @pytest.mark.parametrize("name", list(ObjectiveName))
-def test_every_objective_raises_the_better_rollout(name: ObjectiveName, tiny_model, make_trainable) -> None:
+def test_every_objective_raises_the_better_rollout(name: ObjectiveName) -> None:
     kind = CorrectionKind.NONE if name in CORRECT_THEMSELVES else CorrectionKind.TIS
     learner = Learner(tiny_model(), settings_of(objective=name, correction=CorrectionSettings(kind=kind)), None)
     group = make_trainable("a", (1.0, 0.0))
@@ -53,7 +46,7 @@ def test_every_objective_raises_the_better_rollout(name: ObjectiveName, tiny_mod
     assert mean_logprob(learner, good) - mean_logprob(learner, bad) > before + 0.1
 
 
-def test_equal_rewards_leave_the_weights_alone(tiny_model, make_trainable) -> None:
+def test_equal_rewards_leave_the_weights_alone() -> None:
     learner = Learner(tiny_model(), settings_of(), None)
     before = fingerprint(learner.model)
     outcome = learner.train([make_trainable("a", (0.1, 0.1, 0.1))], 1, 0, seed=1)
@@ -61,7 +54,7 @@ def test_equal_rewards_leave_the_weights_alone(tiny_model, make_trainable) -> No
     assert fingerprint(learner.model) == before
 
 
-def test_tool_output_gets_exactly_zero_gradient(tiny_model, make_trainable) -> None:
+def test_tool_output_gets_exactly_zero_gradient() -> None:
     """A token id that occurs only as trailing tool output moves nothing through the untied input embedding."""
     group = make_trainable("a", (1.0, 0.0))
     lone = 63
@@ -82,7 +75,7 @@ def test_tool_output_gets_exactly_zero_gradient(tiny_model, make_trainable) -> N
     assert seen["embed"].any()
 
 
-def test_the_head_runs_once_for_each_predicting_token_and_for_no_other(tiny_model, make_trainable, monkeypatch) -> None:
+def test_the_head_runs_once_for_each_predicting_token_and_for_no_other(monkeypatch) -> None:
     group = make_trainable("a", (1.0, 0.0))
     twice = replace(group, rollouts=(group.rollouts[0], group.rollouts[0]))
     sampled = int(group.rollouts[0].segments[0].mask().sum())
@@ -94,7 +87,7 @@ def test_the_head_runs_once_for_each_predicting_token_and_for_no_other(tiny_mode
     assert shapes == [sampled, 2 * sampled]
 
 
-def test_accumulation_over_rows_gives_the_gradient_of_one_row(tiny_model, groups) -> None:
+def test_accumulation_over_rows_gives_the_gradient_of_one_row(groups) -> None:
     norms = []
     for row_tokens in (64, 4096):
         learner = Learner(tiny_model(), settings_of(row_tokens=row_tokens), None)
@@ -102,7 +95,7 @@ def test_accumulation_over_rows_gives_the_gradient_of_one_row(tiny_model, groups
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
-def test_serving_view_is_the_rounded_master(tiny_model, groups) -> None:
+def test_serving_view_is_the_rounded_master(groups) -> None:
     learner = Learner(tiny_model(), settings_of(), None)
     learner.train(groups, 1, 0, seed=1)
     state = learner.masters.state()
@@ -112,7 +105,7 @@ def test_serving_view_is_the_rounded_master(tiny_model, groups) -> None:
     assert any(not torch.equal(p, state[f"master/{n}"]) for n, p in learner.model.named_parameters())
 
 
-def test_small_updates_add_up_in_the_masters(tiny_model, make_trainable) -> None:
+def test_small_updates_add_up_in_the_masters() -> None:
     """bf16 alone would lose every update below 1/256 of a weight."""
     learner = Learner(tiny_model(), settings_of(optimizer=OptimizerSettings(learning_rate=1e-6)), None)
     group, first = make_trainable("a"), fingerprint(learner.model)
@@ -126,7 +119,7 @@ def test_small_updates_add_up_in_the_masters(tiny_model, make_trainable) -> None
     assert changed[-1] > changed[0]
 
 
-def test_metrics_say_what_was_trained(tiny_model, make_trainable) -> None:
+def test_metrics_say_what_was_trained() -> None:
     old = make_trainable("a", (1.0, 0.0, 0.5), version=2)
     learner = Learner(tiny_model(), settings_of(), None)
     outcome = learner.train([old, make_trainable("b", version=4)], 1, 5, seed=1)
@@ -142,28 +135,19 @@ def test_metrics_say_what_was_trained(tiny_model, make_trainable) -> None:
     assert metrics["mismatch/max_abs_dlogp"] > metrics["mismatch/mean_abs_dlogp"] > 0
 
 
-def test_mismatch_is_zero_for_the_trainers_own_logprobs_and_grows_with_a_perturbation(tiny_model, groups) -> None:
+def test_mismatch_is_zero_for_the_trainers_own_logprobs_and_grows_with_a_perturbation(groups) -> None:
     learner = Learner(tiny_model(), settings_of(), None)
-    resampled = [replace(g, rollouts=tuple(own_logprobs(learner, r) for r in g.rollouts)) for g in groups]
-    clean = Learner(tiny_model(), settings_of(), None).train(resampled, 1, 0, seed=1).metrics
+    own = [replace(g, rollouts=tuple(resampled(learner.model, r) for r in g.rollouts)) for g in groups]
+    clean = Learner(tiny_model(), settings_of(), None).train(own, 1, 0, seed=1).metrics
     assert clean["mismatch/max_abs_dlogp"] < 1e-5
     noisy = tiny_model()
     with torch.no_grad():
         for parameter in noisy.parameters():
             parameter.mul_(1 + 1e-2 * torch.randn_like(parameter))
-    assert (
-        Learner(noisy, settings_of(), None).train(resampled, 1, 0, seed=1).metrics["mismatch/k3"] > clean["mismatch/k3"]
-    )
+    assert Learner(noisy, settings_of(), None).train(own, 1, 0, seed=1).metrics["mismatch/k3"] > clean["mismatch/k3"]
 
 
-def own_logprobs(learner: Learner, rollout):
-    segment = rollout.segments[0]
-    values = np.zeros(segment.n_tokens, "<f4")
-    values[segment.mask() == 1] = frozen_logprobs(learner.model, pack([rollout], 1000, 64)[0]).numpy()
-    return replace(rollout, segments=[replace(segment, logprobs=values.tobytes())])
-
-
-def test_kl_in_the_reward_pulls_back_to_the_reference(tiny_model, make_trainable) -> None:
+def test_kl_in_the_reward_pulls_back_to_the_reference() -> None:
     kl = KlSettings(coefficient=0.5)
     moved = tiny_model()
     with torch.no_grad():
@@ -176,12 +160,12 @@ def test_kl_in_the_reward_pulls_back_to_the_reference(tiny_model, make_trainable
     assert outcome.metrics["grad_norm"] > 0
 
 
-def test_kl_without_a_reference_is_refused(tiny_model) -> None:
+def test_kl_without_a_reference_is_refused() -> None:
     with pytest.raises(ValueError, match="reference model is needed"):
         Learner(tiny_model(), settings_of(kl=KlSettings(coefficient=0.1)), None)
 
 
-def test_minibatches_take_consecutive_groups_and_move_the_policy_between(tiny_model, groups) -> None:
+def test_minibatches_take_consecutive_groups_and_move_the_policy_between(groups) -> None:
     assert [list(part) for part in split([1, 2, 3, 4, 5], 2)] in ([[1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5]])
     assert [list(part) for part in split([1], 4)] == [[1]]
     learner = Learner(
@@ -191,19 +175,14 @@ def test_minibatches_take_consecutive_groups_and_move_the_policy_between(tiny_mo
     assert outcome.metrics["clip_fraction"] > 0
 
 
-def test_warmup_is_linear(tiny_model) -> None:
-    learner = Learner(tiny_model(), settings_of(optimizer=OptimizerSettings(learning_rate=1.0, warmup_steps=4)), None)
-    assert [learner.masters.learning_rate(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
-
-
-def test_state_of_another_model_is_refused(tiny_model) -> None:
+def test_state_of_another_model_is_refused() -> None:
     learner = Learner(tiny_model(), settings_of(), None)
     state = {k: v for k, v in learner.masters.state().items() if "layers.1" not in k}
     with pytest.raises(ValueError, match="another model"):
         learner.masters.load(state)
 
 
-def test_spans_of_two_versions_are_counted_token_by_token(tiny_model, make_trainable, make_segment) -> None:
+def test_spans_of_two_versions_are_counted_token_by_token() -> None:
     group = make_trainable("a", (1.0, 0.0))
     spanning = replace(group.rollouts[0], segments=[make_segment(5, 24, version=1, later=3)])
     outcome = Learner(tiny_model(), settings_of(), None).train(
@@ -215,30 +194,36 @@ def test_spans_of_two_versions_are_counted_token_by_token(tiny_model, make_train
 
 
 OTHER_PROCESS = """
-import sys
-sys.path.insert(0, {folder!r})
-import conftest, test_step
-print(test_step.train_three_steps(conftest.tiny_model, conftest.trainable_group))
+from tests.trainer.test_step import train_three_steps
+print(train_three_steps())
 """
 
 
-def train_three_steps(model_of, group_of) -> str:
-    learner = Learner(model_of(), settings_of(kl=KlSettings(coefficient=0.01)), model_of())
+def train_three_steps() -> str:
+    learner = Learner(tiny_model(), settings_of(kl=KlSettings(coefficient=0.01)), tiny_model())
     for number in range(1, 4):
-        learner.train([group_of(name) for name in ("a", "b", "c")], number, number - 1, seed=number)
+        learner.train([make_trainable(name) for name in ("a", "b", "c")], number, number - 1, seed=number)
     return fingerprint(learner.model)
 
 
-def test_two_processes_get_the_same_weights_bit_for_bit(tiny_model, make_trainable) -> None:
-    code = OTHER_PROCESS.format(folder=os.path.dirname(__file__))
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert train_three_steps(tiny_model, make_trainable) == other.stdout.strip()
+def test_two_processes_get_the_same_weights_bit_for_bit() -> None:
+    command = [sys.executable, "-c", OTHER_PROCESS]
+    other = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert train_three_steps() == other.stdout.strip()
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.get_num_threads() == 1
 
 
-def test_the_learning_rate_rises_then_falls_to_its_final_share_and_stays_there():
-    settings = OptimizerSettings(learning_rate=1.0, warmup_steps=2, decay_steps=10, final_learning_rate=0.1)
-    master = MasterWeights(torch.nn.Linear(2, 2), settings)
-    rates = [master.learning_rate(step) for step in (1, 2, 6, 11, 50)]
-    assert rates == pytest.approx([0.5, 0.91, 0.55, 0.1, 0.1])
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        ({"warmup_steps": 4}, {1: 0.25, 2: 0.5, 4: 1.0, 9: 1.0}),
+        (
+            {"warmup_steps": 2, "decay_steps": 10, "final_learning_rate": 0.1},
+            {1: 0.5, 2: 0.91, 6: 0.55, 11: 0.1, 50: 0.1},
+        ),
+    ],
+)
+def test_the_learning_rate_rises_then_stays_or_falls_to_its_final_share(changes, rates):
+    master = MasterWeights(torch.nn.Linear(2, 2), OptimizerSettings(learning_rate=1.0, **changes))
+    assert {step: master.learning_rate(step) for step in rates} == pytest.approx(rates)

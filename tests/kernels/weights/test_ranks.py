@@ -45,9 +45,7 @@ def test_a_failure_names_its_rank_and_keeps_its_cause(ranks, call):
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(
-    "kind", [VersionError, UnknownVersion, DeliveryError, FencedError, StoreUnavailableError, OSError]
-)
+@pytest.mark.parametrize("kind", KEPT)
 def test_an_error_that_a_message_makes_keeps_its_class(ranks, call, kind):
     with pytest.raises(kind) as raised:
         getattr(ranks, call)(raising(kind("gone")))
