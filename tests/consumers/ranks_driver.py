@@ -327,6 +327,7 @@ async def compare(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str,
     result["whole"], result["whole_greedy"] = await versions.proved(), await greedy(engine)
     result["damages"] = await damages(engine, versions)
     if kind.intermediate:
+        await versions.move()  # to `a`, the first of the fused views
         result["fused"] = await under_fused_names(engine, a)
         await engine.map(specs_of(map_checkpoint(a)))
     result["killed"] = await kill_a_rank(engine, versions)
