@@ -59,9 +59,7 @@ class PartitionReader:
         # An offset that is out of range must not be replaced in silence by one that is not. The end of a partition has
         # to be told from a pause: what lies there may bring no message.
         own = {"auto.offset.reset": "error", "enable.partition.eof": True, "isolation.level": isolation}
-        self._settings = groupless_settings(kafka, client_id, fetch_bytes) | own
-        self.client = Consumer(self._settings)
-        self._asking: Consumer | None = None
+        self.client = Consumer(groupless_settings(kafka, client_id, fetch_bytes) | own)
         self._guard = ReadingGuard(self.client, client_id, kafka)
         self._limit_bytes = kafka.read_ahead_bytes
         self._may_have_holes = frozenset(may_have_holes)
@@ -141,14 +139,8 @@ class PartitionReader:
         return self._next
 
     def ends(self) -> dict[Partition, int]:
-        """The offset that the next record of each partition will have.
-
-        Asked over a connection of its own: a broker answers the requests of a connection in their order, so that each
-        answer on the reader's own would wait for a fetch, 100 ms a partition where nothing comes.
-        """
-        if self._asking is None:
-            self._asking = Consumer(self._settings)
-        return {partition: watermarks(self._asking, partition)[1] for partition in self._next}
+        """The offset that the next record of each partition will have."""
+        return {partition: watermarks(self.client, partition)[1] for partition in self._next}
 
     def read_until(
         self, ends: Mapping[Partition, int], silence_s: float = SILENCE_S, at_once: int = 500
@@ -206,8 +198,6 @@ class PartitionReader:
     def close(self) -> None:
         """Give the connections back."""
         self._guard.close()
-        if self._asking is not None:
-            self._asking.close()
         self.client.close()
 
 
