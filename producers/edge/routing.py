@@ -135,9 +135,11 @@ class Replicas:
             self._place(Arm.STABLE, wait=False) as address,
             self._client.request("GET", address, MODELS_PATH) as response,
         ):
-            listed = _document(await read_body(response))
+            listed = _document(await read_body(response)).get("data")
+            if not isinstance(listed, list) or not all(isinstance(model, dict) for model in listed):
+                raise BadResponse("the list of models is not valid")
         kept = ("id", "object", "created", "owned_by", "max_model_len")
-        return {"object": "list", "data": [{name: model.get(name) for name in kept} for model in listed["data"]]}
+        return {"object": "list", "data": [{name: model.get(name) for name in kept} for model in listed]}
 
     @asynccontextmanager
     async def _place(self, arm: Arm, wait: bool) -> AsyncIterator[str]:

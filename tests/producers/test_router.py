@@ -11,6 +11,7 @@ from tests.producers.router_support import (
     PRODUCT,
     PROMPT,
     TOKENS,
+    FakeReplica,
     chat_format,
     chunks,
     decision,
@@ -460,6 +461,22 @@ def test_the_models_are_listed_without_the_replicas_paths():
                 assert "secret" not in await response.text()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("listed", [{}, {"data": None}, {"data": ["tidemill"]}, {"data": [None]}])
+def test_an_invalid_list_of_models_is_the_replicas_fault(listed, monkeypatch, caplog):
+    async def models(replica, request):
+        return replica.json(listed)
+
+    monkeypatch.setattr(FakeReplica, "models", models)
+
+    async def scenario():
+        signed = {"authorization": f"Bearer {KEY}"}
+        async with rig() as router, router.session.get("/v1/models", headers=signed) as response:
+            assert response.status == 503
+
+    run(scenario)
+    assert "the list of models is not valid" in caplog.text
 
 
 def test_the_chunks_of_the_fake_replica_are_those_of_a_real_one():
