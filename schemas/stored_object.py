@@ -130,12 +130,9 @@ class ForeignClaimError(ValueError):
 
 
 def store_claim(root: str, name: str, payload: bytes) -> Claim:
-    """Write `payload` below `root` (an fsspec URL or directory) and return its claim check."""
-    uri = f"{root.rstrip('/')}/{name}"
-    filesystem, path = fsspec.core.url_to_fs(uri)
-    filesystem.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-    filesystem.pipe_file(path, payload)
-    return Claim(uri=uri, n_bytes=len(payload), digest=digest(payload))
+    """Write `payload` below `root` (an fsspec URL or directory); its claim check. Raises as `put_object`."""
+    stored = put_object(f"{root.rstrip('/')}/{name}", [payload])
+    return Claim(stored.uri, stored.n_bytes, stored.digest)
 
 
 def load_claim(claim: Claim) -> bytes:

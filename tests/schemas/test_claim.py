@@ -10,6 +10,13 @@ import pytest
 from tidemill.schemas.stored_object import ClaimError, load_claim, store_claim
 
 
+def test_a_claim_of_a_relative_directory_is_read_from_any_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    claim = store_claim("data/store", "one", b"payload")
+    monkeypatch.chdir("/")
+    assert load_claim(claim) == b"payload"
+
+
 @pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 5000])
 def test_round_trip(tmp_path: Path, payload: bytes):
     assert load_claim(store_claim(str(tmp_path), "a/b", payload)) == payload
@@ -22,7 +29,7 @@ def test_any_fsspec_store_will_do():
 @pytest.mark.parametrize("damage", [b"payloae", b"payloa", b"payload+"])
 def test_changed_bytes_are_refused(tmp_path: Path, damage: bytes):
     claim = store_claim(str(tmp_path), "one", b"payload")
-    Path(claim.uri).write_bytes(damage)
+    (tmp_path / "one").write_bytes(damage)
     with pytest.raises(ClaimError, match="not the ones stored"):
         load_claim(claim)
 
