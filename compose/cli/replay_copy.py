@@ -20,9 +20,10 @@ from tidemill.compose.options import SettingsOf, with_options, with_reachable_lo
 from tidemill.compose.output import CsvOption, JsonOption, moment_us, print_rows, remaining
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.replay.copy import Replay, ReplayManifest
+    from tidemill.consumers.operate.replay.copy import Replay, ReplayManifest, ReplayOrigin
     from tidemill.consumers.operate.replay.plan import LaneReport
     from tidemill.consumers.operate.replay.selection import Selection
+    from tidemill.schemas.config import KafkaSettings
 
 
 replay_app = typer.Typer(
@@ -97,18 +98,56 @@ def selection(options: dict[str, Any], settings: TidemillSettings) -> Selection:
 IntoOption = Annotated[
     str, typer.Option("--into", metavar="PREFIX", help="Topic prefix for this replay only, for instance replay-1.")
 ]
-YesOption = Annotated[bool, typer.Option("--yes", help="Write. Without it, or with --dry-run, only show the plan.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
-ResumeOption = Annotated[
-    str | None, typer.Option("--resume", metavar="REPLAY_ID", help="Continue a replay that was interrupted.")
-]
-SpeedOption = Annotated[
-    str,
-    typer.Option("--speed", metavar="original|N|max", help="Pace: as written, N times as fast, or as fast as it goes."),
-]
-ManifestOption = Annotated[
-    Path | None, typer.Option("--manifest", metavar="FILE", help="Write what was copied, as JSON, when it is done.")
-]
+_COPY_OPTIONS = {
+    "speed": Annotated[
+        str,
+        typer.Option(
+            "--speed", metavar="original|N|max", help="Pace: as written, N times as fast, or as fast as it goes."
+        ),
+    ],
+    "yes": Annotated[bool, typer.Option("--yes", help="Write. Without it, or with --dry-run, only show the plan.")],
+    "dry_run": Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")],
+    "resume": Annotated[
+        str | None, typer.Option("--resume", metavar="REPLAY_ID", help="Continue a replay that was interrupted.")
+    ],
+    "manifest_file": Annotated[
+        Path | None, typer.Option("--manifest", metavar="FILE", help="Write what was copied, as JSON, when it is done.")
+    ],
+    "as_json": JsonOption,
+    "as_csv": CsvOption,
+}
+CopyFrom = Callable[["KafkaSettings", "ReplayOrigin"], None]
+CopyingOf = Callable[[TidemillSettings, str], CopyFrom]
+"""Given to a command by `with_copying`: checks pace and prefix, and returns the function that copies from an origin."""
+
+
+def with_copying(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's parameter `copying_of` by the options of a copy."""
+    defaults = {"speed": "max", "yes": False, "dry_run": False, "as_json": False, "as_csv": False}
+    return with_options(command, "copying_of", _COPY_OPTIONS, defaults, copying)
+
+
+def copying(options: dict[str, Any], settings: TidemillSettings, into: str) -> CopyFrom:
+    from tidemill.consumers.operate.replay.copy import Replay, speed_of
+    from tidemill.consumers.operate.replay.target import check_prefix
+
+    pace = speed_of(options["speed"])
+    check_prefix(settings.kafka.topic_prefix, into)
+
+    def copy_from(kafka: KafkaSettings, origin: ReplayOrigin) -> None:
+        with closing(origin):
+            carry_out(
+                Replay(kafka, origin, into, resume=options["resume"]),
+                speed=pace,
+                do_it=options["yes"] and not options["dry_run"],
+                manifest_file=options["manifest_file"],
+                as_json=options["as_json"],
+                as_csv=options["as_csv"],
+            )
+
+    return copy_from
+
+
 INTERRUPTED = 130
 ERASABLE_NOTE = (
     "holds users' data: an erasure (`tidemill users erase`) does not reach the copies, delete them when you are done"
@@ -153,20 +192,15 @@ def export_command(
 
 @replay_app.command("import")
 @with_settings
+@with_copying
 def import_command(
     settings_of: SettingsOf,
+    copying_of: CopyingOf,
     file: Annotated[Path, typer.Argument(help="An archive of `tidemill replay export`.")],
     into: IntoOption,
     sha256: Annotated[
         str | None, typer.Option("--sha256", help="The sha256 that the export printed: any other file is refused.")
     ] = None,
-    speed: SpeedOption = "max",
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
-    resume: ResumeOption = None,
-    manifest_file: ManifestOption = None,
-    as_json: JsonOption = False,
-    as_csv: CsvOption = False,
 ) -> None:
     """Copy the records of an archive into other topics.
 
@@ -176,11 +210,9 @@ def import_command(
     Example: `tidemill replay import step7.avro --into bug-17. --yes`
     """
     from tidemill.consumers.operate.replay.archive import ArchiveError, ArchiveOrigin
-    from tidemill.consumers.operate.replay.copy import Replay, speed_of
-    from tidemill.consumers.operate.replay.target import check_prefix
 
-    pace, settings = speed_of(speed), settings_of({})
-    check_prefix(settings.kafka.topic_prefix, into)
+    settings = settings_of({})
+    copy_from = copying_of(settings, into)
     if sha256 is not None:
         with file.open("rb") as opened:
             found = hashlib.file_digest(opened, "sha256").hexdigest()
@@ -188,29 +220,14 @@ def import_command(
             raise ArchiveError(f"{file} has sha256 {found}: it is not the file that was exported")
     with remaining("checking") as progress:
         origin = ArchiveOrigin(file, progress)
-    kafka = with_reachable_log(settings).kafka
-    with closing(origin):
-        replay = Replay(kafka, origin, into, resume=resume)
-        carry_out(
-            replay, speed=pace, do_it=yes and not dry_run, manifest_file=manifest_file, as_json=as_json, as_csv=as_csv
-        )
+    copy_from(with_reachable_log(settings).kafka, origin)
 
 
 @replay_app.command("copy")
 @with_settings
+@with_copying
 @with_selection
-def copy(
-    settings_of: SettingsOf,
-    selection_of: SelectionOf,
-    into: IntoOption,
-    speed: SpeedOption = "max",
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
-    resume: ResumeOption = None,
-    manifest_file: ManifestOption = None,
-    as_json: JsonOption = False,
-    as_csv: CsvOption = False,
-) -> None:
+def copy(settings_of: SettingsOf, selection_of: SelectionOf, copying_of: CopyingOf, into: IntoOption) -> None:
     """Copy records of the log into other topics, in the original order and, if wanted, at the original pace.
 
     Reads without a consumer group, up to the ends of the topics as they are now. A copy keeps its key, partition, time
@@ -226,19 +243,13 @@ def copy(
     `tidemill replay copy --step 7..9 --into step7. --yes` ·
     `tidemill replay copy --topic rollouts --where 'record.reward > 0.5' --into good. --speed 10 --yes`
     """
-    from tidemill.consumers.operate.replay.copy import Replay, speed_of
     from tidemill.consumers.operate.replay.plan import LogOrigin
-    from tidemill.consumers.operate.replay.target import check_prefix
 
-    pace, settings = speed_of(speed), settings_of({})
+    settings = settings_of({})
     chosen = selection_of(settings)
-    check_prefix(settings.kafka.topic_prefix, into)
+    copy_from = copying_of(settings, into)
     kafka = with_reachable_log(settings).kafka
-    with closing(LogOrigin(kafka, chosen)) as origin:
-        replay = Replay(kafka, origin, into, resume=resume)
-        carry_out(
-            replay, speed=pace, do_it=yes and not dry_run, manifest_file=manifest_file, as_json=as_json, as_csv=as_csv
-        )
+    copy_from(kafka, LogOrigin(kafka, chosen))
 
 
 def carry_out(
