@@ -117,7 +117,11 @@ class HeldVersion:
         self._require_all(version, seen)
 
     def becomes(self, version: int, covered: Iterable[Mapping[str, Covered]]) -> None:
-        """Be called `version` from now on, its weights having been changed as shards `covered` them, by tensor."""
+        """Take the number `version` once `take_over` has ended.
+
+        Args:
+            covered: of each shard of the change, by tensor, the elements in its blocks.
+        """
         self.version = version
         for name, (n, made) in ((name, found) for shard in covered for name, found in shard.items()):
             part = self.parts[name]

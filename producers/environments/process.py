@@ -182,9 +182,10 @@ class EpisodeProcess:
             self._writer.transport.abort()
             ending = await asyncio.to_thread(self._spawned.ending)
             guilty = self._guilty if self._guilty is not None else 0 if fault else self._spawned.marks.episode
+            said = f"environment {self._name}: {fault or ending}"
             for number, call in self._calls.items():
                 if not call.answer.done():
-                    text = f"environment {self._name} {fault or hung or ending}"
+                    text = f"environment {self._name} {hung}" if hung and not fault else said
                     error_of = base.EnvironmentHung if number == guilty else ProcessLost
                     call.answer.set_exception(error_of(text))
 
