@@ -163,12 +163,22 @@ class Learner:
             if network is not None:
                 use_packed_attention(network)
                 network.eval()
+                if network is not model:
+                    # The reference is never trained: its weights (not its buffers) are rounded once, here.
+                    for weight in network.parameters():
+                        weight.data = weight.data.to(compute)
                 if self.machine.is_sharded:
                     shard(network, self._device, compute)
                 else:
                     network.to(self._device)
         self.model = model
-        self.masters = MasterWeights(model, settings.optimizer, settings.serving_format, settings.forward)
+        self.masters = MasterWeights(
+            model,
+            settings.optimizer,
+            settings.serving_format,
+            settings.forward,
+            gathered_in_bf16=self.machine.is_sharded and compute is torch.bfloat16,
+        )
         self._reference = reference
         self._older = OlderWeights(model, self.masters, self._ranks, settings.score_older_every)
 

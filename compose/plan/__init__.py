@@ -12,7 +12,7 @@ import typer
 from tidemill.compose.options import SettingsOf, given
 from tidemill.compose.output import CsvOption, JsonOption, print_rows
 from tidemill.consumers.replica.config import EngineDtype
-from tidemill.trainer.choices import Compute
+from tidemill.trainer.choices import Compute, ServingFormat
 
 
 def plan(
@@ -112,6 +112,7 @@ def plan(
         beside=trainer.publish_beside,
         on_device=trainer.publish.on_device,
         older=trainer.score_older_every > 0,
+        blocks=trainer.serving_format is not ServingFormat.BF16,
     )
     found = fit(
         size,

@@ -125,6 +125,9 @@ def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> It
     if case.gpu and case.on_device:
         smaller["trainer.publish.on_device=false"] = replace(case, on_device=False)
         every = replace(every, on_device=False)
+    if case.older:
+        smaller["trainer.score_older_every=0: no older weights"] = replace(case, older=False)
+        every = replace(every, older=False)
     if case.row_tokens > SHORT_ROW:
         what = f"rows and rollouts of at most {SHORT_ROW:,} tokens"
         smaller[what] = replace(case, row_tokens=SHORT_ROW)

@@ -52,6 +52,8 @@ class TrainerCase:
     """Versions are compared and encoded on the GPU (`trainer.publish.on_device`)."""
     older: bool
     """Some tokens are scored at older weights too, of which a copy is kept."""
+    blocks: bool = False
+    """The serving format has codes and scales (`trainer.serving_format`)."""
 
     @property
     def sharded(self) -> bool:
@@ -70,12 +72,12 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
     attention = float(SCORE_BUFFERS * FP32 * size.heads * case.row_tokens**2)
     head = _head(size, case)
     device = {
-        # Parameters are fp32 tensors that hold bf16 values, beside the masters (trainer/master.py).
-        "weights": FP32 * share,
+        # fp32 tensors of rounded masters, unless gathering a layer rounds it (trainer/master.py).
+        "weights": FP32 * share * (case.compute_bytes == FP32 or case.blocks),
         "masters": FP32 * share,
         "moments": 2 * FP32 * share,
         "gradients": FP32 * share,
-        "reference": FP32 * share * case.reference,
+        "reference": case.compute_bytes * share * case.reference,
         "older_weights": BF16 * share * case.older,
         "gathered": _gathered(size, case, activations + head) if case.sharded else 0.0,
         "activations": activations,

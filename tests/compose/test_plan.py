@@ -47,14 +47,22 @@ def planned(*arguments: str, status: int = 0) -> dict:
 
 def test_eight_billion_parameters_fit_on_sixteen_gpus_and_not_on_one(models):
     found = planned("--model", models["8b"], "--gpus", "16x80")
-    assert found["fits"] and (found["trainer_devices"], found["replicas_beside"]) == (8, 8)
+    assert found["fits"] and (found["trainer_devices"], found["replicas_beside"]) == (4, 12)
     smaller = planned("--model", models["8b"], "--gpus", "16x80", "--set", "trainer.publish.on_device=false")
-    assert smaller["fits"] and (smaller["trainer_devices"], smaller["replicas_beside"]) == (4, 12)
+    totals = [each["trainer"][0]["total"] for each in (found, smaller)]
+    assert totals[0] - totals[1] == pytest.approx(4 * found["model"]["parameters"])
     (one,) = (each for each in found["trainer"] if each["ranks"] == 1)
     assert not one["fits"]
-    # Masters 4, moments 8, gradients 4, bf16 values in fp32 4 and the reference's 4 bytes a parameter.
-    held = sum(one["bytes"][name] for name in ("weights", "masters", "moments", "gradients", "reference"))
-    assert held == 24 * found["model"]["parameters"]
+    # Masters 4, moments 8, gradients 4 and the reference's 2 bytes a parameter.
+    names = ("weights", "masters", "moments", "gradients", "reference")
+    assert sum(one["bytes"][name] for name in names) == 18 * found["model"]["parameters"]
+    # Neither the format's values nor masters that are gathered in fp32 are rounded by the gathering.
+    for changed, more in (("serving_format=mxfp8", 4), ("compute=float32", 6)):
+        other = planned("--model", models["8b"], "--gpus", "16x80", "--set", f"trainer.{changed}")["trainer"][0]
+        assert (
+            other["ranks"] == 1
+            and sum(other["bytes"][name] for name in names) == (18 + more) * found["model"]["parameters"]
+        ), changed
     alone = planned("--model", models["8b"], "--gpus", "1x80", status=1)
     assert "trainer" in alone["verdict"] and alone["verdict"].startswith("does not fit")
     (ranks,) = (change for change in alone["changes"] if change["what"].endswith("device of its own"))
@@ -77,6 +85,7 @@ def test_changes_that_are_proposed_as_enough_are_enough(models):
     (together,) = (change for change in found["changes"] if change["what"] == "all of these together")
     assert together["fits"] == (together["gib"] <= 72)
     settings = ("--set", "trainer.kl.coefficient=0", "--set", "trainer.row_tokens=1024")
+    settings += ("--set", "trainer.score_older_every=0")
     settings += ("--set", "trainer.checkpoint_activations=true", "--set", "trainer.publish.on_device=false")
     smaller = planned("--model", models["8b"], "--gpus", "4x80", *settings)
     (four,) = (each for each in smaller["trainer"] if each["ranks"] == 4)
