@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tests.records import build, member_of
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     Group,
     GroupMember,
@@ -25,9 +26,11 @@ from tidemill.schemas.records import (
     VersionSpan,
 )
 from tidemill.trainer.batch import pack
-from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.batch_builder import BatchBuilder
+from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.online_queue import OnlineQueue, WeightLine
 from tidemill.trainer.policy import frozen_logprobs
-from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
+from tidemill.trainer.trainable import TopicProgress, TrainableBatch, TrainableGroup
 
 VOCAB = 64
 
@@ -154,6 +157,28 @@ def resampled(model: torch.nn.Module, played: Rollout) -> Rollout:
     logprobs = np.zeros(made.n_tokens, "<f4")
     logprobs[made.mask() == 1] = frozen_logprobs(model, pack([played], 1000, VOCAB)[0]).numpy()
     return replace(played, segments=[replace(made, logprobs=logprobs.tobytes())])
+
+
+def builder_of(progress: TopicProgress | None = None, incarnation: str | None = None, **changes: object):
+    """A batch builder for steps of two groups; keyword arguments change settings of the run and the trainer."""
+    run = {"run_id": "run", "groups_per_step": 2, "max_policy_lag": 2, "min_completed": 2}
+    return BatchBuilder(*_sections({**run, "remembered_groups": 100, **changes}), progress, incarnation)
+
+
+def queue_of(
+    line: WeightLine, progress: TopicProgress | None = None, incarnation: str | None = None, **changes: object
+) -> OnlineQueue:
+    """A queue of online batches; keyword arguments change settings of the run, the trainer and `trainer.online`."""
+    of_online = {name: changes.pop(name) for name in [*changes] if name in OnlineSettings.model_fields}
+    online = OnlineSettings(**{"require_admission": False, **of_online})
+    run, trainer = _sections({"run_id": "run", "max_policy_lag": 2, "remembered_groups": 100, **changes})
+    return OnlineQueue(run, trainer.model_copy(update={"online": online}), line, progress, incarnation)
+
+
+def _sections(values: dict[str, object]) -> tuple[RunSettings, TrainerSettings]:
+    of_run = {name: value for name, value in values.items() if name in RunSettings.model_fields}
+    others = {name: value for name, value in values.items() if name not in of_run}
+    return RunSettings(**of_run), TrainerSettings(**others)
 
 
 @pytest.fixture

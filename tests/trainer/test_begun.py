@@ -21,7 +21,7 @@ from tidemill.schemas.records import (
     TrainStep,
 )
 from tidemill.trainer.config import OnlineSettings, TrainerSettings
-from tidemill.trainer.history import StepHistory, read_history
+from tidemill.trainer.history import read_history
 from tidemill.trainer.run import run
 from tidemill.trainer.session import Session
 
@@ -82,14 +82,14 @@ def test_it_is_taken_on_its_inputs_though_others_would_be_chosen_now(log, settin
     """A group that closed before those of the plan came in after it: chosen anew, it would be the first."""
     write_groups(log, range(4, 7))
     train(settings, 1, begin=True)
-    assert read_history(log, "run") == StepHistory([], written(log, StepPlan)[0])
+    assert read_history(log, "run") == ([], written(log, StepPlan)[0])
     write_groups(log, range(1))
     train(settings, 2)
     first, second = written(log, TrainStep)
     assert (names(first), names(second)) == (["g4", "g5"], ["g0", "g6"])
     plans = written(log, StepPlan)
     assert [(plan.step, plan.inputs) for plan in plans] == [(1, first.inputs), (2, second.inputs)]
-    assert read_history(log, "run") == StepHistory([first, second], None)
+    assert read_history(log, "run") == ([first, second], None)
     assert plans[0].trainer != plans[1].trainer
     assert (first.seed, first.exclusions) == (plans[0].seed, plans[0].exclusions)
     assert first.incarnation == plans[0].incarnation == written(log, Manifest)[0].incarnation != ""

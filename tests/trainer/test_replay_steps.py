@@ -32,8 +32,6 @@ from tidemill.trainer.history import NotRepeatableError, read_steps
 from tidemill.trainer.replay.staleness import read_groups
 from tidemill.trainer.replay.steps import (
     Halt,
-    NoProducer,
-    ReadOnlyError,
     ReplayedStep,
     StepReplay,
     write_halt,
@@ -165,13 +163,6 @@ def test_steps_that_are_not_there_are_told(trained):
     for first, last in ((1, STEPS + 1), (0, 1), (3, 2)):
         with pytest.raises(ValueError, match=r"are not in the log, which has 1 to 5"):
             made(trained.replay(), first, last)
-
-
-def test_a_replay_has_a_producer_that_refuses_to_write():
-    producer = NoProducer()
-    producer.flush()
-    with pytest.raises(ReadOnlyError, match="does not write to x"):
-        producer.send_bytes("x", b"", key=None)
 
 
 def test_groups_are_found_by_their_places(trained):

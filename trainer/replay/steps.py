@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Interaction, Rollout, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
@@ -27,24 +26,6 @@ from tidemill.trainer.job import SINGLE, Job
 from tidemill.trainer.mismatch import TrainedTokens
 from tidemill.trainer.serving_view import ServingView, fingerprint_of
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
-
-
-class ReadOnlyError(RuntimeError):
-    """Something in a replay tried to write to the live log."""
-
-
-class NoProducer(RecordProducer):
-    """A producer that refuses to write: a replay leaves the live topics alone."""
-
-    def __init__(self) -> None:
-        """Connect to nothing."""
-
-    def send_bytes(self, full_topic: str, *_value: object, **_options: object) -> NoReturn:
-        """Raise ReadOnlyError."""
-        raise ReadOnlyError(f"a replay does not write to {full_topic}")
-
-    def flush(self, timeout_s: float = 0.0) -> None:
-        """Do nothing: nothing was queued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +89,7 @@ class StepReplay:
         self._checkpoints = CheckpointStore(store.root, run.run_id, run.branch, settings.keep_checkpoints)
         self._weights = TrainedWeights(self._settings, make_learner(self._settings, job), self._checkpoints, job=job)
         weights, limit = self._weights, settings.read_ahead_bytes
-        self._inputs = RecordedInputs(kafka, NoProducer(), limit, weights.vocab_size, weights.routed)
+        self._inputs = RecordedInputs(kafka, limit, weights.vocab_size, weights.routed)
         self._version: int | None = None
 
     @property
