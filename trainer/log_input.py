@@ -30,7 +30,7 @@ from tidemill.trainer.trainable import Reference, TrainableGroup, completed
 CLIENT = "tidemill-trainer"
 REMINDED_S = 600.0
 """From one warning to the next."""
-R = TypeVar("R", Group, OnlineBatch)
+R = TypeVar("R", bound=Group | OnlineBatch)
 _log = logging.getLogger(__name__)
 
 
@@ -137,7 +137,7 @@ class ReferenceLog(Generic[R]):
 
     def poll(self, timeout_s: float, producer: RecordProducer) -> list[Reference[R]]:
         """The next records; `producer` writes dead letters for the rest."""
-        found = []
+        found: list[Reference[R]] = []
         for located in self._reader.poll(timeout_s):
             if isinstance(located.record, self._kind):
                 name = _name(located.record)

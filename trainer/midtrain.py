@@ -89,15 +89,6 @@ def _row(pieces: Sequence[Sequence[int]]) -> DocumentRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Corpus:
-    """Documents of the log, and where in the log they end."""
-
-    texts: list[str]
-    until: dict[int, int]
-    """Offset after the last one read, by partition."""
-
-
-@dataclass(frozen=True, slots=True)
 class MidtrainProgress:
     """What is reported of a training under way."""
 
@@ -135,15 +126,15 @@ def run(
 
     Raises LookupError when there are no documents or they are no longer kept, ValueError for settings that do not fit.
     """
-    corpus = read_corpus(kafka, settings)
-    _log.info("%d documents to train on", len(corpus.texts))
-    result = midtrain(corpus.texts, settings, run.seed, report or _log_progress)
+    texts, until = read_corpus(kafka, settings)
+    _log.info("%d documents to train on", len(texts))
+    result = midtrain(texts, settings, run.seed, report or _log_progress)
     # What it takes to make the checkpoint again, and how it came out.
     record = {
         "seed": run.seed,
         "settings": settings.model_dump(mode="json"),
-        "until": corpus.until,
-        "documents": len(corpus.texts),
+        "until": until,
+        "documents": len(texts),
         "tokens": result.tokens,
         "first_loss": result.losses[0],
         "last_loss": result.losses[-1],
@@ -160,8 +151,9 @@ def run(
     _log.info("checkpoint written to %s", settings.output)
 
 
-def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> Corpus:
-    """The documents below `settings.until`, or up to the end of the topic as it is now; dead letters for the rest.
+def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> tuple[list[str], dict[int, int]]:
+    """The documents below `settings.until`, or up to the end of the topic as it is now; dead letters for the rest. With
+    the offset after the last one, by partition.
 
     Raises LookupError when the topic does not reach the offsets asked for, or holds no document below them.
     """
@@ -187,7 +179,7 @@ def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> Corpus:
     texts = [found[name].text for name in sorted(found) if settings.source in ("", found[name].source)]
     if not texts:
         raise LookupError("the documents topic holds nothing to train on: write some with `tidemill documents`")
-    return Corpus(texts, until)
+    return texts, until
 
 
 def midtrain(texts: Sequence[str], settings: MidtrainSettings, seed: int, report: Report) -> Result:

@@ -20,8 +20,7 @@ from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_history, read_steps, way_back
 from tidemill.trainer.online_queue import OnlineQueue, WeightLine
-from tidemill.trainer.session import Session
-from tidemill.trainer.step_records import DECISIONS
+from tidemill.trainer.session import DECISIONS, Session
 from tidemill.trainer.trained_weights import TrainedWeights
 
 _log = logging.getLogger(__name__)

@@ -150,7 +150,8 @@ class InputQueue(Generic[W]):
     def _decide(self, trained: Iterable[StepInput], excluded: Iterable[StepExclusion]) -> None:
         """Take in all endings of a step, in one order for a step that is made and one that is read from the log: what
         is forgotten first does not depend on stops."""
-        for ending in (*trained, *excluded):
+        endings: list[StepInput | StepExclusion] = [*trained, *excluded]
+        for ending in endings:
             self._ended.setdefault(ending.partition, set()).add(ending.offset)
             if isinstance(ending, StepInput) or ending.reason not in SECOND_RECORDS:
                 self._remembered[ending.group_id] = None

@@ -25,7 +25,7 @@ from tidemill.trainer.history import HistoryError, NotRepeatableError
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.resume import open_session
 from tidemill.trainer.run import commit_name, run
-from tidemill.trainer.step_records import step_seed
+from tidemill.trainer.session import step_seed
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
 GROUPS = 10
