@@ -160,7 +160,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         it would exclude every group.
         """
         group, place = read.record, read.place
-        if not self._is_new(place) or group.run_id != self._run.run_id:
+        if not self.is_new(place) or group.run_id != self._run.run_id:
             return False
         if group.mode is Mode.TRAIN and group.expected_size < 2 and self._advantage is not AdvantageKind.RAW:
             raise GroupTooSmallError(self._advantage.value, group.expected_size)
@@ -168,7 +168,15 @@ class BatchBuilder(InputQueue[TrainableGroup]):
             # One that is decided again after a stop: only groups that were trained have ended behind it.
             behind = len(self._ended_at_start) - bisect(self._ended_at_start, place.offset)
             version -= -(-behind // self._run.groups_per_step)
-        reason = Exclusion.REPLAYED if self._refuses(read.replay_id) else self._reason(group, version)
+        checks = (
+            (Exclusion.REPLAYED, self.refuses(read.replay_id)),
+            (Exclusion.LATE, group.closed_by is CloseReason.LATE),
+            (Exclusion.DUPLICATE, self.is_known(group.group_id)),
+            (Exclusion.EVAL, group.mode is Mode.EVAL),
+            (Exclusion.TOO_FEW, len(completed(group)) < self._run.min_completed),
+            (Exclusion.NO_SIGNAL, self._run.skip_no_signal and not has_signal(group)),
+        )
+        reason = next((reason for reason, applies in checks if applies), None) or self._version_problem(group, version)
         if reason is Exclusion.UNDEFINED_LAG:
             self._set_aside.ahead += 1
             newest = max(member.version_max for member in completed(group))
@@ -180,7 +188,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
     def accept(self, candidate: TrainableGroup) -> None:
         """Queue a wanted group with its rollouts, unless they may not be trained."""
         reason = None
-        if any(map(self._refuses, candidate.replays)):
+        if any(map(self.refuses, candidate.replays)):
             reason = Exclusion.REPLAYED
         elif self._incarnation is not None and (
             foreign := {r.incarnation for r in candidate.rollouts} - {"", self._incarnation}
@@ -217,22 +225,12 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         self._waiting.sort(key=lambda one: (one.group.closed_at, one.place.partition, one.place.offset))
         chosen, self._waiting = self._waiting[:size], self._waiting[size:]
         self._set_aside = SetAside()
-        return StepBatch(chosen, self._close((candidate.place for candidate in chosen), most))
+        return StepBatch(chosen, self.name_exclusions((candidate.place for candidate in chosen), most))
 
     @cached_property
     def _ended_at_start(self) -> list[int]:
         """Offsets that had ended when the first group was read; `in_order`, so of one partition."""
         return sorted(offset for offsets in self._ended.values() for offset in offsets)
-
-    def _reason(self, group: Group, version: int) -> Exclusion | None:
-        checks = (
-            (Exclusion.LATE, group.closed_by is CloseReason.LATE),
-            (Exclusion.DUPLICATE, self._is_known(group.group_id)),
-            (Exclusion.EVAL, group.mode is Mode.EVAL),
-            (Exclusion.TOO_FEW, len(completed(group)) < self._run.min_completed),
-            (Exclusion.NO_SIGNAL, self._run.skip_no_signal and not has_signal(group)),
-        )
-        return next((reason for reason, applies in checks if applies), None) or self._version_problem(group, version)
 
     def _version_problem(self, group: Group, version: int) -> Exclusion | None:
         members = completed(group)

@@ -18,23 +18,20 @@ from tidemill.trainer.trainable import DecidedStep, Reference, TrainableBatch
 
 
 class NotRepeatableError(RuntimeError):
-    """A recorded step, made again, cannot give the recorded weights; the message says why and what to do."""
-
-
-class HistoryError(RuntimeError):
-    """The recorded steps of a run do not form one chain."""
+    """Recorded steps form no chain, or one that is made again cannot give its weights; the message says what to do."""
 
 
 def read_steps(kafka: KafkaSettings, run_id: str) -> list[TrainStep]:
-    """The recorded steps of a run, in order from step 1. Raises HistoryError when one is missing or there twice."""
+    """The recorded steps of a run, in order from step 1. Raises NotRepeatableError as `read_history`."""
     return read_history(kafka, run_id)[0]
 
 
 def read_history(kafka: KafkaSettings, run_id: str) -> tuple[list[TrainStep], StepPlan | None]:
     """The recorded steps of a run, in order from step 1, and the plan of the step after them, where it was begun.
 
-    Of several plans the newest: it says that those before it could not be carried out any more. Raises HistoryError
-    when a step is missing or there twice.
+    Of several plans the newest: it says that those before it could not be carried out any more.
+
+    Raises NotRepeatableError when a step is missing or there twice.
     """
     with LogReader(kafka, [Topic.STEPS], client_id=CLIENT) as reader:
         found = [located.record for located in reader.read_to_end()]
@@ -42,7 +39,7 @@ def read_history(kafka: KafkaSettings, run_id: str) -> tuple[list[TrainStep], St
     steps = [record for record in own if isinstance(record, TrainStep)]
     numbers = [record.step for record in steps]
     if numbers != list(range(1, len(steps) + 1)):
-        raise HistoryError(
+        raise NotRepeatableError(
             f"run {run_id}: the log has steps {numbers[-20:]} where 1, 2, 3... was expected: two trainers were on one "
             "run, or part of train.steps is gone; start a new run"
         )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tidemill.trainer.choices import AdvantageKind, Estimator, ObjectiveName
+from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import ESTIMATORS, sequence_lengths, sequence_sum
 
 
@@ -150,6 +151,18 @@ OBJECTIVES: dict[ObjectiveName, Recipe] = {
     ObjectiveName.DECOUPLED_PPO: Recipe(AdvantageKind.STANDARDISED, decoupled, token_mean),
 }
 """CISPO's upper bound of 5 on the ratio is ScaleRL's (arXiv 2510.13786); it has no lower bound."""
+
+
+def options_of(settings: TrainerSettings, recipe: Recipe) -> Options:
+    """The numbers of the settings, and the recipe's published ones where they are left open."""
+    return Options(
+        clip_low=recipe.clip_low if settings.clip_low is None else settings.clip_low,
+        clip_high=recipe.clip_high if settings.clip_high is None else settings.clip_high,
+        length_divisor=settings.length_divisor,
+        behaviour_cap=settings.behaviour_cap,
+        kl_coefficient=settings.kl.coefficient if settings.kl.in_loss else 0.0,
+        kl_estimator=settings.kl.estimator,
+    )
 
 
 def loss(recipe: Recipe, tokens: Tokens, options: Options) -> Tensor:

@@ -127,8 +127,14 @@ class OnlineInput:
         clock in seconds.
         """
         builder.sweep(version)
-        left = self._ready(version)
-        if left is None:
+        while (waiting := self.queue.next(version)) is not None:
+            if self._found is None or self._found[0] != waiting.place:
+                self._found = waiting.place, self._interactions.fetch(waiting.record.members)
+            left = self.queue.settle(waiting, self._found[1], version)
+            if isinstance(left, TrainableBatch):
+                break
+            self.queue.drop(waiting, left)
+        else:
             return None
         if self._since is None or self._since[0] != left.place:
             self._since = left.place, now
@@ -138,17 +144,6 @@ class OnlineInput:
         excluded = self.queue.take(left)
         simulated = builder.take(wanted, max(0, MOST_EXCLUSIONS - len(excluded)))
         return StepBatch(simulated.groups, [*simulated.exclusions, *excluded], left)
-
-    def _ready(self, current: int) -> TrainableBatch | None:
-        """What is left of the batch to be trained next at version `current`; batches with nothing left are excluded."""
-        while (waiting := self.queue.next(current)) is not None:
-            if self._found is None or self._found[0] != waiting.place:
-                self._found = waiting.place, self._interactions.fetch(waiting.record.members)
-            left = self.queue.settle(waiting, self._found[1], current)
-            if isinstance(left, TrainableBatch):
-                return left
-            self.queue.drop(waiting, left)
-        return None
 
     def _observe(self, located: ConsumedRecord) -> None:
         match located.record:

@@ -135,11 +135,11 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
     def read(self, read: Reference[OnlineBatch]) -> None:
         """Take in one batch. One that ended before, or is of another run or branch, is passed over."""
         batch = read.record
-        if not self._is_new(read.place) or (batch.run_id, batch.branch) != (self._run.run_id, self._run.branch):
+        if not self.is_new(read.place) or (batch.run_id, batch.branch) != (self._run.run_id, self._run.branch):
             return
-        known = self._is_known(batch.batch_id)
+        known = self.is_known(batch.batch_id)
         self._waiting.append(read)
-        if self._refuses(read.replay_id):
+        if self.refuses(read.replay_id):
             self.drop(read, Exclusion.REPLAYED)
         elif known:
             self.drop(read, Exclusion.DUPLICATE)
@@ -207,7 +207,7 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
         that have ended untrained; at most `most`, if its own are not more."""
         self._waiting = [waiting for waiting in self._waiting if waiting.place != chosen.place]
         room = max(0, most - len(chosen.excluded))
-        return [*self._close([chosen.place], room), *chosen.excluded]
+        return [*self.name_exclusions([chosen.place], room), *chosen.excluded]
 
     def _version_problem(self, version: int, current: int, bound: int) -> Exclusion | None:
         if version in self._line.abandoned:

@@ -122,7 +122,7 @@ def open_session(
 
     `weights` are those that the run starts from; `commits` writes `train.steps`, and lets no other trainer do so.
 
-    Raises HistoryError, VersionError or NotRepeatableError when the log, the checkpoint and the settings do not fit,
+    Raises NotRepeatableError or VersionError when the log, the checkpoint and the settings do not fit,
     GroupTooSmallError as `advantage_of`.
     """
     advantage_of(run, settings)  # before anything is published

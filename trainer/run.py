@@ -62,7 +62,7 @@ def run(
 
     Under torchrun every rank calls this; all but the first do what the first one tells them.
 
-    Raises FileNotFoundError without a starting checkpoint, HistoryError, VersionError or NotRepeatableError when the
+    Raises FileNotFoundError without a starting checkpoint, NotRepeatableError or VersionError when the
     log does not fit the checkpoint and the settings, GroupTooSmallError for groups of one under an objective that
     compares rollouts, ValueError when the log has no one order of groups, RejectedLineError when the gate left no
     version to train on from, FencedError when another trainer took the run over, DeliveryError or KafkaException when

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 import numpy as np
@@ -54,6 +54,7 @@ from tidemill.trainer.objectives import (
     constant_mean,
     decoupled,
     loss,
+    options_of,
     policy_gradient,
 )
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
@@ -295,7 +296,7 @@ class Learner:
         self, packed: Sequence[PackedRow], rows: list[_Anchored], advantages: Rewards, recipe: Recipe, weight: float
     ) -> _Part:
         tokens, values = sum(len(row.targets) for row in packed), torch.from_numpy(advantages).float()
-        return _Part(packed, rows, values, tokens, recipe, objective_options(self._settings, recipe), weight)
+        return _Part(packed, rows, values, tokens, recipe, options_of(self._settings, recipe), weight)
 
     def _update(self, parts: Sequence[_Part], learning_rate: float) -> _Seen:
         """Add up the gradients of all parts, and apply them."""
@@ -348,19 +349,6 @@ class Learner:
         # The tokens of a rollout are in one row, so on one rank: the others add zeros.
         totals = self._ranks.gather(lambda: total.numpy())
         return self._ranks.from_first(lambda: np.sum(totals, axis=0))
-
-
-def objective_options(settings: TrainerSettings, recipe: Recipe) -> Options:
-    """The objective's numbers: the recipe's published ones where the settings leave them open."""
-    options = Options(
-        clip_low=recipe.clip_low if settings.clip_low is None else settings.clip_low,
-        clip_high=recipe.clip_high if settings.clip_high is None else settings.clip_high,
-        length_divisor=settings.length_divisor,
-        behaviour_cap=settings.behaviour_cap,
-    )
-    if not settings.kl.in_loss:
-        return options
-    return replace(options, kl_coefficient=settings.kl.coefficient, kl_estimator=settings.kl.estimator)
 
 
 def split(groups: Sequence[TrainableGroup], parts: int) -> list[Sequence[TrainableGroup]]:

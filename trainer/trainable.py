@@ -126,20 +126,20 @@ class InputQueue(Generic[W]):
             remembered=list(self._remembered),
         )
 
-    def _is_new(self, place: StepInput) -> bool:
+    def is_new(self, place: StepInput) -> bool:
         """Note that a record was read; whether it has not ended."""
         self._read[place.partition] = max(self._read.get(place.partition, 0), place.offset + 1)
         return place.offset not in self._ended.get(place.partition, ())
 
-    def _is_known(self, record_id: str) -> bool:
+    def is_known(self, record_id: str) -> bool:
         """Whether a record of this id waits or has ended."""
         waits = any(one.place.group_id == record_id for one in self._waiting)
         return waits or record_id in self._remembered or record_id in self._excluded_ids
 
-    def _refuses(self, replay_id: str) -> bool:
+    def refuses(self, replay_id: str) -> bool:
         return bool(replay_id) and replay_id not in self._accept_replays
 
-    def _close(self, trained: Iterable[StepInput], most: int) -> list[StepExclusion]:
+    def name_exclusions(self, trained: Iterable[StepInput], most: int) -> list[StepExclusion]:
         """A step trains the records at `trained`; the exclusions that it names, the oldest `most`. Those that are left
         over go with the next step."""
         named, self._excluded = self._excluded[:most], self._excluded[most:]

@@ -171,13 +171,13 @@ def test_a_run_learns_from_users_with_every_batch_ended_once(log, settings, stor
 
 def test_nothing_is_learnt_until_the_floor_is_passed(log, settings, store, monkeypatch) -> None:
     floored = settings.model_copy(update={"online": settings.online.model_copy(update={"require_admission": True})})
-    exclude, excluded = OnlineQueue.exclude, threading.Event()
+    drop, excluded = OnlineQueue.drop, threading.Event()
 
     def observed(self, waiting, reason) -> None:
-        exclude(self, waiting, reason)
+        drop(self, waiting, reason)
         excluded.set()
 
-    monkeypatch.setattr(OnlineQueue, "exclude", observed)
+    monkeypatch.setattr(OnlineQueue, "drop", observed)
     serve(log, "below", 0)
     with Trainer(log, floored, store, max_steps=1) as trainer:
         assert excluded.wait(120)

@@ -24,7 +24,7 @@ from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_steps, way_back
 from tidemill.trainer.job import SINGLE, Job
 from tidemill.trainer.mismatch import TrainedTokens
-from tidemill.trainer.serving_view import ServingView, fingerprint_of
+from tidemill.trainer.serving_view import ServingView
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
 
@@ -64,8 +64,6 @@ class Halt:
     batch: StepBatch
     weights: ServingView
     """The serving weights that it starts from."""
-    fingerprint: str
-    """Theirs, hexadecimal."""
     base_model: Path
     """The checkpoint whose configuration and tokenizer they go with."""
 
@@ -73,7 +71,7 @@ class Halt:
 class StepReplay:
     """Recorded steps of one run, made again in memory: on the first rank of a job, which the others `follow_replay`.
 
-    Raises HistoryError for steps that form no chain.
+    Raises NotRepeatableError for steps that form no chain.
     """
 
     def __init__(
@@ -136,13 +134,24 @@ class StepReplay:
                     )
                 self._go_to(record.parent_version)
             batch = self._inputs.of(record)
-            view = self._weights.whole()
-            halt(Halt(record, batch, view, fingerprint_of(view), Path(self._settings.model)))
+            halt(Halt(record, batch, self._weights.whole(), Path(self._settings.model)))
             yield self._make(record, batch)
 
     def _go_to(self, version: int) -> None:
         begin, path = way_back(version, self._steps, set(self._checkpoints.steps()))
-        self._load(begin)
+        self._weights.restore(begin)
+        self._version, held = begin, self._weights.snapshot()
+        if begin and held != (recorded := self._steps[begin].fingerprint):
+            raise TrainerCheckpointError(
+                f"the checkpoint of step {begin} holds weights {held}, the log recorded {recorded}: it is damaged or "
+                "of another run; delete it, and an older one is used"
+            )
+        started = next(record.parent_fingerprint for record in self.steps if record.parent_version == 0)
+        if not begin and held != started:
+            raise TrainerCheckpointError(
+                f"trainer.model {self._settings.model} holds weights {held}, the run started from {started}: name the "
+                "checkpoint that it started from"
+            )
         for record in path:
             self._require_same_settings(record)
             made = self._make(record, self._inputs.of(record))
@@ -152,26 +161,6 @@ class StepReplay:
                     f"recorded with {record.fingerprint}: replay from it, on the original machine type and library "
                     "versions"
                 )
-
-    def _load(self, version: int) -> None:
-        self._weights.restore(version)
-        self._version = version
-        held = self._weights.snapshot()
-        if version:
-            recorded = self._steps[version].fingerprint
-        else:
-            recorded = next(record.parent_fingerprint for record in self.steps if record.parent_version == 0)
-        if held == recorded:
-            return
-        if version:
-            raise TrainerCheckpointError(
-                f"the checkpoint of step {version} holds weights {held}, the log recorded {recorded}: it is damaged or "
-                "of another run; delete it, and an older one is used"
-            )
-        raise TrainerCheckpointError(
-            f"trainer.model {self._settings.model} holds weights {held}, the run started from {recorded}: name the "
-            "checkpoint that it started from"
-        )
 
     def _make(self, record: TrainStep, batch: StepBatch) -> ReplayedStep:
         begun = time.monotonic()
