@@ -11,12 +11,15 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tests.records import build, member_of
+from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
+    CloseReason,
     Group,
     GroupMember,
     Interaction,
+    Mode,
     OnlineBatch,
     OnlineMember,
     RewardComponent,
@@ -30,6 +33,7 @@ from tidemill.trainer.batch_builder import BatchBuilder
 from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.online_queue import OnlineQueue, WeightLine
 from tidemill.trainer.policy import frozen_logprobs
+from tidemill.trainer.serving_view import ServingView
 from tidemill.trainer.trainable import TopicProgress, TrainableBatch, TrainableGroup
 
 VOCAB = 64
@@ -88,6 +92,28 @@ def make_group(group_id: str, members: list[GroupMember], **changes: object) -> 
     made = build(Group, group_id=group_id, environment="test", members=members,
                  mean_reward=sum(rewards) / len(rewards) if rewards else None)  # fmt: skip
     return replace(made, **changes)
+
+
+def bare_group(name: str, kind: str = "good", version: int = 0, closed_at: int = 0) -> Group:
+    """A group of two rollouts that are nowhere, of a kind: good, eval, late, no_signal or foreign."""
+    members = [
+        build(
+            GroupMember,
+            rollout_id=f"{name}-{i}",
+            topic="rollouts",
+            offset=i,
+            reward=1.0 if kind == "no_signal" else 1.0 - i,
+            advantage=0.0,
+            success=True,
+            sampled_tokens=1,
+            version_min=version,
+            version_max=version,
+        )
+        for i in range(2)
+    ]
+    return build(Group, group_id=name, run_id="other" if kind == "foreign" else "run", environment="test",
+                 mode=Mode.EVAL if kind == "eval" else Mode.TRAIN, expected_size=2, members=members, mean_reward=0.5,
+                 closed_by=CloseReason.LATE if kind == "late" else CloseReason.SIZE, closed_at=closed_at)  # fmt: skip
 
 
 def make_trainable(group_id: str, rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0.0), **changes: object):
@@ -179,6 +205,11 @@ def _sections(values: dict[str, object]) -> tuple[RunSettings, TrainerSettings]:
     of_run = {name: value for name, value in values.items() if name in RunSettings.model_fields}
     others = {name: value for name, value in values.items() if name not in of_run}
     return RunSettings(**of_run), TrainerSettings(**others)
+
+
+def fingerprint_of(view: ServingView) -> str:
+    """Of all weights of a view, hexadecimal: what `train.steps` and the manifests record."""
+    return total_fingerprint(tensor_infos(view)).hex()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import itertools
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.records import build
-from tests.trainer.conftest import builder_of, make_rollout, settings_of
+from tests.trainer.conftest import bare_group, builder_of, make_rollout, settings_of
 from tests.trainer.run_log import run_of, write_group, written
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Names, Topic
@@ -21,12 +20,9 @@ from tidemill.schemas.log.client_settings import consumer_settings
 from tidemill.schemas.log.consumed import replay_headers
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import (
-    CloseReason,
     Group,
-    GroupMember,
     Manifest,
     Mode,
-    RolloutStatus,
     StepInput,
     StepPlan,
     TrainStep,
@@ -50,25 +46,7 @@ def synthetic(kinds: list[tuple[str, int]]) -> list[Group]:
     for number, (kind, back) in enumerate(kinds):
         name = log[-back].group_id if kind == "duplicate" and 0 < back <= len(log) else f"g{number}"
         version = max(0, number // 4 - back % 4) + 2 * (kind == "ahead")
-        rewards = (1.0, 1.0) if kind == "no_signal" else (1.0, 0.0)
-        members = [
-            GroupMember(f"{name}-{i}", "rollouts", 0, i, RolloutStatus.COMPLETED, r, 0.0, True, 1, version, version)
-            for i, r in enumerate(rewards)
-        ]
-        log.append(
-            build(
-                Group,
-                group_id=name,
-                run_id="other" if kind == "foreign" else "run",
-                environment="test",
-                mode=Mode.EVAL if kind == "eval" else Mode.TRAIN,
-                closed_by=CloseReason.LATE if kind == "late" else CloseReason.SIZE,
-                expected_size=2,
-                members=members,
-                mean_reward=0.5,
-                closed_at=(number * 7) % 5,
-            )
-        )
+        log.append(bare_group(name, kind, version, closed_at=(number * 7) % 5))
     return log
 
 
@@ -142,14 +120,10 @@ def test_a_group_trained_before_the_stop_is_known_after_it(kinds, stops) -> None
     """Also one that came again after it, and was read and not yet recorded as a duplicate when the trainer stopped."""
     log = synthetic([(kind, back % 3) for kind, back in kinds])
     actions = [part for n in range(len(log)) for part in ([1, 0, "checkpoint", "stop"] if n in stops else [1, 0])]
-    log = [replace(group, members=_of_version_0(group)) for group in log]
+    log = [bare_group(group.group_id, kind, 0, group.closed_at) for group, (kind, _) in zip(log, kinds, strict=True)]
     free = trained(log, actions, in_order=False, max_policy_lag=100, remembered_groups=100)
     ids = [name for inputs, _ in free for name in inputs]
     assert len(ids) == len(set(ids))
-
-
-def _of_version_0(group: Group) -> list[GroupMember]:
-    return [replace(member, version_min=0, version_max=0) for member in group.members]
 
 
 def test_what_cannot_be_in_order_is_refused() -> None:

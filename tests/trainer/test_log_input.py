@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.records import build, member_of
-from tests.trainer.conftest import builder_of, make_group, make_rollout, settings_of
+from tests.trainer.conftest import bare_group, builder_of, make_group, make_rollout, settings_of
 from tests.trainer.run_log import write_group, write_groups
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
@@ -23,7 +23,6 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import (
     CloseReason,
     Group,
-    GroupMember,
     Mode,
     Rollout,
     RolloutStatus,
@@ -348,28 +347,8 @@ def synthetic_log(kinds) -> dict[int, list[Group]]:
     for number, (kind, partition) in enumerate(kinds):
         known = [g.group_id for g in log[partition] if g.mode is Mode.TRAIN]
         name = known[0] if kind == "duplicate" and known else f"g{number}"
-        log[partition].append(bare_group(name, kind, number))
+        log[partition].append(bare_group(name, kind, closed_at=number))
     return log
-
-
-def bare_group(name: str, kind: str, number: int) -> Group:
-    rewards = (1.0, 1.0) if kind == "no_signal" else (1.0, 0.0)
-    members = [
-        build(
-            GroupMember,
-            rollout_id=f"{name}-{i}",
-            topic="rollouts",
-            offset=i,
-            reward=r,
-            advantage=0.0,
-            success=True,
-            sampled_tokens=1,
-        )
-        for i, r in enumerate(rewards)
-    ]
-    return build(Group, group_id=name, run_id="other" if kind == "foreign" else "run", environment="test",
-                 mode=Mode.EVAL if kind == "eval" else Mode.TRAIN, expected_size=2, members=members, mean_reward=0.5,
-                 closed_at=number)  # fmt: skip
 
 
 def test_read_ahead_is_bounded_by_bytes_and_forgets_the_oldest() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.trainer.conftest import (
+    fingerprint_of,
     make_interaction,
     make_rollout,
     make_segment,
@@ -26,7 +27,7 @@ from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSet
 from tidemill.trainer.corrections import bounded, correction_weights
 from tidemill.trainer.mismatch import TrainedTokens, alarms, measure, warning
 from tidemill.trainer.policy import frozen_logprobs
-from tidemill.trainer.serving_view import fingerprint_of, serving_view
+from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.step import Learner
 
 VERSION = 7

@@ -8,6 +8,7 @@ import torch
 
 from tests.records import member_of
 from tests.trainer.conftest import (
+    fingerprint_of,
     make_group,
     make_rollout,
     make_trainable,
@@ -26,7 +27,7 @@ from tidemill.trainer.config import CorrectionSettings, KlSettings, OnlineSettin
 from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.online_queue import WeightLine
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
-from tidemill.trainer.serving_view import fingerprint_of, serving_view
+from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.step import Learner
 from tidemill.trainer.trainable import Reference
 

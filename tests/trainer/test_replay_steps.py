@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from tests.trainer.conftest import settings_of, tiny_model
+from tests.trainer.conftest import fingerprint_of, settings_of, tiny_model
 from tests.trainer.run_log import run_of, write_groups
 from tidemill.compose.cli import app
 from tidemill.kernels.weights.config import PublishSettings
@@ -38,7 +38,6 @@ from tidemill.trainer.replay.steps import (
     write_metrics,
 )
 from tidemill.trainer.run import run
-from tidemill.trainer.serving_view import fingerprint_of
 
 STEPS = 5
 RUN = run_of("trained", STEPS)
