@@ -43,6 +43,7 @@ from tidemill.trainer.trainable import (
     TrainableGroup,
     completed,
     has_signal,
+    lag_of,
     other_sampling,
 )
 
@@ -238,8 +239,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
             return Exclusion.REJECTED_VERSION
         if any(member.version_max > version for member in members):
             return Exclusion.UNDEFINED_LAG
-        oldest = min((member.version_min for member in members), default=version)
-        return Exclusion.STALE if version - oldest > self._run.max_policy_lag else None
+        return Exclusion.STALE if lag_of(group, version) > self._run.max_policy_lag else None
 
 
 def advantage_of(run: RunSettings, settings: TrainerSettings) -> AdvantageKind:

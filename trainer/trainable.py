@@ -187,6 +187,11 @@ def rewards(group: Group) -> npt.NDArray[np.float64]:
     return np.array([member.reward for member in completed(group)], np.float64)
 
 
+def lag_of(group: Group, version: int) -> int:
+    """How many versions the oldest completed rollout of a group is behind `version`; 0 without one."""
+    return version - min((member.version_min for member in completed(group)), default=version)
+
+
 def has_signal(group: Group) -> bool:
     """Whether the completed members' rewards differ, so that some advantage is not zero."""
     values = rewards(group)

@@ -12,8 +12,8 @@ from tests.trainer.conftest import builder_of, make_group, make_rollout
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import Exclusion, Group, RolloutStatus, StepExclusion, StepInput, TrainStep
-from tidemill.trainer.replay.staleness import Moved, judge, lag_of, places_of
-from tidemill.trainer.trainable import Reference, TrainableGroup
+from tidemill.trainer.replay.staleness import Moved, judge, places_of
+from tidemill.trainer.trainable import Reference, TrainableGroup, lag_of
 
 
 def at(offset: int) -> Position:
