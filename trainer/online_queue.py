@@ -149,17 +149,23 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
 
         One of a version that is yet to be made waits for it: that happens where a run is made again from its log.
         """
-        made = [waiting for waiting in self._waiting if waiting.record.version <= self._line.newest]
-        online = self._settings.online
-        for waiting in made:
-            version = waiting.record.version
+        online, waiting = self._settings.online, self._waiting
+        made: list[Reference[OnlineBatch]] = []
+        self._waiting = []
+        for one in waiting:
+            version = one.record.version
+            if version > self._line.newest:
+                self._waiting.append(one)
+                continue
             reason = self._version_problem(version, current, online.max_policy_lag)
             if reason is None and online.require_admission and not self._line.is_admitted(version):
                 reason = Exclusion.BELOW_FLOOR
-            if reason is not None:
-                self.drop(waiting, reason)
-        left = (waiting for waiting in made if waiting in self._waiting)
-        return min(left, key=lambda one: (one.record.closed_at, one.place.partition, one.place.offset), default=None)
+            if reason is None:
+                made.append(one)
+            else:
+                self.exclude(one.place, reason, len(one.record.members))
+        self._waiting += made
+        return min(made, key=lambda one: (one.record.closed_at, one.place.partition, one.place.offset), default=None)
 
     def settle(
         self, waiting: Reference[OnlineBatch], found: Mapping[Position, Interaction | Exclusion], current: int

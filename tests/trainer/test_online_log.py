@@ -171,13 +171,13 @@ def test_a_run_learns_from_users_with_every_batch_ended_once(log, settings, stor
 
 def test_nothing_is_learnt_until_the_floor_is_passed(log, settings, store, monkeypatch) -> None:
     floored = settings.model_copy(update={"online": settings.online.model_copy(update={"require_admission": True})})
-    drop, excluded = OnlineQueue.drop, threading.Event()
+    exclude, excluded = OnlineQueue.exclude, threading.Event()
 
-    def observed(self, waiting, reason) -> None:
-        drop(self, waiting, reason)
+    def observed(*arguments) -> None:
+        exclude(*arguments)
         excluded.set()
 
-    monkeypatch.setattr(OnlineQueue, "drop", observed)
+    monkeypatch.setattr(OnlineQueue, "exclude", observed)
     serve(log, "below", 0)
     with Trainer(log, floored, store, max_steps=1) as trainer:
         assert excluded.wait(120)

@@ -325,11 +325,11 @@ def test_a_repeated_step_trains_the_members_of_then(dropped, twice, corrected) -
 
 def test_a_burst_of_useless_batches_is_named_step_by_step_in_records_that_the_log_takes(made) -> None:
     """With what a step leaves out of its own batch: those exclusions cannot wait."""
-    queue, useless = queue_of(line_to(3)), replace(made.batch, members=[], version=1)
+    queue, useless = queue_of(line_to(3)), replace(made.batch, members=[])
     long, out = 2 * MOST_EXCLUSIONS + 5, {at(1): Exclusion.MISSING_INTERACTION}
     for offset in range(long):
         name = f"{offset:0100d}"
-        queue.read(Reference(place(name, offset), replace(useless, batch_id=name)))
+        queue.read(Reference(place(name, offset), replace(useless, batch_id=name), "again"))
     named = []
     for step in range(4):
         of_step = replace(of_version(made, 3), place=place(f"b{step}", long + step))
