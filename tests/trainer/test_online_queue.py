@@ -1,6 +1,7 @@
 """Which online batches are trained: every reason for which a batch or an interaction is not, and whatever the stops."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -312,7 +313,7 @@ def test_a_member_named_twice_is_trained_once_and_its_correction_beside_it(made)
 
 @given(dropped=st.sets(st.integers(0, 5)), twice=st.integers(0, 5), corrected=st.integers(0, 5))
 def test_a_repeated_step_trains_the_members_of_then(dropped, twice, corrected) -> None:
-    made = make_trainable_batch("b", (1.0, 0.0, 0.5, 1.0, 0.25, 0.75))
+    made = made_once("b", (1.0, 0.0, 0.5, 1.0, 0.25, 0.75), 0)
     extra = (made.members[twice], replace(made.members[corrected], correction=True))
     whole = replace(made, members=(*made.members, *extra), interactions=(
         *made.interactions, made.interactions[twice], made.interactions[corrected]))  # fmt: skip
@@ -403,12 +404,18 @@ def train(queue: OnlineQueue, log: list[TrainableBatch], endings: dict[int, str]
     return None
 
 
+@cache
+def made_once(name: str, rewards: tuple[float, ...], version: int) -> TrainableBatch:
+    """A batch for every example of a property: to make its interactions takes most of the time."""
+    return make_trainable_batch(name, rewards, version=version)
+
+
 def synthetic_log(kinds: list[str]) -> list[TrainableBatch]:
     log: list[TrainableBatch] = []
     versions = {"stale": 1, "rejected": 3}
     for number, kind in enumerate(kinds):
         version = versions.get(kind, 2)
-        made = make_trainable_batch(f"b{number}", (1.0, 1.0) if kind == "equal" else (1.0, 0.0), version=version)
+        made = made_once(f"b{number}", (1.0, 1.0) if kind == "equal" else (1.0, 0.0), version)
         same = [old for old in log if old.batch.run_id == "run"]
         name = same[0].batch.batch_id if kind == "duplicate" and same else f"b{number}"
         run_id = "other" if kind == "foreign" else "run"
