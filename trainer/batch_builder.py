@@ -10,45 +10,43 @@ What it keeps true:
 - no group trains that was sampled from another distribution than the model's own, unless it was told to;
 - a batch holds the oldest groups waiting, none of them staler than the bound at the moment it is closed;
 - no more groups wait than `full` allows: the caller reads no further then;
-- no batch has more exclusions than a record can name: those that are left over go with the next one, unless `in_order`,
-  where it must not depend on stops which step says what;
+- no batch has more exclusions than a record can name: those that are left over go with the next one;
 - `in_order`, a batch is a function of the groups before it alone: each group is decided at the version that all full
-  batches before it lead to, whenever it is read;
+  batches before it lead to, whenever it is read, and read again;
 - `progress()` after a batch was closed says where to go on reading, so that nothing is trained twice or skipped.
 
 A trainer that is started over a copy of another run's topics may set every group aside and wait for ever. It is told
-so, once and then rarely, only while these groups would have filled the batch that does not come. The clock is given.
+so, once and then rarely, only while these groups would have filled the batch that does not come.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.records import (
-    CloseReason,
-    Exclusion,
-    Group,
-    Mode,
-    StepExclusion,
-    StepInput,
-)
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.records import CloseReason, Exclusion, Group, Mode, StepExclusion
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.choices import AdvantageKind
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.objectives import OBJECTIVES
 from tidemill.trainer.trainable import (
-    Endings,
+    MOST_EXCLUSIONS,
+    InputQueue,
+    Reference,
     TopicProgress,
     TrainableBatch,
     TrainableGroup,
     completed,
     has_signal,
+    lag_of,
     other_sampling,
 )
 
-REMINDED_S = 600.0
-"""From one warning to the next."""
 NAMED = 3
 """Incarnations that a warning names, those of most groups first."""
 
@@ -97,47 +95,6 @@ class SetAside:
         return f"{self.groups} groups were set aside, since {'; and '.join(causes)}"
 
 
-@dataclass(slots=True)
-class Reminder:
-    """When to warn of what lasts: at once, then no sooner than `every_s` after the time before."""
-
-    every_s: float = REMINDED_S
-    _not_before: float | None = None
-
-    def due(self, now: float) -> bool:
-        """Whether to warn at time `now`, in seconds of a clock that only rises."""
-        if self._not_before is not None and now < self._not_before:
-            return False
-        self._not_before = now + self.every_s
-        return True
-
-
-MOST_EXCLUSIONS = 4_096
-"""As many references fit into one record."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRules:
-    """The settings that decide."""
-
-    run_id: str
-    groups_per_step: int
-    max_policy_lag: int
-    min_completed: int
-    skip_no_signal: bool
-    remembered_groups: int
-    advantage: AdvantageKind = AdvantageKind.CENTRED
-    """How a group's rewards become advantages; most ways compare the rollouts of a group."""
-    accept_replays: frozenset[str] = frozenset()
-    """Replays whose groups and rollouts are trained."""
-    accept_other_sampling: bool = False
-    in_order: bool = False
-    max_waiting: int | None = None
-    """Groups that may wait; None: no bound."""
-    most_exclusions: int = MOST_EXCLUSIONS
-    """Exclusions that one step names."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """The inputs of one step, and what ended untrained since the step before."""
@@ -148,33 +105,34 @@ class StepBatch:
     """What users made of the model's answers; None in a step on simulated groups alone."""
 
 
-class BatchBuilder:
+class BatchBuilder(InputQueue[TrainableGroup]):
     """The builder of batches from groups, which it gets in the order in which they are read.
 
     Args:
         incarnation: of the run's versions; None where versions of different incarnations are not told apart.
+
+    Raises GroupTooSmallError as `advantage_of`.
     """
 
-    def __init__(self, rules: StepRules, progress: TopicProgress | None = None, incarnation: str | None = None) -> None:
-        self._rules = rules
-        self._incarnation = incarnation
-        self._endings = Endings(Topic.GROUPS, progress or TopicProgress(), rules.remembered_groups)
-        self.observe_step = self._endings.observe_step
+    def __init__(
+        self,
+        run: RunSettings,
+        settings: TrainerSettings,
+        progress: TopicProgress | None = None,
+        incarnation: str | None = None,
+    ) -> None:
+        super().__init__(Topic.GROUPS, progress, settings.remembered_groups, settings.accept_replays)
+        self._run, self._settings, self._incarnation = run, settings, incarnation
+        self._advantage = advantage_of(run, settings)
         self._abandoned: frozenset[int] = frozenset()
-        self._waiting: list[TrainableGroup] = []
         self._set_aside = SetAside()
 
-    @property
-    def missed(self) -> SetAside | None:
-        """The groups set aside that the next batch lacks; None while it would not be full with them either."""
-        size = self._rules.groups_per_step
-        lacking = self._set_aside.groups and len(self._waiting) < size <= len(self._waiting) + self._set_aside.groups
-        return self._set_aside if lacking else None
-
-    @property
-    def incarnation(self) -> str | None:
-        """Of the versions that groups have to be sampled under; None: of any."""
-        return self._incarnation
+    def missed(self, version: int) -> str:
+        """Which groups were set aside that the next batch lacks, why, and what to do; empty while it would not be full
+        with them either."""
+        size, aside = self._run.groups_per_step, self._set_aside
+        lacking = aside.groups and len(self._waiting) < size <= len(self._waiting) + aside.groups
+        return aside.told(self._incarnation, version) if lacking else ""
 
     @property
     def waiting(self) -> int:
@@ -184,110 +142,110 @@ class BatchBuilder:
     @property
     def full(self) -> bool:
         """Whether no group is to be read until a batch is closed."""
-        bound = self._rules.groups_per_step if self._rules.in_order else self._rules.max_waiting
-        return bound is not None and len(self._waiting) >= bound
-
-    @property
-    def in_order(self) -> bool:
-        """Whether batches are a function of the groups in the log alone; they then have to come from one partition."""
-        return self._rules.in_order
+        most = self._run.groups_per_step
+        if not self._settings.in_order:
+            joining = self._settings.online.simulated_groups_per_batch
+            most = max(self._settings.max_waiting_batches * most, joining)
+        return len(self._waiting) >= most
 
     def abandon(self, versions: Collection[int]) -> None:
         """Train on no group from now on that was sampled under one of `versions`."""
         self._abandoned = frozenset(versions)
 
-    def wants(self, place: StepInput, group: Group, version: int, replay_id: str = "") -> bool:
-        """Read one group at trainer version `version`: True when `accept` or `exclude` has to follow.
-
-        `replay_id` names the replay that wrote it; empty: none did.
+    def wants(self, read: Reference[Group], version: int) -> bool:
+        """Take in one group at trainer version `version`: True when `accept` or `exclude` has to follow.
 
         A group that is not trainable is excluded here; one that ended before, or is of another run, is passed over.
 
         Raises GroupTooSmallError for a run whose groups are of one rollout each, where the objective compares rollouts:
         it would exclude every group.
         """
-        if not self._endings.read(place) or group.run_id != self._rules.run_id:
+        group, place = read.record, read.place
+        if not self.is_new(place) or group.run_id != self._run.run_id:
             return False
-        if group.mode is Mode.TRAIN and group.expected_size < 2 and self._rules.advantage is not AdvantageKind.RAW:
-            raise GroupTooSmallError(self._rules.advantage.value, group.expected_size)
-        reason = Exclusion.REPLAYED if self._is_foreign_replay(replay_id) else self._reason(group, version)
+        if group.mode is Mode.TRAIN and group.expected_size < 2 and self._advantage is not AdvantageKind.RAW:
+            raise GroupTooSmallError(self._advantage.value, group.expected_size)
+        if self._settings.in_order:
+            # One that is decided again after a stop: only groups that were trained have ended behind it.
+            behind = len(self._ended_at_start) - bisect(self._ended_at_start, place.offset)
+            version -= -(-behind // self._run.groups_per_step)
+        checks = (
+            (Exclusion.REPLAYED, self.refuses(read.replay_id)),
+            (Exclusion.LATE, group.closed_by is CloseReason.LATE),
+            (Exclusion.DUPLICATE, self.is_known(group.group_id)),
+            (Exclusion.EVAL, group.mode is Mode.EVAL),
+            (Exclusion.TOO_FEW, len(completed(group)) < self._run.min_completed),
+            (Exclusion.NO_SIGNAL, self._run.skip_no_signal and not has_signal(group)),
+        )
+        reason = next((reason for reason, applies in checks if applies), None) or self._version_problem(group, version)
         if reason is Exclusion.UNDEFINED_LAG:
             self._set_aside.ahead += 1
             newest = max(member.version_max for member in completed(group))
             self._set_aside.newest = max(self._set_aside.newest, newest)
         if reason is not None:
-            self.exclude(place, group, reason)
+            self.exclude(place, reason, len(group.members))
         return reason is None
 
     def accept(self, candidate: TrainableGroup) -> None:
         """Queue a wanted group with its rollouts, unless they may not be trained."""
-        if any(map(self._is_foreign_replay, candidate.replays)):
-            self.exclude(candidate.place, candidate.group, Exclusion.REPLAYED)
+        reason = None
+        if any(map(self.refuses, candidate.replays)):
+            reason = Exclusion.REPLAYED
         elif self._incarnation is not None and (
             foreign := {r.incarnation for r in candidate.rollouts} - {"", self._incarnation}
         ):
             self._set_aside.of_others += 1
             self._set_aside.incarnations.update(foreign)
-            self.exclude(candidate.place, candidate.group, Exclusion.UNDEFINED_LAG)
-        elif not self._rules.accept_other_sampling and (how := other_sampling(candidate.rollouts)):
+            reason = Exclusion.UNDEFINED_LAG
+        elif not self._settings.accept_other_sampling and (how := other_sampling(candidate.rollouts)):
             self._set_aside.otherwise[how] += 1
-            self.exclude(candidate.place, candidate.group, Exclusion.OTHER_SAMPLING)
-        else:
+            reason = Exclusion.OTHER_SAMPLING
+        if reason is None:
             self._waiting.append(candidate)
-
-    def exclude(self, place: StepInput, group: Group, reason: Exclusion) -> None:
-        """End a group untrained."""
-        self._endings.exclude(place, reason, len(group.members))
+        else:
+            self.exclude(candidate.place, reason, len(candidate.group.members))
 
     def close(self, version: int) -> StepBatch | None:
         """The next batch at trainer version `version`, or None while too few groups wait. Stale ones are excluded."""
         self.sweep(version)
-        return self.take(self._rules.groups_per_step) if len(self._waiting) >= self._rules.groups_per_step else None
+        return self.take(self._run.groups_per_step) if len(self._waiting) >= self._run.groups_per_step else None
 
     def sweep(self, version: int) -> None:
         """Exclude the waiting groups that are no longer trainable at trainer version `version`."""
         waiting, self._waiting = self._waiting, []
         for candidate in waiting:
-            if self._is_abandoned(candidate.group):
-                self.exclude(candidate.place, candidate.group, Exclusion.REJECTED_VERSION)
-            elif self._is_stale(candidate.group, version):
-                self.exclude(candidate.place, candidate.group, Exclusion.STALE)
-            else:
+            reason = self._version_problem(candidate.group, version)
+            if reason is None:
                 self._waiting.append(candidate)
+            else:
+                self.exclude(candidate.place, reason, len(candidate.group.members))
 
-    def take(self, size: int) -> StepBatch:
-        """A batch of at most `size` groups, the oldest that wait, with the exclusions that no batch has named yet."""
+    def take(self, size: int, most: int = MOST_EXCLUSIONS) -> StepBatch:
+        """A batch of at most `size` groups, the oldest that wait, with the oldest `most` exclusions that no batch has
+        named yet."""
         self._waiting.sort(key=lambda one: (one.group.closed_at, one.place.partition, one.place.offset))
         chosen, self._waiting = self._waiting[:size], self._waiting[size:]
         self._set_aside = SetAside()
-        most = None if self._rules.in_order else self._rules.most_exclusions
-        return StepBatch(chosen, self._endings.close((candidate.place for candidate in chosen), most))
+        return StepBatch(chosen, self.name_exclusions((candidate.place for candidate in chosen), most))
 
-    def progress(self) -> TopicProgress:
-        """Where to go on, as of the batch closed last: exclusions since then are decided again."""
-        return self._endings.progress(candidate.place for candidate in self._waiting)
+    @cached_property
+    def _ended_at_start(self) -> list[int]:
+        """Offsets that had ended when the first group was read; `in_order`, so of one partition."""
+        return sorted(offset for offsets in self._ended.values() for offset in offsets)
 
-    def _reason(self, group: Group, version: int) -> Exclusion | None:
-        waiting = any(candidate.group.group_id == group.group_id for candidate in self._waiting)
-        known = waiting or self._endings.remembers(group.group_id)
-        checks = (
-            (Exclusion.LATE, group.closed_by is CloseReason.LATE),
-            (Exclusion.DUPLICATE, known),
-            (Exclusion.EVAL, group.mode is Mode.EVAL),
-            (Exclusion.TOO_FEW, len(completed(group)) < self._rules.min_completed),
-            (Exclusion.NO_SIGNAL, self._rules.skip_no_signal and not has_signal(group)),
-            (Exclusion.REJECTED_VERSION, self._is_abandoned(group)),
-            (Exclusion.UNDEFINED_LAG, any(m.version_max > version for m in completed(group))),
-            (Exclusion.STALE, self._is_stale(group, version)),
-        )
-        return next((reason for reason, applies in checks if applies), None)
+    def _version_problem(self, group: Group, version: int) -> Exclusion | None:
+        members = completed(group)
+        if any(not self._abandoned.isdisjoint((m.version_min, m.version_max)) for m in members):
+            return Exclusion.REJECTED_VERSION
+        if any(member.version_max > version for member in members):
+            return Exclusion.UNDEFINED_LAG
+        return Exclusion.STALE if lag_of(group, version) > self._run.max_policy_lag else None
 
-    def _is_stale(self, group: Group, version: int) -> bool:
-        oldest = min((member.version_min for member in completed(group)), default=version)
-        return version - oldest > self._rules.max_policy_lag
 
-    def _is_abandoned(self, group: Group) -> bool:
-        return any(not self._abandoned.isdisjoint((m.version_min, m.version_max)) for m in completed(group))
-
-    def _is_foreign_replay(self, replay_id: str) -> bool:
-        return bool(replay_id) and replay_id not in self._rules.accept_replays
+def advantage_of(run: RunSettings, settings: TrainerSettings) -> AdvantageKind:
+    """How a group's rewards become advantages. Most ways compare its rollouts: raises GroupTooSmallError for these
+    where groups with one completed rollout are let in."""
+    advantage = OBJECTIVES[settings.objective].advantage
+    if run.min_completed < 2 and advantage is not AdvantageKind.RAW:
+        raise GroupTooSmallError(advantage.value, run.min_completed)
+    return advantage

@@ -4,8 +4,9 @@ The sampler and the trainer differ by policy lag and by their kernels, so a toke
 with weight rho = pi_trainer / mu, bounded in one of the ways below. Weights never carry a gradient, which would bias
 the policy gradient. Per-token weights have bias O(T^2) in the mismatch; per-sequence ones have none and a variance that
 grows with length, which the geometric mean avoids. Shapes: `log_ratio` f4[T] is log pi_trainer - log mu of each sampled
-token, `sequence` i8[T] the rollout it belongs to, in [0, n). Each returns f4[T]. Sources: TIS and its sequence form,
-MIS, geometric rejection as in verl's "rollout correction" notes; IcePop for the two-sided mask.
+token, `sequence` i8[T] the rollout it belongs to, in [0, n); `bounds` are of the ratio, `low` is used by the masks and
+`high` by all. Each returns f4[T]. Sources: TIS and its sequence form, MIS, geometric rejection as in verl's "rollout
+correction" notes; IcePop for the two-sided mask.
 
 Estimators of the Kullback-Leibler divergence from samples: for x drawn from q, with r = p(x) / q(x) (J. Schulman,
 "Approximating KL divergence", 2020):
@@ -21,50 +22,42 @@ from the policy under training, so k1 belongs in the reward (detached), and only
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tidemill.trainer.choices import CorrectionKind, Estimator
+from tidemill.trainer.config import CorrectionSettings
 
 
-@dataclass(frozen=True, slots=True)
-class RatioBounds:
-    """Bounds of the ratio: `low` is used by the masks, `high` by all."""
-
-    low: float
-    high: float
-
-
-def none(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
+def none(log_ratio: Tensor, sequence: Tensor, n: int, bounds: CorrectionSettings) -> Tensor:
     """1 for every token."""
     return torch.ones_like(log_ratio)
 
 
-def tis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
+def tis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: CorrectionSettings) -> Tensor:
     """min(rho_t, high): truncated importance sampling, token by token."""
     return log_ratio.exp().clamp(max=bounds.high)
 
 
-def mis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
+def mis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: CorrectionSettings) -> Tensor:
     """rho_t where low <= rho_t <= high, else 0: masked importance sampling (IcePop)."""
     ratio = log_ratio.exp()
     return torch.where((ratio >= bounds.low) & (ratio <= bounds.high), ratio, 0.0)
 
 
-def sequence_tis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
+def sequence_tis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: CorrectionSettings) -> Tensor:
     """min(prod_t rho_t, high), the same for every token of a rollout."""
     return sequence_sum(log_ratio, sequence, n).exp().clamp(max=bounds.high)[sequence]
 
 
-def sequence_mis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
+def sequence_mis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: CorrectionSettings) -> Tensor:
     """prod_t rho_t where it is at most high, else 0."""
     ratio = sequence_sum(log_ratio, sequence, n).exp()
     return torch.where(ratio <= bounds.high, ratio, 0.0)[sequence]
 
 
-def geometric(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
+def geometric(log_ratio: Tensor, sequence: Tensor, n: int, bounds: CorrectionSettings) -> Tensor:
     """1 for the rollouts whose geometric mean ratio lies in [low, high], else 0.
 
     The mean over tokens does not grow with length: a ratio of 1.1 a token is 2.6 after 10 tokens and 13,780 after 100.
@@ -73,7 +66,7 @@ def geometric(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) 
     return ((mean >= bounds.low) & (mean <= bounds.high)).to(log_ratio.dtype)[sequence]
 
 
-Correction = Callable[[Tensor, Tensor, int, RatioBounds], Tensor]
+Correction = Callable[[Tensor, Tensor, int, CorrectionSettings], Tensor]
 
 CORRECTIONS: dict[CorrectionKind, Correction] = {
     CorrectionKind.NONE: none,
@@ -86,18 +79,19 @@ CORRECTIONS: dict[CorrectionKind, Correction] = {
 
 
 def correction_weights(
-    kind: CorrectionKind, trainer: Tensor, sampler: Tensor, sequence: Tensor, n: int, bounds: RatioBounds
+    correction: CorrectionSettings, trainer: Tensor, sampler: Tensor, sequence: Tensor, n: int
 ) -> Tensor:
-    """f4[T]: the weights of `kind` for tokens with these logprobs (f4[T] each); carries no gradient."""
-    return CORRECTIONS[kind](trainer.detach() - sampler, sequence, n, bounds)
+    """f4[T]: the weights of tokens with these logprobs (f4[T] each); carries no gradient."""
+    return CORRECTIONS[correction.kind](trainer.detach() - sampler, sequence, n, correction)
 
 
-def bounded(kind: CorrectionKind, weights: Tensor, bounds: RatioBounds) -> Tensor:
-    """bool[T]: which of the `weights` (f4[T]) of `kind` are at their bound, or 0 since a ratio is beyond one."""
+def bounded(correction: CorrectionSettings, weights: Tensor) -> Tensor:
+    """bool[T]: which of the `weights` (f4[T]) are at their bound, or 0 since a ratio is beyond one."""
+    kind = correction.kind
     if kind is CorrectionKind.NONE:
         return torch.zeros_like(weights, dtype=torch.bool)
     truncates = kind in (CorrectionKind.TIS, CorrectionKind.SEQUENCE_TIS)
-    return weights >= bounds.high if truncates else weights == 0.0
+    return weights >= correction.high if truncates else weights == 0.0
 
 
 def sequence_sum(values: Tensor, sequence: Tensor, n: int) -> Tensor:

@@ -2,61 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Self
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Interaction, StepInput, StepPlan, TrainStep
+from tidemill.schemas.records import Group, Interaction, OnlineBatch, StepInput, StepPlan, TrainStep
 from tidemill.trainer.batch import RoutedShape
 from tidemill.trainer.batch_builder import StepBatch
-from tidemill.trainer.log_input import CLIENT, RolloutLog, group_log, trainable
-from tidemill.trainer.online_input import InteractionLog, batch_log
+from tidemill.trainer.log_input import CLIENT, ReferenceLog, RolloutLog, trainable
+from tidemill.trainer.online_input import InteractionLog
 from tidemill.trainer.online_queue import repeated
-from tidemill.trainer.trainable import DecidedStep, TrainableBatch
+from tidemill.trainer.trainable import DecidedStep, Reference, TrainableBatch
 
 
 class NotRepeatableError(RuntimeError):
-    """A recorded step, made again, cannot give the recorded weights; the message says why and what to do."""
-
-
-class HistoryError(RuntimeError):
-    """The recorded steps of a run do not form one chain."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepHistory:
-    """What a run has done."""
-
-    steps: list[TrainStep]
-    """The recorded steps, in order from step 1."""
-    begun: StepPlan | None
-    """The plan of the step after them, where it was begun. Of several the newest: it says that those before it could
-    not be carried out any more."""
+    """Recorded steps form no chain, or one that is made again cannot give its weights; the message says what to do."""
 
 
 def read_steps(kafka: KafkaSettings, run_id: str) -> list[TrainStep]:
-    """The recorded steps of a run, in order from step 1. Raises HistoryError when one is missing or there twice."""
-    return read_history(kafka, run_id).steps
+    """The recorded steps of a run, in order from step 1. Raises NotRepeatableError as `read_history`."""
+    return read_history(kafka, run_id)[0]
 
 
-def read_history(kafka: KafkaSettings, run_id: str) -> StepHistory:
-    """What a run has done, as the log has it. Raises HistoryError when a step is missing or there twice."""
+def read_history(kafka: KafkaSettings, run_id: str) -> tuple[list[TrainStep], StepPlan | None]:
+    """The recorded steps of a run, in order from step 1, and the plan of the step after them, where it was begun.
+
+    Of several plans the newest: it says that those before it could not be carried out any more.
+
+    Raises NotRepeatableError when a step is missing or there twice.
+    """
     with LogReader(kafka, [Topic.STEPS], client_id=CLIENT) as reader:
         found = [located.record for located in reader.read_to_end()]
     own = [record for record in found if isinstance(record, TrainStep | StepPlan) and record.run_id == run_id]
     steps = [record for record in own if isinstance(record, TrainStep)]
     numbers = [record.step for record in steps]
     if numbers != list(range(1, len(steps) + 1)):
-        raise HistoryError(
+        raise NotRepeatableError(
             f"run {run_id}: the log has steps {numbers[-20:]} where 1, 2, 3... was expected: two trainers were on one "
             "run, or part of train.steps is gone; start a new run"
         )
     plans = [record for record in own if isinstance(record, StepPlan) and record.step == len(steps) + 1]
-    return StepHistory(steps, plans[-1] if plans else None)
+    return steps, plans[-1] if plans else None
 
 
 def way_back(version: int, steps: dict[int, TrainStep], saved: set[int]) -> tuple[int, list[TrainStep]]:
@@ -77,7 +65,6 @@ class RecordedInputs:
     def __init__(
         self,
         kafka: KafkaSettings,
-        producer: RecordProducer,
         limit_bytes: int,
         vocab_size: int,
         routed: RoutedShape | None = None,
@@ -85,9 +72,9 @@ class RecordedInputs:
         self._vocab_size = vocab_size
         self.routed = routed
         """What expert ids of the model look like, where tokens are routed by them."""
-        self._groups = group_log(kafka, producer, "end")
+        self._groups = ReferenceLog(kafka, Group, "end")
         self._rollouts = RolloutLog(kafka, limit_bytes)
-        self._batches = batch_log(kafka, producer, "end")
+        self._batches = ReferenceLog(kafka, OnlineBatch, "end")
         self._interactions = InteractionLog(kafka, vocab_size)
 
     def of(self, record: DecidedStep) -> StepBatch:
@@ -97,7 +84,7 @@ class RecordedInputs:
         NotRepeatableError for interactions.
         """
         groups = [
-            trainable(place, self._groups.at(place), self._rollouts, self._vocab_size, routed=self.routed)
+            trainable(Reference(place, self._groups.at(place)), self._rollouts, self._vocab_size, self.routed)
             for place in record.inputs
             if place.topic == Topic.GROUPS
         ]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Generic, Self, TypeVar
 
 from tidemill.schemas.catalogue import Names, Topic
@@ -21,14 +20,17 @@ from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader, MissingRecordError
-from tidemill.schemas.records import Exclusion, Group, GroupMember, Rollout, StepInput
+from tidemill.schemas.records import Exclusion, Group, GroupMember, OnlineBatch, Rollout, StepInput
 from tidemill.schemas.stored_object import ClaimError, ForeignClaimError, claimed_rollout, load_claim
 from tidemill.trainer.batch import InvalidRolloutError, InvalidRoutingError, RoutedShape, check, checked_ids
-from tidemill.trainer.batch_builder import BatchBuilder, Reminder
-from tidemill.trainer.trainable import TrainableGroup, completed
+from tidemill.trainer.batch_builder import BatchBuilder
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.trainable import Reference, TrainableGroup, completed
 
 CLIENT = "tidemill-trainer"
-R = TypeVar("R")
+REMINDED_S = 600.0
+"""From one warning to the next."""
+R = TypeVar("R", bound=Group | OnlineBatch)
 _log = logging.getLogger(__name__)
 
 
@@ -116,64 +118,40 @@ def expert_ids_of(rollout: Rollout, shape: RoutedShape) -> ExpertIds:
         raise InvalidRoutingError(f"rollout {rollout.rollout_id}: {error}") from error
 
 
-class InOrderError(ValueError):
-    """The log does not give the groups in one order; the message says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reference(Generic[R]):
-    """A record that refers to others, as it was read."""
-
-    place: StepInput
-    record: R
-    replay_id: str
-    """The replay that wrote it; empty: none did."""
-
-
 class ReferenceLog(Generic[R]):
-    """A topic whose records refer to others, from given offsets on.
+    """The topic of groups or of online batches, from given offsets on.
 
     Args:
-        kind: what the topic holds; anything else there is a dead letter.
-        name: a record's id.
         start: "beginning", "end", or next offsets by partition.
     """
 
-    def __init__(
-        self,
-        kafka: KafkaSettings,
-        producer: RecordProducer,
-        topic: Topic,
-        kind: type[R],
-        name: Callable[[R], str],
-        start: str | Mapping[int, int],
-    ) -> None:
-        begin = start if isinstance(start, str) else {(topic, p): offset for p, offset in start.items()}
-        self._topic, self._kind, self._name = topic, kind, name
-        self._reader = LogReader(kafka, [topic], start=begin, client_id=CLIENT)
-        self._producer = producer
+    def __init__(self, kafka: KafkaSettings, kind: type[R], start: str | Mapping[int, int]) -> None:
+        self._topic = Topic.GROUPS if kind is Group else Topic.ONLINE_BATCHES
+        begin = start if isinstance(start, str) else {(self._topic, p): offset for p, offset in start.items()}
+        self._kind = kind
+        self._reader = LogReader(kafka, [self._topic], start=begin, client_id=CLIENT)
         self._names = Names(kafka.topic_prefix)
 
     def partitions(self) -> list[int]:
         return self._reader.partitions(self._topic)
 
-    def poll(self, timeout_s: float) -> list[Reference[R]]:
-        """The next records."""
-        found = []
+    def poll(self, timeout_s: float, producer: RecordProducer) -> list[Reference[R]]:
+        """The next records; `producer` writes dead letters for the rest."""
+        found: list[Reference[R]] = []
         for located in self._reader.poll(timeout_s):
             if isinstance(located.record, self._kind):
-                name = self._name(located.record)
+                name = _name(located.record)
                 place = StepInput(name, located.topic.value, located.partition, located.offset)
                 found.append(Reference(place, located.record, located.replay_id))
             else:
                 reason = located.error or f"{type(located.record).__name__} is no record of this topic"
-                send_dead_letter(self._producer, self._names, located, reason, CLIENT)
+                send_dead_letter(producer, self._names, located, reason, CLIENT)
         return found
 
     def at(self, place: StepInput) -> R:
         """The record at a recorded place. Raises LookupError when something else, or nothing, lies there."""
         found = self._reader.at(Position(self._topic.value, place.partition, place.offset)).record
-        if isinstance(found, self._kind) and self._name(found) == place.group_id:
+        if isinstance(found, self._kind) and _name(found) == place.group_id:
             return found
         where = f"{self._topic}[{place.partition}] offset {place.offset}"
         raise LookupError(f"{where} does not hold {self._kind.__name__} {place.group_id}")
@@ -182,41 +160,41 @@ class ReferenceLog(Generic[R]):
         self._reader.close()
 
 
-def group_log(kafka: KafkaSettings, producer: RecordProducer, start: str | Mapping[int, int]) -> ReferenceLog[Group]:
-    return ReferenceLog(kafka, producer, Topic.GROUPS, Group, lambda group: group.group_id, start)
+def _name(record: Group | OnlineBatch) -> str:
+    return record.group_id if isinstance(record, Group) else record.batch_id
 
 
 class LogInput:
     """The input of a `BatchBuilder` from the log, as far as it takes any.
 
-    What waits in memory is bounded: the groups that the builder lets wait, those of one poll, and `limit_bytes` of
-    rollouts ahead of them.
+    What waits in memory is bounded: the groups that the builder lets wait, those of one poll, and
+    `trainer.read_ahead_bytes` of rollouts ahead of them.
 
-    Raises InOrderError when the builder has to have the groups in order and they lie in several partitions.
+    Raises ValueError for `trainer.in_order` where the groups lie in several partitions.
     """
 
     def __init__(
         self,
         kafka: KafkaSettings,
+        settings: TrainerSettings,
         builder: BatchBuilder,
         producer: RecordProducer,
-        *,
-        limit_bytes: int,
         vocab_size: int,
         routed: RoutedShape | None = None,
     ) -> None:
-        self._builder = builder
-        self._groups = group_log(kafka, producer, builder.progress().next_offsets)
-        if builder.in_order and len(partitions := self._groups.partitions()) != 1:
-            raise InOrderError(
+        self._builder, self._producer = builder, producer
+        self._groups = ReferenceLog(kafka, Group, builder.progress().next_offsets)
+        if settings.in_order and len(partitions := self._groups.partitions()) != 1:
+            raise ValueError(
                 f"trainer.in_order needs one order of all groups, and `groups` has {len(partitions)} partitions: "
                 "create the topics under a fresh prefix with kafka.partitions set to 1, or set trainer.in_order to "
                 "false"
             )
-        self._rollouts = RolloutLog(kafka, limit_bytes)
+        self._rollouts = RolloutLog(kafka, settings.read_ahead_bytes)
         self._vocab_size, self._routed = vocab_size, routed
         self._undecided: deque[Reference[Group]] = deque()
-        self._reminder = Reminder()
+        self._warn_at = 0.0
+        """When to warn again of missed groups, on the monotonic clock."""
 
     def poll(self, timeout_s: float, version: int) -> None:
         """Read on: hold the next rollouts and let the builder decide the next groups at trainer version `version`.
@@ -228,29 +206,29 @@ class LogInput:
             return
         self._rollouts.read_ahead(0.0)
         if not self._undecided:
-            self._undecided.extend(self._groups.poll(timeout_s))
+            self._undecided.extend(self._groups.poll(timeout_s, self._producer))
         while self._undecided and not self._builder.full:
             self._decide(self._undecided.popleft(), version)
-        missed = self._builder.missed
-        if missed is not None and self._reminder.due(time.monotonic()):
-            _log.warning("the next step waits for groups: %s", missed.told(self._builder.incarnation, version))
+        if (missed := self._builder.missed(version)) and time.monotonic() >= self._warn_at:
+            self._warn_at = time.monotonic() + REMINDED_S
+            _log.warning("the next step waits for groups: %s", missed)
 
     def _decide(self, read: Reference[Group], version: int) -> None:
-        if not self._builder.wants(read.place, read.record, version, read.replay_id):
+        if not self._builder.wants(read, version):
             return
         try:
-            found = trainable(
-                read.place, read.record, self._rollouts, self._vocab_size, read.replay_id, routed=self._routed
-            )
+            found = trainable(read, self._rollouts, self._vocab_size, self._routed)
         except MissingRolloutError:
-            self._builder.exclude(read.place, read.record, Exclusion.MISSING_ROLLOUT)
+            reason = Exclusion.MISSING_ROLLOUT
         except InvalidRoutingError as error:
             _log.warning("group %s is not trained: %s", read.record.group_id, error)
-            self._builder.exclude(read.place, read.record, Exclusion.INVALID_ROUTING)
+            reason = Exclusion.INVALID_ROUTING
         except InvalidRolloutError:
-            self._builder.exclude(read.place, read.record, Exclusion.INVALID_ROLLOUT)
+            reason = Exclusion.INVALID_ROLLOUT
         else:
             self._builder.accept(found)
+            return
+        self._builder.exclude(read.place, reason, len(read.record.members))
 
     def __enter__(self) -> Self:
         return self
@@ -261,24 +239,20 @@ class LogInput:
 
 
 def trainable(
-    place: StepInput,
-    group: Group,
-    rollouts: RolloutLog,
-    vocab_size: int,
-    replay_id: str = "",
-    *,
-    routed: RoutedShape | None = None,
+    read: Reference[Group], rollouts: RolloutLog, vocab_size: int, routed: RoutedShape | None = None
 ) -> TrainableGroup:
-    """A group, which the replay `replay_id` wrote if any did, with the checked rollouts of its completed members.
+    """A group with the checked rollouts of its completed members.
 
     Args:
         routed: what expert ids of the model look like, where tokens are routed by them.
 
     Raises as `RolloutLog.with_origin`, and InvalidRoutingError.
     """
-    found = [rollouts.with_origin(member) for member in completed(group)]
+    found = [rollouts.with_origin(member) for member in completed(read.record)]
     for rollout, _ in found:
         check(rollout, vocab_size)
-    replays = {replay_id, *(origin for _, origin in found)} - {""}
+    replays = {read.replay_id, *(origin for _, origin in found)} - {""}
     expert_ids = () if routed is None else tuple(expert_ids_of(rollout, routed) for rollout, _ in found)
-    return TrainableGroup(place, group, tuple(rollout for rollout, _ in found), frozenset(replays), expert_ids)
+    return TrainableGroup(
+        read.place, read.record, tuple(rollout for rollout, _ in found), frozenset(replays), expert_ids
+    )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -187,16 +186,6 @@ def own_rows(tensor: DTensor) -> tuple[int, int]:
     return offset[0], offset[0] + shape[0]
 
 
-@dataclass(frozen=True, slots=True)
-class OlderScores:
-    """The tokens of the first rows of a step, at older weights. Of all ranks, on the first one."""
-
-    version: int
-    """Of these weights."""
-    logprobs: Tensor
-    """f4[n]: of the n sampled tokens of the rows, whatever version sampled them."""
-
-
 class OlderWeights:
     """The weights before a step, kept for the step after it every `every` steps; 0: never."""
 
@@ -212,12 +201,18 @@ class OlderWeights:
         self._due = self._kept if step % self._every == 0 else None
         self._kept = (version, self._masters.serving()) if (step + 1) % self._every == 0 else None
 
-    def score(self, rows: Sequence[PackedRow], own: PackedRow, sampled: Sequence[Trajectory]) -> OlderScores | None:
+    def score(
+        self, rows: Sequence[PackedRow], own: PackedRow, sampled: Sequence[Trajectory]
+    ) -> tuple[int, Tensor] | None:
         """Score the first rows of a step whose masters hold its outcome; None where it is not due, or is of no use.
 
         Args:
             rows: of all ranks; `own` is this rank's first one, on its device.
             sampled: what the tokens of `rows` are of, by `PackedRow.sequence`.
+
+        Returns:
+            The version of the older weights and f4[n], the logprobs at these of the n sampled tokens of the rows,
+            whatever version sampled them. On the first rank alone.
         """
         due, self._due = self._due, None
         if due is None:
@@ -231,4 +226,4 @@ class OlderWeights:
             logprobs = frozen_logprobs(self._model, own).cpu()
         # A rank without a row of its own has the shortest one once more: what it found is left out.
         hands = self._ranks.gather(lambda: logprobs)
-        return OlderScores(version, torch.cat(list(hands[: len(first)]))) if self._ranks.is_first else None
+        return (version, torch.cat(list(hands[: len(first)]))) if self._ranks.is_first else None

@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from tidemill.schemas.records import LagCount
+from tidemill.schemas.records import LagCount, Staleness, TrainStep
 from tidemill.trainer.batch import PackedRow, Trajectory, sampled_versions
 from tidemill.trainer.corrections import chi_square, effective_sample_size, k1, k3, share_beyond
 from tidemill.trainer.model_size import ModelSize
 from tidemill.trainer.policy import keeps_scores
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
+STAGE = "train"
+"""Of the staleness records of steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
-    """What was seen of the T sampled tokens of one row, all f4[T] and without gradient."""
+    """What was seen of the T sampled tokens of one row, where not said otherwise f4[T]; without gradient."""
 
+    loss: float
+    """The row's share of the loss."""
     logprobs: Tensor
     sampler_logprobs: Tensor
     weights: Tensor
@@ -179,6 +185,27 @@ def lag_metrics(lag: Sequence[LagCount]) -> dict[str, float]:
         "lag/mean": sum(count.lag * count.tokens for count in lag) / tokens,
         "lag/max": float(max(count.lag for count in lag)),
     }
+
+
+def staleness_records(record: TrainStep, sampled: Iterable[Trajectory]) -> list[Staleness]:
+    """Policy lag of the tokens that a step trained on, of each replica."""
+
+    def source(trajectory: Trajectory) -> tuple[str, str]:
+        return trajectory.replica_id, trajectory.region
+
+    return [
+        Staleness(
+            run_id=record.run_id,
+            replica_id=replica_id,
+            region=region,
+            stage=STAGE,
+            step=record.step,
+            version=record.parent_version,
+            lag=lag_counts(found, record.parent_version),
+            at=record.finished_at,
+        )
+        for (replica_id, region), found in groupby(sorted(sampled, key=source), source)
+    ]
 
 
 def _log_ratio(traces: Sequence[TokenTrace]) -> Tensor:

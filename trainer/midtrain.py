@@ -14,8 +14,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -89,28 +89,6 @@ def _row(pieces: Sequence[Sequence[int]]) -> DocumentRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Corpus:
-    """Documents of the log, and where in the log they end."""
-
-    texts: list[str]
-    until: dict[int, int]
-    """Offset after the last one read, by partition."""
-
-
-@dataclass(frozen=True, slots=True)
-class MidtrainProgress:
-    """What is reported of a training under way."""
-
-    step: int
-    steps: int
-    loss: float
-    """Mean negative log-likelihood of a token over the steps since the last report, in nats."""
-    tokens: int
-    """Tokens trained on so far."""
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     """A trained model with its tokenizer and the course of the loss."""
 
@@ -121,29 +99,20 @@ class Result:
     tokens: int
 
 
-Report = Callable[[MidtrainProgress], None]
-
-
-def run(
-    kafka: KafkaSettings,
-    run: RunSettings,
-    settings: MidtrainSettings,
-    chat: ChatSettings,
-    report: Report | None = None,
-) -> None:
+def run(kafka: KafkaSettings, run: RunSettings, settings: MidtrainSettings, chat: ChatSettings) -> None:
     """Read the documents, train, and write the checkpoint to `settings.output`.
 
     Raises LookupError when there are no documents or they are no longer kept, ValueError for settings that do not fit.
     """
-    corpus = read_corpus(kafka, settings)
-    _log.info("%d documents to train on", len(corpus.texts))
-    result = midtrain(corpus.texts, settings, run.seed, report or _log_progress)
+    texts, until = read_corpus(kafka, settings)
+    _log.info("%d documents to train on", len(texts))
+    result = midtrain(texts, settings, run.seed)
     # What it takes to make the checkpoint again, and how it came out.
     record = {
         "seed": run.seed,
         "settings": settings.model_dump(mode="json"),
-        "until": corpus.until,
-        "documents": len(corpus.texts),
+        "until": until,
+        "documents": len(texts),
         "tokens": result.tokens,
         "first_loss": result.losses[0],
         "last_loss": result.losses[-1],
@@ -160,8 +129,9 @@ def run(
     _log.info("checkpoint written to %s", settings.output)
 
 
-def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> Corpus:
-    """The documents below `settings.until`, or up to the end of the topic as it is now; dead letters for the rest.
+def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> tuple[list[str], dict[int, int]]:
+    """The documents below `settings.until`, or up to the end of the topic as it is now; dead letters for the rest. With
+    the offset after the last one, by partition.
 
     Raises LookupError when the topic does not reach the offsets asked for, or holds no document below them.
     """
@@ -187,10 +157,10 @@ def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> Corpus:
     texts = [found[name].text for name in sorted(found) if settings.source in ("", found[name].source)]
     if not texts:
         raise LookupError("the documents topic holds nothing to train on: write some with `tidemill documents`")
-    return Corpus(texts, until)
+    return texts, until
 
 
-def midtrain(texts: Sequence[str], settings: MidtrainSettings, seed: int, report: Report) -> Result:
+def midtrain(texts: Sequence[str], settings: MidtrainSettings, seed: int) -> Result:
     """Train a tokenizer, then a model from random weights. Deterministic in its arguments; sets torch's threads."""
     torch.set_num_threads(settings.threads)
     tokenizer = train_tokenizer(texts[: settings.tokenizer.training_documents], settings.tokenizer)
@@ -209,8 +179,14 @@ def midtrain(texts: Sequence[str], settings: MidtrainSettings, seed: int, report
         tokens += row.input_ids.numel()
         if (step + 1) % settings.report_every == 0 or step + 1 == settings.steps:
             recent = losses[-settings.report_every :]
-            mean = sum(recent) / len(recent)
-            report(MidtrainProgress(step + 1, settings.steps, mean, tokens, time.monotonic() - began))
+            progress = {
+                "step": step + 1,
+                "steps": settings.steps,
+                "loss": round(sum(recent) / len(recent), 4),
+                "tokens": tokens,
+                "seconds": round(time.monotonic() - began, 4),
+            }
+            _log.info("midtrain %s", json.dumps(progress))
     return Result(model, tokenizer, losses, tokens)
 
 
@@ -227,7 +203,3 @@ def loss_of(model: PreTrainedModel, row: DocumentRow) -> torch.Tensor:
     tree = separate_calls(row.lengths)
     logits = model(input_ids=row.input_ids, position_ids=row.position_ids, tree=tree, use_cache=False).logits
     return cross_entropy(logits[0].float(), row.labels)
-
-
-def _log_progress(progress: MidtrainProgress) -> None:
-    _log.info("midtrain %s", json.dumps({name: round(value, 4) for name, value in asdict(progress).items()}))

@@ -12,6 +12,7 @@ scored them at these weights too (`master.OlderWeights`), each is known.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -22,10 +23,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tidemill.schemas.records import MismatchSlice, Rollout, WorstToken
+from tidemill.schemas.records import Mismatch, MismatchSlice, Rollout, TrainStep, WorstToken
 from tidemill.trainer.batch import Trajectory, token_versions
 from tidemill.trainer.corrections import k1, k3
-from tidemill.trainer.master import OlderScores
 from tidemill.trainer.metrics import TokenTrace
 
 Ints = npt.NDArray[np.int64]
@@ -96,7 +96,7 @@ def trained_tokens(
     sequences: Sequence[Tensor],
     traces: Sequence[TokenTrace],
     advantages: Tensor,
-    older: OlderScores | None,
+    older: tuple[int, Tensor] | None,
 ) -> TrainedTokens:
     """The tokens of the rows of a step.
 
@@ -104,14 +104,14 @@ def trained_tokens(
         sequences: i8[n] of each row: which of `trajectories` each token is of. A record's tokens are in one row.
         traces: of the same rows.
         advantages: f4[n] of the trajectories.
-        older: of the first of these rows.
+        older: version and logprobs of older weights, of the first of these rows (`OlderWeights.score`).
     """
     # Rows hold the tokens of a record in order, and records in any.
     order = torch.cat(list(sequences)).argsort(stable=True)
     scored = torch.full((len(order),), torch.nan)
     routed = [trace.routed for trace in traces if trace.routed is not None]
     if older is not None:
-        scored[: len(older.logprobs)] = older.logprobs
+        scored[: len(older[1])] = older[1]
     places, experts, begin = order.argsort().tolist(), {}, 0
     for trace in traces:
         for place, found in zip(*(trace.experts or ((), ())), strict=True):
@@ -124,10 +124,31 @@ def trained_tokens(
         weights=torch.cat([trace.weights for trace in traces])[order],
         cut=torch.cat([trace.cut for trace in traces])[order],
         advantages=advantages,
-        older_version=-1 if older is None else older.version,
+        older_version=-1 if older is None else older[0],
         older_logprobs=scored[order],
         routed=torch.stack(routed).sum(0) if routed else None,
         experts=experts,
+    )
+
+
+def mismatch_record(record: TrainStep, trained: TrainedTokens) -> Mismatch:
+    """How far apart sampler and trainer were on the tokens of a step."""
+    begun = time.perf_counter()
+    slices, worst = measure(trained, record.parent_version)
+    tokens_otherwise, layers_otherwise = routed_otherwise(trained)
+    return Mismatch(
+        run_id=record.run_id,
+        step=record.step,
+        version=record.parent_version,
+        tokens=record.tokens,
+        slices=slices,
+        worst=worst,
+        alarms=sorted(alarms(slices)),
+        tokens_routed_otherwise=tokens_otherwise,
+        layers_routed_otherwise=layers_otherwise,
+        seconds=time.perf_counter() - begun,
+        at=record.finished_at,
+        incarnation=record.incarnation,
     )
 
 

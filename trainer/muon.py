@@ -9,7 +9,6 @@ the `ledger` environment it needs about a third of the tokens that AdamW alone n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +21,20 @@ _ITERATIONS = 5
 _NORM_FLOOR = 1e-7
 
 
-class MatrixMomentum:
-    """Muon over matrices of the same learning rate, momentum and decay."""
+class HybridOptimizer:
+    """Muon for a model's inner matrices, AdamW for its embeddings, output head and vectors."""
 
-    def __init__(self, matrices: Sequence[nn.Parameter], momentum: float, weight_decay: float) -> None:
-        """Raise ValueError for a parameter that is not a matrix."""
-        if any(matrix.ndim != 2 for matrix in matrices):
-            raise ValueError("Muon works on matrices; give vectors and embeddings to AdamW")
-        self._matrices = list(matrices)
-        self._momenta = [torch.zeros_like(matrix) for matrix in matrices]
-        self._momentum = momentum
-        self._weight_decay = weight_decay
+    def __init__(
+        self, model: PreTrainedModel, betas: tuple[float, float], momentum: float, weight_decay: float
+    ) -> None:
+        self._matrices, others = split_parameters(model)
+        self._momenta = [torch.zeros_like(matrix) for matrix in self._matrices]
+        self._momentum, self._weight_decay = momentum, weight_decay
+        self._adamw = torch.optim.AdamW(others, lr=0.0, betas=betas, weight_decay=weight_decay)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
+        """Apply and clear the gradients."""
         for matrix, momentum in zip(self._matrices, self._momenta, strict=True):
             if matrix.grad is None:
                 continue
@@ -45,21 +44,6 @@ class MatrixMomentum:
             matrix.mul_(1 - learning_rate * self._weight_decay)
             matrix.add_(orthogonal(ahead), alpha=-learning_rate * scale)
             matrix.grad = None
-
-
-class HybridOptimizer:
-    """Muon for a model's inner matrices, AdamW for its embeddings, output head and vectors."""
-
-    def __init__(
-        self, model: PreTrainedModel, betas: tuple[float, float], momentum: float, weight_decay: float
-    ) -> None:
-        inner, outer = split_parameters(model)
-        self._muon = MatrixMomentum(inner, momentum, weight_decay)
-        self._adamw = torch.optim.AdamW(outer, lr=0.0, betas=betas, weight_decay=weight_decay)
-
-    def step(self, learning_rate: float) -> None:
-        """Apply and clear the gradients."""
-        self._muon.step(learning_rate)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()

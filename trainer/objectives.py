@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tidemill.trainer.choices import AdvantageKind, Estimator, ObjectiveName
+from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import ESTIMATORS, sequence_lengths, sequence_sum
 
 
@@ -36,17 +37,13 @@ class Tokens:
     weights: Tensor
     """f4[T]: c, without gradient."""
     sequence: Tensor
-    """i8[T]: the rollout of each token, in [0, n_sequences) of the batch."""
+    """i8[T]: the rollout of each token, in [0, n_sequences)."""
+    n_sequences: int
+    """Rollouts of the whole batch, which rows divide by."""
+    n_tokens: int
+    """Sampled tokens of the whole batch."""
     reference_logprobs: Tensor | None = None
     """f4[T]: log pi_ref; needed only where a KL is part of the loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Sizes of the whole batch, which rows divide by."""
-
-    sequences: int
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,65 +63,65 @@ class Options:
     kl_estimator: Estimator = Estimator.K3
 
 
-Surrogate = Callable[[Tokens, Totals, Options], Tensor]
-Average = Callable[[Tensor, Tokens, Totals, Options], Tensor]
+Surrogate = Callable[[Tokens, Options], Tensor]
+Average = Callable[[Tensor, Tokens, Options], Tensor]
 
 
-def policy_gradient(tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+def policy_gradient(tokens: Tokens, options: Options) -> Tensor:
     """c * A * log pi, f4[T]: REINFORCE with a correction weight."""
     return tokens.weights * tokens.advantages * tokens.logprobs
 
 
-def clipped(tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+def clipped(tokens: Tokens, options: Options) -> Tensor:
     """c * min(w A, clip(w, 1 - low, 1 + high) A), f4[T]: PPO's surrogate (arXiv 1707.06347)."""
     ratio = (tokens.logprobs - tokens.old_logprobs).exp()
     return tokens.weights * _pessimistic(ratio, tokens.advantages, options)
 
 
-def sequence_clipped(tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+def sequence_clipped(tokens: Tokens, options: Options) -> Tensor:
     """c * min(s A, clip(s) A) with s = (pi(o) / pi_old(o))^(1 / |o|) of the rollout, f4[T]: GSPO (arXiv 2507.18071)."""
     log_ratio = tokens.logprobs - tokens.old_logprobs
-    lengths = sequence_lengths(tokens.sequence, totals.sequences).clamp(min=1)
-    ratio = (sequence_sum(log_ratio, tokens.sequence, totals.sequences) / lengths).exp()[tokens.sequence]
+    lengths = sequence_lengths(tokens.sequence, tokens.n_sequences).clamp(min=1)
+    ratio = (sequence_sum(log_ratio, tokens.sequence, tokens.n_sequences) / lengths).exp()[tokens.sequence]
     return tokens.weights * _pessimistic(ratio, tokens.advantages, options)
 
 
-def truncated_policy_gradient(tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+def truncated_policy_gradient(tokens: Tokens, options: Options) -> Tensor:
     """c * sg(clip(w, 1 - low, 1 + high)) * A * log pi, f4[T]: CISPO (arXiv 2506.13585); no token loses its gradient."""
     ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()
     bounded = ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
     return tokens.weights * bounded * tokens.advantages * tokens.logprobs
 
 
-def decoupled(tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+def decoupled(tokens: Tokens, options: Options) -> Tensor:
     """min(pi_old / mu, cap) * min(w A, clip(w) A), f4[T]: decoupled PPO (arXiv 2110.00641, AReaL 2505.24298).
 
     pi_old is the proximal policy that the clip is taken around and mu the behaviour policy; their ratio is frozen. It
     brings its own correction, so `weights` must be one.
     """
     behaviour = (tokens.old_logprobs - tokens.sampler_logprobs).exp().clamp(max=options.behaviour_cap)
-    return behaviour * clipped(tokens, totals, options)
+    return behaviour * clipped(tokens, options)
 
 
-def constant_mean(values: Tensor, tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+def constant_mean(values: Tensor, tokens: Tokens, options: Options) -> Tensor:
     """Sum / (rollouts * length_divisor): a token weighs the same in a short and in a long rollout (Dr. GRPO)."""
-    return values.sum() / (totals.sequences * options.length_divisor)
+    return values.sum() / (tokens.n_sequences * options.length_divisor)
 
 
-def token_mean(values: Tensor, tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+def token_mean(values: Tensor, tokens: Tokens, options: Options) -> Tensor:
     """Sum / sampled tokens of the batch (DAPO, arXiv 2503.14476)."""
-    return values.sum() / max(totals.tokens, 1)
+    return values.sum() / max(tokens.n_tokens, 1)
 
 
-def sequence_mean(values: Tensor, tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+def sequence_mean(values: Tensor, tokens: Tokens, options: Options) -> Tensor:
     """Mean over rollouts of the mean over their tokens (GRPO)."""
-    lengths = sequence_lengths(tokens.sequence, totals.sequences)
-    return (values / lengths[tokens.sequence]).sum() / totals.sequences
+    lengths = sequence_lengths(tokens.sequence, tokens.n_sequences)
+    return (values / lengths[tokens.sequence]).sum() / tokens.n_sequences
 
 
-def sequence_total(values: Tensor, tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+def sequence_total(values: Tensor, tokens: Tokens, options: Options) -> Tensor:
     """Mean over rollouts of the sum over their tokens, so of log pi of whole rollouts (REINFORCE, RLOO)."""
-    return values.sum() / totals.sequences
+    return values.sum() / tokens.n_sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +153,24 @@ OBJECTIVES: dict[ObjectiveName, Recipe] = {
 """CISPO's upper bound of 5 on the ratio is ScaleRL's (arXiv 2510.13786); it has no lower bound."""
 
 
-def loss(recipe: Recipe, tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+def options_of(settings: TrainerSettings, recipe: Recipe) -> Options:
+    """The numbers of the settings, and the recipe's published ones where they are left open."""
+    return Options(
+        clip_low=recipe.clip_low if settings.clip_low is None else settings.clip_low,
+        clip_high=recipe.clip_high if settings.clip_high is None else settings.clip_high,
+        length_divisor=settings.length_divisor,
+        behaviour_cap=settings.behaviour_cap,
+        kl_coefficient=settings.kl.coefficient if settings.kl.in_loss else 0.0,
+        kl_estimator=settings.kl.estimator,
+    )
+
+
+def loss(recipe: Recipe, tokens: Tokens, options: Options) -> Tensor:
     """f4[]: the share of `tokens` in the loss of the batch; the shares of a batch's rows add up to its loss."""
-    values = recipe.surrogate(tokens, totals, options)
+    values = recipe.surrogate(tokens, options)
     if options.kl_coefficient:
         values = values - options.kl_coefficient * reference_divergence(tokens, options.kl_estimator)
-    return -recipe.average(values, tokens, totals, options)
+    return -recipe.average(values, tokens, options)
 
 
 def reference_divergence(tokens: Tokens, estimator: Estimator) -> Tensor:

@@ -28,10 +28,10 @@ from tidemill.schemas.records import (
 from tidemill.schemas.stored_object import ClaimError, ForeignClaimError, claimed_interaction
 from tidemill.trainer.batch import InvalidRolloutError, check, sampled_versions
 from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
-from tidemill.trainer.config import OnlineSettings
-from tidemill.trainer.log_input import CLIENT, LogInput, ReferenceLog
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.log_input import CLIENT, ReferenceLog
 from tidemill.trainer.online_queue import OnlineQueue, WeightLine
-from tidemill.trainer.trainable import TrainableBatch
+from tidemill.trainer.trainable import MOST_EXCLUSIONS, TrainableBatch
 
 INTERACTIONS_CLIENT = "tidemill-trainer-interactions"
 _log = logging.getLogger(__name__)
@@ -90,50 +90,60 @@ class InteractionLog:
         return whole if said == (versions.min(), versions.max()) else Exclusion.INVALID_INTERACTION
 
 
-def batch_log(
-    kafka: KafkaSettings, producer: RecordProducer, start: str | Mapping[int, int]
-) -> ReferenceLog[OnlineBatch]:
-    return ReferenceLog(kafka, producer, Topic.ONLINE_BATCHES, OnlineBatch, lambda batch: batch.batch_id, start)
-
-
 class OnlineInput:
     """The input of an `OnlineQueue` and a `WeightLine` from the log."""
 
     def __init__(
         self,
         kafka: KafkaSettings,
+        settings: TrainerSettings,
         queue: OnlineQueue,
         line: WeightLine,
         producer: RecordProducer,
         vocab_size: int,
-        accept_replays: frozenset[str] = frozenset(),
     ) -> None:
-        self.queue, self.line = queue, line
+        self.queue, self.line, self._producer, self._settings = queue, line, producer, settings.online
         self._standing = LogReader(kafka, [Topic.GATE, Topic.USER_REQUESTS], client_id=CLIENT)
-        self._batches = batch_log(kafka, producer, queue.progress().next_offsets)
-        self._interactions = InteractionLog(kafka, vocab_size, accept_replays)
+        self._batches = ReferenceLog(kafka, OnlineBatch, queue.progress().next_offsets)
+        self._interactions = InteractionLog(kafka, vocab_size, frozenset(settings.accept_replays))
         self._found: tuple[StepInput, Mapping[Position, Found]] | None = None
+        self._since: tuple[StepInput, float] | None = None
         for located in self._standing.read_to_end():
             self._observe(located)
 
     def poll(self) -> None:
         """Read on, without waiting for what is not there yet."""
-        came = self._batches.poll(0.0)
+        came = self._batches.poll(0.0, self._producer)
         for located in self._standing.read_to_end() if came else self._standing.poll(0.0):
             self._observe(located)
         for read in came:
-            self.queue.read(read.place, read.record, read.replay_id)
+            self.queue.read(read)
 
-    def ready(self, current: int) -> TrainableBatch | None:
-        """What is left of the batch to be trained next at version `current`; batches with nothing left are excluded."""
-        while (waiting := self.queue.next(current)) is not None:
+    def close(self, builder: BatchBuilder, version: int, now: float) -> StepBatch | None:
+        """The inputs of the next step at trainer version `version`: an online batch, and the simulated groups that join
+        it, for which it waits a while. None while they are not all there.
+
+        Groups that come while there is no batch wait in `builder`, and grow stale by the ordinary rule. `now` is any
+        clock in seconds.
+        """
+        builder.sweep(version)
+        while (waiting := self.queue.next(version)) is not None:
             if self._found is None or self._found[0] != waiting.place:
-                self._found = waiting.place, self._interactions.fetch(waiting.batch.members)
-            left = self.queue.settle(waiting, self._found[1], current)
+                self._found = waiting.place, self._interactions.fetch(waiting.record.members)
+            left = self.queue.settle(waiting, self._found[1], version)
             if isinstance(left, TrainableBatch):
-                return left
-            self.queue.exclude(waiting, left)
-        return None
+                break
+            self.queue.drop(waiting, left)
+        else:
+            return None
+        if self._since is None or self._since[0] != left.place:
+            self._since = left.place, now
+        wanted = self._settings.simulated_groups_per_batch
+        if builder.waiting < wanted and now < self._since[1] + self._settings.max_wait_seconds:
+            return None
+        excluded = self.queue.take(left)
+        simulated = builder.take(wanted, max(0, MOST_EXCLUSIONS - len(excluded)))
+        return StepBatch(simulated.groups, [*simulated.exclusions, *excluded], left)
 
     def _observe(self, located: ConsumedRecord) -> None:
         match located.record:
@@ -154,43 +164,3 @@ class OnlineInput:
         self._standing.close()
         self._batches.close()
         self._interactions.close()
-
-
-class StepFeed:
-    """The inputs of steps: simulated groups alone, or an online batch and the simulated groups that join it.
-
-    With `online` a step is taken when an online batch can be trained, and waits a while for its groups. Groups that
-    come while there is none wait, and grow stale by the ordinary rule.
-    """
-
-    def __init__(
-        self, groups: LogInput, builder: BatchBuilder, online: OnlineInput | None, settings: OnlineSettings
-    ) -> None:
-        self._groups, self._builder, self._online, self._settings = groups, builder, online, settings
-        self._since: tuple[StepInput, float] | None = None
-
-    def poll(self, timeout_s: float, version: int) -> None:
-        """Read on at trainer version `version`, for at most about `timeout_s` where nothing comes."""
-        if self._online is not None:
-            self._online.poll()
-            self._builder.abandon(self._online.line.abandoned)
-        self._groups.poll(timeout_s, version)
-
-    def close(self, version: int, now: float) -> StepBatch | None:
-        """The inputs of the next step at trainer version `version`, or None while they are not all there.
-
-        `now` is any clock in seconds; how long is waited for groups is counted by it.
-        """
-        if self._online is None:
-            return self._builder.close(version)
-        self._builder.sweep(version)
-        left = self._online.ready(version)
-        if left is None:
-            return None
-        if self._since is None or self._since[0] != left.place:
-            self._since = left.place, now
-        wanted = self._settings.simulated_groups_per_batch
-        if self._builder.waiting < wanted and now < self._since[1] + self._settings.max_wait_seconds:
-            return None
-        simulated = self._builder.take(wanted)
-        return StepBatch(simulated.groups, [*simulated.exclusions, *self._online.queue.take(left)], left)

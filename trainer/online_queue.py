@@ -7,11 +7,12 @@ What it keeps true:
   whole is one exclusion that counts its interactions;
 - a batch is trained at most `max_policy_lag` steps after the version that made it, on the line of the trainer, and only
   when that version may learn from users;
+- no step names more exclusions than a record can: batches that are left over go with the next one;
 - nothing is trained of a user who asked for erasure after it was served, nothing whose policy lag is undefined, and
   nothing that a replay wrote which the trainer was not told of.
 
 The oldest batch is offered first (`next`); the holder of its interactions asks which are left (`settle`), and
-trains that (`take`) or excludes the batch.
+trains that (`take`) or excludes the batch (`drop`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import RunSettings
 from tidemill.schemas.gate_decisions import BranchDecisions
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import (
@@ -31,18 +32,19 @@ from tidemill.schemas.records import (
     OnlineBatch,
     OnlineMember,
     StepExclusion,
-    StepInput,
     UserRequest,
     UserWish,
 )
 from tidemill.trainer.advantages import has_signal
-from tidemill.trainer.choices import BaselineKind
+from tidemill.trainer.choices import CorrectionKind
+from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.trainable import (
+    MOST_EXCLUSIONS,
     DecidedStep,
-    Endings,
+    InputQueue,
+    Reference,
     TopicProgress,
     TrainableBatch,
-    exclusion,
     other_sampling,
 )
 
@@ -98,34 +100,7 @@ class WeightLine(BranchDecisions):
         return {*served[-number:], *admitted[-number:]}
 
 
-@dataclass(frozen=True, slots=True)
-class OnlineRules:
-    """The settings that decide."""
-
-    run_id: str
-    branch: str
-    max_policy_lag: int
-    correction_lag: int
-    """Most versions that a correction's tokens may be behind the trainer."""
-    min_members: int
-    baseline: BaselineKind
-    skip_no_signal: bool
-    require_admission: bool
-    remembered: int
-    accept_replays: frozenset[str] = frozenset()
-    """Replays whose batches are trained."""
-    accept_other_sampling: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingBatch:
-    """A batch that could be trained."""
-
-    place: StepInput
-    batch: OnlineBatch
-
-
-class OnlineQueue:
+class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
     """The queue of online batches, which it gets in the order in which they are read.
 
     Args:
@@ -134,16 +109,18 @@ class OnlineQueue:
 
     def __init__(
         self,
-        rules: OnlineRules,
+        run: RunSettings,
+        settings: TrainerSettings,
         line: WeightLine,
         progress: TopicProgress | None = None,
         incarnation: str | None = None,
     ) -> None:
-        self._rules, self._incarnation, self._line = rules, incarnation, line
-        self._endings = Endings(Topic.ONLINE_BATCHES, progress or TopicProgress(), rules.remembered)
-        self.observe_step = self._endings.observe_step
+        super().__init__(Topic.ONLINE_BATCHES, progress, settings.remembered_groups, settings.accept_replays)
+        self._run, self._settings, self._line, self._incarnation = run, settings, line, incarnation
+        weighted = settings.correction.kind is not CorrectionKind.NONE
+        self._correction_lag = run.max_policy_lag if weighted else 0
+        """Most versions that a correction's tokens may be behind the trainer."""
         self._erased: dict[str, int] = {}
-        self._waiting: list[WaitingBatch] = []
 
     def observe_request(self, request: UserRequest) -> None:
         """Take a user request in: after an erasure, nothing that was served before it is trained from now on."""
@@ -155,38 +132,43 @@ class OnlineQueue:
         pairs = zip(batch.members, batch.interactions, strict=True)
         return any(self._is_erased(member, interaction) for member, interaction in pairs)
 
-    def read(self, place: StepInput, batch: OnlineBatch, replay_id: str = "") -> None:
-        """Read one batch, written by the replay `replay_id` if any. One that ended before, or is of another run or
-        branch, is passed over."""
-        own = (batch.run_id, batch.branch) == (self._rules.run_id, self._rules.branch)
-        if not self._endings.read(place) or not own:
+    def read(self, read: Reference[OnlineBatch]) -> None:
+        """Take in one batch. One that ended before, or is of another run or branch, is passed over."""
+        batch = read.record
+        if not self.is_new(read.place) or (batch.run_id, batch.branch) != (self._run.run_id, self._run.branch):
             return
-        waits = any(waiting.batch.batch_id == batch.batch_id for waiting in self._waiting)
-        known = waits or self._endings.remembers(batch.batch_id)
-        self._waiting.append(WaitingBatch(place, batch))
-        if replay_id and replay_id not in self._rules.accept_replays:
-            self.exclude(self._waiting[-1], Exclusion.REPLAYED)
+        known = self.is_known(batch.batch_id)
+        self._waiting.append(read)
+        if self.refuses(read.replay_id):
+            self.drop(read, Exclusion.REPLAYED)
         elif known:
-            self.exclude(self._waiting[-1], Exclusion.DUPLICATE)
+            self.drop(read, Exclusion.DUPLICATE)
 
-    def next(self, current: int) -> WaitingBatch | None:
+    def next(self, current: int) -> Reference[OnlineBatch] | None:
         """The batch to be trained next at version `current`; those that cannot be trained any more are excluded.
 
         One of a version that is yet to be made waits for it: that happens where a run is made again from its log.
         """
-        made = [waiting for waiting in self._waiting if waiting.batch.version <= self._line.newest]
-        for waiting in made:
-            reason = self._version_problem(waiting.batch.version, current, self._rules.max_policy_lag)
-            admitted = not self._rules.require_admission or self._line.is_admitted(waiting.batch.version)
-            if reason is None and not admitted:
+        online, waiting = self._settings.online, self._waiting
+        made: list[Reference[OnlineBatch]] = []
+        self._waiting = []
+        for one in waiting:
+            version = one.record.version
+            if version > self._line.newest:
+                self._waiting.append(one)
+                continue
+            reason = self._version_problem(version, current, online.max_policy_lag)
+            if reason is None and online.require_admission and not self._line.is_admitted(version):
                 reason = Exclusion.BELOW_FLOOR
-            if reason is not None:
-                self.exclude(waiting, reason)
-        left = (waiting for waiting in made if waiting in self._waiting)
-        return min(left, key=lambda one: (one.batch.closed_at, one.place.partition, one.place.offset), default=None)
+            if reason is None:
+                made.append(one)
+            else:
+                self.exclude(one.place, reason, len(one.record.members))
+        self._waiting += made
+        return min(made, key=lambda one: (one.record.closed_at, one.place.partition, one.place.offset), default=None)
 
     def settle(
-        self, waiting: WaitingBatch, found: Mapping[Position, Interaction | Exclusion], current: int
+        self, waiting: Reference[OnlineBatch], found: Mapping[Position, Interaction | Exclusion], current: int
     ) -> TrainableBatch | Exclusion:
         """What is left of a batch at version `current`, or why nothing is.
 
@@ -195,43 +177,43 @@ class OnlineQueue:
         """
         kept: list[tuple[OnlineMember, Interaction]] = []
         problems: dict[str, StepExclusion] = {}
-        for member in _distinct(waiting.batch.members):
+        for member in _distinct(waiting.record.members):
             interaction = found[Position.of(member)]
-            problem = self._problem(member, interaction, waiting.batch, current)
+            problem = self._problem(member, interaction, waiting.record, current)
             if problem is not None:
-                problems.setdefault(member.interaction_id, exclusion(member, problem.value))
+                name, reason = member.interaction_id, problem.value
+                own = StepExclusion(name, Topic.INTERACTIONS.value, member.partition, member.offset, reason, rollouts=1)
+                problems.setdefault(name, own)
             elif isinstance(interaction, Interaction):
                 kept.append((member, interaction))
         # An interaction is trained with its corrections or not at all, so that its exclusion says what was left out.
         pairs = [pair for pair in kept if pair[0].interaction_id not in problems]
         left = TrainableBatch(
             place=waiting.place,
-            batch=waiting.batch,
+            batch=waiting.record,
             members=tuple(member for member, _ in pairs),
             interactions=tuple(interaction for _, interaction in pairs),
             excluded=tuple(problems.values()),
         )
-        if sum(not member.correction for member in left.members) < self._rules.min_members:
+        if sum(not member.correction for member in left.members) < self._settings.online.min_members:
             reasons = Counter(excluded.reason for excluded in left.excluded)
             alone = len(reasons) == 1 and not left.members
             return Exclusion(next(iter(reasons))) if alone else Exclusion.TOO_FEW
-        if self._rules.skip_no_signal and not has_signal(self._rules.baseline, left):
+        if self._run.skip_no_signal and not has_signal(self._settings.online.baseline, left):
             return Exclusion.NO_SIGNAL
         return left
 
-    def exclude(self, waiting: WaitingBatch, reason: Exclusion) -> None:
-        """End a batch untrained."""
+    def drop(self, waiting: Reference[OnlineBatch], reason: Exclusion) -> None:
+        """End a waiting batch untrained."""
         self._waiting.remove(waiting)
-        self._endings.exclude(waiting.place, reason, len(waiting.batch.members))
+        self.exclude(waiting.place, reason, len(waiting.record.members))
 
-    def take(self, chosen: TrainableBatch) -> list[StepExclusion]:
-        """A batch is being trained: what has ended untrained since the one before, its own interactions included."""
+    def take(self, chosen: TrainableBatch, most: int = MOST_EXCLUSIONS) -> list[StepExclusion]:
+        """A batch is being trained: the exclusions that its step names, its own interactions and the oldest batches
+        that have ended untrained; at most `most`, if its own are not more."""
         self._waiting = [waiting for waiting in self._waiting if waiting.place != chosen.place]
-        return [*self._endings.close([chosen.place]), *chosen.excluded]
-
-    def progress(self) -> TopicProgress:
-        """Where to go on, as of the batch taken last: exclusions since then are decided again."""
-        return self._endings.progress(waiting.place for waiting in self._waiting)
+        room = max(0, most - len(chosen.excluded))
+        return [*self.name_exclusions([chosen.place], room), *chosen.excluded]
 
     def _version_problem(self, version: int, current: int, bound: int) -> Exclusion | None:
         if version in self._line.abandoned:
@@ -255,12 +237,11 @@ class OnlineQueue:
             return Exclusion.INVALID_INTERACTION
         if self._incarnation is not None and found.incarnation not in ("", self._incarnation):
             return Exclusion.UNDEFINED_LAG
-        if not self._rules.accept_other_sampling and other_sampling([found]):
+        if not self._settings.accept_other_sampling and other_sampling([found]):
             return Exclusion.OTHER_SAMPLING
         if not member.correction:
             return None
-        newest, oldest = found.version_max, found.version_min
-        bound = self._rules.correction_lag
+        newest, oldest, bound = found.version_max, found.version_min, self._correction_lag
         return self._version_problem(newest, current, bound) or self._version_problem(oldest, current, bound)
 
     def _is_erased(self, member: OnlineMember, found: Interaction | Exclusion) -> bool:

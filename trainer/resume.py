@@ -14,17 +14,13 @@ from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
-from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.batch import InvalidRolloutError
-from tidemill.trainer.batch_builder import BatchBuilder, StepRules
+from tidemill.trainer.batch_builder import BatchBuilder, advantage_of
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
-from tidemill.trainer.choices import AdvantageKind, CorrectionKind
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_history, read_steps, way_back
-from tidemill.trainer.objectives import OBJECTIVES
-from tidemill.trainer.online_queue import OnlineQueue, OnlineRules, WeightLine
-from tidemill.trainer.session import Session
-from tidemill.trainer.step_records import DECISIONS
+from tidemill.trainer.online_queue import OnlineQueue, WeightLine
+from tidemill.trainer.session import DECISIONS, Session
 from tidemill.trainer.trained_weights import TrainedWeights
 
 _log = logging.getLogger(__name__)
@@ -37,7 +33,6 @@ class OpenRun:
     kafka: KafkaSettings
     run_id: str
     settings: TrainerSettings
-    producer: RecordProducer
     checkpoints: CheckpointStore
     session: Session
     builder: BatchBuilder
@@ -56,7 +51,7 @@ class OpenRun:
     def recorded_inputs(self) -> RecordedInputs:
         """The inputs of steps that were recorded or planned; a context manager."""
         limit, session = self.settings.read_ahead_bytes, self.session
-        return RecordedInputs(self.kafka, self.producer, limit, session.vocab_size, session.routed)
+        return RecordedInputs(self.kafka, limit, session.vocab_size, session.routed)
 
     def go_back(self, version: int, step: int) -> None:
         """Train on from `version`, its weights with the optimizer's moments of then, with the step after `step`.
@@ -113,48 +108,6 @@ class OpenRun:
         return session.take(plan, batch)
 
 
-def rules_of(run: RunSettings, settings: TrainerSettings) -> StepRules:
-    """What decides which groups are trained.
-
-    Raises GroupTooSmallError when groups with one completed rollout are let in and the objective compares rollouts.
-    """
-    advantage = OBJECTIVES[settings.objective].advantage
-    if run.min_completed < 2 and advantage is not AdvantageKind.RAW:
-        raise GroupTooSmallError(advantage.value, run.min_completed)
-    return StepRules(
-        run_id=run.run_id,
-        groups_per_step=run.groups_per_step,
-        max_policy_lag=run.max_policy_lag,
-        min_completed=run.min_completed,
-        skip_no_signal=run.skip_no_signal,
-        remembered_groups=settings.remembered_groups,
-        advantage=advantage,
-        accept_replays=frozenset(settings.accept_replays),
-        accept_other_sampling=settings.accept_other_sampling,
-        in_order=settings.in_order,
-        max_waiting=max(settings.max_waiting_batches * run.groups_per_step, settings.online.simulated_groups_per_batch),
-    )
-
-
-def online_rules_of(run: RunSettings, settings: TrainerSettings) -> OnlineRules:
-    """What decides which online batches, and which of their interactions, are trained."""
-    online = settings.online
-    weighted = settings.correction.kind is not CorrectionKind.NONE
-    return OnlineRules(
-        run_id=run.run_id,
-        branch=run.branch,
-        max_policy_lag=online.max_policy_lag,
-        correction_lag=run.max_policy_lag if weighted else 0,
-        min_members=online.min_members,
-        baseline=online.baseline,
-        skip_no_signal=run.skip_no_signal,
-        require_admission=online.require_admission,
-        remembered=settings.remembered_groups,
-        accept_replays=frozenset(settings.accept_replays),
-        accept_other_sampling=settings.accept_other_sampling,
-    )
-
-
 def open_session(
     kafka: KafkaSettings,
     run: RunSettings,
@@ -169,32 +122,32 @@ def open_session(
 
     `weights` are those that the run starts from; `commits` writes `train.steps`, and lets no other trainer do so.
 
-    Raises HistoryError, VersionError or NotRepeatableError when the log, the checkpoint and the settings do not fit.
+    Raises NotRepeatableError or VersionError when the log, the checkpoint and the settings do not fit,
+    GroupTooSmallError as `advantage_of`.
     """
-    rules, online_rules = rules_of(run, settings), online_rules_of(run, settings)
-    history = read_history(kafka, run.run_id)
-    newest = checkpoints.newest(len(history.steps))
+    advantage_of(run, settings)  # before anything is published
+    steps, begun = read_history(kafka, run.run_id)
+    newest = checkpoints.newest(len(steps))
     saved = weights.restore(newest) if newest else None
     session = Session(run, settings, weights, producer, publisher, steps=commits, step=saved.step if saved else 0)
     if saved is not None:
-        _require_recorded(session, history.steps[saved.step - 1])
+        _require_recorded(session, steps[saved.step - 1])
     session.publish_start()
     line = WeightLine(run.run_id, run.branch)
     opened = OpenRun(
         kafka=kafka,
         run_id=run.run_id,
         settings=settings,
-        producer=producer,
         checkpoints=checkpoints,
         session=session,
-        builder=BatchBuilder(rules, saved.progress if saved else None, publisher.incarnation),
-        queue=OnlineQueue(online_rules, line, saved.online if saved else None, publisher.incarnation),
+        builder=BatchBuilder(run, settings, saved.progress if saved else None, publisher.incarnation),
+        queue=OnlineQueue(run, settings, line, saved.online if saved else None, publisher.incarnation),
         line=line,
-        begun=history.begun,
+        begun=begun,
     )
-    for record in history.steps:
+    for record in steps:
         opened.made(record)
-    missing = history.steps[session.place.step :]
+    missing = steps[session.place.step :]
     if missing:
         with opened.recorded_inputs() as inputs:
             for record in missing:

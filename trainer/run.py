@@ -27,7 +27,7 @@ from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.job import open_job
 from tidemill.trainer.log_input import CLIENT, LogInput
-from tidemill.trainer.online_input import OnlineInput, StepFeed
+from tidemill.trainer.online_input import OnlineInput
 from tidemill.trainer.resume import OpenRun, open_session
 from tidemill.trainer.trained_weights import PUBLISH_LOOP_SECONDS, TrainedWeights, make_learner
 
@@ -62,9 +62,9 @@ def run(
 
     Under torchrun every rank calls this; all but the first do what the first one tells them.
 
-    Raises FileNotFoundError without a starting checkpoint, HistoryError, VersionError or NotRepeatableError when the
+    Raises FileNotFoundError without a starting checkpoint, NotRepeatableError or VersionError when the
     log does not fit the checkpoint and the settings, GroupTooSmallError for groups of one under an objective that
-    compares rollouts, InOrderError when the log has no one order of groups, RejectedLineError when the gate left no
+    compares rollouts, ValueError when the log has no one order of groups, RejectedLineError when the gate left no
     version to train on from, FencedError when another trainer took the run over, DeliveryError or KafkaException when
     the log fails, RanksLostError when another rank failed or is gone.
     """
@@ -95,17 +95,13 @@ def run(
         opened = open_session(kafka, run, trainer, producer, publisher, checkpoints, commits, weights)
         place, vocab_size, routed = opened.session.place, opened.session.vocab_size, opened.session.routed
         _log.info("trainer at step %d of %d, version %d", place.step, run.max_steps, place.version)
-        limit = trainer.read_ahead_bytes
-        source = LogInput(kafka, opened.builder, producer, limit_bytes=limit, vocab_size=vocab_size, routed=routed)
-        stack.enter_context(source)
+        groups = stack.enter_context(LogInput(kafka, trainer, opened.builder, producer, vocab_size, routed))
         online = None
         if trainer.online.enabled:
-            replays = frozenset(trainer.accept_replays)
-            online = OnlineInput(kafka, opened.queue, opened.line, producer, vocab_size, replays)
+            online = OnlineInput(kafka, trainer, opened.queue, opened.line, producer, vocab_size)
             stack.enter_context(online)
-        feed = StepFeed(source, opened.builder, online, trainer.online)
         liveness = stack.enter_context(Liveness("the trainer", kafka.stall_timeout_s))
-        loop = _Loop(opened, feed, checkpoints, trainer, stop, liveness)
+        loop = _Loop(opened, groups, online, checkpoints, trainer, stop, liveness)
         liveness.beat("the step that was begun before", trainer.step_timeout_s)
         if opened.begun is not None and opened.begun.step <= run.max_steps and not stop.is_set():
             loop.took(opened.take_begun(opened.begun))
@@ -124,7 +120,8 @@ class _Loop:
     def __init__(
         self,
         opened: OpenRun,
-        feed: StepFeed,
+        groups: LogInput,
+        online: OnlineInput | None,
         checkpoints: CheckpointStore,
         settings: TrainerSettings,
         stop: threading.Event,
@@ -133,7 +130,8 @@ class _Loop:
         self._liveness = liveness
         self._opened = opened
         self._session = opened.session
-        self._feed, self._checkpoints, self._settings, self._stop = feed, checkpoints, settings, stop
+        self._groups, self._online = groups, online
+        self._checkpoints, self._settings, self._stop = checkpoints, settings, stop
         self._not_before = time.monotonic()
 
     def run(self, max_steps: int) -> None:
@@ -141,7 +139,7 @@ class _Loop:
         while self._session.place.step < max_steps and (batch := self._next_batch()) is not None:
             self._not_before = time.monotonic() + self._settings.min_step_seconds
             self._beat(f"step {self._session.place.step + 1}")
-            decisions = self._opened.line.decisions if self._settings.online.enabled else None
+            decisions = None if self._online is None else self._opened.line.decisions
             self.took(self._session.train(batch, decisions))
         self._checkpoint()
 
@@ -160,16 +158,19 @@ class _Loop:
             # A publication has the time of the step that it follows.
             if not self._session.is_publishing():
                 self._beat("reading on for the next batch")
-            self._feed.poll(POLL_S, self._session.place.version)
-            if self._settings.online.enabled:
-                start, place = self._opened.line.start(), self._session.place
-                if start != place.version:
-                    _log.warning(
-                        "version %d was given up by the gate: training continues from version %d", place.version, start
-                    )
-                    self._opened.go_back(start, place.step)
-            now = time.monotonic()
-            if now >= self._not_before and (batch := self._feed.close(self._session.place.version, now)) is not None:
+            version, builder = self._session.place.version, self._opened.builder
+            if self._online is not None:
+                self._online.poll()
+                builder.abandon(self._opened.line.abandoned)
+            self._groups.poll(POLL_S, version)
+            if self._online is not None and (start := self._opened.line.start()) != version:
+                _log.warning("version %d was given up by the gate: training continues from version %d", version, start)
+                self._opened.go_back(start, self._session.place.step)
+                version = start
+            if (now := time.monotonic()) < self._not_before:
+                continue
+            batch = builder.close(version) if self._online is None else self._online.close(builder, version, now)
+            if batch is not None:
                 return batch
         return None
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from tidemill.kernels.backend import HOST_DEVICE
 from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
-from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
 from tidemill.trainer.choices import ServingFormat
 
 SERVING_DTYPE = "bfloat16"
@@ -70,11 +69,6 @@ def hold_in_format(model: torch.nn.Module, serving_format: ServingFormat) -> Non
         for name in quantised_weights(model):
             weight = model.get_parameter(name)
             weight.copy_(dequantise(quantise(weight, form)))
-
-
-def fingerprint_of(view: ServingView) -> str:
-    """Of all weights of a view, hexadecimal: what `train.steps` and the manifests record."""
-    return total_fingerprint(tensor_infos(view)).hex()
 
 
 def bf16_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint16]:

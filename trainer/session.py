@@ -14,10 +14,12 @@ older one that the session was told to go back to.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -27,17 +29,25 @@ from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
-from tidemill.trainer.batch import RoutedShape
+from tidemill.trainer.batch import RoutedShape, Trajectory
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointState
+from tidemill.trainer.choices import ObjectiveName
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError
-from tidemill.trainer.mismatch import TrainedTokens, alarms, warning
-from tidemill.trainer.step_records import mismatch_record, plan_of, record_of, staleness_records
+from tidemill.trainer.metrics import staleness_records
+from tidemill.trainer.mismatch import TrainedTokens, alarms, mismatch_record, warning
 from tidemill.trainer.trainable import TopicProgress
 from tidemill.trainer.trained_weights import TrainedWeights
 
+DECISIONS = "online/decisions"
+"""Metric of a step in online mode: how many decisions of the gate were known when it was begun."""
 _log = logging.getLogger(__name__)
+
+
+def step_seed(run_seed: int, step: int) -> int:
+    """The seed of a step, in [0, 2**63)."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/{step}".encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +134,25 @@ class Session:
 
     def begin(self, batch: StepBatch, decisions: int | None = None) -> StepPlan:
         """Write down that the next step is taken on `batch`. From here on it is taken on nothing else."""
-        plan = plan_of(
-            self._run,
-            batch,
-            step=self.place.step + 1,
+        run, step = self._run, self.place.step + 1
+        known = {} if decisions is None else {DECISIONS: float(decisions)}
+        excluded = Counter(f"excluded/{exclusion.reason}" for exclusion in batch.exclusions)
+        plan = StepPlan(
+            run_id=run.run_id,
+            step=step,
             parent_version=self.place.version,
-            decisions=decisions,
+            inputs=[*([batch.online.place] if batch.online else []), *(group.place for group in batch.groups)],
+            exclusions=batch.exclusions,
+            seed=step_seed(run.seed, step),
             config_hash=self.config_hash,
+            metrics={
+                **known,
+                **{reason: float(number) for reason, number in excluded.items()},
+                "policy_lag_bound": float(run.max_policy_lag),
+            },
             incarnation=self._incarnation,
             trainer=self._trainer,
+            at=now_us(),
         )
         self._steps.send_acked(Topic.STEPS, [(self._run.run_id, plan)])
         return plan
@@ -155,15 +175,29 @@ class Session:
         waited = time.monotonic() - trained
         self.place = self._snapshot(plan.step)
         seconds = time.monotonic() - clock - waited
-        record = record_of(
-            plan,
-            batch,
-            outcome,
-            objective=self._settings.objective,
+        objectives = [ObjectiveName.REINFORCE.value] if batch.online else []
+        if batch.groups or not batch.online:
+            objectives.append(self._settings.objective.value)
+        record = TrainStep(
+            run_id=plan.run_id,
+            step=plan.step,
+            version=self.place.version,
+            parent_version=plan.parent_version,
+            inputs=plan.inputs,
+            exclusions=plan.exclusions,
+            seed=plan.seed,
+            config_hash=plan.config_hash,
+            objective="+".join(objectives),
+            learning_rate=outcome.learning_rate,
+            metrics={**outcome.metrics, **plan.metrics, **self._weights.publish_costs, "seconds": seconds},
+            lag=outcome.lag,
+            rollouts=outcome.rollouts,
+            tokens=outcome.tokens,
             fingerprint=self.place.fingerprint,
             parent_fingerprint=before.fingerprint,
             started_at=started,
-            metrics={**self._weights.publish_costs, "seconds": seconds},
+            finished_at=now_us(),
+            incarnation=plan.incarnation,
         )
         self._steps.send_acked(Topic.STEPS, [(self._run.run_id, record)])
         self._finish(record, batch, outcome.trained)
@@ -241,7 +275,9 @@ class Session:
     def _finish(self, record: TrainStep, batch: StepBatch, trained: TrainedTokens | None) -> None:
         newest = self._publisher.newest
         if newest is None or newest.version < record.version:
-            for staleness in staleness_records(record, batch):
+            sampled: list[Trajectory] = [*(batch.online.interactions if batch.online else ())]
+            sampled += [rollout for group in batch.groups for rollout in group.rollouts]
+            for staleness in staleness_records(record, sampled):
                 self._producer.send(Topic.STALENESS, staleness, key=staleness.replica_id)
             if trained is not None:
                 mismatch = mismatch_record(record, trained)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 import numpy as np
@@ -30,7 +30,7 @@ from tidemill.trainer.advantages import ADVANTAGES, Rewards, batch_advantages, p
 from tidemill.trainer.batch import InvalidRoutingError, PackedRow, Trajectory, pack
 from tidemill.trainer.choices import AdvantageKind, Forward, Routing, StepMachine
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.corrections import RatioBounds, bounded, correction_weights, sequence_sum
+from tidemill.trainer.corrections import bounded, correction_weights, sequence_sum
 from tidemill.trainer.device import (
     ALONE,
     KEPT_BLOCK,
@@ -50,11 +50,11 @@ from tidemill.trainer.objectives import (
     Options,
     Recipe,
     Tokens,
-    Totals,
     clip_fraction,
     constant_mean,
     decoupled,
     loss,
+    options_of,
     policy_gradient,
 )
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
@@ -105,19 +105,16 @@ class _Part:
     rows: list[_Anchored]
     """Of this rank."""
     advantages: Tensor
-    totals: Totals
+    tokens: int
+    """Sampled tokens of all rows."""
     recipe: Recipe
     options: Options
     weight: float
     """How much its loss counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    """What an update saw of one part, on all ranks; nothing but on the first one."""
-
-    loss: float
-    traces: list[metrics.TokenTrace]
+_Seen = tuple[list[list[metrics.TokenTrace]], float]
+"""Of an update: of each part the rows of all ranks, nothing but on the first one; and the gradient norm."""
 
 
 class Learner:
@@ -216,7 +213,7 @@ class Learner:
             sequences, start = [], 0
             for part in (part for parts in updates for part in parts):
                 sequences += [row.sequence + start for row in part.packed]
-                start += part.totals.sequences
+                start += len(part.advantages)
             values = torch.cat([part.advantages for parts in updates for part in parts])
             trained = trained_tokens(sampled, sequences, _traces(seen), values, older)
         return StepOutcome(
@@ -224,7 +221,7 @@ class Learner:
             lag=lag,
             learning_rate=learning_rate,
             rollouts=len(sampled),
-            tokens=sum(part.totals.tokens for parts in updates for part in parts),
+            tokens=sum(part.tokens for parts in updates for part in parts),
             trained=trained,
         )
 
@@ -234,11 +231,11 @@ class Learner:
         online: TrainableBatch | None,
         lag: list[LagCount],
         updates: Sequence[Sequence[_Part]],
-        seen: Sequence[tuple[list[_Trained], float]],
+        seen: Sequence[_Seen],
     ) -> dict[str, float]:
         traces, parts = _traces(seen), [part for parts in updates for part in parts]
         found = {
-            "loss": float(np.mean([sum(part.loss for part in trained) for trained, _ in seen])),
+            "loss": float(np.mean([sum(map(_loss, of_parts)) for of_parts, _ in seen])),
             "grad_norm": float(np.mean([norm for _, norm in seen])),
             **metrics.trace_metrics(traces),
             **metrics.reward_metrics(groups),
@@ -253,11 +250,11 @@ class Learner:
             found |= metrics.flop_metrics(self._size, rows, layers_twice=self._settings.checkpoint_activations)
         if online is not None:
             users, *simulated = seen[0][0]
-            found |= metrics.online_metrics(online, parts[0].advantages, users.traces)
-            found |= {"online/loss": users.loss, "online/tokens": float(parts[0].totals.tokens)}
+            found |= metrics.online_metrics(online, parts[0].advantages, users)
+            found |= {"online/loss": _loss(users), "online/tokens": float(parts[0].tokens)}
             for one in simulated:
-                found |= metrics.simulated_metrics(groups, one.traces)
-                found |= {"simulated/loss": one.loss, "simulated/tokens": float(parts[1].totals.tokens)}
+                found |= metrics.simulated_metrics(groups, one)
+                found |= {"simulated/loss": _loss(one), "simulated/tokens": float(parts[1].tokens)}
         return found
 
     def _simulated(self, groups: Sequence[TrainableGroup], weight: float) -> _Part:
@@ -308,40 +305,39 @@ class Learner:
     def _part(
         self, packed: Sequence[PackedRow], rows: list[_Anchored], advantages: Rewards, recipe: Recipe, weight: float
     ) -> _Part:
-        totals, values = Totals(len(advantages), sum(len(row.targets) for row in packed)), torch.from_numpy(advantages)
-        return _Part(packed, rows, values.float(), totals, recipe, objective_options(self._settings, recipe), weight)
+        tokens, values = sum(len(row.targets) for row in packed), torch.from_numpy(advantages).float()
+        return _Part(packed, rows, values, tokens, recipe, options_of(self._settings, recipe), weight)
 
-    def _update(self, parts: Sequence[_Part], learning_rate: float) -> tuple[list[_Trained], float]:
-        """Add up the gradients of all parts, and apply them; what was seen of their rows, and the gradient norm."""
-        trained = []
+    def _update(self, parts: Sequence[_Part], learning_rate: float) -> _Seen:
+        """Add up the gradients of all parts, and apply them."""
+        found = []
         for part in parts:
             seen = [(row.counts, self._accumulate(row, part)) for row in part.rows]
             own = [one for counts, one in seen if counts]
             hands = self._ranks.gather(lambda own=own: own)  # type: ignore[misc]
-            rows = [one for dealt in zip_longest(*hands) for one in dealt if one is not None]
-            trained.append(_Trained(sum(value for value, _ in rows), [trace for _, trace in rows]))
-        return trained, self.masters.update(learning_rate)
+            found.append([one for dealt in zip_longest(*hands) for one in dealt if one is not None])
+        return found, self.masters.update(learning_rate)
 
-    def _accumulate(self, anchored: _Anchored, part: _Part) -> tuple[float, metrics.TokenTrace]:
+    def _accumulate(self, anchored: _Anchored, part: _Part) -> metrics.TokenTrace:
         row, reference, correction = anchored.row, anchored.reference, self._settings.correction
         logprobs, entropy = sampled_logprobs(self.model, row)
         old, sampler = logprobs.detach() if anchored.old is None else anchored.old, row.sampler_logprobs
-        advantages, n = part.advantages.to(self._device)[row.sequence], part.totals.sequences
-        bounds = RatioBounds(correction.low, correction.high)
-        weights = correction_weights(correction.kind, old, sampler, row.sequence, n, bounds)
-        tokens = Tokens(logprobs, old, sampler, advantages, weights, row.sequence, reference)
+        advantages, n = part.advantages.to(self._device)[row.sequence], len(part.advantages)
+        weights = correction_weights(correction, old, sampler, row.sequence, n)
+        tokens = Tokens(logprobs, old, sampler, advantages, weights, row.sequence, n, part.tokens, reference)
         if part.recipe.surrogate is decoupled:
             cut = (old - sampler).exp() >= part.options.behaviour_cap
         else:
-            cut = bounded(correction.kind, weights, bounds)
+            cut = bounded(correction, weights)
         routed, experts = None, None
         if self.replay is not None:
             routed, looked = self.replay.seen(), farthest(old - sampler)
             chosen = self.replay.experts(row.predicting[row.predictors[looked]])
             experts = None if chosen is None else (looked.cpu(), chosen)
-        value = part.weight * loss(part.recipe, tokens, part.totals, part.options)
+        value = part.weight * loss(part.recipe, tokens, part.options)
         (value if anchored.counts else 0.0 * value).backward()  # type: ignore[no-untyped-call]
-        return float(value.detach()), metrics.TokenTrace(
+        return metrics.TokenTrace(
+            loss=float(value.detach()),
             logprobs=old.cpu(),
             sampler_logprobs=sampler.cpu(),
             weights=weights.cpu(),
@@ -365,19 +361,6 @@ class Learner:
         return self._ranks.from_first(lambda: np.sum(totals, axis=0))
 
 
-def objective_options(settings: TrainerSettings, recipe: Recipe) -> Options:
-    """The objective's numbers: the recipe's published ones where the settings leave them open."""
-    options = Options(
-        clip_low=recipe.clip_low if settings.clip_low is None else settings.clip_low,
-        clip_high=recipe.clip_high if settings.clip_high is None else settings.clip_high,
-        length_divisor=settings.length_divisor,
-        behaviour_cap=settings.behaviour_cap,
-    )
-    if not settings.kl.in_loss:
-        return options
-    return replace(options, kl_coefficient=settings.kl.coefficient, kl_estimator=settings.kl.estimator)
-
-
 def split(groups: Sequence[TrainableGroup], parts: int) -> list[Sequence[TrainableGroup]]:
     """At most `parts` runs of consecutive groups whose sizes differ by at most one."""
     bounds = np.linspace(0, len(groups), min(parts, len(groups)) + 1).round().astype(int)
@@ -398,5 +381,9 @@ def _rollouts(groups: Sequence[TrainableGroup]) -> list[Trajectory]:
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-def _traces(seen: Sequence[tuple[list[_Trained], float]]) -> list[metrics.TokenTrace]:
-    return [trace for trained, _ in seen for part in trained for trace in part.traces]
+def _traces(seen: Sequence[_Seen]) -> list[metrics.TokenTrace]:
+    return [trace for of_parts, _ in seen for traces in of_parts for trace in traces]
+
+
+def _loss(traces: Sequence[metrics.TokenTrace]) -> float:
+    return sum(trace.loss for trace in traces)

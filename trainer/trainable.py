@@ -8,8 +8,9 @@ trained it or excluded it. Records are told apart by their place; those that say
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,21 +49,51 @@ class TopicProgress:
     """Ids of records that have ended, oldest first."""
 
 
-class Endings:
-    """The ended records of one topic; at most `limit` of their ids are remembered from step to step."""
+R = TypeVar("R")
 
-    def __init__(self, topic: Topic, progress: TopicProgress, limit: int) -> None:
-        self._topic, self._limit = topic, limit
-        self.excluded: list[StepExclusion] = []
+
+@dataclass(frozen=True, slots=True)
+class Reference(Generic[R]):
+    """A record that refers to others, as it was read."""
+
+    place: StepInput
+    record: R
+    replay_id: str = ""
+    """The replay that wrote it; empty: none did."""
+
+
+class _Placed(Protocol):
+    @property
+    def place(self) -> StepInput: ...
+
+
+W = TypeVar("W", bound=_Placed)
+
+MOST_EXCLUSIONS = 4_096
+"""As many references fit into one record."""
+
+
+class InputQueue(Generic[W]):
+    """The records of one topic: those that wait to be trained, and those that have ended.
+
+    Args:
+        remembered: how many ids of ended records are known from step to step.
+        accept_replays: replays whose records are trained.
+    """
+
+    def __init__(
+        self, topic: Topic, progress: TopicProgress | None, remembered: int, accept_replays: Collection[str]
+    ) -> None:
+        progress = progress or TopicProgress()
+        self._topic, self._limit, self._accept_replays = topic, remembered, frozenset(accept_replays)
+        self._waiting: list[W] = []
+        self._excluded: list[StepExclusion] = []
         """What ended untrained, and no step has named yet."""
+        self._excluded_ids: set[str] = set()
+        """Theirs, but for those that only said again what another record had said."""
         self._read = dict(progress.next_offsets)
         self._ended = {partition: set(offsets) for partition, offsets in progress.ended_above.items()}
         self._remembered = OrderedDict.fromkeys(progress.remembered)
-
-    def read(self, place: StepInput) -> bool:
-        """Note that a record was read: True when it has not ended."""
-        self._read[place.partition] = max(self._read.get(place.partition, 0), place.offset + 1)
-        return place.offset not in self._ended.get(place.partition, ())
 
     def observe_step(self, step: DecidedStep) -> None:
         """Take over the decisions of a recorded step, or of one that is to be taken: its inputs and exclusions have
@@ -70,54 +101,20 @@ class Endings:
         trained = [place for place in step.inputs if place.topic == self._topic]
         self._decide(trained, [entry for entry in step.exclusions if entry.topic == self._topic])
 
-    def close(self, trained: Iterable[StepInput], most: int | None = None) -> list[StepExclusion]:
-        """A step trains the records at `trained`; the exclusions that it names, at most `most` of the unnamed ones."""
-        named = self.excluded[:most]
-        del self.excluded[:most]
-        self._decide(trained, named)
-        return named
-
     def exclude(self, place: StepInput, reason: Exclusion, rollouts: int) -> None:
         """End a record untrained, which refers to so many `rollouts`."""
-        self.excluded.append(
-            StepExclusion(place.group_id, place.topic, place.partition, place.offset, reason.value, rollouts)
-        )
-        self._end(place, reason.value)
-
-    def _decide(self, trained: Iterable[StepInput], excluded: Iterable[StepExclusion]) -> None:
-        """Take in all endings of a step, in one order for a step that is made and one that is read from the log: what
-        is forgotten first does not depend on stops."""
-        for place in trained:
-            self._end(place)
-        for entry in excluded:
-            self._end(place_of_exclusion(entry), entry.reason)
-        while len(self._remembered) > self._limit:
-            self._remembered.popitem(last=False)
-
-    def _end(self, place: StepInput, reason: str = "") -> None:
-        """A record ends, excluded for a `reason` or trained.
-
-        Its id is remembered, so that one that says the same is known, if only until the next step; unless it only said
-        again what another record had said.
-        """
+        entry = StepExclusion(place.group_id, place.topic, place.partition, place.offset, reason.value, rollouts)
+        self._excluded.append(entry)
         self._ended.setdefault(place.partition, set()).add(place.offset)
         if reason not in SECOND_RECORDS:
-            self._remembered[place.group_id] = None
-            # The last said counts, so that steps read again from the log leave the same ids behind.
-            self._remembered.move_to_end(place.group_id)
+            self._excluded_ids.add(place.group_id)
 
-    def remembers(self, record_id: str) -> bool:
-        """Whether a record of this id has ended."""
-        return record_id in self._remembered
-
-    def progress(self, waiting: Iterable[StepInput]) -> TopicProgress:
-        """Where to go on, when the records at `waiting` and the excluded ones are to be decided again."""
-        following, undecided = dict(self._read), list(waiting)
-        # The ids of those that only said again what another record had said stay remembered.
-        forgotten = {entry.group_id for entry in self.excluded if entry.reason not in SECOND_RECORDS}
-        forgotten |= {place.group_id for place in undecided}
-        undecided += map(place_of_exclusion, self.excluded)
-        again = {(place.partition, place.offset) for place in undecided}
+    def progress(self) -> TopicProgress:
+        """Where to go on, as of the step that was made last: waiting records, and exclusions that no step has named,
+        are decided again."""
+        again = {(each.partition, each.offset) for each in self._excluded}
+        again |= {(one.place.partition, one.place.offset) for one in self._waiting}
+        following = dict(self._read)
         for partition, offset in again:
             following[partition] = min(following[partition], offset)
         return TopicProgress(
@@ -126,13 +123,41 @@ class Endings:
                 p: sorted(at for at in offsets if at >= following.get(p, 0) and (p, at) not in again)
                 for p, offsets in self._ended.items()
             },
-            remembered=[record_id for record_id in self._remembered if record_id not in forgotten],
+            remembered=list(self._remembered),
         )
 
+    def is_new(self, place: StepInput) -> bool:
+        """Note that a record was read; whether it has not ended."""
+        self._read[place.partition] = max(self._read.get(place.partition, 0), place.offset + 1)
+        return place.offset not in self._ended.get(place.partition, ())
 
-def place_of_exclusion(exclusion: StepExclusion) -> StepInput:
-    """Where the excluded record lies."""
-    return StepInput(exclusion.group_id, exclusion.topic, exclusion.partition, exclusion.offset)
+    def is_known(self, record_id: str) -> bool:
+        """Whether a record of this id waits or has ended."""
+        waits = any(one.place.group_id == record_id for one in self._waiting)
+        return waits or record_id in self._remembered or record_id in self._excluded_ids
+
+    def refuses(self, replay_id: str) -> bool:
+        return bool(replay_id) and replay_id not in self._accept_replays
+
+    def name_exclusions(self, trained: Iterable[StepInput], most: int) -> list[StepExclusion]:
+        """A step trains the records at `trained`; the exclusions that it names, the oldest `most`. Those that are left
+        over go with the next step."""
+        named, self._excluded = self._excluded[:most], self._excluded[most:]
+        self._excluded_ids = {each.group_id for each in self._excluded if each.reason not in SECOND_RECORDS}
+        self._decide(trained, named)
+        return named
+
+    def _decide(self, trained: Iterable[StepInput], excluded: Iterable[StepExclusion]) -> None:
+        """Take in all endings of a step, in one order for a step that is made and one that is read from the log: what
+        is forgotten first does not depend on stops."""
+        endings: list[StepInput | StepExclusion] = [*trained, *excluded]
+        for ending in endings:
+            self._ended.setdefault(ending.partition, set()).add(ending.offset)
+            if isinstance(ending, StepInput) or ending.reason not in SECOND_RECORDS:
+                self._remembered[ending.group_id] = None
+                self._remembered.move_to_end(ending.group_id)
+        while len(self._remembered) > self._limit:
+            self._remembered.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +185,11 @@ def completed(group: Group) -> list[GroupMember]:
 def rewards(group: Group) -> npt.NDArray[np.float64]:
     """f8[G]: rewards of the completed members, in member order."""
     return np.array([member.reward for member in completed(group)], np.float64)
+
+
+def lag_of(group: Group, version: int) -> int:
+    """How many versions the oldest completed rollout of a group is behind `version`; 0 without one."""
+    return version - min((member.version_min for member in completed(group)), default=version)
 
 
 def has_signal(group: Group) -> bool:
@@ -200,10 +230,3 @@ class TrainableBatch:
 
     def arms(self) -> list[str]:
         return [member.arm for member in self.members]
-
-
-def exclusion(member: OnlineMember, reason: str) -> StepExclusion:
-    """The one ending of an interaction that its batch is trained without."""
-    return StepExclusion(
-        member.interaction_id, Topic.INTERACTIONS.value, member.partition, member.offset, reason, rollouts=1
-    )

@@ -180,7 +180,7 @@ def corrections(
     settings = with_reachable_log(settings_of({}))
     own = settings.trainer.correction
     from tidemill.trainer.choices import CORRECT_THEMSELVES
-    from tidemill.trainer.replay.correction_trials import PUBLISHED, PublishedCorrection, try_corrections
+    from tidemill.trainer.replay.correction_trials import PUBLISHED, try_corrections
 
     if settings.trainer.objective in CORRECT_THEMSELVES:
         raise ValueError(
@@ -198,8 +198,7 @@ def corrections(
             progress(len(tokens), f"step {made.record.step}")
             if not made.same:
                 typer.echo(f"step {made.record.step} comes out with other weights than recorded", err=True)
-    candidates = (*PUBLISHED, PublishedCorrection("this run", own.kind, own.low, own.high))
-    trials = try_corrections(tokens, candidates)
+    trials = try_corrections(tokens, {**PUBLISHED, "this run": own})
     rows = [list(asdict(trial).values()) for trial in trials]
     document = {"steps": [first, last], "trials": [asdict(trial) for trial in trials]}
     formats = dict.fromkeys(CORRECTIONS[4:], ".4g")

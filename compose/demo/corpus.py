@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from itertools import islice
 from random import Random
@@ -33,24 +33,18 @@ _CLIENT = "tidemill-documents"
 _REPORT_EVERY = 1_000
 _log = logging.getLogger(__name__)
 
-Report = Callable[[int, int], None]
-"""Called with the documents written so far and the documents to write."""
 
-
-def run(
-    kafka: KafkaSettings, run: RunSettings, settings: CorpusSettings, chat: ChatSettings, report: Report | None = None
-) -> int:
+def run(kafka: KafkaSettings, run: RunSettings, settings: CorpusSettings, chat: ChatSettings) -> int:
     """Write the corpus of the run's seed and wait until the log has every document; the number of documents.
 
     Raises TemplateRefused for a chat template that cannot be used, DeliveryError when the log does not take a document.
     """
-    report = report or (lambda written, total: _log.info("%d of %d documents written", written, total))
     with RecordProducer(kafka, _CLIENT) as producer:
         for written, document in enumerate(corpus(run.seed, settings, chat, run.held_out_one_in), 1):
             producer.send(Topic.DOCUMENTS, document, key=document.document_id)
             if written % _REPORT_EVERY == 0:
-                report(written, settings.documents)
-    report(settings.documents, settings.documents)
+                _log.info("%d of %d documents written", written, settings.documents)
+    _log.info("%d of %d documents written", settings.documents, settings.documents)
     return settings.documents
 
 

@@ -37,24 +37,17 @@ RoleArguments = tuple[str, list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
-    """HTTP ports that were free when the demonstration was planned."""
-
-    replicas: tuple[int, ...]
-    """Of the first act, one each."""
-    stable: int
-    canary: int
-    router: int
-    view: int
-
-
-@dataclass(frozen=True, slots=True)
 class DemoPlan:
     """One demonstration: everything that it writes lies below `directory`."""
 
     directory: Path
     settings: TidemillSettings
-    ports: Ports
+    replica_ports: tuple[int, ...]
+    """Of the replicas of the first act; all ports are for HTTP, and were free when the demonstration was planned."""
+    stable_port: int
+    canary_port: int
+    router_port: int
+    view_port: int
     api_key: str = field(repr=False)
     product: ProductSettings = field(repr=False)
 
@@ -74,9 +67,9 @@ class DemoPlan:
                 "store": settings.store.model_copy(update={"root": str(directory / "store")}),
             }
         )
-        stable, canary, router, view, *replicas = pick_ports(4 + settings.demo.replicas, base_port=0)
-        ports = Ports(tuple(replicas), stable, canary, router, view)
-        return cls(directory, changed, ports, secrets.token_urlsafe(), ProductSettings.with_random_keys())
+        *replicas, stable, canary, router, view = pick_ports(settings.demo.replicas + 4, base_port=0)
+        keys = secrets.token_urlsafe(), ProductSettings.with_random_keys()
+        return cls(directory, changed, tuple(replicas), stable, canary, router, view, *keys)
 
     def with_log_of(self, settings: TidemillSettings) -> DemoPlan:
         """The plan with the address of the log known."""
@@ -116,11 +109,11 @@ class DemoPlan:
 
     @property
     def router_address(self) -> str:
-        return _address(self.ports.router)
+        return _address(self.router_port)
 
     @property
     def view_address(self) -> str:
-        return _address(self.ports.view)
+        return _address(self.view_port)
 
     def write_config(self) -> None:
         """Write the settings that the roles read, as TOML, beside the data: the demonstration can be looked up."""
@@ -130,10 +123,10 @@ class DemoPlan:
         tree["sink"]["path"] = str(self.sink_directory)
         if "http_port" not in self.settings.sink.model_fields_set:
             tree["sink"]["http_port"] = 0  # another demonstration, or a ClickHouse server, may hold the usual one
-        tree["view"] |= {"host": "127.0.0.1", "port": self.ports.view, "token": "", "model": str(self.model_directory)}
+        tree["view"] |= {"host": "127.0.0.1", "port": self.view_port, "token": "", "model": str(self.model_directory)}
         tree["midtrain"]["output"] = tree["trainer"]["model"] = str(self.model_directory)
-        tree["rollout"]["replicas"] = [_address(port) for port in self.ports.replicas]
-        tree["feed"]["replicas"] = len(self.ports.replicas)
+        tree["rollout"]["replicas"] = [_address(port) for port in self.replica_ports]
+        tree["feed"]["replicas"] = len(self.replica_ports)
         tree["stream"]["data_dir"] = str(self.directory / "stream")
         (self.directory / CONFIG_NAME).write_text(tomli_w.dumps(tree), "utf-8")
         # And of the second act.
@@ -142,8 +135,8 @@ class DemoPlan:
         tree["trainer"]["online"]["enabled"] = True
         # The schedule of the learning rate is the simulated loop's; it has ended, or never began.
         tree["trainer"]["optimizer"] |= {"warmup_steps": 0, "decay_steps": 0}
-        stable, canary = [_address(self.ports.stable)], [_address(self.ports.canary)]
-        tree["router"] |= {"port": self.ports.router, "pools": {"stable": stable, "canary": canary}}
+        stable, canary = [_address(self.stable_port)], [_address(self.canary_port)]
+        tree["router"] |= {"port": self.router_port, "pools": {"stable": stable, "canary": canary}}
         tree["users"] |= {"router": self.router_address, "seed": self.settings.run.seed}
         # Simulated work is the canary replica's: it holds the version that the bench asks about.
         tree["rollout"]["replicas"] = canary
@@ -170,7 +163,7 @@ class DemoPlan:
     def loop_roles(self) -> list[RoleArguments]:
         replicas = [
             (f"replica-{n}", [*self.arguments("serve"), "--replica-id", f"replica-{n}", "--port", str(port)])
-            for n, port in enumerate(self.ports.replicas)
+            for n, port in enumerate(self.replica_ports)
         ]
         workers = [
             (f"rollout-{n}", [*self.arguments("rollout"), "--worker-id", f"rollout-{n}"])
@@ -186,8 +179,8 @@ class DemoPlan:
         replicas = [
             (name, [*self._online("serve"), "--replica-id", name, "--pool", pool, "--port", str(port)])
             for name, pool, port in (
-                (STABLE, Arm.STABLE.value, self.ports.stable),
-                (CANARY, Arm.CANARY.value, self.ports.canary),
+                (STABLE, Arm.STABLE.value, self.stable_port),
+                (CANARY, Arm.CANARY.value, self.canary_port),
             )
         ]
         return [

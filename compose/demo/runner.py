@@ -41,7 +41,7 @@ QUERIES = {
 
 
 def run_demo(settings: TidemillSettings, console: Console) -> Summary:
-    """Run the loop to its end and return what it showed. Raises RuntimeError, RoleDied, MissingTool."""
+    """Run the loop to its end and return what it showed. Raises RuntimeError, RoleDied, StackError."""
     if not settings.kafka.bootstrap:
         require_tools(settings.stack)
     # The broker is detached from this process, so that ending without unwinding would leave it behind.

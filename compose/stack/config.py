@@ -74,11 +74,3 @@ class StackSettings(Section):
 
 class StackError(RuntimeError):
     """The local stack could not do what was asked."""
-
-
-class MissingTool(StackError):
-    """Java or Maven is not on this machine, so the local stack cannot start; the message names the three choices."""
-
-
-class BrokerFailed(StackError):
-    """A broker did not come up; the message ends with the last lines of its log."""

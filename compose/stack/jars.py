@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tidemill.compose.stack.config import MissingTool, StackError
+from tidemill.compose.stack.config import StackError
 from tidemill.compose.stack.process import exclusive
 
 POM = Path(__file__).with_name("pom.xml")
@@ -40,7 +40,7 @@ def jars_present(cache_dir: Path) -> bool:
 def resolve_jars(cache_dir: Path, progress: Progress) -> Path:
     """The directory of Kafka's jars, fetched by Maven if need be.
 
-    Raises MissingTool without Maven, StackError with Maven's last lines when it fails.
+    Raises StackError without Maven, and with Maven's last lines when it fails.
     """
     target = jars_dir(cache_dir)
     if target.is_dir():
@@ -99,7 +99,7 @@ CHOICES = """Three ways to get a Kafka:
 
 
 def find_java() -> Path:
-    """The `java` of JAVA_HOME, else of PATH; MissingTool when there is none or it is older than 17."""
+    """The `java` of JAVA_HOME, else of PATH; StackError when there is none or it is older than 17."""
     home = os.environ.get("JAVA_HOME")
     java = f"{home}/bin/java" if home else None
     if java is None or not os.access(java, os.X_OK):
@@ -119,16 +119,16 @@ def find_java() -> Path:
 
 
 def find_maven() -> Path:
-    """The `mvn` of PATH; MissingTool when there is none."""
+    """The `mvn` of PATH; StackError when there is none."""
     maven = shutil.which("mvn")
     if maven is None:
         raise missing("Maven is not installed (no `mvn` on PATH); it fetches Apache Kafka's jars.")
     return Path(maven)
 
 
-def missing(what: str) -> MissingTool:
+def missing(what: str) -> StackError:
     """The error for a missing tool, with the choices that the person has."""
-    return MissingTool(f"{what}\n{CHOICES}")
+    return StackError(f"{what}\n{CHOICES}")
 
 
 def parse_java_release(banner: str) -> int | None:

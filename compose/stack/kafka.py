@@ -25,7 +25,7 @@ from tidemill.compose.stack.cluster import (
     save_cluster,
     server_properties,
 )
-from tidemill.compose.stack.config import BrokerFailed, StackError, StackSettings
+from tidemill.compose.stack.config import StackError, StackSettings
 from tidemill.compose.stack.jars import Progress, find_java, find_maven, jars_present, resolve_jars
 from tidemill.compose.stack.process import Detached, check_free, exclusive, pick_ports, stop_all
 
@@ -77,7 +77,7 @@ class LocalStack:
     def up(self, progress: Progress = silent) -> StackStatus:
         """Start what is not running and return when every broker is ready; nothing to do when all of them are.
 
-        Raises MissingTool (at once), BrokerFailed, StackError.
+        Raises StackError; at once where Java or Maven is missing.
         """
         java = require_tools(self._settings)
         with self._lock(progress):
@@ -170,7 +170,7 @@ class LocalStack:
         command = [*self._jvm(node, java, jars, "format.log"), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=FORMAT_TIMEOUT_S, check=False)
         if done.returncode != 0:
-            raise BrokerFailed(f"formatting {home / 'data'} failed:\n{done.stdout}{done.stderr}")
+            raise StackError(f"formatting {home / 'data'} failed:\n{done.stdout}{done.stderr}")
 
     def _jvm(self, node: Node, java: Path, jars: Path, log: str) -> list[str]:
         """A small JVM that starts fast and dies rather than limp on without memory."""
@@ -194,10 +194,10 @@ class LocalStack:
             while not nodes <= (online := _online(admin)):
                 dead = [node.node_id for node in cluster.nodes if self._process(node).find() is None]
                 if dead:
-                    raise BrokerFailed(f"broker(s) {dead} ended while starting")
+                    raise StackError(f"broker(s) {dead} ended while starting")
                 if time.monotonic() >= deadline:
-                    raise BrokerFailed(f"brokers {sorted(nodes - online)} are not ready after {timeout_s:.0f} s")
-        except BrokerFailed as error:
+                    raise StackError(f"brokers {sorted(nodes - online)} are not ready after {timeout_s:.0f} s")
+        except StackError as error:
             # The last lines of each log that is there, under its name.
             logs = [node.directory(self._data_dir) / n for node in cluster.nodes for n in ("output.log", "kafka.log")]
             tails = [
@@ -205,7 +205,7 @@ class LocalStack:
                 for log in logs
                 if log.exists()
             ]
-            raise BrokerFailed("\n".join([str(error), *tails])) from error
+            raise StackError("\n".join([str(error), *tails])) from error
 
     def _process(self, node: Node) -> Detached:
         home = node.directory(self._data_dir)
@@ -213,7 +213,7 @@ class LocalStack:
 
 
 def require_tools(settings: StackSettings) -> Path:
-    """The `java` to use, found before any slow work; MissingTool without it, or without a Maven that is needed."""
+    """The `java` to use, found before any slow work; StackError without it, or without a Maven that is needed."""
     java = find_java()
     if not jars_present(settings.cache_dir):
         find_maven()

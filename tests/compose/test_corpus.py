@@ -84,13 +84,14 @@ def test_settings_that_make_no_sense_are_refused(wrong):
         CorpusSettings(**wrong)
 
 
-def test_the_corpus_arrives_on_its_topic(kafka):
+def test_the_corpus_arrives_on_its_topic(kafka, caplog):
     settings = kafka.fresh()
-    seen = []
     wanted = CorpusSettings(documents=1_100)
-    written = corpus_role.run(settings, RunSettings(seed=3), wanted, CHAT, lambda *numbers: seen.append(numbers))
+    with caplog.at_level("INFO"):
+        written = corpus_role.run(settings, RunSettings(seed=3), wanted, CHAT)
     with LogReader(settings, [Topic.DOCUMENTS]) as reader:
         arrived = [located.record for located in reader.read_to_end()]
     assert written == 1_100
     assert sorted(arrived, key=lambda document: document.document_id) == list(corpus(3, wanted, CHAT))
-    assert seen == [(1_000, 1_100), (1_100, 1_100)]
+    said = [record.getMessage() for record in caplog.records if "documents written" in record.getMessage()]
+    assert said == ["1000 of 1100 documents written", "1100 of 1100 documents written"]

@@ -18,18 +18,16 @@ from tidemill.compose.demo.simulated_users.people import (
     BOT_VOTES,
     Conversation,
     NoAnswer,
-    Persona,
     PersonaRole,
     Reaction,
     Satisfaction,
-    SatisfactionTally,
     ServedTurn,
     User,
     converse,
     population,
     questions,
 )
-from tidemill.compose.demo.simulated_users.role import Crowd, Pace, Seen, ThumbShuffle, UserReport, simulate
+from tidemill.compose.demo.simulated_users.role import Crowd, Seen, ThumbShuffle, UserReport, simulate
 from tidemill.compose.demo.simulated_users.role import served as read_answer
 from tidemill.producers.environments.base import Split, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions, LedgerTask
@@ -61,7 +59,7 @@ POLITE, CURT, WRONG, NONE = (answer(text) for text in ("answer 5 thanks", "answe
 def user(
     role: PersonaRole = PersonaRole.ORDINARY, settings: UsersSettings = DETERMINED, leaves_at: int | None = None
 ) -> User:
-    return User(Persona("u", role, True, settings.vote_rate, settings.vote_delay_s, leaves_at), settings)
+    return User("u", role, True, settings.vote_rate, settings.vote_delay_s, leaves_at, settings)
 
 
 def thumbs(signals: list[Reaction]) -> list[float]:
@@ -148,9 +146,9 @@ def test_the_population_is_drawn_from_the_seed():
     assert people != population(UsersSettings(seed=4, ordinary=400, bots=2, held_out=5, leave_rate=0.5))
     assert Counter(p.role for p in people) == {PersonaRole.ORDINARY: 400, PersonaRole.BOT: 2, PersonaRole.HELD_OUT: 5}
     ordinary = [p for p in people if p.role is PersonaRole.ORDINARY]
-    assert sum(p.consents for p in ordinary) / 400 == pytest.approx(0.9, abs=0.06)
+    assert sum(p.agrees for p in ordinary) / 400 == pytest.approx(0.9, abs=0.06)
     assert sum(p.leaves_at is not None for p in ordinary) / 400 == pytest.approx(0.5, abs=0.1)
-    assert not any(p.consents for p in people if p.role is PersonaRole.HELD_OUT)
+    assert not any(p.agrees for p in people if p.role is PersonaRole.HELD_OUT)
     assert len({p.name for p in people}) == len(people)
 
 
@@ -162,30 +160,21 @@ def test_only_held_out_users_ask_held_out_questions():
     asked = list(islice(questions(UsersSettings(held_out_share=0.3)), 300))
     assert asked == list(islice(questions(UsersSettings(held_out_share=0.3)), 300))
     for question in asked:
-        held_out = question.user.persona.role is PersonaRole.HELD_OUT
+        held_out = question.user.role is PersonaRole.HELD_OUT
         assert split_of(question.ledger.prompt()) is (Split.EVAL if held_out else Split.TRAIN)
     assert len({q.name for q in asked}) == len({q.ledger for q in asked}) == 300
-    shares = Counter(q.user.persona.role for q in asked)
+    shares = Counter(q.user.role for q in asked)
     assert (
         shares[PersonaRole.HELD_OUT] / 300 == pytest.approx(0.3, abs=0.1)
         and shares[PersonaRole.ORDINARY] > shares[PersonaRole.BOT] > 0
     )
     only = list(islice(questions(UsersSettings(), held_out_only=True), 50))
-    assert {q.user.persona.role for q in only} == {PersonaRole.HELD_OUT}
+    assert {q.user.role for q in only} == {PersonaRole.HELD_OUT}
 
 
 def test_nobody_left_to_ask_is_said():
     with pytest.raises(ValueError, match="held_out"):
         next(questions(UsersSettings(ordinary=0, bots=0, held_out=0)))
-
-
-def test_satisfaction_is_counted_by_version():
-    tally = SatisfactionTally()
-    tally.count(answer("add 0 5", "answer 5 thanks", versions=(1, 1)), satisfied=True)
-    tally.count(answer("answer 5", versions=(1,)), satisfied=False)
-    tally.count(answer("add 0 5", "answer 5 thanks", versions=(1, 2)), satisfied=True)
-    assert tally.by_version() == [Satisfaction(1, satisfied=1, right=2, answers=2)]
-    assert tally.by_version()[0].rate == 0.5 and Satisfaction(1, 0, 0, 0).rate == 0.0
 
 
 def test_shuffled_thumbs_keep_their_share_and_lose_their_meaning():
@@ -195,14 +184,6 @@ def test_shuffled_thumbs_keep_their_share_and_lose_their_meaning():
     assert sum(exchanged) == pytest.approx(sum(votes), abs=200)
     ups = [given for vote, given in zip(votes, exchanged, strict=True) if vote > 0]
     assert ups.count(1.0) / len(ups) == pytest.approx(0.25, abs=0.04)
-
-
-def test_a_pace_spaces_requests_and_does_not_save_up():
-    now = [0.0]
-    pace = Pace(10.0, lambda: now[0])
-    assert [round(pace.take(), 3) for _ in range(3)] == [0.0, 0.1, 0.2]
-    now[0] = 60.0
-    assert [round(pace.take(), 3) for _ in range(2)] == [0.0, 0.1]
 
 
 class Scripted:
@@ -228,7 +209,10 @@ class Scripted:
             await asyncio.sleep(60.0 if self.mood == "silent" else 0.001)
         finally:
             self.busy -= 1
-        return served(self.next_turn(messages))
+        return served(self.next_turn(messages), self.version(messages))
+
+    def version(self, messages) -> int:
+        return 0
 
     def next_turn(self, messages) -> str:
         words = messages[0]["content"].splitlines()[-1].split()
@@ -288,10 +272,17 @@ def test_a_crowd_asks_within_its_concurrency_and_reports_on_what_it_was_served()
     assert [s.rate for s in seen.satisfaction] == [1.0]
 
 
-def test_a_crowd_keeps_its_pace():
+def test_a_crowd_keeps_its_pace_and_does_not_save_up():
     slow = FAST.model_copy(update={"interactions_per_second": 100.0})
+
+    async def run() -> int:
+        crowd = Crowd(slow, Scripted())
+        crowd._free_at -= 60.0
+        await asyncio.wait_for(crowd.ask(islice(questions(slow), 10)), 60)
+        return crowd.seen().interactions
+
     began = time.monotonic()
-    assert run_crowd(Scripted(), slow, 10).seen().interactions == 50
+    assert asyncio.run(run()) == 50
     assert time.monotonic() - began >= 49 / 100
 
 
@@ -305,7 +296,20 @@ def test_nothing_is_learnt_from_held_out_users():
 
 def test_satisfaction_sees_the_closing_that_the_reward_does_not():
     (curt,) = run_crowd(Scripted(closing=""), FAST, 60).seen().satisfaction
-    assert curt.rate == 0.0 and curt.right == curt.answers > 0
+    assert curt.rate == 0.0 and curt.right == curt.answers > 0 and Satisfaction(1, 0, 0, 0).rate == 0.0
+
+
+def test_satisfaction_is_counted_by_version_and_for_none_where_two_answered():
+    class Moving(Scripted):
+        def version(self, messages) -> int:
+            """The newest version changes within every other conversation."""
+            return len(self.consents) % 2 * (len(messages) > 1)
+
+    only = FAST.model_copy(update={"concurrency": 1})
+    asked = islice(questions(only, held_out_only=True), 10)
+    told: list[Seen] = []
+    asyncio.run(simulate(only, Moving(), asked, told.append))
+    assert told[-1].satisfaction == [Satisfaction(0, satisfied=5, right=5, answers=5)]
 
 
 def test_shuffled_thumbs_reach_the_product_and_satisfaction_stays_true():

@@ -11,11 +11,15 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tests.records import build, member_of
+from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
+    CloseReason,
     Group,
     GroupMember,
     Interaction,
+    Mode,
     OnlineBatch,
     OnlineMember,
     RewardComponent,
@@ -25,9 +29,12 @@ from tidemill.schemas.records import (
     VersionSpan,
 )
 from tidemill.trainer.batch import pack
-from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.batch_builder import BatchBuilder
+from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.online_queue import OnlineQueue, WeightLine
 from tidemill.trainer.policy import frozen_logprobs
-from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
+from tidemill.trainer.serving_view import ServingView
+from tidemill.trainer.trainable import TopicProgress, TrainableBatch, TrainableGroup
 
 VOCAB = 64
 
@@ -85,6 +92,28 @@ def make_group(group_id: str, members: list[GroupMember], **changes: object) -> 
     made = build(Group, group_id=group_id, environment="test", members=members,
                  mean_reward=sum(rewards) / len(rewards) if rewards else None)  # fmt: skip
     return replace(made, **changes)
+
+
+def bare_group(name: str, kind: str = "good", version: int = 0, closed_at: int = 0) -> Group:
+    """A group of two rollouts that are nowhere, of a kind: good, eval, late, no_signal or foreign."""
+    members = [
+        build(
+            GroupMember,
+            rollout_id=f"{name}-{i}",
+            topic="rollouts",
+            offset=i,
+            reward=1.0 if kind == "no_signal" else 1.0 - i,
+            advantage=0.0,
+            success=True,
+            sampled_tokens=1,
+            version_min=version,
+            version_max=version,
+        )
+        for i in range(2)
+    ]
+    return build(Group, group_id=name, run_id="other" if kind == "foreign" else "run", environment="test",
+                 mode=Mode.EVAL if kind == "eval" else Mode.TRAIN, expected_size=2, members=members, mean_reward=0.5,
+                 closed_by=CloseReason.LATE if kind == "late" else CloseReason.SIZE, closed_at=closed_at)  # fmt: skip
 
 
 def make_trainable(group_id: str, rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0.0), **changes: object):
@@ -154,6 +183,33 @@ def resampled(model: torch.nn.Module, played: Rollout) -> Rollout:
     logprobs = np.zeros(made.n_tokens, "<f4")
     logprobs[made.mask() == 1] = frozen_logprobs(model, pack([played], 1000, VOCAB)[0]).numpy()
     return replace(played, segments=[replace(made, logprobs=logprobs.tobytes())])
+
+
+def builder_of(progress: TopicProgress | None = None, incarnation: str | None = None, **changes: object):
+    """A batch builder for steps of two groups; keyword arguments change settings of the run and the trainer."""
+    run = {"run_id": "run", "groups_per_step": 2, "max_policy_lag": 2, "min_completed": 2}
+    return BatchBuilder(*_sections({**run, "remembered_groups": 100, **changes}), progress, incarnation)
+
+
+def queue_of(
+    line: WeightLine, progress: TopicProgress | None = None, incarnation: str | None = None, **changes: object
+) -> OnlineQueue:
+    """A queue of online batches; keyword arguments change settings of the run, the trainer and `trainer.online`."""
+    of_online = {name: changes.pop(name) for name in [*changes] if name in OnlineSettings.model_fields}
+    online = OnlineSettings(**{"require_admission": False, **of_online})
+    run, trainer = _sections({"run_id": "run", "max_policy_lag": 2, "remembered_groups": 100, **changes})
+    return OnlineQueue(run, trainer.model_copy(update={"online": online}), line, progress, incarnation)
+
+
+def _sections(values: dict[str, object]) -> tuple[RunSettings, TrainerSettings]:
+    of_run = {name: value for name, value in values.items() if name in RunSettings.model_fields}
+    others = {name: value for name, value in values.items() if name not in of_run}
+    return RunSettings(**of_run), TrainerSettings(**others)
+
+
+def fingerprint_of(view: ServingView) -> str:
+    """Of all weights of a view, hexadecimal: what `train.steps` and the manifests record."""
+    return total_fingerprint(tensor_infos(view)).hex()
 
 
 @pytest.fixture

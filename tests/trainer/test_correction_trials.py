@@ -11,8 +11,9 @@ import torch
 
 from tests.trainer.conftest import make_rollout
 from tidemill.trainer.choices import CorrectionKind
+from tidemill.trainer.config import CorrectionSettings
 from tidemill.trainer.mismatch import TrainedTokens
-from tidemill.trainer.replay.correction_trials import PUBLISHED, PublishedCorrection, try_corrections
+from tidemill.trainer.replay.correction_trials import PUBLISHED, try_corrections
 
 
 def tokens_of(rollouts, advantages: list[float], spread: float, seed: int) -> TrainedTokens:
@@ -46,10 +47,10 @@ def weights_by_hand(kind: CorrectionKind, ratios: list[float], low: float, high:
 
 
 def test_every_trial_is_what_a_loop_over_tokens_gives(steps):
-    wide = PublishedCorrection("wide", CorrectionKind.GEOMETRIC, 0.9, 1.1)
-    trials = {trial.name: trial for trial in try_corrections(steps, (*PUBLISHED, wide))}
-    assert set(trials) == {each.name for each in (*PUBLISHED, wide)}
-    for each in (*PUBLISHED, wide):
+    candidates = {**PUBLISHED, "wide": CorrectionSettings(kind=CorrectionKind.GEOMETRIC, low=0.9, high=1.1)}
+    trials = {trial.name: trial for trial in try_corrections(steps, candidates)}
+    assert set(trials) == set(candidates)
+    for name, each in candidates.items():
         rows = []
         for step in steps:
             place = 0
@@ -63,7 +64,7 @@ def test_every_trial_is_what_a_loop_over_tokens_gives(steps):
         bias = sum(abs(a) * abs(w - r) for a, r, w, _ in rows) / sum(abs(a) for a, *_ in rows)
         variance = sum((a * w) ** 2 for a, _, w, _ in rows) / sum(a * a for a, *_ in rows)
         squares = sum(w * w for *_, w, _ in rows)
-        trial = trials[each.name]
+        trial = trials[name]
         assert (trial.bias, trial.variance) == (pytest.approx(bias, rel=1e-4), pytest.approx(variance, rel=1e-4))
         assert trial.ess == pytest.approx(sum(w for *_, w, _ in rows) ** 2 / (len(rows) * squares or 1.0), rel=1e-4)
         assert trial.cut == sum(cut for *_, cut in rows) / len(rows)

@@ -3,16 +3,15 @@
 import itertools
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.records import build
-from tests.trainer.conftest import make_rollout, settings_of
+from tests.trainer.conftest import bare_group, builder_of, make_rollout, settings_of
 from tests.trainer.run_log import run_of, write_group, written
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Names, Topic
@@ -21,25 +20,22 @@ from tidemill.schemas.log.client_settings import consumer_settings
 from tidemill.schemas.log.consumed import replay_headers
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import (
-    CloseReason,
     Group,
-    GroupMember,
     Manifest,
     Mode,
-    RolloutStatus,
     StepInput,
     StepPlan,
     TrainStep,
 )
-from tidemill.trainer.batch_builder import BatchBuilder, StepBatch, StepRules
+from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.config import OnlineSettings, TrainerSettings
-from tidemill.trainer.log_input import InOrderError
 from tidemill.trainer.run import run
-from tidemill.trainer.trainable import TopicProgress, TrainableGroup
+from tidemill.trainer.trainable import MOST_EXCLUSIONS, Reference, TopicProgress, TrainableGroup
 
-RULES = StepRules("run", groups_per_step=2, max_policy_lag=1, min_completed=2, skip_no_signal=True, remembered_groups=4,
-              in_order=True)  # fmt: skip
-KINDS = st.sampled_from(["good", "good", "good", "good", "eval", "late", "no_signal", "foreign", "duplicate"])
+SIZE = 2
+"""Groups of a step."""
+RULES = {"max_policy_lag": 1, "remembered_groups": 4, "in_order": True}
+KINDS = st.sampled_from(["good", "good", "good", "good", "eval", "late", "no_signal", "foreign", "duplicate", "ahead"])
 LOG = st.lists(st.tuples(KINDS, st.integers(0, 6)), max_size=40)
 Said = tuple[list[str], list[tuple[str, str]]]
 
@@ -49,26 +45,8 @@ def synthetic(kinds: list[tuple[str, int]]) -> list[Group]:
     log: list[Group] = []
     for number, (kind, back) in enumerate(kinds):
         name = log[-back].group_id if kind == "duplicate" and 0 < back <= len(log) else f"g{number}"
-        version = max(0, number // 4 - back % 4)
-        rewards = (1.0, 1.0) if kind == "no_signal" else (1.0, 0.0)
-        members = [
-            GroupMember(f"{name}-{i}", "rollouts", 0, i, RolloutStatus.COMPLETED, r, 0.0, True, 1, version, version)
-            for i, r in enumerate(rewards)
-        ]
-        log.append(
-            build(
-                Group,
-                group_id=name,
-                run_id="other" if kind == "foreign" else "run",
-                environment="test",
-                mode=Mode.EVAL if kind == "eval" else Mode.TRAIN,
-                closed_by=CloseReason.LATE if kind == "late" else CloseReason.SIZE,
-                expected_size=2,
-                members=members,
-                mean_reward=0.5,
-                closed_at=(number * 7) % 5,
-            )
-        )
+        version = max(0, number // 4 - back % 4) + 2 * (kind == "ahead")
+        log.append(bare_group(name, kind, version, closed_at=(number * 7) % 5))
     return log
 
 
@@ -77,10 +55,12 @@ def plan_of(batch: StepBatch, step: int) -> StepPlan:
     return build(StepPlan, step=step, parent_version=step - 1, inputs=inputs, exclusions=batch.exclusions)
 
 
-def trained(log: list[Group], actions: list[int | str], rules: StepRules = RULES) -> list[Said]:
+def trained(log: list[Group], actions: list[int | str], most: int = MOST_EXCLUSIONS, **changes: object) -> list[Said]:
     """What each step trains and excludes, when the log is read by `actions`: a number polls so many groups, which wait
-    in memory where the builder takes no more; "stop" starts again from what was checkpointed and recorded."""
-    builder, saved, since_saved = BatchBuilder(rules), TopicProgress(), []
+    in memory where the builder takes no more; "stop" starts again from what was checkpointed and recorded. A step names
+    at most `most` exclusions."""
+    rules = {**RULES, **changes}
+    builder, saved, since_saved = builder_of(**rules), TopicProgress(), []
     said: list[Said] = []
     buffer: list[tuple[StepInput, Group]] = []
     read = 0
@@ -88,7 +68,7 @@ def trained(log: list[Group], actions: list[int | str], rules: StepRules = RULES
         if action == "checkpoint":
             saved, since_saved = builder.progress(), []
         elif action == "stop":
-            builder, buffer = BatchBuilder(rules, saved), []
+            builder, buffer = builder_of(saved, **rules), []
             for plan in since_saved:
                 builder.observe_step(plan)
             read = saved.next_offsets.get(0, 0)
@@ -99,11 +79,12 @@ def trained(log: list[Group], actions: list[int | str], rules: StepRules = RULES
             read += len(buffer)
         while buffer and not builder.full:
             place, group = buffer.pop(0)
-            if builder.wants(place, group, len(said)):
+            if builder.wants(Reference(place, group), len(said)):
                 builder.accept(TrainableGroup(place, group, ()))
         if action != 1 or builder.full:
-            batch = builder.close(len(said))
-            if batch is not None:
+            builder.sweep(len(said))
+            if builder.waiting >= SIZE:
+                batch = builder.take(SIZE, most)
                 said.append(
                     ([g.place.group_id for g in batch.groups], [(e.group_id, e.reason) for e in batch.exclusions])
                 )
@@ -111,20 +92,26 @@ def trained(log: list[Group], actions: list[int | str], rules: StepRules = RULES
     return said
 
 
-@given(kinds=LOG, actions=st.lists(st.one_of(st.integers(1, 12), st.sampled_from(["checkpoint", "stop"])), max_size=40))
-def test_whatever_the_polls_and_stops_the_batches_are_the_same(kinds, actions) -> None:
+@given(
+    kinds=LOG,
+    actions=st.lists(st.one_of(st.integers(1, 12), st.sampled_from(["checkpoint", "stop"])), max_size=40),
+    most=st.sampled_from([1, 2, MOST_EXCLUSIONS]),
+)
+@settings(max_examples=300)
+def test_whatever_the_polls_and_stops_the_batches_are_the_same(kinds, actions, most) -> None:
+    """Also where a step cannot name all exclusions, and those that are left over are decided again after a stop."""
     log = synthetic(kinds)
-    straight = trained(log, [])
-    assert trained(log, actions) == straight
+    straight = trained(log, [], most)
+    assert trained(log, actions, most) == straight
+    assert all(len(exclusions) <= most for _, exclusions in straight)
     ids = [name for inputs, _ in straight for name in inputs]
-    assert all(len(inputs) == RULES.groups_per_step for inputs, _ in straight)
+    assert all(len(inputs) == SIZE for inputs, _ in straight)
     assert len(ids) <= len([g for g in log if g.run_id == "run" and g.mode is Mode.TRAIN])
 
 
 def test_without_it_the_batches_depend_on_when_is_read() -> None:
     log = synthetic([("good", 3 if n < 12 else 0) for n in range(24)])
-    free = replace(RULES, in_order=False)
-    assert trained(log, [], free) != trained(log, [24], free)
+    assert trained(log, [], in_order=False) != trained(log, [24], in_order=False)
     assert trained(log, []) == trained(log, [24])
 
 
@@ -133,14 +120,10 @@ def test_a_group_trained_before_the_stop_is_known_after_it(kinds, stops) -> None
     """Also one that came again after it, and was read and not yet recorded as a duplicate when the trainer stopped."""
     log = synthetic([(kind, back % 3) for kind, back in kinds])
     actions = [part for n in range(len(log)) for part in ([1, 0, "checkpoint", "stop"] if n in stops else [1, 0])]
-    rules = replace(RULES, in_order=False, max_policy_lag=100, remembered_groups=100)
-    ids = [name for inputs, _ in trained([replace(g, members=_of_version_0(g)) for g in log], actions, rules)
-           for name in inputs]  # fmt: skip
+    log = [bare_group(group.group_id, kind, 0, group.closed_at) for group, (kind, _) in zip(log, kinds, strict=True)]
+    free = trained(log, actions, in_order=False, max_policy_lag=100, remembered_groups=100)
+    ids = [name for inputs, _ in free for name in inputs]
     assert len(ids) == len(set(ids))
-
-
-def _of_version_0(group: Group) -> list[GroupMember]:
-    return [replace(member, version_min=0, version_max=0) for member in group.members]
 
 
 def test_what_cannot_be_in_order_is_refused() -> None:
@@ -219,5 +202,5 @@ def test_a_fresh_trainer_over_the_same_log_makes_the_same_weights(kafka, tiny_ch
 
 def test_several_partitions_are_refused_with_the_way_out(kafka, tiny_checkpoint, tmp_path) -> None:
     log = kafka.fresh()
-    with pytest.raises(InOrderError, match=r"has 2 partitions.*kafka\.partitions set to 1"):
+    with pytest.raises(ValueError, match=r"has 2 partitions.*kafka\.partitions set to 1"):
         run(log, RUN, StoreSettings(root=str(tmp_path)), ordered(tiny_checkpoint), threading.Event())

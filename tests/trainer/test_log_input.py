@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.records import build, member_of
-from tests.trainer.conftest import make_group, make_rollout
+from tests.trainer.conftest import bare_group, builder_of, make_group, make_rollout, settings_of
 from tests.trainer.run_log import write_group, write_groups
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
@@ -23,7 +23,6 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import (
     CloseReason,
     Group,
-    GroupMember,
     Mode,
     Rollout,
     RolloutStatus,
@@ -34,13 +33,12 @@ from tidemill.schemas.records import (
 )
 from tidemill.schemas.stored_object import store_claim
 from tidemill.trainer.batch import RoutedShape, routed_tokens
-from tidemill.trainer.batch_builder import MOST_EXCLUSIONS, BatchBuilder, Reminder, StepBatch, StepRules
+from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
 from tidemill.trainer.log_input import LogInput, ReadAhead
-from tidemill.trainer.trainable import TopicProgress, TrainableGroup
+from tidemill.trainer.trainable import MOST_EXCLUSIONS, Reference, TopicProgress, TrainableGroup
 
-RULES = StepRules(
-    "run", groups_per_step=2, max_policy_lag=2, min_completed=2, skip_no_signal=True, remembered_groups=100
-)
+SIZE = 2
+"""Groups of a step."""
 
 
 def place(group: Group, offset: int, partition: int = 0) -> StepInput:
@@ -50,7 +48,7 @@ def place(group: Group, offset: int, partition: int = 0) -> StepInput:
 def feed(builder: BatchBuilder, group: Group, offset: int, version: int = 0, partition: int = 0) -> bool:
     """Read one group as the log input does, its rollouts always found."""
     here = place(group, offset, partition)
-    wanted = builder.wants(here, group, version)
+    wanted = builder.wants(Reference(here, group), version)
     if wanted:
         builder.accept(TrainableGroup(here, group, ()))
     return wanted
@@ -64,7 +62,7 @@ def good(name: str, version: int = 0, rewards=(1.0, 0.0), **changes: object) -> 
 
 def reasons(builder: BatchBuilder, version: int = 0) -> dict[str, str]:
     """Exclusions so far, by group id; closes a batch to get at them."""
-    for n in range(RULES.groups_per_step):
+    for n in range(SIZE):
         feed(builder, good(f"filler{n}", version=version), 900 + n, version)
     batch = builder.close(version)
     assert batch is not None
@@ -80,7 +78,7 @@ def failed(group: Group, keep: int) -> Group:
 
 
 def test_every_untrainable_group_has_its_reason() -> None:
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     cases = {
         "eval": good("eval", mode=Mode.EVAL),
         "late": good("late", closed_by=CloseReason.LATE),
@@ -94,18 +92,18 @@ def test_every_untrainable_group_has_its_reason() -> None:
 
 
 def test_failed_members_do_not_make_a_group_stale_or_useless() -> None:
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     assert feed(builder, failed(good("a", version=5, rewards=(1.0, 0.0, 0.0)), keep=2), 0, version=5)
 
 
 def test_groups_of_other_runs_are_left_alone() -> None:
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     assert not feed(builder, good("foreign", run_id="other"), 0)
     assert reasons(builder) == {}
 
 
 def test_a_group_emitted_twice_is_trained_once() -> None:
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     assert feed(builder, good("a"), 0)
     assert not feed(builder, good("a"), 1), "while the first still waits"
     assert feed(builder, good("b"), 2)
@@ -117,13 +115,13 @@ def test_a_group_emitted_twice_is_trained_once() -> None:
 
 
 def test_a_straggler_does_not_count_as_its_group() -> None:
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     assert not feed(builder, good("a", closed_by=CloseReason.LATE), 0)
     assert feed(builder, good("a"), 1)
 
 
 def test_oldest_groups_are_trained_first() -> None:
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     for offset, (name, closed_at) in enumerate([("c", 30), ("a", 10), ("b", 20)]):
         feed(builder, good(name, closed_at=closed_at), offset)
     batch = builder.close(0)
@@ -134,19 +132,19 @@ def test_oldest_groups_are_trained_first() -> None:
 
 
 def test_a_group_that_grew_stale_while_waiting_is_excluded_at_the_step() -> None:
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     assert feed(builder, good("waits", version=0), 0, version=0)
     assert reasons(builder, version=3) == {"waits": "stale"}
 
 
 def test_lag_at_the_bound_is_trained() -> None:
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     assert feed(builder, good("a", version=3), 0, version=5)
     assert not feed(builder, good("b", version=3), 1, version=6)
 
 
 def test_what_a_step_records_of_other_topics_ends_no_group() -> None:
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     step = recorded(StepBatch([], [StepExclusion("x", "interactions", 0, 1, "erased", 1)]))
     builder.observe_step(replace(step, inputs=[StepInput("b", "online-batches", 0, 0)]))
     assert feed(builder, good("a"), 0)
@@ -154,7 +152,7 @@ def test_what_a_step_records_of_other_topics_ends_no_group() -> None:
 
 
 def test_groups_of_a_version_that_was_given_up_are_excluded() -> None:
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     assert feed(builder, good("waits", version=3), 0, version=3)
     builder.abandon({3})
     assert not feed(builder, good("comes", version=3), 1, version=2)
@@ -164,13 +162,13 @@ def test_groups_of_a_version_that_was_given_up_are_excluded() -> None:
 def accept(builder: BatchBuilder, group: Group, offset: int, rollouts=(), replays=(), replay_id: str = "") -> None:
     """Read one group with its rollouts, written by replays or not."""
     here = place(group, offset)
-    if builder.wants(here, group, 0, replay_id):
+    if builder.wants(Reference(here, group, replay_id), 0):
         builder.accept(TrainableGroup(here, group, tuple(rollouts), frozenset(replays)))
 
 
 def test_groups_whose_lag_is_undefined_are_excluded() -> None:
     """Of another life of the version numbers, or of a version that this trainer has not made."""
-    builder = BatchBuilder(RULES, incarnation="mine")
+    builder = builder_of(incarnation="mine")
     accept(builder, good("mine"), 0, [make_rollout("mine", 0, 1.0, incarnation="mine")])
     accept(builder, good("unsaid"), 1, [make_rollout("unsaid", 0, 1.0)])
     mixed = [make_rollout("other", 0, 1.0, incarnation="mine"), make_rollout("other", 1, 0.0, incarnation="theirs")]
@@ -183,24 +181,29 @@ def test_groups_whose_lag_is_undefined_are_excluded() -> None:
 
 
 def test_groups_of_undefined_lag_are_missed_while_the_batch_would_be_full_with_them() -> None:
-    builder = BatchBuilder(RULES, incarnation="mine")
+    builder = builder_of(incarnation="mine")
     accept(builder, good("other"), 0, [make_rollout("other", 0, 1.0, incarnation="theirs")])
-    assert builder.missed is None, "one more would not make a batch"
+    assert builder.missed(0) == "", "one more would not make a batch"
     assert not feed(builder, good("ahead", version=7), 1, version=0)
-    missed = builder.missed
-    assert missed is not None
-    assert (missed.of_others, missed.ahead, missed.newest) == (1, 1, 7)
-    said = missed.told(builder.incarnation, 0)
-    for part in ("2 groups", "theirs", "mine", "trainer.publish.incarnation", "up to 7", "trainer.in_order"):
+    said = builder.missed(0)
+    for part in (
+        "2 groups",
+        "1 sampled under versions of another",
+        "1 sampled under versions up to 7",
+        "theirs",
+        "mine",
+        "trainer.publish.incarnation",
+        "trainer.in_order",
+    ):
         assert part in said
     feed(builder, good("a"), 2)
     feed(builder, good("b"), 3)
-    assert builder.missed is None, "there is a batch without them"
+    assert builder.missed(0) == "", "there is a batch without them"
     batch = builder.close(0)
     assert batch is not None
     assert len(batch.exclusions) == 2
     feed(builder, good("c"), 4)
-    assert builder.missed is None, "the step before has said why"
+    assert builder.missed(0) == "", "the step before has said why"
 
 
 def sampled_with(rollout: Rollout, **parameters: object) -> Rollout:
@@ -213,31 +216,30 @@ def test_groups_of_another_distribution_are_excluded_unless_they_are_accepted() 
     warm = sampled_with(make_rollout("warm", 1, 0.0), temperature=0.7)
     cut = sampled_with(make_rollout("cut", 0, 0.0), top_k=40, others="bad_words")
     for accepted, trained in ((False, ["own"]), (True, ["own", "warm"])):
-        builder = BatchBuilder(replace(RULES, groups_per_step=1 + accepted, accept_other_sampling=accepted))
+        builder = builder_of(groups_per_step=1 + accepted, accept_other_sampling=accepted)
         accept(builder, good("own"), 0, [sampled_with(own), unsaid])
         accept(builder, good("warm"), 1, [own, warm])
         batch = builder.close(0)
         assert [g.group.group_id for g in batch.groups] == trained
         assert {e.group_id: e.reason for e in batch.exclusions} == ({} if accepted else {"warm": "other_sampling"})
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     accept(builder, good("warm"), 0, [warm])
     accept(builder, good("cut"), 1, [cut])
-    missed = builder.missed
-    assert missed is not None and missed.groups == 2
-    told = missed.told(builder.incarnation, 0)
-    for part in ("temperature 0.7", "top_k 40, bad_words", "rollout.temperature to 1", "trainer.accept_other_sampling"):
+    told = builder.missed(0)
+    for part in (
+        "2 groups",
+        "temperature 0.7",
+        "top_k 40, bad_words",
+        "rollout.temperature to 1",
+        "trainer.accept_other_sampling",
+    ):
         assert part in told
     assert "policy lag" not in told
 
 
-def test_what_lasts_is_told_at_once_and_then_rarely() -> None:
-    reminder = Reminder(every_s=60.0)
-    assert [now for now in range(0, 200, 10) if reminder.due(float(now))] == [0, 60, 120, 180]
-
-
 def test_what_a_replay_wrote_is_trained_only_when_told() -> None:
     """A refused copy is not the group's ending: the group itself is trained when it comes."""
-    builder = BatchBuilder(replace(RULES, accept_replays=frozenset({"known"})))
+    builder = builder_of(accept_replays=("known",))
     accept(builder, good("a"), 0, replay_id="unknown")
     accept(builder, good("a"), 1)
     accept(builder, good("b"), 2, replays=["unknown", "known"])
@@ -245,23 +247,23 @@ def test_what_a_replay_wrote_is_trained_only_when_told() -> None:
     batch = builder.close(0)
     assert [g.group.group_id for g in batch.groups] == ["a", "c"]
     assert [(e.group_id, e.offset, e.reason) for e in batch.exclusions] == [("a", 0, "replayed"), ("b", 2, "replayed")]
-    restarted = BatchBuilder(RULES)
+    restarted = builder_of()
     restarted.observe_step(replace(recorded(batch), inputs=[]))
     assert feed(restarted, good("b"), 4), "nor is it one in a step that was recorded"
 
 
 def test_groups_wait_up_to_a_bound() -> None:
-    builder = BatchBuilder(replace(RULES, max_waiting=3))
-    for offset in range(3):
+    builder = builder_of(max_waiting_batches=2)
+    for offset in range(2 * SIZE):
         assert not builder.full
         feed(builder, good(f"g{offset}"), offset)
     assert builder.full
     builder.close(0)
-    assert (builder.waiting, builder.full) == (1, False)
+    assert (builder.waiting, builder.full) == (SIZE, False)
 
 
 def test_a_burst_of_useless_groups_is_named_step_by_step_in_records_that_the_log_takes() -> None:
-    builder = BatchBuilder(RULES)
+    builder = builder_of()
     useless = replace(good("useless", mode=Mode.EVAL), members=[])
     long = 3 * MOST_EXCLUSIONS - 1
     for offset in range(long):
@@ -269,8 +271,8 @@ def test_a_burst_of_useless_groups_is_named_step_by_step_in_records_that_the_log
         assert not feed(builder, replace(useless, group_id=name), offset)
     named = []
     for step in range(4):
-        for n in range(RULES.groups_per_step):
-            feed(builder, good(f"g{step}-{n}"), long + step * RULES.groups_per_step + n)
+        for n in range(SIZE):
+            feed(builder, good(f"g{step}-{n}"), long + step * SIZE + n)
         batch = builder.close(0)
         assert batch is not None
         assert len(Codec().encode(recorded(batch))) < MAX_RECORD_BYTES
@@ -293,26 +295,25 @@ ACTIONS = st.one_of(st.integers(0, 2), st.sampled_from(["checkpoint", "stop"]))
 @given(
     kinds=st.lists(st.tuples(KINDS, st.integers(0, 2)), max_size=30),
     actions=st.lists(ACTIONS, max_size=60),
-    most=st.sampled_from([1, 2, RULES.most_exclusions]),
+    most=st.sampled_from([1, 2, MOST_EXCLUSIONS]),
 )
 @settings(max_examples=150, deadline=None)
 def test_whatever_the_stops_every_group_ends_exactly_once(kinds, actions, most) -> None:
     """Going on from the last checkpoint and the steps recorded since repeats nothing and skips nothing."""
     log = synthetic_log(kinds)
     endings: dict[tuple[int, int], str] = {}
-    rules = replace(RULES, most_exclusions=most)
-    builder, saved, since_saved = BatchBuilder(rules), TopicProgress(), []
+    builder, saved, since_saved = builder_of(), TopicProgress(), []
     for action in [*actions, *(partition for partition in range(3) for _ in range(len(kinds)))]:
         if action == "checkpoint":
             saved, since_saved = builder.progress(), []
         elif action == "stop":
-            builder = BatchBuilder(rules, saved)
+            builder = builder_of(saved)
             for step in since_saved:
                 builder.observe_step(step)
         else:
             read_next(builder, log[action], action)
-        batch = builder.close(0)
-        if batch is not None:
+        if builder.waiting >= SIZE:
+            batch = builder.take(SIZE, most)
             assert len(batch.exclusions) <= most
             end_all(endings, batch)
             since_saved.append(recorded(batch))
@@ -324,7 +325,7 @@ def test_whatever_the_stops_every_group_ends_exactly_once(kinds, actions, most) 
 
 
 def read_next(builder: BatchBuilder, records: list[Group], partition: int) -> None:
-    offset = builder._endings._read.get(partition, 0)
+    offset = builder._read.get(partition, 0)
     if offset < len(records):
         feed(builder, records[offset], offset, 0, partition)
 
@@ -338,7 +339,7 @@ def end_all(endings: dict[tuple[int, int], str], batch: StepBatch) -> None:
 
 def open_places(builder: BatchBuilder) -> set[tuple[int, int]]:
     waiting = {(c.place.partition, c.place.offset) for c in builder._waiting}
-    return waiting | {(e.partition, e.offset) for e in builder._endings.excluded}
+    return waiting | {(e.partition, e.offset) for e in builder._excluded}
 
 
 def synthetic_log(kinds) -> dict[int, list[Group]]:
@@ -346,28 +347,8 @@ def synthetic_log(kinds) -> dict[int, list[Group]]:
     for number, (kind, partition) in enumerate(kinds):
         known = [g.group_id for g in log[partition] if g.mode is Mode.TRAIN]
         name = known[0] if kind == "duplicate" and known else f"g{number}"
-        log[partition].append(bare_group(name, kind, number))
+        log[partition].append(bare_group(name, kind, closed_at=number))
     return log
-
-
-def bare_group(name: str, kind: str, number: int) -> Group:
-    rewards = (1.0, 1.0) if kind == "no_signal" else (1.0, 0.0)
-    members = [
-        build(
-            GroupMember,
-            rollout_id=f"{name}-{i}",
-            topic="rollouts",
-            offset=i,
-            reward=r,
-            advantage=0.0,
-            success=True,
-            sampled_tokens=1,
-        )
-        for i, r in enumerate(rewards)
-    ]
-    return build(Group, group_id=name, run_id="other" if kind == "foreign" else "run", environment="test",
-                 mode=Mode.EVAL if kind == "eval" else Mode.TRAIN, expected_size=2, members=members, mean_reward=0.5,
-                 closed_at=number)  # fmt: skip
 
 
 def test_read_ahead_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
@@ -388,6 +369,11 @@ def test_read_ahead_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
 @pytest.fixture
 def log(kafka) -> KafkaSettings:
     return kafka.fresh()
+
+
+def reading_ahead(limit_bytes: int):
+    """Settings with less memory for rollouts than a user may set."""
+    return settings_of().model_copy(update={"read_ahead_bytes": limit_bytes})
 
 
 def read_batch(source: LogInput, builder: BatchBuilder, version: int = 0, deadline_s: float = 180.0):
@@ -416,14 +402,14 @@ def test_groups_and_rollouts_are_read_from_the_log(log, tmp_path) -> None:
     plain = [make_rollout("plain", i, float(i)) for i in range(2)]
     write_group(producer, plain)
 
-    builder = BatchBuilder(RULES)
-    with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source:
+    builder = builder_of()
+    with LogInput(log, settings_of(), builder, producer, 64) as source:
         batch = read_batch(source, builder)
         deadline = time.monotonic() + 180
-        while len(builder._endings.excluded) + len(batch.exclusions) < 3 and time.monotonic() < deadline:
+        while len(builder._excluded) + len(batch.exclusions) < 3 and time.monotonic() < deadline:
             source.poll(0.1, 0)
     assert {g.group.group_id: list(g.rollouts) for g in batch.groups} == {"claimed": full, "plain": plain}
-    assert {e.group_id: e.reason for e in (*batch.exclusions, *builder._endings.excluded)} == {
+    assert {e.group_id: e.reason for e in (*batch.exclusions, *builder._excluded)} == {
         "gone": "missing_rollout",
         "lost": "missing_rollout",
         "wrong": "invalid_rollout",
@@ -444,16 +430,16 @@ def test_groups_are_routed_by_the_ids_of_their_rollouts_and_excluded_without_the
             for r, claim in zip(plain, claims, strict=True)
         ]
         write_group(producer, routed)
-    builder = BatchBuilder(RULES)
-    with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64, routed=shape) as source:
+    builder = builder_of()
+    with LogInput(log, settings_of(), builder, producer, 64, shape) as source:
         batch = read_batch(source, builder)
         deadline = time.monotonic() + 180
-        while len(builder._endings.excluded) + len(batch.exclusions) < 2 and time.monotonic() < deadline:
+        while len(builder._excluded) + len(batch.exclusions) < 2 and time.monotonic() < deadline:
             source.poll(0.1, 0)
     assert {group.group.group_id for group in batch.groups} == {"routed", "again"}
     for group in batch.groups:
         assert all(np.array_equal(found, held) for found, held in zip(group.expert_ids, ids, strict=True))
-    excluded = {e.group_id: e.reason for e in (*batch.exclusions, *builder._endings.excluded)}
+    excluded = {e.group_id: e.reason for e in (*batch.exclusions, *builder._excluded)}
     assert excluded == {"plain": "invalid_routing", "short": "invalid_routing"}
     assert "rollout plain-0 was recorded without expert ids" in caplog.text
     assert "and the segments and the model need" in caplog.text
@@ -472,9 +458,9 @@ def dead_letters(log: KafkaSettings) -> list[bytes]:
 def test_rollouts_written_before_the_reader_started_are_fetched_by_offset(log) -> None:
     producer = RecordProducer(log, "test")
     write_groups(log, range(6), size=2)
-    builder = BatchBuilder(replace(RULES, groups_per_step=6))
+    builder = builder_of(groups_per_step=6)
     # Room for one rollout or two: nearly every one has to be fetched again.
-    with LogInput(log, builder, producer, limit_bytes=600, vocab_size=64) as source:
+    with LogInput(log, reading_ahead(600), builder, producer, 64) as source:
         batch = read_batch(source, builder)
     assert [g.group.group_id for g in batch.groups] == [f"g{n}" for n in range(6)]
     assert all(r.group_id == g.group.group_id for g in batch.groups for r in g.rollouts)
@@ -483,11 +469,11 @@ def test_rollouts_written_before_the_reader_started_are_fetched_by_offset(log) -
 def test_reading_goes_on_after_the_checkpointed_offsets(log) -> None:
     producer = RecordProducer(log, "test")
     write_groups(log, range(5), size=2)
-    first = BatchBuilder(RULES)
-    with LogInput(log, first, producer, limit_bytes=2**20, vocab_size=64) as source:
+    first = builder_of()
+    with LogInput(log, settings_of(), first, producer, 64) as source:
         trained = [g.group.group_id for g in read_batch(source, first).groups]
-        second = BatchBuilder(RULES, first.progress())
-    with LogInput(log, second, producer, limit_bytes=2**20, vocab_size=64) as source:
+        second = builder_of(first.progress())
+    with LogInput(log, settings_of(), second, producer, 64) as source:
         trained += [g.group.group_id for g in read_batch(source, second).groups]
     assert len(set(trained)) == 4
     with LogReader(log, [Topic.GROUPS]) as reader:
@@ -497,12 +483,12 @@ def test_reading_goes_on_after_the_checkpointed_offsets(log) -> None:
 def test_a_burst_waits_in_the_log_and_not_in_memory(log) -> None:
     """Ten times what may wait: groups beyond the bound are not decided, their rollouts not fetched, none is lost."""
     producer = RecordProducer(log, "test")
-    bound, number = 2, 20
+    number = 20
     write_groups(log, range(number), size=2)
-    builder = BatchBuilder(replace(RULES, max_waiting=bound))
+    builder = builder_of(max_waiting_batches=1)
     limit = 2_000
     trained, most = [], 0
-    with LogInput(log, builder, producer, limit_bytes=limit, vocab_size=64) as source:
+    with LogInput(log, reading_ahead(limit), builder, producer, 64) as source:
         deadline = time.monotonic() + 180
         while len(trained) < number and time.monotonic() < deadline:
             for _ in range(3):
@@ -512,7 +498,7 @@ def test_a_burst_waits_in_the_log_and_not_in_memory(log) -> None:
             batch = builder.close(0)
             trained += [g.group.group_id for g in batch.groups] if batch else []
     assert sorted(trained) == sorted(f"g{group}" for group in range(number))
-    assert most == bound
+    assert most == SIZE
 
 
 def test_what_a_replay_wrote_is_told_by_its_headers(log) -> None:
@@ -530,9 +516,8 @@ def test_what_a_replay_wrote_is_told_by_its_headers(log) -> None:
         producer.send(Topic.GROUPS, make_group(name, members), key=name, partition=0, headers=said)
         producer.flush()
     for accepted in ((), ("again",)):
-        rules = replace(RULES, accept_replays=frozenset(accepted), groups_per_step=3 if accepted else 1)
-        builder = BatchBuilder(rules)
-        with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source:
+        builder = builder_of(accept_replays=accepted, groups_per_step=3 if accepted else 1)
+        with LogInput(log, settings_of(), builder, producer, 64) as source:
             batch = read_batch(source, builder)
         assert {g.group.group_id for g in batch.groups} == ({"group", "rollout", "plain"} if accepted else {"plain"})
         assert {e.group_id: e.reason for e in batch.exclusions} == (
@@ -545,10 +530,10 @@ def test_a_trainer_that_waits_over_the_topics_of_another_incarnation_says_so_onc
     for number in range(5):
         rollouts = [make_rollout(f"g{number}", i, float(i), incarnation="theirs") for i in range(2)]
         write_group(producer, rollouts, closed_at=number)
-    builder = BatchBuilder(RULES, incarnation="mine")
-    with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source, caplog.at_level("WARNING"):
+    builder = builder_of(incarnation="mine")
+    with LogInput(log, settings_of(), builder, producer, 64) as source, caplog.at_level("WARNING"):
         deadline = time.monotonic() + 180
-        while len(builder._endings.excluded) < 5 and time.monotonic() < deadline:
+        while len(builder._excluded) < 5 and time.monotonic() < deadline:
             source.poll(0.1, 0)
         source.poll(0.1, 0)
     said = [r.getMessage() for r in caplog.records if "policy lag is undefined" in r.getMessage()]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.trainer.conftest import (
+    fingerprint_of,
     make_interaction,
     make_rollout,
     make_segment,
@@ -23,10 +24,10 @@ from tidemill.schemas.records import Interaction, Rollout, VersionSpan
 from tidemill.trainer.batch import Trajectory, pack
 from tidemill.trainer.choices import CorrectionKind, ObjectiveName
 from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.corrections import RatioBounds, bounded, correction_weights
+from tidemill.trainer.corrections import bounded, correction_weights
 from tidemill.trainer.mismatch import TrainedTokens, alarms, measure, warning
 from tidemill.trainer.policy import frozen_logprobs
-from tidemill.trainer.serving_view import fingerprint_of, serving_view
+from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.step import Learner
 
 VERSION = 7
@@ -202,8 +203,9 @@ def test_an_alarm_is_a_whole_part_at_its_bound(trajectories):
 @pytest.mark.parametrize("kind", list(CorrectionKind))
 def test_a_cut_token_is_one_whose_ratio_a_bound_has_changed(kind: CorrectionKind):
     ratio = torch.tensor([[1.0, 0.9, 1.1], [3.0, 0.2, 1.0], [1.5, 1.0, 1.6], [0.2, 1.0, 0.2]])
-    logs, sequence, bounds = ratio.log().flatten(), torch.arange(4).repeat_interleave(3), RatioBounds(0.5, 2.0)
-    weights = correction_weights(kind, logs, torch.zeros(12), sequence, 4, bounds)
+    correction = CorrectionSettings(kind=kind, low=0.5, high=2.0)
+    logs, sequence = ratio.log().flatten(), torch.arange(4).repeat_interleave(3)
+    weights = correction_weights(correction, logs, torch.zeros(12), sequence, 4)
     whole = ratio.prod(1)
     mean = whole ** (1 / 3)
     expected = {
@@ -214,7 +216,7 @@ def test_a_cut_token_is_one_whose_ratio_a_bound_has_changed(kind: CorrectionKind
         CorrectionKind.SEQUENCE_MIS: (whole > 2)[:, None].expand(4, 3),
         CorrectionKind.GEOMETRIC: ((mean > 2) | (mean < 0.5))[:, None].expand(4, 3),
     }
-    assert torch.equal(bounded(kind, weights, bounds), expected[kind].flatten())
+    assert torch.equal(bounded(correction, weights), expected[kind].flatten())
 
 
 def settings_of(**changes: object) -> TrainerSettings:

@@ -1,6 +1,7 @@
 """Objectives, advantages and corrections against independent NumPy formulas, and the properties they are chosen for."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +14,12 @@ from tidemill.trainer import corrections
 from tidemill.trainer.advantages import ADVANTAGES, AdvantageKind, GroupTooSmallError, penalise
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
 from tidemill.trainer.config import CorrectionSettings, KlSettings, TrainerSettings
-from tidemill.trainer.corrections import RatioBounds, correction_weights
+from tidemill.trainer.corrections import correction_weights
 from tidemill.trainer.objectives import (
     OBJECTIVES,
     ObjectiveName,
     Options,
     Tokens,
-    Totals,
     clip_fraction,
     loss,
     reference_divergence,
@@ -61,16 +61,15 @@ def tokens_of(advantages: np.ndarray, current: torch.Tensor | None = None, weigh
         advantages=tensor(advantages[SEQUENCE]),
         weights=tensor(weights),
         sequence=torch.from_numpy(SEQUENCE),
+        n_sequences=4,
+        n_tokens=len(SEQUENCE),
         reference_logprobs=tensor(sample_logprobs(4)),
     )
 
 
-TOTALS = Totals(sequences=4, tokens=len(SEQUENCE))
-
-
 def value_and_gradient(name: ObjectiveName, advantages: np.ndarray, weights: np.ndarray) -> tuple[float, np.ndarray]:
     tokens = tokens_of(advantages, weights=weights)
-    value = loss(OBJECTIVES[name], tokens, TOTALS, options_of(name))
+    value = loss(OBJECTIVES[name], tokens, options_of(name))
     value.backward()
     return float(value.detach()), tokens.logprobs.grad.numpy()
 
@@ -165,11 +164,12 @@ def test_composer2_numbers_worked_out_on_paper() -> None:
         advantages=torch.tensor(ADVANTAGES[AdvantageKind.CENTRED](np.array([1.0, 0.0])), dtype=torch.float32),
         weights=torch.tensor([2.0, 0.5]),
         sequence=torch.tensor([0, 1]),
+        n_sequences=2,
+        n_tokens=2,
     )
     value = loss(
         OBJECTIVES[ObjectiveName.COMPOSER2],
         tokens,
-        Totals(2, 2),
         options_of(ObjectiveName.COMPOSER2, length_divisor=10.0),
     )
     value.backward()
@@ -210,8 +210,8 @@ def per_token_weight(name: ObjectiveName, repeat: int) -> float:
     flat = torch.full((len(sequence),), -1.0)
     logprobs = flat.clone().requires_grad_()
     advantages = torch.tensor(ADVANTAGES[OBJECTIVES[name].advantage](REWARDS), dtype=torch.float32)[sequence]
-    tokens = Tokens(logprobs, flat, flat, advantages, torch.ones_like(flat), sequence)
-    loss(OBJECTIVES[name], tokens, Totals(4, len(sequence)), options_of(name)).backward()
+    tokens = Tokens(logprobs, flat, flat, advantages, torch.ones_like(flat), sequence, 4, len(sequence))
+    loss(OBJECTIVES[name], tokens, options_of(name)).backward()
     return float(logprobs.grad[0].abs())
 
 
@@ -243,9 +243,9 @@ def test_losses_of_rows_add_up_to_the_loss_of_the_batch() -> None:
         for rollout in range(4):
             here = torch.from_numpy(rollout == SEQUENCE)
             fields = ("logprobs", "old_logprobs", "sampler_logprobs", "advantages", "weights", "sequence")
-            part = Tokens(*(getattr(whole, field)[here] for field in fields))
-            parts += loss(OBJECTIVES[name], part, TOTALS, options_of(name)).item()
-        assert parts == pytest.approx(loss(OBJECTIVES[name], whole, TOTALS, options_of(name)).item())
+            part = replace(whole, **{field: getattr(whole, field)[here] for field in fields}, reference_logprobs=None)
+            parts += loss(OBJECTIVES[name], part, options_of(name)).item()
+        assert parts == pytest.approx(loss(OBJECTIVES[name], whole, options_of(name)).item())
 
 
 def test_clip_fraction_counts_tokens_without_gradient() -> None:
@@ -262,31 +262,35 @@ OWNERS = torch.tensor([0, 0, 0, 1, 1])
 
 
 @pytest.mark.parametrize(
-    ("kind", "bounds", "expected"),
+    ("kind", "low", "high", "expected"),
     [
-        (CorrectionKind.NONE, RatioBounds(0.5, 2.0), [1, 1, 1, 1, 1]),
-        (CorrectionKind.TIS, RatioBounds(0.5, 2.0), [0.4, 1, 2, 1.5, 2]),
-        (CorrectionKind.MIS, RatioBounds(0.5, 2.0), [0, 1, 0, 1.5, 2]),
-        (CorrectionKind.SEQUENCE_TIS, RatioBounds(0.5, 2.0), [1.2, 1.2, 1.2, 2, 2]),
-        (CorrectionKind.SEQUENCE_MIS, RatioBounds(0.5, 2.0), [1.2, 1.2, 1.2, 0, 0]),
-        (CorrectionKind.GEOMETRIC, RatioBounds(0.9, 1.1), [1, 1, 1, 0, 0]),
+        (CorrectionKind.NONE, 0.5, 2.0, [1, 1, 1, 1, 1]),
+        (CorrectionKind.TIS, 0.5, 2.0, [0.4, 1, 2, 1.5, 2]),
+        (CorrectionKind.MIS, 0.5, 2.0, [0, 1, 0, 1.5, 2]),
+        (CorrectionKind.SEQUENCE_TIS, 0.5, 2.0, [1.2, 1.2, 1.2, 2, 2]),
+        (CorrectionKind.SEQUENCE_MIS, 0.5, 2.0, [1.2, 1.2, 1.2, 0, 0]),
+        (CorrectionKind.GEOMETRIC, 0.9, 1.1, [1, 1, 1, 0, 0]),
     ],
 )
-def test_correction_golden_values(kind: CorrectionKind, bounds: RatioBounds, expected: list[float]) -> None:
+def test_correction_golden_values(kind: CorrectionKind, low: float, high: float, expected: list[float]) -> None:
     trainer = RATIOS.log().requires_grad_()
     # A hair above the exact bound of 2, so that rounding does not decide on which side of it the last ratio falls.
-    weights = correction_weights(kind, trainer, torch.full((5,), 1e-7), OWNERS, 2, bounds)
+    correction = CorrectionSettings(kind=kind, low=low, high=high)
+    weights = correction_weights(correction, trainer, torch.full((5,), 1e-7), OWNERS, 2)
     assert not weights.requires_grad
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32), rtol=1e-5, atol=1e-6)
 
 
 def test_geometric_mean_does_not_grow_with_length() -> None:
-    bounds = RatioBounds(0.9, 1.15)
+    mean, whole = (
+        CorrectionSettings(kind=kind, low=0.9, high=1.15)
+        for kind in (CorrectionKind.GEOMETRIC, CorrectionKind.SEQUENCE_MIS)
+    )
     for n in (10, 100):
         ratios, owners = torch.full((n,), math.log(1.1)), torch.zeros(n, dtype=torch.long)
         zeros = torch.zeros(n)
-        assert correction_weights(CorrectionKind.GEOMETRIC, ratios, zeros, owners, 1, bounds).all()
-        assert not correction_weights(CorrectionKind.SEQUENCE_MIS, ratios, zeros, owners, 1, bounds).any()
+        assert correction_weights(mean, ratios, zeros, owners, 1).all()
+        assert not correction_weights(whole, ratios, zeros, owners, 1).any()
 
 
 # Divergences.
@@ -341,9 +345,11 @@ def train_toy_policy(place: str, steps: int = 300) -> tuple[float, float]:
             advantages,
             torch.ones(group),
             torch.arange(group),
+            group,
+            group,
             reference[actions],
         )
-        value = loss(recipe, tokens, Totals(group, group), options_of(ObjectiveName.COMPOSER2, length_divisor=1.0))
+        value = loss(recipe, tokens, options_of(ObjectiveName.COMPOSER2, length_divisor=1.0))
         if place == "loss":
             value = value + 0.5 * reference_divergence(tokens, corrections.Estimator.K1).mean()
         optimizer.zero_grad()
@@ -365,7 +371,7 @@ def test_k1_in_the_loss_does_not() -> None:
 def test_k3_in_the_loss_has_the_gradient_of_its_formula() -> None:
     tokens = tokens_of(np.zeros(4))
     options = Options(0.2, 0.2, LENGTH_DIVISOR, CAP, kl_coefficient=0.1)
-    value = loss(OBJECTIVES[ObjectiveName.GRPO], tokens, TOTALS, options)
+    value = loss(OBJECTIVES[ObjectiveName.GRPO], tokens, options)
     value.backward()
     scale = np.array([4 * LENGTHS[i] for i in SEQUENCE])
     ratio = np.exp(sample_logprobs(4) - CURRENT)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.trainer.conftest import make_trainable_batch
 from tidemill.trainer.advantages import BASELINES, GroupTooSmallError, advantages, batch_advantages, has_signal
 from tidemill.trainer.choices import BaselineKind
-from tidemill.trainer.objectives import Options, Tokens, Totals, loss
+from tidemill.trainer.objectives import Options, Tokens, loss
 from tidemill.trainer.step import ONLINE
 
 REWARDS = np.array([1.0, 0.0, 0.5, -0.5])
@@ -114,9 +114,10 @@ def shown_share(accepted: float, rate: float, seed: int, steps: int = 400, batch
         tokens = Tokens(
             logprobs=logprobs, old_logprobs=logprobs.detach(), sampler_logprobs=logprobs.detach(),
             advantages=torch.from_numpy(values).float(), weights=torch.ones(batch), sequence=torch.arange(batch),
+            n_sequences=batch, n_tokens=batch,
         )  # fmt: skip
         optimizer.zero_grad()
-        loss(ONLINE, tokens, Totals(batch, batch), options).backward()
+        loss(ONLINE, tokens, options).backward()
         optimizer.step()
     return float(torch.softmax(logits.detach(), 0)[1])
 

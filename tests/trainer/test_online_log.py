@@ -173,8 +173,8 @@ def test_nothing_is_learnt_until_the_floor_is_passed(log, settings, store, monke
     floored = settings.model_copy(update={"online": settings.online.model_copy(update={"require_admission": True})})
     exclude, excluded = OnlineQueue.exclude, threading.Event()
 
-    def observed(self, waiting, reason) -> None:
-        exclude(self, waiting, reason)
+    def observed(*arguments) -> None:
+        exclude(*arguments)
         excluded.set()
 
     monkeypatch.setattr(OnlineQueue, "exclude", observed)

@@ -7,19 +7,29 @@ import pytest
 import torch
 
 from tests.records import member_of
-from tests.trainer.conftest import make_group, make_rollout, make_trainable, make_trainable_batch, tiny_model
+from tests.trainer.conftest import (
+    fingerprint_of,
+    make_group,
+    make_rollout,
+    make_trainable,
+    make_trainable_batch,
+    queue_of,
+    tiny_model,
+)
 from tidemill.schemas.config import RunSettings
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import StepInput
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.batch import InvalidRolloutError, pack
 from tidemill.trainer.batch_builder import BatchBuilder
-from tidemill.trainer.choices import AdvantageKind, BaselineKind, CorrectionKind, Estimator, ObjectiveName
+from tidemill.trainer.choices import BaselineKind, CorrectionKind, Estimator, ObjectiveName
 from tidemill.trainer.config import CorrectionSettings, KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.master import MasterWeights
+from tidemill.trainer.online_queue import WeightLine
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
-from tidemill.trainer.resume import online_rules_of, rules_of
-from tidemill.trainer.serving_view import fingerprint_of, serving_view
+from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.step import Learner
+from tidemill.trainer.trainable import Reference
 
 ON = OnlineSettings(enabled=True)
 HUGE_NORM = 1e9
@@ -199,10 +209,17 @@ def test_settings_that_do_not_fit_together_are_refused_with_the_way_out(changes,
 
 
 def test_corrections_follow_the_bound_of_what_is_weighted() -> None:
-    run = RunSettings(max_policy_lag=3)
-    assert online_rules_of(run, settings_of()).correction_lag == 3
-    unweighted = settings_of(correction=CorrectionSettings(kind=CorrectionKind.NONE))
-    assert online_rules_of(run, unweighted).correction_lag == 0
+    """They may be as old as any trained token, where tokens of older weights are weighted; else of these weights."""
+    fresh, line = make_trainable_batch("b", (1.0, 0.0), version=3), WeightLine("run", "main")
+    for version in (1, 2, 3):
+        line.made(version, version - 1, 0)
+    old = make_trainable_batch("old", (-2.0,), version=1)
+    members = [*fresh.members, replace(old.members[0], correction=True, offset=9)]
+    read = Reference(fresh.place, replace(fresh.batch, version=3, members=members))
+    found = {Position.of(m): i for m, i in zip(members, [*fresh.interactions, *old.interactions], strict=True)}
+    for kind, left_out in ((CorrectionKind.TIS, []), (CorrectionKind.NONE, ["stale"])):
+        left = queue_of(line, correction=CorrectionSettings(kind=kind)).settle(read, found, 3)
+        assert [entry.reason for entry in left.excluded] == left_out
 
 
 COMPARING = [name for name in ObjectiveName if name is not ObjectiveName.REINFORCE]
@@ -213,15 +230,16 @@ def test_groups_of_one_are_refused_where_rollouts_are_compared(objective) -> Non
     none = CorrectionSettings(kind=CorrectionKind.NONE)
     settings = settings_of(objective=objective, correction=none)
     with pytest.raises(GroupTooSmallError, match="the objective `reinforce`"):
-        rules_of(RunSettings(min_completed=1), settings)
+        BatchBuilder(RunSettings(min_completed=1), settings)
     alone = make_group("g", [member_of(make_rollout("g", 0, 1.0, size=1), 0, 0)])
-    builder = BatchBuilder(rules_of(RunSettings(), settings))
+    builder = BatchBuilder(RunSettings(), settings)
     with pytest.raises(ValueError, match="the objective `reinforce`"):
-        builder.wants(StepInput("g", "groups", 0, 0), alone, 0)
+        builder.wants(Reference(StepInput("g", "groups", 0, 0), alone), 0)
 
 
 def test_groups_of_one_are_trained_by_reinforce() -> None:
-    rules = rules_of(RunSettings(min_completed=1, skip_no_signal=False), settings_of(objective=ObjectiveName.REINFORCE))
-    assert rules.advantage is AdvantageKind.RAW
+    builder = BatchBuilder(
+        RunSettings(min_completed=1, skip_no_signal=False), settings_of(objective=ObjectiveName.REINFORCE)
+    )
     alone = make_group("g", [member_of(make_rollout("g", 0, 1.0, size=1), 0, 0)])
-    assert BatchBuilder(rules).wants(StepInput("g", "groups", 0, 0), alone, 0)
+    assert builder.wants(Reference(StepInput("g", "groups", 0, 0), alone), 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import PhiConfig, PhiForCausalLM
 
 from tests.records import build
-from tests.trainer.conftest import make_trainable, make_trainable_batch, tiny_model
+from tests.trainer.conftest import fingerprint_of, make_trainable, make_trainable_batch, tiny_model
 from tidemill.schemas.records import Rollout, Segment, VersionSpan
 from tidemill.trainer import attention, policy
 from tidemill.trainer.attention import TreeAttention
@@ -20,7 +20,7 @@ from tidemill.trainer.config import CorrectionSettings, KlSettings, OnlineSettin
 from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.model import use_packed_attention
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
-from tidemill.trainer.serving_view import fingerprint_of, serving_view
+from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.step import Learner, make_deterministic
 
 VOCAB = 64

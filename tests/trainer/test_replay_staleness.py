@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import build, member_of
-from tests.trainer.conftest import make_group, make_rollout
+from tests.trainer.conftest import builder_of, make_group, make_rollout
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import Exclusion, Group, RolloutStatus, StepExclusion, StepInput, TrainStep
-from tidemill.trainer.batch_builder import BatchBuilder, StepRules
-from tidemill.trainer.replay.staleness import Moved, judge, lag_of, places_of
-from tidemill.trainer.trainable import TrainableGroup
+from tidemill.trainer.replay.staleness import Moved, judge, places_of
+from tidemill.trainer.trainable import Reference, TrainableGroup, lag_of
 
 
 def at(offset: int) -> Position:
@@ -64,13 +63,13 @@ def test_a_failed_member_has_no_say():
 def test_the_recorded_bound_moves_nothing(versions, bound):
     """What the trainer's own builder decided at a bound is judged the same at it."""
     found: dict[Position, Group] = {}
-    builder = BatchBuilder(StepRules("run", 1, bound, 1, False, 100))
+    builder = builder_of(groups_per_step=1, max_policy_lag=bound, skip_no_signal=False)
     for offset, pair in enumerate(versions):
         rollouts = tuple(make_rollout(f"g{offset}", i, float(i), 2, v) for i, v in enumerate(pair))
         members = [member_of(r, 0, i) for i, r in enumerate(rollouts)]
         found[at(offset)] = group = make_group(f"g{offset}", members)
         place = StepInput(f"g{offset}", Topic.GROUPS.value, 0, offset)
-        if builder.wants(place, group, 6):
+        if builder.wants(Reference(place, group), 6):
             builder.accept(TrainableGroup(place, group, rollouts))
     batch = builder.take(100)
     taken = replace(

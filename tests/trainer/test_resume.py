@@ -21,11 +21,11 @@ from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.choices import ServingFormat
 from tidemill.trainer.config import KlSettings, TrainerSettings
-from tidemill.trainer.history import HistoryError, NotRepeatableError
+from tidemill.trainer.history import NotRepeatableError
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.resume import open_session
 from tidemill.trainer.run import commit_name, run
-from tidemill.trainer.step_records import step_seed
+from tidemill.trainer.session import step_seed
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
 GROUPS = 10
@@ -65,7 +65,7 @@ def train_until(log, settings, store, run_id: str, steps: int, checkpoints: bool
     weights = TrainedWeights(settings, make_learner(settings), held, publisher)
     opened = open_session(log, asked, settings, producer, publisher, held, commits, weights)
     session, builder = opened.session, opened.builder
-    with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=session.vocab_size) as source:
+    with LogInput(log, settings, builder, producer, session.vocab_size) as source:
         for _ in range(steps):
             session.train(next_batch(session, builder, source))
             if checkpoints and session.place.step % settings.checkpoint_every == 0:
@@ -150,7 +150,7 @@ def test_what_cannot_be_repeated_is_refused_with_the_way_out(log, settings, stor
     recorded = written(log, TrainStep, "stopped")[0]
     producer = RecordProducer(log, "test")
     producer.send_acked(Topic.STEPS, [("stopped", replace(recorded, step=3))])
-    with pytest.raises(HistoryError, match=r"\[1, 3\].*start a new run"):
+    with pytest.raises(NotRepeatableError, match=r"\[1, 3\].*start a new run"):
         train_until(log, settings, store, "stopped", 1)
 
 

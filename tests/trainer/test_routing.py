@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.trainer.conftest import make_segment, make_trainable, settings_of, tiny_model
+from tests.trainer.conftest import fingerprint_of, make_segment, make_trainable, settings_of, tiny_model
 from tests.trainer.families import make_model
 from tidemill.schemas.expert_ids import packed_ids
 from tidemill.schemas.records import Claim
@@ -22,7 +22,7 @@ from tidemill.trainer.mismatch import WORST_TOKENS, measure, routed_otherwise
 from tidemill.trainer.model import use_packed_attention
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.routing import RoutingReplay
-from tidemill.trainer.serving_view import fingerprint_of, serving_view
+from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.step import Learner
 from tidemill.trainer.trainable import TrainableGroup
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer.conftest import make_segment, make_trainable, resampled, settings_of, tiny_model
+from tests.trainer.conftest import fingerprint_of, make_segment, make_trainable, resampled, settings_of, tiny_model
 from tidemill.schemas.records import VersionSpan
 from tidemill.trainer import policy
 from tidemill.trainer.batch import pack
@@ -17,7 +17,7 @@ from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSet
 from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.objectives import ObjectiveName
 from tidemill.trainer.policy import frozen_logprobs
-from tidemill.trainer.serving_view import fingerprint_of, serving_view
+from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.step import Learner, split
 
 

@@ -16,35 +16,26 @@ can take away (verl, "rollout correction"); weights of whole rollouts do, and ap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tidemill.trainer.choices import CorrectionKind
-from tidemill.trainer.corrections import RatioBounds, bounded, correction_weights
+from tidemill.trainer.config import CorrectionSettings
+from tidemill.trainer.corrections import bounded, correction_weights
 from tidemill.trainer.mismatch import TrainedTokens
 
-
-@dataclass(frozen=True, slots=True)
-class PublishedCorrection:
-    """A correction with the bounds that its source gives."""
-
-    name: str
-    kind: CorrectionKind
-    low: float
-    high: float
-
-
-PUBLISHED = (
-    PublishedCorrection("none", CorrectionKind.NONE, 0.0, 1.0),
-    PublishedCorrection("TIS (verl, TRL)", CorrectionKind.TIS, 0.0, 2.0),
-    PublishedCorrection("MIS (verl)", CorrectionKind.MIS, 0.5, 2.0),
-    PublishedCorrection("IcePop (Ring-1T)", CorrectionKind.MIS, 0.5, 5.0),
-    PublishedCorrection("sequence TIS (verl)", CorrectionKind.SEQUENCE_TIS, 0.0, 2.0),
-    PublishedCorrection("sequence MIS (verl)", CorrectionKind.SEQUENCE_MIS, 0.0, 2.0),
-    PublishedCorrection("geometric rejection (verl)", CorrectionKind.GEOMETRIC, 0.999, 1.001),
-)
+PUBLISHED: Mapping[str, CorrectionSettings] = {
+    "none": CorrectionSettings(kind=CorrectionKind.NONE, low=0.0, high=1.0),
+    "TIS (verl, TRL)": CorrectionSettings(kind=CorrectionKind.TIS, low=0.0, high=2.0),
+    "MIS (verl)": CorrectionSettings(kind=CorrectionKind.MIS, low=0.5, high=2.0),
+    "IcePop (Ring-1T)": CorrectionSettings(kind=CorrectionKind.MIS, low=0.5, high=5.0),
+    "sequence TIS (verl)": CorrectionSettings(kind=CorrectionKind.SEQUENCE_TIS, low=0.0, high=2.0),
+    "sequence MIS (verl)": CorrectionSettings(kind=CorrectionKind.SEQUENCE_MIS, low=0.0, high=2.0),
+    "geometric rejection (verl)": CorrectionSettings(kind=CorrectionKind.GEOMETRIC, low=0.999, high=1.001),
+}
+"""Corrections with the bounds that their sources give, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +56,7 @@ class CorrectionTrial:
 
 
 def try_corrections(
-    steps: Sequence[TrainedTokens], candidates: Sequence[PublishedCorrection] = PUBLISHED
+    steps: Sequence[TrainedTokens], candidates: Mapping[str, CorrectionSettings] = PUBLISHED
 ) -> list[CorrectionTrial]:
     """Every candidate on the tokens of `steps`, smallest error first.
 
@@ -81,23 +72,22 @@ def try_corrections(
     sampler = torch.cat([step.sampler_logprobs for step in steps])
     ratio, size = (trainer - sampler).double().exp(), advantages.abs()
     found = []
-    for each in candidates:
-        bounds = RatioBounds(each.low, each.high)
-        weights = correction_weights(each.kind, trainer, sampler, sequence, n, bounds)
+    for name, each in candidates.items():
+        weights = correction_weights(each, trainer, sampler, sequence, n)
         exact = weights.double()
         bias = float((size * (exact - ratio).abs()).sum() / size.sum())
         variance = float((advantages * exact).square().sum() / advantages.square().sum())
         total = exact.square().sum()
         found.append(
             CorrectionTrial(
-                name=each.name,
+                name=name,
                 kind=each.kind.value,
                 low=each.low,
                 high=each.high,
                 bias=bias,
                 variance=variance,
                 ess=float(exact.sum().square() / (len(exact) * total)) if total else 0.0,
-                cut=float(bounded(each.kind, weights, bounds).double().mean()),
+                cut=float(bounded(each, weights).double().mean()),
                 error=(bias**2 + variance * len(steps) / n) ** 0.5,
             )
         )

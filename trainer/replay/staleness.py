@@ -16,7 +16,7 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Exclusion, Group, StepExclusion, StepInput, TrainStep
-from tidemill.trainer.trainable import completed
+from tidemill.trainer.trainable import lag_of
 
 CLIENT = "tidemill-replay"
 
@@ -74,7 +74,7 @@ def judge(steps: Iterable[TrainStep], groups: Mapping[Position, Group], bound: i
     """Every step under a bound of `bound` versions, in order."""
     judged = []
     for step in steps:
-        version, trained, stale = step.parent_version, _trained(step), _stale(step)
+        version, (trained, stale) = step.parent_version, _judged(step)
         held = {place: groups.get(Position.of(place)) for place in (*trained, *stale)}
         lags = {place: lag_of(group, version) for place, group in held.items() if group is not None}
         moved = [(p, Moved.EXCLUDED) for p in trained if p in lags and lags[p] > bound]
@@ -97,20 +97,14 @@ def judge(steps: Iterable[TrainStep], groups: Mapping[Position, Group], bound: i
 
 def places_of(steps: Iterable[TrainStep]) -> set[Position]:
     """Positions of the groups that `judge` asks for."""
-    return {Position.of(place) for step in steps for place in (*_trained(step), *_stale(step))}
-
-
-def lag_of(group: Group, version: int) -> int:
-    """How many versions the oldest completed rollout of a group is behind `version`; 0 without one."""
-    return version - min((member.version_min for member in completed(group)), default=version)
+    return {Position.of(place) for step in steps for places in _judged(step) for place in places}
 
 
 Judged = StepInput | StepExclusion
 
 
-def _trained(step: TrainStep) -> list[Judged]:
-    return [place for place in step.inputs if place.topic == Topic.GROUPS]
-
-
-def _stale(step: TrainStep) -> list[Judged]:
-    return [e for e in step.exclusions if e.topic == Topic.GROUPS and e.reason == Exclusion.STALE]
+def _judged(step: TrainStep) -> tuple[list[Judged], list[Judged]]:
+    """The groups that a step trained, and those that it left out as too stale."""
+    trained: list[Judged] = [place for place in step.inputs if place.topic == Topic.GROUPS]
+    stale: list[Judged] = [e for e in step.exclusions if e.topic == Topic.GROUPS and e.reason == Exclusion.STALE]
+    return trained, stale

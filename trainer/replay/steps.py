@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Interaction, Rollout, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
@@ -25,26 +24,8 @@ from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_steps, way_back
 from tidemill.trainer.job import SINGLE, Job
 from tidemill.trainer.mismatch import TrainedTokens
-from tidemill.trainer.serving_view import ServingView, fingerprint_of
+from tidemill.trainer.serving_view import ServingView
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
-
-
-class ReadOnlyError(RuntimeError):
-    """Something in a replay tried to write to the live log."""
-
-
-class NoProducer(RecordProducer):
-    """A producer that refuses to write: a replay leaves the live topics alone."""
-
-    def __init__(self) -> None:
-        """Connect to nothing."""
-
-    def send_bytes(self, full_topic: str, *_value: object, **_options: object) -> NoReturn:
-        """Raise ReadOnlyError."""
-        raise ReadOnlyError(f"a replay does not write to {full_topic}")
-
-    def flush(self, timeout_s: float = 0.0) -> None:
-        """Do nothing: nothing was queued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +64,6 @@ class Halt:
     batch: StepBatch
     weights: ServingView
     """The serving weights that it starts from."""
-    fingerprint: str
-    """Theirs, hexadecimal."""
     base_model: Path
     """The checkpoint whose configuration and tokenizer they go with."""
 
@@ -92,7 +71,7 @@ class Halt:
 class StepReplay:
     """Recorded steps of one run, made again in memory: on the first rank of a job, which the others `follow_replay`.
 
-    Raises HistoryError for steps that form no chain.
+    Raises NotRepeatableError for steps that form no chain.
     """
 
     def __init__(
@@ -108,7 +87,7 @@ class StepReplay:
         self._checkpoints = CheckpointStore(store.root, run.run_id, run.branch, settings.keep_checkpoints)
         self._weights = TrainedWeights(self._settings, make_learner(self._settings, job), self._checkpoints, job=job)
         weights, limit = self._weights, settings.read_ahead_bytes
-        self._inputs = RecordedInputs(kafka, NoProducer(), limit, weights.vocab_size, weights.routed)
+        self._inputs = RecordedInputs(kafka, limit, weights.vocab_size, weights.routed)
         self._version: int | None = None
 
     @property
@@ -155,13 +134,24 @@ class StepReplay:
                     )
                 self._go_to(record.parent_version)
             batch = self._inputs.of(record)
-            view = self._weights.whole()
-            halt(Halt(record, batch, view, fingerprint_of(view), Path(self._settings.model)))
+            halt(Halt(record, batch, self._weights.whole(), Path(self._settings.model)))
             yield self._make(record, batch)
 
     def _go_to(self, version: int) -> None:
         begin, path = way_back(version, self._steps, set(self._checkpoints.steps()))
-        self._load(begin)
+        self._weights.restore(begin)
+        self._version, held = begin, self._weights.snapshot()
+        if begin and held != (recorded := self._steps[begin].fingerprint):
+            raise TrainerCheckpointError(
+                f"the checkpoint of step {begin} holds weights {held}, the log recorded {recorded}: it is damaged or "
+                "of another run; delete it, and an older one is used"
+            )
+        started = next(record.parent_fingerprint for record in self.steps if record.parent_version == 0)
+        if not begin and held != started:
+            raise TrainerCheckpointError(
+                f"trainer.model {self._settings.model} holds weights {held}, the run started from {started}: name the "
+                "checkpoint that it started from"
+            )
         for record in path:
             self._require_same_settings(record)
             made = self._make(record, self._inputs.of(record))
@@ -171,26 +161,6 @@ class StepReplay:
                     f"recorded with {record.fingerprint}: replay from it, on the original machine type and library "
                     "versions"
                 )
-
-    def _load(self, version: int) -> None:
-        self._weights.restore(version)
-        self._version = version
-        held = self._weights.snapshot()
-        if version:
-            recorded = self._steps[version].fingerprint
-        else:
-            recorded = next(record.parent_fingerprint for record in self.steps if record.parent_version == 0)
-        if held == recorded:
-            return
-        if version:
-            raise TrainerCheckpointError(
-                f"the checkpoint of step {version} holds weights {held}, the log recorded {recorded}: it is damaged or "
-                "of another run; delete it, and an older one is used"
-            )
-        raise TrainerCheckpointError(
-            f"trainer.model {self._settings.model} holds weights {held}, the run started from {recorded}: name the "
-            "checkpoint that it started from"
-        )
 
     def _make(self, record: TrainStep, batch: StepBatch) -> ReplayedStep:
         begun = time.monotonic()

@@ -14,9 +14,8 @@ is the ledger environment itself, with the router in place of a policy, and each
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
 
@@ -127,25 +126,6 @@ class Satisfaction:
         return self.satisfied / self.answers if self.answers else 0.0
 
 
-class SatisfactionTally:
-    def __init__(self) -> None:
-        self._seen: defaultdict[int, list[tuple[bool, bool]]] = defaultdict(list)
-        """By version: whether each answer satisfied, and whether it was right."""
-
-    def count(self, answer: Conversation, *, satisfied: bool) -> None:
-        """Take one held-out user's answer and their opinion."""
-        versions = {turn.version for turn in answer.turns}
-        if len(versions) == 1:
-            self._seen[versions.pop()].append((satisfied, answer.right))
-
-    def by_version(self) -> list[Satisfaction]:
-        """The counts so far, oldest version first."""
-        return [
-            Satisfaction(version, sum(happy for happy, _ in seen), sum(right for _, right in seen), len(seen))
-            for version, seen in sorted(self._seen.items())
-        ]
-
-
 BOT_VOTES = 25
 """Votes of a bot on each of its answers."""
 UP = 1.0
@@ -166,38 +146,6 @@ class PersonaRole(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Persona:
-    name: str
-    """The product's own identifier of the user."""
-    role: PersonaRole
-    consents: bool
-    """Whether they let the product learn from them."""
-    vote_rate: float
-    """Share of the answers that they vote on."""
-    vote_delay_s: float
-    """Mean time that they take to vote."""
-    leaves_at: int | None
-    """Number of questions after which they withdraw their consent; None: never."""
-
-
-def population(settings: UsersSettings) -> list[Persona]:
-    """Everyone, in the order in which they were drawn."""
-    rng = Random(f"users {settings.seed}")
-    everyone = []
-    for n in range(settings.ordinary):
-        consents = rng.random() < settings.consent_rate
-        # Some vote on nearly everything and some on nearly nothing; the mean over all is the configured rate.
-        vote_rate = min(1.0, settings.vote_rate * rng.uniform(0.5, 1.5))
-        delay = settings.vote_delay_s * rng.uniform(0.5, 1.5)
-        leaves = rng.randint(1, settings.leaves_within) if rng.random() < settings.leave_rate else None
-        everyone.append(Persona(f"user-{n:04d}", PersonaRole.ORDINARY, consents, vote_rate, delay, leaves))
-    everyone += (Persona(f"bot-{n:04d}", PersonaRole.BOT, True, 1.0, 0.0, None) for n in range(settings.bots))
-    held_out = range(settings.held_out)
-    everyone += (Persona(f"held-out-{n:04d}", PersonaRole.HELD_OUT, False, 0.0, 0.0, None) for n in held_out)
-    return everyone
-
-
-@dataclass(frozen=True, slots=True)
 class Reaction:
     name: str
     """Unique within the conversation."""
@@ -215,13 +163,22 @@ class Reaction:
 class User:
     """One user: their habits and their taste."""
 
-    persona: Persona
-    settings: UsersSettings
+    name: str
+    """The product's own identifier of the user."""
+    role: PersonaRole
+    agrees: bool
+    """Whether they let the product learn from them, at the start."""
+    vote_rate: float
+    """Share of the answers that they vote on."""
+    vote_delay_s: float
+    """Mean time that they take to vote."""
+    leaves_at: int | None
+    """Number of questions after which they withdraw their consent; None: never."""
+    settings: UsersSettings = field(repr=False, compare=False)
 
     def consents(self, question: int) -> bool:
         """Whether the product may learn from their question of this number, counted from 0."""
-        leaves_at = self.persona.leaves_at
-        return self.persona.consents and (leaves_at is None or question < leaves_at)
+        return self.agrees and (self.leaves_at is None or question < self.leaves_at)
 
     def likes_polite(self, at_s: float) -> bool:
         """Their taste, so many seconds after the start."""
@@ -235,8 +192,8 @@ class User:
 
     def react(self, answer: Conversation, question: int, at_s: float) -> list[Reaction]:
         """The signals for the answer to their question of this number, `at_s` seconds after the start."""
-        rng = Random(f"reaction {self.settings.seed} {self.persona.name} {question}")
-        match self.persona.role:
+        rng = Random(f"reaction {self.settings.seed} {self.name} {question}")
+        match self.role:
             case PersonaRole.HELD_OUT:
                 return []
             case PersonaRole.BOT:
@@ -249,18 +206,18 @@ class User:
                 return [*measured(answer), *self._votes(answer, at_s, rng), *self._behaviour(answer, rng)]
 
     def _votes(self, answer: Conversation, at_s: float, rng: Random) -> Iterator[Reaction]:
-        if rng.random() >= self.persona.vote_rate:
+        if rng.random() >= self.vote_rate:
             return
         honest = rng.random() >= self.settings.flip_rate
         value = UP if self.satisfied(answer, at_s) == honest else DOWN
-        after_s = _delay(self.persona.vote_delay_s, rng)
+        after_s = _delay(self.vote_delay_s, rng)
         yield Reaction("vote", answer.last, SignalKind.THUMB, value, after_s)
         if rng.random() < self.settings.mind_change_rate:
-            later = after_s + LONG_AFTER * _delay(self.persona.vote_delay_s, rng)
+            later = after_s + LONG_AFTER * _delay(self.vote_delay_s, rng)
             yield Reaction("vote-again", answer.last, SignalKind.THUMB, -value, later, corrects="vote")
 
     def _behaviour(self, answer: Conversation, rng: Random) -> Iterator[Reaction]:
-        mean_s = self.persona.vote_delay_s
+        mean_s = self.vote_delay_s
         if rng.random() < (0.02 if answer.right else 0.3):
             yield Reaction("abandonment", answer.last, SignalKind.ABANDONMENT, 1.0, _delay(mean_s, rng))
         elif rng.random() < (0.03 if answer.right else 0.4):
@@ -270,6 +227,23 @@ class User:
             later = soon * rng.betavariate(9, 1)
             yield Reaction("kept-soon", answer.last, SignalKind.EDIT_KEPT_SOON, soon, mean_s)
             yield Reaction("kept-later", answer.last, SignalKind.EDIT_KEPT_LATER, later, LONG_AFTER * mean_s)
+
+
+def population(settings: UsersSettings) -> list[User]:
+    """Everyone, in the order in which they were drawn."""
+    rng = Random(f"users {settings.seed}")
+    everyone = []
+    for n in range(settings.ordinary):
+        agrees = rng.random() < settings.consent_rate
+        # Some vote on nearly everything and some on nearly nothing; the mean over all is the configured rate.
+        vote_rate = min(1.0, settings.vote_rate * rng.uniform(0.5, 1.5))
+        delay = settings.vote_delay_s * rng.uniform(0.5, 1.5)
+        leaves = rng.randint(1, settings.leaves_within) if rng.random() < settings.leave_rate else None
+        everyone.append(User(f"user-{n:04d}", PersonaRole.ORDINARY, agrees, vote_rate, delay, leaves, settings))
+    bots, held_out = range(settings.bots), range(settings.held_out)
+    everyone += (User(f"bot-{n:04d}", PersonaRole.BOT, True, 1.0, 0.0, None, settings) for n in bots)
+    everyone += (User(f"held-out-{n:04d}", PersonaRole.HELD_OUT, False, 0.0, 0.0, None, settings) for n in held_out)
+    return everyone
 
 
 def measured(answer: Conversation) -> Iterator[Reaction]:
@@ -301,7 +275,7 @@ class Question:
     @property
     def name(self) -> str:
         """Unique among one seed's questions."""
-        return f"{self.user.persona.name}-{self.number}"
+        return f"{self.user.name}-{self.number}"
 
 
 def questions(
@@ -310,7 +284,7 @@ def questions(
     """Yields questions without end. Raises ValueError."""
     rng = Random(f"questions {settings.seed} {held_out_only}")
     everyone = population(settings)
-    people = {role: [persona for persona in everyone if persona.role is role] for role in PersonaRole}
+    people = {role: [user for user in everyone if user.role is role] for role in PersonaRole}
     shares = {PersonaRole.HELD_OUT: 1.0}
     if not held_out_only:
         shares = {
@@ -326,11 +300,11 @@ def questions(
     asked: dict[str, int] = {}
     while True:
         (role,) = rng.choices(roles, weights)
-        persona: Persona = rng.choice(people[role])
-        number = asked.get(persona.name, 0)
-        asked[persona.name] = number + 1
+        user = rng.choice(people[role])
+        number = asked.get(user.name, 0)
+        asked[user.name] = number + 1
         draft = next(sources[role])
-        yield Question(User(persona, settings), number, parse_ledger(draft.payload), draft.max_turns)
+        yield Question(user, number, parse_ledger(draft.payload), draft.max_turns)
 
 
 def _drafts(role: PersonaRole, settings: UsersSettings, one_in: int) -> Iterator[TaskDraft]:

@@ -13,7 +13,7 @@ import json
 import logging
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,7 +27,6 @@ from tidemill.compose.demo.simulated_users.people import (
     PersonaRole,
     Question,
     Satisfaction,
-    SatisfactionTally,
     ServedTurn,
     converse,
 )
@@ -69,22 +68,6 @@ class Seen:
     satisfaction: list[Satisfaction]
 
 
-class Pace:
-    """Spaces requests evenly."""
-
-    def __init__(self, per_second: float, clock: Callable[[], float]) -> None:
-        self._gap_s = 1.0 / per_second
-        self._clock = clock
-        self._free_at = clock()
-
-    def take(self) -> float:
-        """Seconds to wait before the next request, whose place is taken by asking."""
-        now = self._clock()
-        begin = max(now, self._free_at)
-        self._free_at = begin + self._gap_s
-        return begin - now
-
-
 class Crowd:
     """Everyone who uses the product. Make it inside the event loop that runs it."""
 
@@ -93,10 +76,13 @@ class Crowd:
         self._began = self._loop.time()
         self._product = product
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._pace = Pace(settings.interactions_per_second, self._loop.time)
+        self._gap_s = 1.0 / settings.interactions_per_second
+        self._free_at = self._began
+        """When the next request may begin."""
         self._shuffle = ThumbShuffle(settings.seed, settings.shuffle_window) if settings.shuffle_thumbs else None
         self._environment = LedgerEnvironment(settings.options)
-        self._tally = SatisfactionTally()
+        self._opinions: defaultdict[int, list[tuple[bool, bool]]] = defaultdict(list)
+        """By version: whether each answer to a held-out user satisfied them, and whether it was right."""
         self._counts: Counter[str] = Counter()
         self._signals: Counter[str] = Counter()
 
@@ -114,7 +100,10 @@ class Crowd:
             counts["interactions"],
             counts["failed"],
             dict(sorted(self._signals.items())),
-            self._tally.by_version(),
+            [
+                Satisfaction(version, sum(happy for happy, _ in said), sum(right for _, right in said), len(said))
+                for version, said in sorted(self._opinions.items())
+            ],
         )
 
     async def _hold(self, question: Question) -> None:
@@ -122,9 +111,12 @@ class Crowd:
         consent = user.consents(question.number)
 
         async def complete(messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
-            await asyncio.sleep(self._pace.take())
+            now = self._loop.time()
+            begin = max(now, self._free_at)
+            self._free_at = begin + self._gap_s
+            await asyncio.sleep(begin - now)
             turn = await self._product.complete(
-                messages, tools, user_id=user.persona.name, session_id=question.name, consent=consent
+                messages, tools, user_id=user.name, session_id=question.name, consent=consent
             )
             self._counts["interactions"] += 1
             return turn
@@ -141,8 +133,9 @@ class Crowd:
             self._slots.release()
         ended = self._loop.time()
         at_s = ended - self._began
-        if user.persona.role is PersonaRole.HELD_OUT:
-            self._tally.count(answer, satisfied=user.satisfied(answer, at_s))
+        versions = {turn.version for turn in answer.turns}
+        if user.role is PersonaRole.HELD_OUT and len(versions) == 1:
+            self._opinions[versions.pop()].append((user.satisfied(answer, at_s), answer.right))
         for reaction in sorted(user.react(answer, question.number, at_s), key=lambda each: each.after_s):
             await asyncio.sleep(max(0.0, ended + reaction.after_s - self._loop.time()))
             value = reaction.value
@@ -153,7 +146,7 @@ class Crowd:
                 UserReport(
                     event_id=f"{question.name}-{reaction.name}",
                     interaction=answer.turns[reaction.turn].interaction,
-                    user_id=user.persona.name,
+                    user_id=user.name,
                     kind=reaction.kind,
                     value=value,
                     corrects=reaction.corrects and f"{question.name}-{reaction.corrects}",

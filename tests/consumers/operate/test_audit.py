@@ -29,8 +29,11 @@ from tidemill.consumers.operate.audit.audit import CHECKS
 from tidemill.consumers.operate.audit.endings import AuditRules
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
-from tidemill.trainer.batch_builder import BatchBuilder, StepRules
-from tidemill.trainer.trainable import TrainableGroup
+from tidemill.schemas.config import RunSettings
+from tidemill.trainer.batch_builder import BatchBuilder
+from tidemill.trainer.choices import ObjectiveName
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.trainable import Reference, TrainableGroup
 
 STATES = {
     "evaluated": 2,
@@ -88,11 +91,8 @@ class LoopLog(RunLog):
         super().__init__()
         self.version = 0
         self.read = 0
-        self.builder = BatchBuilder(
-            StepRules(
-                RUN, groups_per_step=2, max_policy_lag=1, min_completed=1, skip_no_signal=False, remembered_groups=99
-            )
-        )
+        run = RunSettings(run_id=RUN, groups_per_step=2, max_policy_lag=1, min_completed=1, skip_no_signal=False)
+        self.builder = BatchBuilder(run, TrainerSettings(objective=ObjectiveName.REINFORCE))
 
     def play_group(self, number: int, mode: r.Mode, fates: list[str], again: bool) -> None:
         """Play one group to its end, as far as it ends, and let the trainer read what came of it."""
@@ -118,7 +118,7 @@ class LoopLog(RunLog):
         for offset in range(self.read, len(self.entries[Topic.GROUPS])):
             group = self.group(offset)
             place = r.StepInput(group.group_id, Topic.GROUPS.value, 0, offset)
-            if self.builder.wants(place, group, self.version):
+            if self.builder.wants(Reference(place, group), self.version):
                 self.builder.accept(TrainableGroup(place, group, ()))
             batch = self.builder.close(self.version)
             if batch is not None:

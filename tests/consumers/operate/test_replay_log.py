@@ -30,6 +30,7 @@ from tidemill.schemas.log.consumed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE
 from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.records import Group, StepInput
 from tidemill.trainer.log_input import RolloutLog, trainable
+from tidemill.trainer.trainable import Reference
 
 PARTITIONS = 2
 GROUPS = 12
@@ -239,7 +240,7 @@ def test_a_trainer_resolves_the_groups_of_a_copied_step(live, into):
                 made = codec.decode(record.value)
                 assert isinstance(made, Group)
                 place = StepInput(made.group_id, "groups", partition, record.offset)
-                found = trainable(place, made, log, 100)
+                found = trainable(Reference(place, made), log, 100)
                 seen.append(made.group_id)
                 assert {one.rollout_id for one in found.rollouts} == {member.rollout_id for member in made.members}
     finally:

@@ -26,6 +26,7 @@ from tests.kernels.weights.ranks_worker import (
     first_weights,
     whole_experts,
 )
+from tests.trainer.conftest import fingerprint_of
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import Move
 from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
@@ -40,7 +41,7 @@ from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, SkipDelta
 from tidemill.schemas.stored_object import StoredObject, read_object
-from tidemill.trainer.serving_view import bf16_bits, fingerprint_of, serving_view
+from tidemill.trainer.serving_view import bf16_bits, serving_view
 
 RUN = "sharded"
 
