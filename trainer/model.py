@@ -153,8 +153,8 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         return
     training = model.training
     model.eval()
-    seen_problem = partial(_seen_problem, model)
-    if isinstance(model, FSDPModule):
+    seen_problem, sharded = partial(_seen_problem, model), isinstance(model, FSDPModule)
+    if sharded:
         setattr(model, CHECK, MethodType(_seen_problem, model))
         register_fsdp_forward_method(model, CHECK)
         seen_problem = getattr(model, CHECK)
@@ -191,7 +191,8 @@ def _seen_problem(model: PreTrainedModel) -> str:
     device = head.weight.device
     ids, depths, tree = ids.to(device), depths.to(device), tree_calls(parents.numpy()).to(device)
     # The weights of a sharded model are gathered already; a call would do that once more.
-    forward = model.forward if isinstance(model, FSDPModule) else model
+    sharded = isinstance(model, FSDPModule)
+    forward = model.forward if sharded else model
     whole = [forward(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths]
     states = model.base_model(input_ids=ids[paths[0]][None], use_cache=False).last_hidden_state[0]
     if _apart(linear(states, head.weight, head.bias), whole[0]) > TOLERANCE:

@@ -75,7 +75,7 @@ class StoredModel:
             module._is_hf_initialized = False
         # As in a whole load: what is marked is not initialised, so that the buffers are computed alone.
         for parameter in model.parameters():
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            parameter._is_hf_initialized = True
         model.initialize_weights()
         return model.eval()
 
@@ -171,8 +171,8 @@ def _one_source(names: list[str], tensor: Tensor, found: Mapping[str, Source], s
         raise NotByRowsError(f"it does not store {names[0]}")
     source, *copies = sources
     for copy in copies:
-        equal = isinstance(source, str) and isinstance(copy, str)
-        if not (equal and np.array_equal(stored[source].bits, stored[copy].bits)):
+        both = isinstance(source, str) and isinstance(copy, str)
+        if not both or not np.array_equal(stored[str(source)].bits, stored[str(copy)].bits):
             raise NotByRowsError(f"{' and '.join(names)} are tied and stored with different values")
     parts = [[source]] if isinstance(source, str) else source
     weights = [[stored[key] for key in part] for part in parts]
