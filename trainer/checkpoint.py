@@ -13,25 +13,25 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from math import prod
+from typing import IO, Any
 
 import fsspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from tidemill.kernels.weights.bits import as_weight
-from tidemill.kernels.weights.checkpoint import file_pieces
+from tidemill.kernels.weights.checkpoint import LENGTH_SIZE, file_pieces
 from tidemill.kernels.weights.ranks import Ranks, SingleRank
 from tidemill.trainer.trainable import TopicProgress
 
 HEADER = "tidemill"
 NAME = re.compile(r"step-(\d{8})\.safetensors")
 OTHER_RANKS = re.compile(r"step-(\d{8})\.rank-\d+-of-\d+\.safetensors")
+
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Rows = Mapping[str, tuple[int, int]]
 """Of each weight that this rank has rows of: the first one, and the one after the last."""
@@ -125,40 +125,58 @@ class CheckpointStore:
         Raises TrainerCheckpointError when it is damaged.
         """
         path = self._path(step)
-        payload: bytes = self._filesystem.cat_file(path)
-        size = int.from_bytes(payload[:8], "little")
         try:
-            header = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"][HEADER])
+            with self._filesystem.open(path, "rb") as file:
+                header = json.loads(_header(file)["__metadata__"][HEADER])
             ranks = header.pop("ranks", 1)
-            others = (self._filesystem.cat_file(self._path(step, rank, ranks)) for rank in range(1, ranks))
             # Checkpoints of runs before there were online batches do not speak of them.
             progress, online = _progress(header.pop("progress")), header.pop("online", None)
             online = TopicProgress() if online is None else _progress(online)
             state = CheckpointState(**header, progress=progress, online=online)
-            return state, _joined(chain([payload], others), rows or {})
-        except (ValueError, KeyError, TypeError, FileNotFoundError, SafetensorError) as error:
+            return state, self._joined([self._path(step, rank, ranks) for rank in range(ranks)], rows or {})
+        except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
             raise TrainerCheckpointError(f"{path} is damaged: {error}; delete it, and an older one is used") from error
+
+    def _joined(self, paths: Iterable[str], rows: Rows) -> dict[str, Tensor]:
+        """The tensors whose rows the files hold one after the other; of these the wanted rows alone are read."""
+        found: dict[str, list[Tensor]] = defaultdict(list)
+        passed: dict[str, int] = defaultdict(int)
+        for path in paths:
+            with self._filesystem.open(path, "rb") as file:
+                tensors = _header(file)
+                start = file.tell()
+                tensors.pop("__metadata__")
+                for key, entry in tensors.items():
+                    shape, dtype, begin = entry["shape"], _TYPES[entry["dtype"]], start + entry["data_offsets"][0]
+                    if shape:
+                        before, n = passed[key], shape[0]
+                        passed[key] += n
+                        own = rows.get(key.split("/", 1)[1], (0, sys.maxsize))
+                        first, end = (min(max(at - before, 0), n) for at in own)
+                        begin += first * prod(shape[1:]) * dtype.itemsize
+                        shape = [end - first, *shape[1:]]
+                    found[key].append(_read(file, begin, torch.empty(shape, dtype=dtype)))
+        held = {key: [part for part in parts if part.numel()] or parts for key, parts in found.items()}
+        return {key: torch.cat(parts) if parts[0].ndim and len(parts) > 1 else parts[0] for key, parts in held.items()}
 
     def _path(self, step: int, rank: int = 0, ranks: int = 1) -> str:
         other = f".rank-{rank}-of-{ranks}" if rank else ""
         return f"{self._folder}/step-{step:08d}{other}.safetensors"
 
 
-def _joined(files: Iterator[bytes], rows: Rows) -> dict[str, Tensor]:
-    """The tensors whose rows `files` hold one after the other. One file is held at a time."""
-    found: dict[str, list[Tensor]] = defaultdict(list)
-    passed: dict[str, int] = defaultdict(int)
-    for payload in files:
-        for key, part in load(payload).items():
-            if not part.ndim:
-                found[key] = [part]
-                continue
-            low, high = rows.get(key.split("/", 1)[1], (0, sys.maxsize))
-            own = part[max(low - passed[key], 0) : max(high - passed[key], 0)]
-            # A slice would keep the memory of the whole.
-            found[key].append(own if len(own) == len(part) else own.clone())
-            passed[key] += len(part)
-    return {key: parts[0] if len(parts) == 1 else torch.cat(parts) for key, parts in found.items()}
+def _header(file: IO[bytes]) -> dict[str, Any]:
+    """What a safetensors file begins with."""
+    header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(LENGTH_SIZE), "little")))
+    return header
+
+
+def _read(file: IO[bytes], begin: int, into: Tensor) -> Tensor:
+    """The tensor, filled with what lies at byte `begin`. Raises ValueError where the file ends before."""
+    if into.numel():
+        file.seek(begin)
+        if file.readinto(into.reshape(-1).view(torch.uint8).numpy()) != into.nbytes:  # type: ignore[attr-defined]
+            raise ValueError("it ends too early")
+    return into
 
 
 def _progress(fields: dict[str, Any]) -> TopicProgress:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tidemill.trainer.choices import Compute
+from tidemill.trainer.choices import Compute, StepMachine
 from tidemill.trainer.config import TrainerSettings
 
 KEPT_BLOCK, KEPT_BLOCK_SHARDED = 1 << 30, 1 << 23
@@ -67,6 +67,12 @@ def compute_dtype(settings: TrainerSettings, device: torch.device) -> torch.dtyp
     if settings.compute is Compute.AUTO:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return torch.float32 if settings.compute is Compute.FLOAT32 else torch.bfloat16
+
+
+def machine_of(settings: TrainerSettings, place: RankPlace, ranks: int) -> StepMachine:
+    """The machine that a job of so many ranks computes its steps on. Raises DeviceError."""
+    device = device_of(settings, place)
+    return StepMachine(device.type, str(compute_dtype(settings, device)).removeprefix("torch."), ranks)
 
 
 def backend() -> str:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
+from tidemill.kernels.quantise import BLOCK_FORMATS, BlockFormat, dequantise, quantise
 from tidemill.kernels.weights.ranks import Ranks
 from tidemill.trainer.batch import PackedRow, Trajectory, sampled_versions
 from tidemill.trainer.choices import Forward, ServingFormat
@@ -165,14 +165,29 @@ class MasterWeights:
         for name, parameter in self._parameters.items():
             own, values, form = own_part(parameter), weights[name], self._form
             if form is None or name not in quantised:
-                values = values.to(torch.bfloat16)
-            elif form.rows > 1 and name in self.rows and own.dim() == 2:
-                # A block may lie on two ranks: its scale needs all of its rows.
-                own.copy_(values)
-                values = dequantise(quantise(parameter.full_tensor(), form))[slice(*self.rows[name])]
+                own.copy_(values.to(torch.bfloat16))
             else:
-                values = dequantise(quantise(values, form))
-            own.copy_(values)
+                own.copy_(values)
+                _hold_in(parameter, form)
+
+
+@torch.no_grad()
+def hold_in_format(model: PreTrainedModel, serving_format: ServingFormat) -> None:
+    """Let the linear weights of a model be what a format's codes and scales of them stand for; on every rank."""
+    form = BLOCK_FORMATS.get(serving_format.value)
+    if form is not None:
+        # In one order: ranks gather them together.
+        for name in sorted(quantised_weights(model)):
+            _hold_in(model.get_parameter(name), form)
+
+
+def _hold_in(weight: Tensor, form: BlockFormat) -> None:
+    own = own_part(weight)
+    if form.rows > 1 and isinstance(weight, DTensor) and weight.dim() == 2:
+        # A block may lie on two ranks: its scale needs all of its rows.
+        own.copy_(dequantise(quantise(weight.full_tensor(), form))[slice(*own_rows(weight))])
+    else:
+        own.copy_(dequantise(quantise(own, form)))
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models and tokenizers: built from nothing, loaded, checked for training, laid over ranks, written as checkpoints.
+"""Models and tokenizers: built from nothing, loaded, checked for training, written as checkpoints.
 
 What holds: a checkpoint directory has `config.json`, `model.safetensors` in bf16 and the tokenizer's files, which is
 what transformers, vLLM and a weight anchor need; it appears whole or not at all.
@@ -7,11 +7,6 @@ A packed row computes what whole sequences do for models whose layers see other 
 all earlier tokens and in no other way, and whose logits are the output of their head. Any other model would train
 without an error, and wrongly. So a model is refused by what its configuration says, by what its layers hand to
 attention, and by comparing a small row with the model's own results.
-
-A sharded model (FSDP2) is laid over the ranks of the job layer by layer: each rank holds a run of rows of each weight,
-in float32. Before a layer is computed its weights are gathered, in the type of the computation; its gradients are added
-up over the ranks in float32. One rank needs none of it in float32; in bfloat16 it is sharded over itself alone, for the
-same arithmetic as on many.
 """
 
 from __future__ import annotations
@@ -26,13 +21,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.functional import linear, log_softmax
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -42,13 +34,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.trainer.attention import UntrainableModelError, packed_attention, tree_calls
 from tidemill.trainer.choices import Experts
-from tidemill.trainer.device import backend
 from tidemill.trainer.midtrain_config import ModelShape, TokenizerSettings
-from tidemill.trainer.policy import SCORING, scored
 
 PADDING = "<|pad|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -138,6 +127,9 @@ def save_checkpoint(
 
 PACKED_ATTENTION = "tidemill_packed"
 """Name under which transformers knows packed attention."""
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+CHECK = "tidemill_check"
+"""Method of a sharded model that is `_seen_problem`, with the gathering of weights around it."""
 TOLERANCE = 2e-3
 """Largest difference of a logprob, in nats, that is put down to rounding in float32."""
 _STATED = {
@@ -153,7 +145,7 @@ _WAY_OUT = (
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make `model` take a `tree` (see `attention.packed_attention`).
+    """Make `model` take a `tree` (see `attention.packed_attention`). Of a sharded model every rank calls this.
 
     Raises UntrainableModelError, which names what is in the way, for a model that is not right in packed rows.
     """
@@ -161,11 +153,18 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         return
     training = model.training
     model.eval()
+    seen_problem, sharded = partial(_seen_problem, model), isinstance(model, FSDPModule)
+    if sharded:
+        setattr(model, CHECK, MethodType(_seen_problem, model))
+        register_fsdp_forward_method(model, CHECK)
+        seen_problem = getattr(model, CHECK)
     with torch.no_grad():
-        problem = _stated_problem(model.config.get_text_config()) or _seen_problem(model)
+        problem = _stated_problem(model.config.get_text_config()) or seen_problem()
     model.train(training)
     if problem:
-        raise UntrainableModelError(f"{type(model).__name__} cannot be trained: {problem}. {_WAY_OUT}")
+        # FSDP2 gives the class of a sharded model a prefix.
+        name = type(model).__name__.removeprefix("FSDP")
+        raise UntrainableModelError(f"{name} cannot be trained: {problem}. {_WAY_OUT}")
 
 
 def _stated_problem(config: PretrainedConfig) -> str:
@@ -189,7 +188,12 @@ def _seen_problem(model: PreTrainedModel) -> str:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or model.base_model is model:
         return "it has no linear head over a base model"
-    whole = [model(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths]
+    device = head.weight.device
+    ids, depths, tree = ids.to(device), depths.to(device), tree_calls(parents.numpy()).to(device)
+    # The weights of a sharded model are gathered already; a call would do that once more.
+    sharded = isinstance(model, FSDPModule)
+    forward = model.forward if sharded else model
+    whole = [forward(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths]
     states = model.base_model(input_ids=ids[paths[0]][None], use_cache=False).last_hidden_state[0]
     if _apart(linear(states, head.weight, head.bias), whole[0]) > TOLERANCE:
         return "its logits are not the output of its head, but scaled or capped"
@@ -204,7 +208,7 @@ def _seen_problem(model: PreTrainedModel) -> str:
     try:
         model.set_attn_implementation(PACKED_ATTENTION)
         row = model.base_model(
-            input_ids=ids[None], position_ids=depths[None], tree=tree_calls(parents.numpy()), use_cache=False
+            input_ids=ids[None], position_ids=depths[None], tree=tree, use_cache=False
         ).last_hidden_state[0]
     except UntrainableModelError as error:
         return str(error)
@@ -227,49 +231,3 @@ def _seen_problem(model: PreTrainedModel) -> str:
 
 def _apart(logits: Tensor, expected: Tensor) -> float:
     return float((log_softmax(logits, -1) - log_softmax(expected, -1)).abs().max())
-
-
-class ShardingError(ValueError):
-    """A model cannot be laid over ranks, or its layers cannot be computed twice."""
-
-
-def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """The model's layers. Raises ShardingError for a family that does not mark all of them as transformers does."""
-    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    expected = model.config.get_text_config().num_hidden_layers
-    if len(found) != expected:
-        raise ShardingError(
-            f"{type(model).__name__} marks {len(found)} modules as layers (GradientCheckpointingLayer of transformers) "
-            f"and has {expected}: it can be trained on one process only, with trainer.compute float32 and "
-            "trainer.checkpoint_activations off"
-        )
-    return found
-
-
-def recompute_activations(model: PreTrainedModel) -> None:
-    """Keep only the input of each layer for the backward pass, and compute the layer again there."""
-    for layer in layers_of(model):
-        # Not by transformers' own switch: that needs train mode, which would turn dropout on.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def shard(model: PreTrainedModel, device: torch.device, compute: torch.dtype) -> None:
-    """Lay `model` over all ranks of the job, on `device`; each of them calls this with the same whole weights.
-
-    Afterwards the model is to be called by `policy.sampled_logprobs` and `policy.frozen_logprobs` alone, on every rank
-    as often. Raises ShardingError for a model whose layers cannot be told.
-    """
-    if not dist.is_initialized():
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend(), store=store, rank=0, world_size=1)
-    layers = layers_of(model)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    half = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    policy = MixedPrecisionPolicy() if compute is torch.float32 else half
-    for module in (*layers, model):
-        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
-        # The loss is divided by the totals of the whole batch already; gloo can add only.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
-    setattr(model, SCORING, MethodType(scored, model))
-    register_fsdp_forward_method(model, SCORING)

@@ -10,6 +10,7 @@ is of a class that is not known here, or computes other scores than its adapter.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -156,11 +157,12 @@ def _routers(model: PreTrainedModel) -> list[tuple[int, Any]]:
 
 def _require_same_scores(router: Any) -> None:  # noqa: ANN401 - transformers' routers have no common type
     generator = torch.Generator().manual_seed(0)
-    weight = router.weight
+    # Of its own weights: those of the router may not have been read yet.
+    trial = copy.deepcopy(router).to_empty(device="cpu")
     with torch.no_grad():
-        states = torch.randn(16, weight.shape[1], generator=generator).to(weight)
-        logits, scores, ids = router(states)
-        told = ADAPTERS[type(router).__name__](router, logits, ids).to(scores.dtype)
+        trial.weight.normal_(generator=generator)
+        logits, scores, ids = trial(torch.randn(16, trial.weight.shape[1], generator=generator))
+        told = ADAPTERS[type(router).__name__](trial, logits, ids).to(scores.dtype)
     if not torch.equal(told, scores):
         raise UntrainableModelError(
             f"trainer.routing: {type(router).__name__} scores experts otherwise than its adapter in "

@@ -15,8 +15,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tidemill.kernels.backend import HOST_DEVICE
-from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
-from tidemill.trainer.choices import ServingFormat
 
 SERVING_DTYPE = "bfloat16"
 
@@ -59,16 +57,6 @@ def quantised_weights(model: torch.nn.Module) -> frozenset[str]:
     if not found:
         raise ValueError(f"{type(model).__name__} has no linear weights: set trainer.serving_format to bf16")
     return frozenset(found)
-
-
-@torch.no_grad()
-def hold_in_format(model: torch.nn.Module, serving_format: ServingFormat) -> None:
-    """Let the linear weights of a whole model be what a format's codes and scales of them stand for, in place."""
-    form = BLOCK_FORMATS.get(serving_format.value)
-    if form is not None:
-        for name in quantised_weights(model):
-            weight = model.get_parameter(name)
-            weight.copy_(dequantise(quantise(weight, form)))
 
 
 def bf16_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint16]:

@@ -28,7 +28,7 @@ from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
 from tidemill.trainer.advantages import ADVANTAGES, Rewards, batch_advantages, penalise
 from tidemill.trainer.batch import InvalidRoutingError, PackedRow, Trajectory, pack
-from tidemill.trainer.choices import AdvantageKind, Forward, Routing, StepMachine
+from tidemill.trainer.choices import AdvantageKind, Forward, Routing, ServingFormat
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import bounded, correction_weights, sequence_sum
 from tidemill.trainer.device import (
@@ -39,11 +39,12 @@ from tidemill.trainer.device import (
     compute_dtype,
     device_of,
     keep_freed_memory,
+    machine_of,
     make_deterministic,
 )
-from tidemill.trainer.master import MasterWeights, OlderWeights
+from tidemill.trainer.master import MasterWeights, OlderWeights, hold_in_format
 from tidemill.trainer.mismatch import TrainedTokens, farthest, trained_tokens
-from tidemill.trainer.model import recompute_activations, shard, use_packed_attention
+from tidemill.trainer.model import use_packed_attention
 from tidemill.trainer.model_size import ModelSize, UnknownModelError, size_of
 from tidemill.trainer.objectives import (
     OBJECTIVES,
@@ -59,7 +60,8 @@ from tidemill.trainer.objectives import (
 )
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.routing import RoutingReplay
-from tidemill.trainer.serving_view import hold_in_format
+from tidemill.trainer.sharding import lay_over_ranks, recompute_activations
+from tidemill.trainer.stored_model import StoredModel
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
 _log = logging.getLogger(__name__)
@@ -121,7 +123,9 @@ class Learner:
     """The model under training with its master weights and the reference: on every rank, by the same calls.
 
     Args:
-        model: the whole model, on a CPU; it is moved, and laid over the ranks.
+        model: the whole model, on a CPU, or an outline of `stored`; it is moved, and laid over the ranks.
+        reference: like `model`.
+        stored: from which each rank reads its own rows of the weights.
 
     Raises DeviceError, ShardingError or UntrainableModelError for what cannot be trained here.
     """
@@ -133,6 +137,7 @@ class Learner:
         reference: PreTrainedModel | None,
         ranks: Ranks | None = None,
         place: RankPlace = ALONE,
+        stored: StoredModel | None = None,
     ) -> None:
         self._device = device_of(settings, place)
         make_deterministic(settings.threads, self._device)
@@ -146,28 +151,25 @@ class Learner:
             self._size = None
         self._recipe = OBJECTIVES[settings.objective]
         self._ranks = ranks or SingleRank()
-        compute = compute_dtype(settings, self._device)
-        self.machine = StepMachine(self._device.type, str(compute).removeprefix("torch."), self._ranks.size)
+        self.machine = machine_of(settings, place, self._ranks.size)
         keep_freed_memory(KEPT_BLOCK_SHARDED if self.machine.is_sharded else KEPT_BLOCK)
         routed = settings.routing is not Routing.OFF
         self.replay = RoutingReplay(model, settings.routing, settings.routing_plausible) if routed else None
         if settings.checkpoint_activations:
             recompute_activations(model)
+        networks = [network.eval() for network in (model, reference) if network is not None]
+        compute = compute_dtype(settings, self._device)
+        if self.machine.is_sharded:
+            # Weights of a format with codes are rounded once, from what is stored.
+            held = compute if settings.serving_format is ServingFormat.BF16 else torch.float32
+            lay_over_ranks(networks, self._device, compute, stored, held)
+        else:
+            for network in networks:
+                use_packed_attention(network)
+                network.to(self._device)
         if reference is not None and settings.forward is Forward.MATCHED:
             # Else the policy would be far from its reference by what the format loses, before any step.
             hold_in_format(reference, settings.serving_format)
-        for network in (model, reference):
-            if network is not None:
-                use_packed_attention(network)
-                network.eval()
-                if network is not model:
-                    # The reference is never trained: its weights (not its buffers) are rounded once, here.
-                    for weight in network.parameters():
-                        weight.data = weight.data.to(compute)
-                if self.machine.is_sharded:
-                    shard(network, self._device, compute)
-                else:
-                    network.to(self._device)
         self.model = model
         self.masters = MasterWeights(
             model,

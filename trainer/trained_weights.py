@@ -6,6 +6,7 @@ reads the log, plans and records, and calls the methods here; the others `follow
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -17,14 +18,18 @@ from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.kernels.weights.tensor_parts import Parts, RankReport, merged_tensors, part_info
 from tidemill.trainer.batch import RoutedShape
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
-from tidemill.trainer.choices import ServingFormat
+from tidemill.trainer.choices import ServingFormat, StepMachine
 from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.device import machine_of
 from tidemill.trainer.job import SINGLE, Job
 from tidemill.trainer.model import load_model
 from tidemill.trainer.serving_view import ServingView, serving_view
 from tidemill.trainer.sharded_view import local_parts
 from tidemill.trainer.step import Learner, StepOutcome
+from tidemill.trainer.stored_model import NotByRowsError, StoredModel
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
+
+_log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -134,7 +139,12 @@ class TrainedWeights:
         Raises TrainerCheckpointError for one that is damaged.
         """
         if step == 0:
-            self._learner.masters.restart(load_model(self._settings.model))
+            stored = _open_stored(self._settings, self._learner.machine, self._job)
+            if stored is None:
+                self._learner.masters.restart(load_model(self._settings.model))
+            else:
+                rows = stored.rows(self._learner.model)
+                self._learner.masters.load({f"master/{name}": own for name, own in rows.items()})
             return None
         state, tensors = self._checkpoints.read(step, self._learner.masters.rows)
         self._learner.masters.load(tensors)
@@ -217,5 +227,20 @@ def _timed(work: Callable[[], object]) -> float:
 
 def make_learner(settings: TrainerSettings, job: Job = SINGLE) -> Learner:
     """A learner at the starting checkpoint, on every rank of a job. Raises FileNotFoundError when there is none."""
-    reference = load_model(settings.model, settings.experts) if settings.kl.coefficient else None
-    return Learner(load_model(settings.model, settings.experts), settings, reference, job.ranks, job.place)
+    stored = _open_stored(settings, machine_of(settings, job.place, job.ranks.size), job)
+    make = partial(load_model, settings.model, settings.experts) if stored is None else stored.outline
+    reference = make() if settings.kl.coefficient else None
+    return Learner(make(), settings, reference, job.ranks, job.place, stored)
+
+
+def _open_stored(settings: TrainerSettings, machine: StepMachine, job: Job) -> StoredModel | None:
+    """The starting checkpoint, for each rank to read its own rows from; None where each has to load it whole."""
+    opened: list[StoredModel] = []
+    try:
+        if machine.is_sharded:
+            # One rank that has to load it whole makes all of them do so: they check the model together.
+            job.ranks.gather(lambda: opened.append(StoredModel(settings.model, settings.experts)))
+    except NotByRowsError as error:
+        _log.warning("each rank loads the whole of %s into its memory: %s", settings.model, error)
+        return None
+    return opened[0] if opened else None

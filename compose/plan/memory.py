@@ -77,7 +77,7 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
         "masters": FP32 * share,
         "moments": 2 * FP32 * share,
         "gradients": FP32 * share,
-        "reference": case.compute_bytes * share * case.reference,
+        "reference": (FP32 if case.blocks else case.compute_bytes) * share * case.reference,
         "older_weights": BF16 * share * case.older,
         "gathered": _gathered(size, case, activations + head) if case.sharded else 0.0,
         "activations": activations,
@@ -86,7 +86,6 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
     }
     if case.gpu:
         return {**device, "publication": _held(size, case) * case.on_device}
-    # Every rank loads whole models before it keeps its share.
     more = max(0.0, _loading(size, case) - sum(device.values()))
     freed = sum(device[name] for name in ("gradients", "gathered", "activations", "head"))
     publication = _held(size, case) + max(0.0, _encoder(size, case) - (0.0 if case.beside else freed))
@@ -94,7 +93,10 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
 
 
 def trainer_host_bytes(size: ModelSize, case: TrainerCase) -> float:
-    """Bytes in the host's memory for one rank of a trainer on GPUs, while it loads whole models or while it trains."""
+    """Bytes in the host's memory for one rank of a trainer on GPUs, while it loads its models or while it trains.
+
+    Without the pages of mapped files, which the system takes back where they are needed for something else.
+    """
     held = _held(size, case) * (not case.on_device)
     return PROCESS_BYTES + max(_loading(size, case), held + _encoder(size, case))
 
@@ -114,7 +116,12 @@ def kept_bytes(size: ModelSize, compute_bytes: int) -> int:
 
 
 def _loading(size: ModelSize, case: TrainerCase) -> float:
-    """The whole model, and the reference, before they are laid over the ranks."""
+    """What a start holds of the starting checkpoint, in fp32.
+
+    One process loads model and reference whole. A rank of a sharded model reads its rows of one weight after the other.
+    """
+    if case.sharded:
+        return FP32 * max(size.head, size.expert_layer) / case.ranks
     return float(FP32 * size.parameters * (1 + case.reference))
 
 

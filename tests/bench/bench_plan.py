@@ -5,8 +5,9 @@
 Each rank is a process that torchrun started. It holds and does what a trainer on a CPU does: model, masters, moments,
 reference and older weights; steps, each beside the publication of the version before, to a broker that is started for
 it; a checkpoint. `measured_mb` is the most that was resident in the rank that held most, `imported_mb` before the model
-was there; `planned_mb` is the sum of `compose/plan/memory.py` for rows of so many tokens, nearly all sampled, and
-`of_measured` the ratio of the two. `small` and `experts` are random models, dense and with experts.
+was there, `started_mb` when model and reference had been loaded; `planned_mb` is the sum of `compose/plan/memory.py`
+for rows of so many tokens, nearly all sampled, and `of_measured` the ratio of the two. `small` and `experts` are random
+models, dense and with experts.
 """
 
 from __future__ import annotations
@@ -44,24 +45,16 @@ STEPS = 2
 
 def take_steps(directory: str, chosen: argparse.Namespace) -> None:
     """Take steps on rollouts that fill rows, publish and store them, and print the most MiB that this rank held."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     import tidemill.trainer.run  # noqa: F401 - what the role imports is resident too
     from tidemill.kernels.weights.publish import WeightPublisher
     from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
     from tidemill.schemas.log.admin import create_topics
     from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
     from tidemill.trainer.job import open_job
-    from tidemill.trainer.step import Learner
     from tidemill.trainer.trainable import TopicProgress
-    from tidemill.trainer.trained_weights import TrainedWeights
+    from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
-    imported, settings = peak_bytes() / MIB, trainer_settings(chosen)
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(directory)
-    model, reference = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
-    group = long_group(chosen.rows, chosen.row_tokens, config.vocab_size, prompt=1)
+    imported, settings = peak_bytes() / MIB, trainer_settings(directory, chosen)
     kafka = KafkaSettings(bootstrap=chosen.bootstrap, topic_prefix=chosen.prefix)
     run, store = RunSettings(), StoreSettings(root=chosen.store)
     with open_job(600.0) as job:
@@ -73,12 +66,12 @@ def take_steps(directory: str, chosen: argparse.Namespace) -> None:
             ThreadPoolExecutor(1) as beside,
         ):
             checkpoints = CheckpointStore(store.root, run.run_id, run.branch, 1)
-            learner = Learner(model, settings, reference, job.ranks, job.place)
-            del model, reference
-            weights = TrainedWeights(settings, learner, checkpoints, publisher, job, beside)
+            weights = TrainedWeights(settings, make_learner(settings, job), checkpoints, publisher, job, beside)
+            started = peak_bytes() / MIB
             if not job.ranks.is_first:
                 weights.follow()
             else:
+                group = long_group(chosen.rows, chosen.row_tokens, weights.vocab_size, prompt=1)
                 made = weights.snapshot()
                 weights.publish(0)
                 for step in range(1, STEPS + 1):
@@ -89,14 +82,15 @@ def take_steps(directory: str, chosen: argparse.Namespace) -> None:
                 weights.published()
                 weights.save(CheckpointState(run.run_id, run.branch, STEPS, STEPS, made, "", TopicProgress()), ())
                 weights.let_go()
-    print(json.dumps({"imported_mb": imported, "measured_mb": peak_bytes() / MIB}))
+    print(json.dumps({"imported_mb": imported, "started_mb": started, "measured_mb": peak_bytes() / MIB}))
 
 
-def trainer_settings(chosen: argparse.Namespace) -> Any:
+def trainer_settings(directory: str, chosen: argparse.Namespace) -> Any:
     """A trainer that keeps and publishes all that one can, with older weights in both of its steps."""
     from tidemill.trainer.config import KlSettings, TrainerSettings
 
     return TrainerSettings(
+        model=directory,
         kl=KlSettings(coefficient=0.001),
         row_tokens=chosen.row_tokens,
         device="cpu",
@@ -140,7 +134,7 @@ def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: s
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr[-4000:])
-    size, settings = size_of_name(directory), trainer_settings(chosen)
+    size, settings = size_of_name(directory), trainer_settings(directory, chosen)
     adam = settings.optimizer
     work = StepWork(chosen.rows, 1, chosen.row_tokens, chosen.checkpointed, 2, adam.learning_rate, adam.betas[0], None)
     delta = {each.name: each.value for each in delta_estimates(size, work)}
@@ -164,6 +158,7 @@ def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: s
         "planned_mb": round(planned, 1),
         "measured_mb": round(found["measured_mb"], 1),
         "imported_mb": round(found["imported_mb"], 1),
+        "started_mb": round(found["started_mb"], 1),
         "of_measured": round(planned / found["measured_mb"], 4),
         "parts_mb": {name: round(value / MIB, 1) for name, value in parts.items() if value},
     }
@@ -172,14 +167,18 @@ def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: s
 
 def compare_all(chosen: argparse.Namespace, bootstrap: str, root: Path) -> None:
     """Compare each model on each number of ranks."""
-    from transformers import Qwen3Config, Qwen3MoeConfig
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     for name in chosen.model:
         directory = name
         if name in MADE:
             directory = str(root / name)
             kind = Qwen3MoeConfig if "num_experts" in MADE[name] else Qwen3Config
-            kind(**SMALL, **MADE[name]).save_pretrained(directory)
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(kind(**SMALL, **MADE[name]))
+            model.to(torch.bfloat16).save_pretrained(directory)
+            del model
         for ranks in chosen.ranks:
             compare(directory, ranks, chosen, bootstrap, root)
 

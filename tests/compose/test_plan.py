@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tidemill.compose.cli import app
 from tidemill.compose.plan.estimates import delta_at_density, delta_at_rate
 from tidemill.compose.plan.fit import GIB, Devices, devices_of
-from tidemill.compose.plan.memory import ReplicaCase, kv_bytes
+from tidemill.compose.plan.memory import FP32, PROCESS_BYTES, ReplicaCase, kv_bytes
 from tidemill.trainer.model_size import size_of_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,6 +191,19 @@ def test_a_model_that_is_nowhere_is_a_clear_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = CliRunner().invoke(app, ["plan", "--model", "nobody/no-such-model", "--gpus", "1x80"])
     assert "no-such-model" in str(result.exception) and "config.json" in str(result.exception)
+
+
+def test_a_rank_does_not_hold_the_model_when_it_starts(models):
+    def host(*arguments: str) -> float:
+        found = planned("--model", models["30b"], "--set", "trainer.publish_beside=false", *arguments, status=1)
+        return next(each["value"] for each in found["estimates"] if each["name"] == "trainer_host_bytes")
+
+    size = size_of_name(models["30b"])
+    whole = host("--gpus", "1x80", "--set", "trainer.compute=float32")
+    assert whole > 8 * size.parameters
+    for ranks in (1, 8):
+        rank = host("--gpus", f"{ranks}x80")
+        assert FP32 * size.head / ranks < rank < 8 * GIB + PROCESS_BYTES
 
 
 def test_what_is_published_beside_a_step_is_counted_where_it_is(models):

@@ -25,14 +25,17 @@ import torch
 from tests.trainer.conftest import make_trainable, make_trainable_batch, tiny_model
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.trainer import step as step_module
+from tidemill.trainer import trained_weights
+from tidemill.trainer.attention import UntrainableModelError
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.job import Job, open_job
-from tidemill.trainer.master import MasterWeights
+from tidemill.trainer.master import MasterWeights, own_part
 from tidemill.trainer.mismatch import measure
 from tidemill.trainer.replay.steps import StepReplay, follow_replay
 from tidemill.trainer.run import run
 from tidemill.trainer.step import Learner
+from tidemill.trainer.stored_model import NotByRowsError
 from tidemill.trainer.trainable import TopicProgress
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
@@ -119,6 +122,46 @@ def restarted(weights: TrainedWeights, options: Found) -> Found:
     return {"start": start, "restarted": weights.snapshot()}
 
 
+def laid(job: Job, options: Found) -> Found:
+    """A model of which each rank read its own rows, beside one that each rank loaded whole: what differs."""
+    settings = settings_of(model=options["model"], kl={"coefficient": 0.05}, **options["settings"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trained_weights, "load_model", lambda *_: fail("raise"))
+        own = make_learner(settings, job)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trained_weights, "StoredModel", refuse)
+        whole = make_learner(settings, job)
+    held = [state_of_learner(one) for one in (own, whole)]
+    found = {"differing": differing(*held), "names": sorted(held[0]), "local": sum(map(torch.numel, held[0].values()))}
+    outcomes = [one.train([make_trainable(name) for name in GROUPS], 1, 0, 1) for one in (own, whole)]
+    assert outcomes[0].metrics == outcomes[1].metrics
+    return found | {"differing after a step": differing(*(one.masters.state() for one in (own, whole)))}
+
+
+def refused(job: Job, options: Found) -> Found:
+    """A model that cannot be trained."""
+    with pytest.raises(UntrainableModelError) as error:
+        make_learner(settings_of(model=options["model"], **options["settings"]), job)
+    return {"error": str(error.value)}
+
+
+def refuse(*_: Any) -> None:
+    raise NotByRowsError("for the comparison")
+
+
+def state_of_learner(learner: Learner) -> dict[str, torch.Tensor]:
+    """What this rank holds of masters and reference, and the buffers."""
+    found = learner.masters.state()
+    for name, parameter in learner._reference.named_parameters():
+        found[f"reference/{name}"] = own_part(parameter)
+    return found | {f"buffer/{name}": buffer for name, buffer in learner.model.named_buffers()}
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert list(one) == list(other)
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
 def failing(job: Job, options: Found) -> Found:
     """A rank fails, or is killed, within a layer: the first rank says so, or the others end without it."""
     weights = weights_of(settings_of(), job, options["store"])
@@ -199,7 +242,7 @@ def replayed(job: Job, options: Found) -> Found:
 SCENARIOS = {
     "trained": led(trained), "saved": led(saved), "resaved": led(resaved), "restarted": led(restarted),
     "failing": failing, "different": different, "replayed": replayed,
-    "killed_saving": killed_saving,
+    "killed_saving": killed_saving, "laid": laid, "refused": refused,
 }  # fmt: skip
 
 

@@ -9,6 +9,8 @@ import torch
 
 from tests.trainer.conftest import make_trainable, tiny_model
 from tidemill.kernels.weights.checkpoint import PIECE_BYTES, file_pieces
+from tidemill.kernels.weights.ranks import SingleRank
+from tidemill.trainer import checkpoint
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import KlSettings, TrainerSettings
 from tidemill.trainer.step import Learner
@@ -60,6 +62,36 @@ def test_a_file_is_written_from_where_the_tensors_are(store: CheckpointStore, mo
     _, tensors = store.read(1)
     assert torch.equal(tensors["master/w"], whole) and torch.equal(tensors["master/transposed"], whole.T)
     assert tensors["step/w"].shape == () and tensors["step/w"] == 3.0
+
+
+@pytest.mark.parametrize("rows", [(0, 3), (2, 5), (3, 7), (5, 5), (0, 7)])
+def test_of_each_file_the_wanted_rows_alone_are_read(
+    store: CheckpointStore, monkeypatch, rows: tuple[int, int]
+) -> None:
+    """Rows of three ranks: 4, 3 and none."""
+    whole, moment = torch.arange(14, dtype=torch.float32).reshape(7, 2), torch.arange(7, dtype=torch.bfloat16)
+    for rank, own in ((1, slice(4, 7)), (2, slice(7, 7)), (0, slice(0, 4))):
+        ranks = FixedRanks(rank, 3)
+        tensors = {"master/w": whole[own], "exp_avg/w": moment[own], "step/w": torch.tensor(3.0)}
+        store.write(state_of(1), tensors, ranks=ranks)
+    taken: list[int] = []
+    read = checkpoint._read
+    monkeypatch.setattr(checkpoint, "_read", lambda file, at, into: taken.append(into.nbytes) or read(file, at, into))
+    _, tensors = store.read(1, {"w": rows})
+    assert torch.equal(tensors["master/w"], whole[slice(*rows)])
+    assert torch.equal(tensors["exp_avg/w"], moment[slice(*rows)])
+    assert tensors["step/w"] == 3.0
+    assert sum(taken) == (rows[1] - rows[0]) * (8 + 2) + 3 * 4
+
+
+class FixedRanks(SingleRank):
+    """One rank of several, which does its own part and waits for none."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def from_first(self, make):
+        return make() if self.is_first else None
 
 
 def test_newest_is_never_past_the_log(store: CheckpointStore) -> None:

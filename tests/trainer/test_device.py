@@ -13,8 +13,8 @@ from tidemill.trainer.batch import pack
 from tidemill.trainer.choices import StepMachine
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.device import ALONE, DeviceError, RankPlace, compute_dtype, device_of
-from tidemill.trainer.model import ShardingError, layers_of
 from tidemill.trainer.policy import SampledLogprobs
+from tidemill.trainer.sharding import ShardingError, layers_of
 
 TWO_RANKS = StepMachine(ranks=2)
 

@@ -16,8 +16,8 @@ from tests.trainer.rank_driver import STEPS, settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 KL = {"kl": {"coefficient": 0.05}, "objective": "grpo", "minibatches": 2}
-HALF_KL = {**KL, "compute": "bfloat16", "score_older_every": 2}
 EXPERTS = {"model": "{root}/experts", "experts": "grouped_mm"}
+HALF_KL = {**KL, **EXPERTS, "compute": "bfloat16", "score_older_every": 2}
 ONLINE = {"online": {"enabled": True, "simulated_weight": 0.3}}
 JOBS = {
     "one": (1, "trained", {}),
@@ -26,8 +26,8 @@ JOBS = {
     "recomputed": (2, "trained", {"settings": {"checkpoint_activations": True}}),
     "bf16 one": (1, "trained", {"settings": {"compute": "bfloat16"}}),
     "bf16 two": (2, "trained", {"settings": {"compute": "bfloat16"}}),
-    "bf16 kl": (2, "trained", {"settings": HALF_KL}),
-    "bf16 kl of copies": (2, "trained", {"settings": HALF_KL, "copies": True}),
+    "bf16 kl": (3, "trained", {"settings": HALF_KL}),
+    "bf16 kl of copies": (3, "trained", {"settings": HALF_KL, "copies": True}),
     "grpo one": (1, "trained", {"settings": KL, "groups": ["a", "b"]}),
     "grpo three": (3, "trained", {"settings": KL, "groups": ["a", "b"]}),
     "online one": (1, "trained", {"settings": ONLINE, "online": True}),
@@ -136,7 +136,7 @@ def test_another_type_of_the_computation_gives_other_bits(out):
 
 
 def test_masters_that_a_gathering_rounds_train_as_masters_with_rounded_copies(out):
-    """Also with minibatches, a reference, and tokens that are scored at older weights."""
+    """Also with minibatches, a reference, tokens that are scored at older weights, and ranks of unequal rows."""
     assert found(out, "bf16 kl") == found(out, "bf16 kl of copies")
     assert len(set(fingerprints(out, "bf16 kl"))) == STEPS
 
