@@ -52,19 +52,6 @@ class FetchTimeoutError(TimeoutError):
     """The bytes did not arrive in time; they may still come."""
 
 
-class ChunkLog(Protocol):
-    """The part of a `LogReader` on `weights.deltas` that is used here."""
-
-    def poll(self, timeout_s: float, max_records: int) -> list[ConsumedRecord]:
-        """The next records."""
-
-    def seek(self, topic: Topic, partition: int, offset: int) -> None:
-        """Go to an offset."""
-
-    def next_offsets(self) -> dict[tuple[Topic, int], int]:
-        """The next offset to be read, by (topic, partition)."""
-
-
 class ShardSource(Protocol):
     """Where the bytes of a delta's shards come from; `ChunkFetcher` is one."""
 
@@ -76,12 +63,12 @@ class ChunkFetcher:
     """The shards of deltas, piece by piece.
 
     Args:
-        log: the chunks; only this object reads it.
+        log: of `weights.deltas`; only this object reads it.
         timeout_s: how long a chunk that is waited for may take after the last one that came.
         held_bytes: limit of the chunks that are held.
     """
 
-    def __init__(self, log: ChunkLog, timeout_s: float, held_bytes: int = HELD_BYTES) -> None:
+    def __init__(self, log: LogReader, timeout_s: float, held_bytes: int = HELD_BYTES) -> None:
         self._log, self._timeout_s, self._limit = log, timeout_s, held_bytes
         self._held: OrderedDict[Place, ConsumedRecord] = OrderedDict()
         self._held_bytes = 0

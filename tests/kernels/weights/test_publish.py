@@ -180,7 +180,7 @@ def test_chunks_without_a_manifest_are_left_behind(publication, open_publisher, 
     open_publisher().publish(0, views[0])
     changes = [(name, weight.dtype, weight.bits, views[1][name].bits) for name, weight in views[0].items()]
     with RecordProducer(publication.kafka, "killed") as producer, DeltaShard(1, 0, changes) as shard:
-        orphan = shard.send(producer, publication.run)
+        orphan = shard.send(producer, publication.run).position
     published = open_publisher().publish(1, views[1])
     assert set(published.shards[0].offsets).isdisjoint(orphan.offsets)
     assert_followed(publication, views[:2])

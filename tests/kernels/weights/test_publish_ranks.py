@@ -306,7 +306,7 @@ def test_a_fenced_first_rank_ends_all_ranks(jobs):
         ("version", "rank 1: VersionError: it publishes version 2, the first rank version 1"),
         ("missing", "rank 1: VersionError: version 1 has other tensors than version 0; in one of them only: norm.bias"),
         ("cut", "rank 1: VersionError: version 1: this rank has 256 elements of up.weight from 271 on"),
-        ("twice", "rank 0: CoverageError: up.weight: elements 271 to 272 are held by several ranks"),
+        ("twice", "rank 0: VersionError: up.weight: elements 271 to 272 are held by several ranks"),
     ],
 )
 def test_what_ranks_may_not_give_is_refused_on_all_and_they_go_on(jobs, given, reason):
@@ -322,7 +322,7 @@ def test_experts_are_published_from_where_they_lie(jobs):
         found = jobs.found("experts", rank)
         assert found["versions"] == [whole, whole]
         assert (
-            found["told"][0] == "CoverageError" and "weight: elements 6 to 12 are held by several" in found["told"][1]
+            found["told"][0] == "VersionError" and "weight: elements 6 to 12 are held by several" in found["told"][1]
         )
 
 

@@ -12,7 +12,6 @@ import xxhash
 
 from tests.records import build
 from tidemill.kernels.weights.tensor_table import (
-    TensorTableError,
     fit_record,
     load_tensor_table,
     store_tensor_table,
@@ -86,11 +85,11 @@ def other_records() -> bytes:
 @pytest.mark.parametrize("payload", [b"", b"not avro", b"Obj\x01" + bytes(50), other_records()])
 def test_whole_bytes_that_are_no_table_are_refused(tmp_path: Path, payload: bytes):
     stored = put_object(str(tmp_path / "table"), [payload])
-    with pytest.raises(TensorTableError, match="no tensor table"):
+    with pytest.raises(StoredObjectError, match="no tensor table"):
         load_tensor_table(TensorTable(stored.uri, 1, stored.n_bytes, stored.digest))
 
 
 def test_a_table_with_another_number_of_tensors_is_refused(tmp_path: Path):
     table = store_tensor_table(str(tmp_path), tensors(10))
-    with pytest.raises(TensorTableError, match="lists 10 tensors, its manifest says 11"):
+    with pytest.raises(StoredObjectError, match="lists 10 tensors, its manifest says 11"):
         load_tensor_table(replace(table, n_tensors=11))
