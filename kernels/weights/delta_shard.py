@@ -15,7 +15,7 @@ from typing import Self
 import xxhash
 
 from tidemill.kernels.block import CodecSettings
-from tidemill.kernels.container import StreamWriter
+from tidemill.kernels.delta import StreamWriter
 from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.encoder import DeltaEncoder
 from tidemill.kernels.fingerprint import ZERO, Fingerprint

@@ -35,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kernels.encoding import encode_delta
 from tidemill.kernels.backend import CPU_BACKEND, KernelBackend, triton_obstacle
-from tidemill.kernels.class_table import choose_table
 from tidemill.kernels.classes import ClassTable, all_active
 from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve
 from tidemill.kernels.elements import BY_NAME, ElementType
 from tidemill.kernels.fingerprint import TensorKey
+from tidemill.kernels.payload import choose_table
 from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
 
 KEY = TensorKey.of("model.layers.0.mlp.down_proj.weight")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tidemill.kernels.block import CodecSettings
-from tidemill.kernels.container import StreamWriter
+from tidemill.kernels.delta import StreamWriter
 from tidemill.kernels.elements import AnyArray
 from tidemill.kernels.encoder import DEFAULTS, DeltaEncoder
 

@@ -24,8 +24,8 @@ from tidemill.kernels.block import (
     write_block,
 )
 from tidemill.kernels.coder import ZSTD
-from tidemill.kernels.container import EDGE_SIZE
 from tidemill.kernels.delta import (
+    EDGE_SIZE,
     DeltaError,
     FingerprintMismatch,
     TensorChange,
