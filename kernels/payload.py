@@ -93,10 +93,22 @@ def unpack(
 
     Raises DeltaError when the payload does not change exactly `n_changed` elements.
     """
+    source = WireReader(payload)
     if encoding == Encoding.CLASSES:
-        return _unpack_classes(payload, kind, old, n_changed, start)
+        code = source.byte()
+        if code not in CODERS:
+            raise DeltaError(f"unknown coder {code}: written by a newer version?")
+        active = read_active(source, old.size)
+        table = read_table(source, kind.exponents)
+        counts = np.array([source.varint() for _ in range(int(table[-1]) + 1)], np.int64)
+        if counts.sum() != n_changed:
+            raise DeltaError(f"classes of {counts.sum()} changed elements where the block's header says {n_changed}")
+        streams = CODERS[code].decode(source.rest(), counts, old.size)
+        if n_changed and kind.width < 32 and int(streams.steps.max()) >> kind.width:
+            raise DeltaError(f"a step of {streams.steps.max()} in a block of {kind.name}")
+        return ElementChanges(*select_classes(kind, old, streams, table, active, start))
     if encoding == Encoding.RAW:
-        source, little = WireReader(payload), kind.bits.newbyteorder("<")
+        little = kind.bits.newbyteorder("<")
         form, data, expected = source.byte(), source.rest(), old.size * kind.bits.itemsize
         if form > 1 or (form == 0 and len(data) != expected):
             raise DeltaError(f"raw patterns of form {form} in {len(data)} bytes, not {expected}")
@@ -105,7 +117,6 @@ def unpack(
             data = np.ascontiguousarray(planes.T).reshape(-1).data
         new = np.frombuffer(data, little).astype(kind.bits)
     elif encoding == Encoding.CONSTANT:
-        source = WireReader(payload)
         form, value = source.byte(), int.from_bytes(source.take(4), "little")
         if form > 1 or value >> kind.width or len(source.rest()):
             raise DeltaError(f"a constant of form {form} and value {value} in a block of {kind.name}")
@@ -131,22 +142,6 @@ def _pack_constant(kernels: KernelBackend, kind: ElementType, old: AnyArray, new
     if ends[0] != ends[1] or np.any(move(kind, old, int(ends[0])) != new_at):
         return None
     return b"\1" + int(ends[0]).to_bytes(4, "little")
-
-
-def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> ElementChanges:
-    source = WireReader(payload)
-    code = source.byte()
-    if code not in CODERS:
-        raise DeltaError(f"unknown coder {code}: written by a newer version?")
-    active = read_active(source, old.size)
-    table = read_table(source, kind.exponents)
-    counts = np.array([source.varint() for _ in range(int(table[-1]) + 1)], np.int64)
-    if counts.sum() != n_changed:
-        raise DeltaError(f"classes of {counts.sum()} changed elements where the block's header says {n_changed}")
-    streams = CODERS[code].decode(source.rest(), counts, old.size)
-    if n_changed and kind.width < 32 and int(streams.steps.max()) >> kind.width:
-        raise DeltaError(f"a step of {streams.steps.max()} in a block of {kind.name}")
-    return ElementChanges(*select_classes(kind, old, streams, table, active, start))
 
 
 def _exponents(kernels: KernelBackend, kind: ElementType, old: AnyArray, active: Active) -> Counts:

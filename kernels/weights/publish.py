@@ -266,15 +266,25 @@ class WeightPublisher:
             self._ranks.gather(lambda: held.check(mark.version, tensors))
         self._in_doubt = True
         reports = self._ranks.gather(lambda: self._send_delta(mark.version, held, tensors))
-        whole = self._ranks.on_first(lambda: self._merged(mark, reports)) or []
+
+        def merged() -> list[TensorInfo]:
+            """The version's tensors, unless the parts are no whole, or not made from their parent's."""
+            tensors = merged_tensors(reports)
+            change = sum((shard.change for report in reports for shard in report.shards), ZERO)
+            made_from = (total_fingerprint(tensors) - change).hex()
+            assert mark.parent is not None
+            parent = self._log.graph.manifests[mark.parent]
+            if made_from != parent.fingerprint:
+                raise VersionError(
+                    f"version {mark.version} was made from weights {made_from}, version {parent.version} in the log "
+                    f"is {parent.fingerprint}: the weights of the ranks are not the ones they published"
+                )
+            return tensors
+
+        whole = self._ranks.on_first(merged) or []
         shards = [shard for report in reports for shard in report.shards]
-        due = self._ranks.from_first(
-            lambda: anchor_due(
-                self._log.graph.since_anchor(mark.parent),
-                sum(shard.position.n_bytes for shard in shards),
-                self._settings,
-            )
-        )
+        since, n_bytes = self._log.graph.since_anchor(mark.parent), sum(shard.position.n_bytes for shard in shards)
+        due = self._ranks.from_first(lambda: anchor_due(since, n_bytes, self._settings))
         manifest = self._commit(mark, shards, whole, self._write_anchor(held) if due else None)
         self._in_doubt = False
         return manifest, held
@@ -302,20 +312,6 @@ class WeightPublisher:
                 covered.append(shard.covered)
         held.becomes(version, covered)
         return RankReport(held.infos, shards)
-
-    def _merged(self, mark: VersionMark, reports: Sequence[RankReport]) -> list[TensorInfo]:
-        """The version's tensors. Raises VersionError when the parts are no whole, or not made from their parent's."""
-        tensors = merged_tensors(reports)
-        change = sum((shard.change for report in reports for shard in report.shards), ZERO)
-        made_from = (total_fingerprint(tensors) - change).hex()
-        assert mark.parent is not None
-        parent = self._log.graph.manifests[mark.parent]
-        if made_from != parent.fingerprint:
-            raise VersionError(
-                f"version {mark.version} was made from weights {made_from}, version {parent.version} in the log is "
-                f"{parent.fingerprint}: the weights of the ranks are not the ones they published"
-            )
-        return tensors
 
     def _commit(
         self, mark: VersionMark, shards: Sequence[ShardReport], tensors: Sequence[TensorInfo], anchor: Anchor | None
