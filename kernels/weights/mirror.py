@@ -99,7 +99,8 @@ class Draft:
         self.mirror = mirror
         self.fresh = not mirror.weights
         """Whether the mirror was empty before it."""
-        self._before = (mirror.version, list(mirror.weights), dict(mirror._fingerprints))
+        shapes = {name: weight.bits.shape for name, weight in mirror.weights.items()}
+        self._before = (mirror.version, shapes, dict(mirror._fingerprints))
         self._held: list[tuple[str, Indices | None, Bits]] = []
         """By step, elements of a tensor that were overwritten (None: all of them), and what they were, flat."""
         self._steps = 0
@@ -234,11 +235,11 @@ class Draft:
         mirror = self.mirror
         for name, indices, bits in reversed(self._held):
             if indices is None:
-                mirror.weights[name] = Weight(mirror.weights[name].dtype, bits.reshape(mirror.weights[name].bits.shape))
+                mirror.weights[name] = Weight(mirror.weights[name].dtype, bits)
             else:
                 mirror.bits(name)[indices] = bits
-        mirror.version, names, mirror._fingerprints = self._before
-        mirror.weights = {name: mirror.weights[name] for name in names}
+        mirror.version, shapes, mirror._fingerprints = self._before
+        mirror.weights = {n: Weight(mirror.weights[n].dtype, mirror.bits(n).reshape(shapes[n])) for n in shapes}
         self._held.clear()
 
     def _write(self, name: str, indices: Indices, old: Bits, new: Bits) -> None:

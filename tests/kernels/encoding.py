@@ -16,9 +16,9 @@ def encode_tensor(
     dtype: str,
     old_bits: AnyArray,
     new_bits: AnyArray,
-    *,
     start: int = 0,
     total: int | None = None,
+    *,
     settings: CodecSettings = DEFAULTS,
 ) -> Iterator[bytes]:
     """The blocks of one tensor's change, in ascending order; arguments and errors as of `DeltaEncoder.add`."""
