@@ -164,19 +164,30 @@ def iter_of(pieces):
     yield from pieces
 
 
-@pytest.mark.parametrize("wrong", ["value", "missing", "shape"])
-def test_an_anchor_that_is_not_its_manifests_version_is_refused(mirror, tmp_path, wrong):
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ("value", "int8 of the anchor has fingerprint"),
+        ("missing", "does not name the tensors of version 1"),
+        ("shape", "has another shape or dtype than the one that is served"),
+        ("claim", r"int8 of the anchor has 600 elements, its manifest says \[5, 50\]"),
+    ],
+)
+def test_an_anchor_that_is_not_its_manifests_version_is_refused(mirror, tmp_path, wrong, reason):
     view = any_view(3)
     manifest = manifest_of(1, view)
     if wrong == "value":
         view["int8"][0, 0] ^= 1
     elif wrong == "missing":
         del view["int8"]
+    elif wrong == "claim":
+        tensors = [replace(one, shape=[5, 50]) if one.name == "int8" else one for one in manifest.tensors]
+        manifest = replace(manifest, tensors=tensors)
     else:
         view["int8"] = view["int8"][:5]
         manifest = manifest_of(1, view)
     draft = Draft(mirror)
-    with pytest.raises(AnchorError):
+    with pytest.raises(AnchorError, match=reason):
         load(draft, save(view, tmp_path / "bad"), manifest)
     draft.revert()
     assert same(mirror, any_view(0))
