@@ -16,12 +16,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum, StrEnum
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -41,67 +40,55 @@ class KernelUnavailableError(RuntimeError):
     """The kernels that were asked for cannot run here, and nothing may take their place; the message says why."""
 
 
-class BackendMode(StrEnum):
-    """What `TIDEMILL_KERNELS` may say."""
-
-    AUTO = "auto"
-    STRICT = "strict"
-    CPU = "cpu"
-    TRITON = "triton"
-
-
-class BackendChoice(Enum):
-    """What runs the kernels for an array."""
-
-    CPU = "the compiled loops"
-    TRITON = "Triton"
-    FALLBACK = "the compiled loops, on a copy of what lies on the GPU"
+BackendMode = Literal["auto", "strict", "cpu", "triton"]
+"""The values of `TIDEMILL_KERNELS`."""
+BackendChoice = Literal["cpu", "triton", "fallback"]
+"""The kernels for an array: the compiled loops, Triton, or the compiled loops on a copy of an array on a GPU."""
 
 
 def choose(mode: BackendMode, on_gpu: bool, obstacle: Callable[[], str | None]) -> BackendChoice:
-    """What runs the kernels for an array; `obstacle` says what keeps Triton from running, None if nothing does.
+    """Which kernels run for an array; `obstacle` says what keeps Triton from running, None if nothing does.
 
     `obstacle` is asked only where Triton is wanted. Raises KernelUnavailableError.
     """
-    if mode is BackendMode.CPU or (mode is not BackendMode.TRITON and not on_gpu):
-        return BackendChoice.CPU
+    if mode == "cpu" or (mode != "triton" and not on_gpu):
+        return "cpu"
     reason = obstacle()
     if reason is None:
-        return BackendChoice.TRITON
-    if mode is BackendMode.AUTO:
-        return BackendChoice.FALLBACK
+        return "triton"
+    if mode == "auto":
+        return "fallback"
     raise KernelUnavailableError(f"{ENVIRONMENT}={mode} asks for Triton's kernels, which cannot run: {reason}")
 
 
-def mode_of(value: str | None) -> BackendMode:
-    """The mode of the environment's `value`. Raises ValueError for an unknown value."""
-    try:
-        return BackendMode(value or BackendMode.AUTO)
-    except ValueError as error:
-        raise ValueError(f"{ENVIRONMENT} is {value!r}; it may be {', '.join(BackendMode)}") from error
-
-
-def backend_for(array: AnyArray) -> KernelBackend:
-    """The kernels for a numpy array or a PyTorch tensor.
+def choice_for(array: AnyArray, instead: str) -> BackendChoice:
+    """Which kernels run for an array, by the environment; without Triton on a GPU, the log says what happens `instead`.
 
     Raises KernelUnavailableError where Triton is asked for and cannot run, ValueError for an unknown mode.
     """
-    choice = choose(mode_of(os.environ.get(ENVIRONMENT)), not is_on_host(array), triton_obstacle)
-    if choice is BackendChoice.FALLBACK:
-        _warn_of_fallback(str(array.device), "are copied to the CPU for every kernel")
-    return _triton_backend() if choice is BackendChoice.TRITON else CPU_BACKEND
+    mode = os.environ.get(ENVIRONMENT) or "auto"
+    if mode not in get_args(BackendMode):
+        raise ValueError(f"{ENVIRONMENT} is {mode!r}; it may be {', '.join(get_args(BackendMode))}")
+    choice = choose(cast(BackendMode, mode), not is_on_host(array), triton_obstacle)
+    if choice == "fallback":
+        _warn_of_fallback(str(array.device), instead)
+    return choice
+
+
+def backend_for(array: AnyArray) -> KernelBackend:
+    """The kernels for a numpy array or a PyTorch tensor. Raises like `choice_for`."""
+    choice = choice_for(array, "are copied to the CPU for every kernel")
+    return triton_backend() if choice == "triton" else CPU_BACKEND
 
 
 def runs_triton(tensor: AnyArray) -> bool:
     """Whether Triton's kernels take a PyTorch tensor where it lies; else torch's own operations do what they would.
 
     On a GPU without Triton that is slower, the same bits, and said once. A CPU's tensor is not copied to a GPU,
-    whatever the mode. Raises like `backend_for`.
+    whatever the mode. Raises like `choice_for`.
     """
-    choice = choose(mode_of(os.environ.get(ENVIRONMENT)), not is_on_host(tensor), triton_obstacle)
-    if choice is BackendChoice.FALLBACK:
-        _warn_of_fallback(str(tensor.device), "are quantised by torch's operations")
-    return choice is BackendChoice.TRITON and tensor.device.type == _triton_device()
+    choice = choice_for(tensor, "are quantised by torch's operations")
+    return choice == "triton" and tensor.device.type == _triton_device()
 
 
 def is_on_host(array: AnyArray) -> bool:
@@ -129,7 +116,8 @@ def triton_obstacle() -> str | None:
     return None if found == fingerprint.fingerprint(bits, key) else "a first kernel gave a wrong result"
 
 
-class KernelBackend(ABC):
+@dataclass(frozen=True, eq=False)
+class KernelBackend:
     """The kernels of the weight loop on one processor: on each the same input gives the same bytes.
 
     Arrays are flat, contiguous rows of bit patterns (uN[n]: u1, u2 or u4): numpy arrays, or PyTorch tensors of any type
@@ -138,14 +126,12 @@ class KernelBackend(ABC):
     everywhere. Raises ValueError for arrays that do not fit each other.
     """
 
-    _rows: Any
+    rows: Any
     """Functions over rows, of the names of the methods here, for arrays where the processor works."""
-    _split: Any
+    split: Any
     """The split into classes, and the count of exponents, for the same arrays."""
-
-    @abstractmethod
-    def _near(self, *arrays: AnyArray) -> AbstractContextManager[list[Any]]:
-        """Patterns or indices where the processor works; views where memory is shared."""
+    near: Callable[..., AbstractContextManager[list[Any]]]
+    """Gives patterns or indices where the processor works; views where memory is shared."""
 
     @staticmethod
     def host(array: AnyArray) -> npt.NDArray[Any]:
@@ -167,13 +153,13 @@ class KernelBackend(ABC):
 
         Returns their indices (i8[changed], ascending), and their patterns in `old` and in `new` (uN[changed] each).
         """
-        with self._near(old, new) as rows:
-            return tuple(self.beside(made, old) for made in self._rows.changed_elements(*rows))
+        with self.near(old, new) as rows:
+            return tuple(self.beside(made, old) for made in self.rows.changed_elements(*rows))
 
     def scatter(self, bits: AnyArray, indices: AnyArray, new_at: AnyArray) -> None:
         """Write `new_at` (uN[k]) into `bits` at `indices` (i8[k], each in range and once), in place."""
-        with self._near(bits, indices, new_at) as rows:
-            self._rows.scatter(*rows)
+        with self.near(bits, indices, new_at) as rows:
+            self.rows.scatter(*rows)
             if is_on_host(rows[0]) is is_on_host(bits):
                 # The row shares their memory.
                 return
@@ -195,87 +181,76 @@ class KernelBackend(ABC):
         active: Active,
     ) -> ClassStreams:
         """Split a block's changes into classes: see `kernels.classes.split_classes`."""
-        with self._near(old, old_at, new_at, indices) as rows:
-            streams = self._split.split_classes(kind, *rows, table, active)
-            return ClassStreams(*map(self.host, (streams.counts, streams.gaps, streams.steps)))
+        with self.near(old, old_at, new_at, indices) as rows:
+            return ClassStreams(*map(self.host, self.split.split_classes(kind, *rows, table, active)))
 
     def count_exponents(self, kind: ElementType, bits: AnyArray) -> Counts:
         """How often each exponent occurs in `bits`: i8[exponents]."""
-        with self._near(bits) as rows:
-            return self.host(self._split.count_exponents(kind, *rows))
+        with self.near(bits) as rows:
+            return self.host(self.split.count_exponents(kind, *rows))
 
     def fingerprint(self, bits: AnyArray, key: TensorKey, start: int = 0) -> Fingerprint:
         """Fingerprint of elements [start, start + n) of a tensor."""
-        with self._near(bits) as (row,):
-            made: Fingerprint = self._rows.fingerprint(row, key, start)
+        with self.near(bits) as (row,):
+            made: Fingerprint = self.rows.fingerprint(row, key, start)
             return made
 
     def fingerprint_at(self, bits: AnyArray, key: TensorKey, indices: AnyArray) -> Fingerprint:
         """Fingerprint of the elements at `indices` (i8[k], in any order), whose patterns are `bits` (uN[k])."""
-        with self._near(bits, indices) as (row, places):
-            made: Fingerprint = self._rows.fingerprint_at(row, key, places)
+        with self.near(bits, indices) as (row, places):
+            made: Fingerprint = self.rows.fingerprint_at(row, key, places)
             return made
 
     def fingerprint_change(self, key: TensorKey, indices: AnyArray, old_at: AnyArray, new_at: AnyArray) -> Fingerprint:
         """F(new) - F(old) when the elements at `indices` (i8[k]) go from `old_at` to `new_at` (uN[k] each)."""
-        with self._near(indices, old_at, new_at) as rows:
-            made: Fingerprint = self._rows.fingerprint_change(key, *rows)
+        with self.near(indices, old_at, new_at) as rows:
+            made: Fingerprint = self.rows.fingerprint_change(key, *rows)
             return made
 
 
-class CpuBackend(KernelBackend):
-    """The compiled loops: one thread, without the interpreter lock."""
-
-    _rows = SimpleNamespace(
+# The compiled loops: one thread, without the interpreter lock.
+CPU_BACKEND = KernelBackend(
+    SimpleNamespace(
         changed_elements=compare.changed_elements,
         scatter=compare.scatter,
         fingerprint=fingerprint.fingerprint,
         fingerprint_at=fingerprint.fingerprint_at,
         fingerprint_change=fingerprint.fingerprint_change,
-    )
-    _split = SimpleNamespace(split_classes=classes.split_classes, count_exponents=compare.count_exponents)
-
-    def _near(self, *arrays: AnyArray) -> AbstractContextManager[list[Any]]:
-        return nullcontext([self.host(array) for array in arrays])
-
-
-CPU_BACKEND = CpuBackend()
+    ),
+    SimpleNamespace(split_classes=classes.split_classes, count_exponents=compare.count_exponents),
+    lambda *arrays: nullcontext([KernelBackend.host(array) for array in arrays]),
+)
 
 
-class TritonBackend(KernelBackend):
+@functools.cache
+def triton_backend() -> KernelBackend:
     """Triton: on a GPU's tensors, or on the CPU's in Triton's interpreter."""
+    from tidemill.kernels import triton_rows, triton_split
 
-    def __init__(self) -> None:
-        from tidemill.kernels import triton_rows, triton_split
+    return KernelBackend(triton_rows, triton_split, _on_gpu)
 
-        self._rows, self._split = triton_rows, triton_split
 
-    @contextmanager
-    def _near(self, *arrays: AnyArray) -> Iterator[list[Any]]:
-        """The arrays as tensors on a GPU, which is the current one meanwhile: there Triton launches."""
-        import torch
+@contextmanager
+def _on_gpu(*arrays: AnyArray) -> Iterator[list[Any]]:
+    """The arrays as tensors on a GPU, which is the current one meanwhile: there Triton launches."""
+    import torch
 
-        moved = []
-        for array in arrays:
-            if isinstance(array, np.ndarray):
-                row = torch.from_numpy(array if array.flags.writeable else array.copy()).to(_triton_device())
-            else:
-                row = flat_row(array)
-                row = row.to(_triton_device()) if is_on_host(row) else row
-            moved.append(row)
-        with torch.cuda.device(moved[0].device) if moved[0].is_cuda else nullcontext():
-            yield moved
+    moved = []
+    for array in arrays:
+        if isinstance(array, np.ndarray):
+            row = torch.from_numpy(array if array.flags.writeable else array.copy()).to(_triton_device())
+        else:
+            row = flat_row(array)
+            row = row.to(_triton_device()) if is_on_host(row) else row
+        moved.append(row)
+    with torch.cuda.device(moved[0].device) if moved[0].is_cuda else nullcontext():
+        yield moved
 
 
 def _triton_device() -> str:
     from tidemill.kernels.triton_rows import INTERPRETED
 
     return HOST_DEVICE if INTERPRETED else "cuda"
-
-
-@functools.cache
-def _triton_backend() -> KernelBackend:
-    return TritonBackend()
 
 
 @functools.cache

@@ -96,12 +96,6 @@ class DeltaCounts:
         for row in np.flatnonzero(other._used):
             self._steps[row, : other._used[row]] += other._steps[row, : other._used[row]]
 
-    def clear(self) -> None:
-        for row in np.flatnonzero(self._used):
-            self._steps[row, : self._used[row]] = 0
-        self._elements[:] = 0
-        self._used[:] = 0
-
     def bounds(self) -> DeltaBounds:
         n_all, n_changed, by_class = int(self._elements.sum()), 0, 0.0
         pooled = np.zeros(int(self._used.max()), np.int64)
@@ -119,36 +113,6 @@ class DeltaCounts:
         # Bits of the steps below their leading ones.
         below = np.maximum((np.arange(steps.size) >> self._leading) - 1, 0)
         return where + _choice_bits(steps) + float(np.dot(below, steps))
-
-
-class ModelBounds:
-    """Bounds of a whole model, one tensor after the other, in two scopes: a fit per element type, or one per tensor."""
-
-    def __init__(self) -> None:
-        self._current: dict[str, DeltaCounts] = {}
-        self._whole: dict[str, DeltaCounts] = {}
-        self._by_tensor: dict[str, DeltaBounds] = {}
-
-    def count(self, dtype: str, old_bits: Bits, new_bits: Bits) -> None:
-        """Count a part of the current tensor, or the whole (uN, equal shapes). Raises DeltaError."""
-        if dtype not in self._current:
-            self._current[dtype], self._whole[dtype] = DeltaCounts(dtype), DeltaCounts(dtype)
-        self._current[dtype].count(old_bits, new_bits)
-
-    def end_tensor(self) -> None:
-        """What was counted since the last call was one tensor."""
-        for dtype, counts in self._current.items():
-            self._by_tensor[dtype] = self._by_tensor.get(dtype, NOTHING) + counts.bounds()
-            self._whole[dtype].add(counts)
-            counts.clear()
-
-    def whole(self) -> dict[str, DeltaBounds]:
-        """By element type: the bounds of one fit to all of its tensors. Tensors that have not ended are left out."""
-        return {dtype: counts.bounds() for dtype, counts in self._whole.items()}
-
-    def by_tensor(self) -> dict[str, DeltaBounds]:
-        """By element type: the sum of the bounds of a fit to each tensor."""
-        return dict(self._by_tensor)
 
 
 def _choice_bits(counts: Counts) -> float:

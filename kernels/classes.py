@@ -20,7 +20,6 @@ rank, is a count of bits, without a loop over its neighbours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -124,8 +123,7 @@ Active = npt.NDArray[np.uint8]
 MAX_CLASSES = 32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ClassStreams:
+class ClassStreams(NamedTuple):
     """The changes of a block, class by class, ascending within a class."""
 
     counts: Counts

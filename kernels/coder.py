@@ -7,10 +7,9 @@ block's changes must cost, unless pcodec is found to be smaller.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,86 +38,79 @@ from tidemill.kernels.models import (
     table_of,
     token_of,
 )
-from tidemill.kernels.rans import Reciprocals, reciprocals
+from tidemill.kernels.rans import ClassPlan, Reciprocals, reciprocals
 from tidemill.kernels.wire import BitReader, BitWriter, DeltaError, WireReader, compress, decompress, varint
 
 
-class Coder(ABC):
+class Coder(NamedTuple):
     """One way to code class streams."""
 
-    code: ClassVar[int]
+    code: int
     """Its number in a block."""
+    encode: Callable[[ClassStreams], bytes]
+    """The streams' gaps and steps as bytes; their counts are known to the decoder."""
+    decode: Callable[[memoryview, Counts, int], ClassStreams]
+    """The inverse of `encode`, for the counts (i8[classes]) of a block of so many elements.
 
-    @abstractmethod
-    def encode(self, streams: ClassStreams) -> bytes:
-        """The streams' gaps and steps as bytes; their counts are known to the decoder."""
-
-    @abstractmethod
-    def decode(self, payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
-        """The inverse of `encode`, for the `counts` (i8[classes]) of a block of `n_elements`.
-
-        Memory is bounded by the counts. Raises DeltaError and nothing else when the bytes do not hold exactly that, or
-        a gap is longer than the block.
-        """
+    Memory is bounded by the counts. Raises DeltaError and nothing else when the bytes do not hold exactly that, or a
+    gap is longer than the block.
+    """
 
 
 ESCAPE = 255
 
 
-class ZstdCoder(Coder):
-    """The portable coder: numpy and zstandard, nothing compiled here. Larger than the others, readable anywhere.
+def encode_zstd(streams: ClassStreams) -> bytes:
+    """Streams in the portable coder: numpy and zstandard, nothing compiled. Larger than the others, readable anywhere.
 
     small      varint length, then one frame: u1 min(gap, 255) of every change, then u1 min(step, 255) of every change
     large      only where some are 255: one frame of u4 little-endian, the rest of each above 255, in order
     """
-
-    code: ClassVar[int] = 3
-
-    def encode(self, streams: ClassStreams) -> bytes:
-        values = np.concatenate((streams.gaps, streams.steps))
-        small = compress(np.minimum(values, ESCAPE).astype(np.uint8).tobytes())
-        large = (values[values >= ESCAPE] - np.uint32(ESCAPE)).astype("<u4")
-        return varint(len(small)) + small + (compress(large.tobytes()) if large.size else b"")
-
-    def decode(self, payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
-        source, changed = WireReader(payload), int(counts.sum())
-        values = np.frombuffer(decompress(source.take(source.varint()), 2 * changed), np.uint8).astype(np.uint32)
-        escaped, rest = np.flatnonzero(values == ESCAPE), source.rest()
-        if escaped.size:
-            large = np.frombuffer(decompress(rest, 4 * escaped.size), "<u4").astype(np.uint64) + np.uint64(ESCAPE)
-            if large.max() > np.uint64(2**32 - 1):
-                raise DeltaError(f"a value of {large.max()} in a stream of 32-bit values")
-            values[escaped] = large.astype(np.uint32)
-        elif len(rest):
-            raise DeltaError(f"{len(rest)} bytes follow the streams")
-        return ClassStreams(counts, *checked(values[:changed], values[changed:], n_elements))
+    values = np.concatenate((streams.gaps, streams.steps))
+    small = compress(np.minimum(values, ESCAPE).astype(np.uint8).tobytes())
+    large = (values[values >= ESCAPE] - np.uint32(ESCAPE)).astype("<u4")
+    return varint(len(small)) + small + (compress(large.tobytes()) if large.size else b"")
 
 
-def checked(gaps: Values, steps: Values, n_elements: int) -> tuple[Values, Values]:
-    """Gaps and steps, or DeltaError where a gap is longer than the block."""
-    if gaps.size and int(gaps.max()) >= n_elements:
-        raise DeltaError(f"a gap of {gaps.max()} in a block of {n_elements} elements: a stream leaves its block")
-    return gaps, steps
+def decode_zstd(payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
+    """The inverse of `encode_zstd`, as `Coder.decode`."""
+    source, changed = WireReader(payload), int(counts.sum())
+    values = np.frombuffer(decompress(source.take(source.varint()), 2 * changed), np.uint8).astype(np.uint32)
+    escaped, rest = np.flatnonzero(values == ESCAPE), source.rest()
+    if escaped.size:
+        large = np.frombuffer(decompress(rest, 4 * escaped.size), "<u4").astype(np.uint64) + np.uint64(ESCAPE)
+        if large.max() > np.uint64(2**32 - 1):
+            raise DeltaError(f"a value of {large.max()} in a stream of 32-bit values")
+        values[escaped] = large.astype(np.uint32)
+    elif len(rest):
+        raise DeltaError(f"{len(rest)} bytes follow the streams")
+    return _checked(ClassStreams(counts, values[:changed], values[changed:]), n_elements)
 
 
-class PcodecCoder(Coder):
-    """The coder for gaps of any distribution: pcodec, which sends the bins that it finds.
+def _checked(streams: ClassStreams, n_elements: int) -> ClassStreams:
+    """The streams, or DeltaError where a gap is longer than the block."""
+    if streams.gaps.size and int(streams.gaps.max()) >= n_elements:
+        longest = streams.gaps.max()
+        raise DeltaError(f"a gap of {longest} in a block of {n_elements} elements: a stream leaves its block")
+    return streams
+
+
+def encode_pcodec(streams: ClassStreams) -> bytes:
+    """Streams in the coder for gaps of any distribution: pcodec, which sends the bins that it finds.
 
     gaps       varint length, then a pcodec file of u4
     steps      a pcodec file of u4
     """
+    gaps: bytes = standalone.simple_compress(streams.gaps, ChunkConfig())
+    steps: bytes = standalone.simple_compress(streams.steps, ChunkConfig())
+    return varint(len(gaps)) + gaps + steps
 
-    code: ClassVar[int] = 2
 
-    def encode(self, streams: ClassStreams) -> bytes:
-        gaps: bytes = standalone.simple_compress(streams.gaps, ChunkConfig())
-        steps: bytes = standalone.simple_compress(streams.steps, ChunkConfig())
-        return varint(len(gaps)) + gaps + steps
-
-    def decode(self, payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
-        source, changed = WireReader(payload), int(counts.sum())
-        gaps = _numbers(source.take(source.varint()), changed)
-        return ClassStreams(counts, *checked(gaps, _numbers(source.rest(), changed), n_elements))
+def decode_pcodec(payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
+    """The inverse of `encode_pcodec`, as `Coder.decode`."""
+    source, changed = WireReader(payload), int(counts.sum())
+    gaps = _numbers(source.take(source.varint()), changed)
+    return _checked(ClassStreams(counts, gaps, _numbers(source.rest(), changed)), n_elements)
 
 
 def _numbers(data: memoryview, n: int) -> Values:
@@ -139,95 +131,77 @@ STATE_BYTES = 5
 PROBLEMS = {rans.TRUNCATED: "ends early", rans.OVERLONG: "leaves its block", rans.LEFT_OVER: "has bytes to spare"}
 
 
-class RansCoder(Coder):
-    """rANS over computed and fitted tables (`kernels.models`).
+def encode_rans(streams: ClassStreams) -> bytes:
+    """Streams by rANS over computed and fitted tables (`kernels.models`).
 
     models     u1 for each class with changes: its gaps' model
     tables     bits: for each class with changes, 1 and a table of steps, or 0: as before
     words      how many 16-bit words, a varint; both states, 5 bytes each; the words
     low bits   what is not entropy-coded (`kernels.rans`)
     """
-
-    code: ClassVar[int] = 1
-
-    def encode(self, streams: ClassStreams) -> bytes:
-        counts = streams.counts[streams.counts > 0]
-        ends = np.cumsum(counts).tolist()
-        begins = [0, *ends[:-1]]
-        models = [model_of(int(_sum(streams.gaps[a:b])), b - a) for a, b in zip(begins, ends, strict=True)]
-        tables = fit_tables(streams.steps, counts)
-        plan = _Plan.of(models, tables)
-        common = streams.gaps, streams.steps, counts, plan.tables, plan.low_bits, plan.directed, gap_tables().last
-        raw = np.empty(streams.gaps.size + 2, np.uint64)
-        n_raw = -(-rans.write_low_bits(*common, raw) // 8)
-        words = np.empty(2 * streams.gaps.size, np.uint16)
-        step_codes = reciprocals(plan.step_start, plan.step_frequency, STEP_TOTAL)
-        first, *states = rans.encode_symbols(*common, _gap_codes(), step_codes, words)
-        stored = raw.astype("<u8", copy=False).view(np.uint8)[:n_raw]
-        return write_fields(models, tables, states, words[first:], stored.tobytes())
-
-    def decode(self, payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
-        source = WireReader(payload)
-        used = counts[counts > 0]
-        models = list(source.take(used.size))
-        if any(model >= MODELS and model != ALL_ZERO for model in models):
-            raise DeltaError(f"unknown gap models among {models}")
-        bits = BitReader(source)
-        tables = [StepTable.read(bits) if bits.get(1) else None for _ in range(used.size)]
-        bits.close()
-        if tables and tables[0] is None:
-            raise DeltaError("the first class has no table of steps")
-        plan = _Plan.of(models, tables)
-        n_words = source.varint()
-        gap_state = int.from_bytes(source.take(STATE_BYTES), "little")
-        step_state = int.from_bytes(source.take(STATE_BYTES), "little")
-        words = _padded(source.take(2 * n_words), "<u2")
-        low_bits_read = source.rest()
-        raw = _padded(low_bits_read, "<u8")
-        gaps, steps = np.empty(int(used.sum()), np.uint32), np.empty(int(used.sum()), np.uint32)
-        problem = rans.decode_changes(
-            words, raw, n_words, len(low_bits_read), gap_state, step_state, used, plan.tables, plan.low_bits,
-            plan.directed, gap_tables(), plan.step_start, plan.step_frequency, plan.step_symbol, n_elements,
-            gaps, steps,
-        )  # fmt: skip
-        if problem != rans.GOOD:
-            raise DeltaError(f"an entropy-coded stream {PROBLEMS[problem]}")
-        return ClassStreams(counts, gaps, steps)
+    counts = streams.counts[streams.counts > 0]
+    ends = np.cumsum(counts).tolist()
+    begins = [0, *ends[:-1]]
+    models = [model_of(int(_sum(streams.gaps[a:b])), b - a) for a, b in zip(begins, ends, strict=True)]
+    tables = fit_tables(streams.steps, counts)
+    plan = _plan(counts, models, tables)
+    common = streams.gaps, streams.steps, plan, gap_tables().last
+    raw = np.empty(streams.gaps.size + 2, np.uint64)
+    n_raw = -(-rans.write_low_bits(*common, raw) // 8)
+    words = np.empty(2 * streams.gaps.size, np.uint16)
+    step_codes = reciprocals(plan.step_start, plan.step_frequency, STEP_TOTAL)
+    first, *states = rans.encode_symbols(*common, _gap_codes(), step_codes, words)
+    stored = raw.astype("<u8", copy=False).view(np.uint8)[:n_raw]
+    return write_fields(models, tables, states, words[first:], stored.tobytes())
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
-    """What the loops need to know of each class with changes."""
+def decode_rans(payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
+    """The inverse of `encode_rans`, as `Coder.decode`."""
+    source = WireReader(payload)
+    used = counts[counts > 0]
+    models = list(source.take(used.size))
+    if any(model >= MODELS and model != ALL_ZERO for model in models):
+        raise DeltaError(f"unknown gap models among {models}")
+    bits = BitReader(source)
+    tables = [StepTable.read(bits) if bits.get(1) else None for _ in range(used.size)]
+    bits.close()
+    if tables and tables[0] is None:
+        raise DeltaError("the first class has no table of steps")
+    n_words = source.varint()
+    gap_state, step_state = (int.from_bytes(source.take(STATE_BYTES), "little") for _ in range(2))
+    words, low_bits_read = _padded(source.take(2 * n_words), "<u2"), source.rest()
+    gaps, steps = np.empty(int(used.sum()), np.uint32), np.empty(int(used.sum()), np.uint32)
+    problem = rans.decode_changes(
+        words, _padded(low_bits_read, "<u8"), n_words, len(low_bits_read), gap_state, step_state,
+        _plan(used, models, tables), gap_tables(), n_elements, gaps, steps,
+    )  # fmt: skip
+    if problem != rans.GOOD:
+        raise DeltaError(f"an entropy-coded stream {PROBLEMS[problem]}")
+    return ClassStreams(counts, gaps, steps)
 
-    tables: Counts
-    low_bits: Counts
-    directed: npt.NDArray[np.uint8]
-    step_start: npt.NDArray[np.uint64]
-    step_frequency: npt.NDArray[np.uint64]
-    step_symbol: npt.NDArray[np.uint8]
 
-    @classmethod
-    def of(cls, models: list[int], tables: list[StepTable | None]) -> _Plan:
-        n = len(models)
-        plan = cls(
-            np.array([rans.NO_GAPS if model == ALL_ZERO else table_of(model) for model in models], np.int64),
-            np.array([0 if model == ALL_ZERO else low_bits(model) for model in models], np.int64),
-            np.zeros(n, np.uint8),
-            np.zeros((n, TOKENS), np.uint64),
-            np.zeros((n, TOKENS), np.uint64),
-            np.zeros((n, STEP_TOTAL), np.uint8),
-        )
-        for which, table in enumerate(tables):
-            if table is None:
-                for row in (plan.directed, plan.step_start, plan.step_frequency, plan.step_symbol):
-                    row[which] = row[which - 1]
-                continue
-            frequencies = table.frequencies()
-            plan.directed[which] = table.directed
-            plan.step_frequency[which, : frequencies.size] = frequencies
-            plan.step_start[which, : frequencies.size] = np.cumsum(frequencies) - frequencies
-            plan.step_symbol[which] = np.repeat(np.arange(frequencies.size), frequencies)
-        return plan
+def _plan(counts: Counts, models: list[int], tables: list[StepTable | None]) -> ClassPlan:
+    n = len(models)
+    plan = ClassPlan(
+        counts,
+        np.array([rans.NO_GAPS if model == ALL_ZERO else table_of(model) for model in models], np.int64),
+        np.array([0 if model == ALL_ZERO else low_bits(model) for model in models], np.int64),
+        np.zeros(n, np.uint8),
+        np.zeros((n, TOKENS), np.uint64),
+        np.zeros((n, TOKENS), np.uint64),
+        np.zeros((n, STEP_TOTAL), np.uint8),
+    )
+    for which, table in enumerate(tables):
+        if table is None:
+            for row in plan[3:]:
+                row[which] = row[which - 1]
+            continue
+        frequencies = table.frequencies()
+        plan.directed[which] = table.directed
+        plan.step_frequency[which, : frequencies.size] = frequencies
+        plan.step_start[which, : frequencies.size] = np.cumsum(frequencies) - frequencies
+        plan.step_symbol[which] = np.repeat(np.arange(frequencies.size), frequencies)
+    return plan
 
 
 def write_fields(
@@ -272,8 +246,9 @@ def _sum(values: Values) -> int:
     return int(total)
 
 
-RANS, PCODEC, ZSTD = RansCoder(), PcodecCoder(), ZstdCoder()
-CODERS: dict[int, Coder] = {coder.code: coder for coder in (RANS, PCODEC, ZSTD)}
+RANS, PCODEC = Coder(1, encode_rans, decode_rans), Coder(2, encode_pcodec, decode_pcodec)
+ZSTD = Coder(3, encode_zstd, decode_zstd)
+CODERS = {coder.code: coder for coder in (RANS, PCODEC, ZSTD)}
 CHOICES: dict[CoderChoice, Coder] = {"auto": RANS, "rans": RANS, "pcodec": PCODEC, "zstd": ZSTD}
 WORTH = 20
 """Another model of the gaps is tried where it promises to save 1 / 20 of the geometric one's bits."""

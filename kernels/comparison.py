@@ -14,15 +14,15 @@ decode is what they encoded a moment before, and they do not check it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from tidemill.kernels.bounds import NOTHING, DeltaBounds, ModelBounds
+from tidemill.kernels.bounds import NOTHING, DeltaBounds, DeltaCounts
 from tidemill.kernels.delta import (
     CodecSettings,
     StreamWriter,
@@ -43,91 +43,65 @@ ESCAPE = 0xFFFF
 """A two-byte gap that says: so many unchanged elements, and no changed one after them."""
 
 
-class Format(Protocol):
+class Format(NamedTuple):
     """A way to write what changed between two tensors of at most 2**31 elements."""
 
-    name: ClassVar[str]
-
-    def encode(self, old_bits: Bits, new_bits: Bits) -> bytes:
-        """The change from `old_bits` to `new_bits` (uN[n] each) as bytes."""
-
-    def decode(self, data: bytes, old_bits: Bits) -> Bits:
-        """The new patterns (uN[n]) from what `encode` made and the old ones, which are left alone."""
+    name: str
+    encode: Callable[[Bits, Bits], bytes]
+    """The change from the old patterns to the new ones (uN[n] each) as bytes."""
+    decode: Callable[[bytes, Bits], Bits]
+    """The new patterns (uN[n]) from these bytes and the old patterns, which are left alone."""
 
 
-class DenseXor(Format):
-    """Old XOR new of every element, changed or not, compressed."""
-
-    name = "xor+zstd-1"
-
-    def encode(self, old_bits: Bits, new_bits: Bits) -> bytes:
-        return _compress((old_bits ^ new_bits).tobytes())
-
-    def decode(self, data: bytes, old_bits: Bits) -> Bits:
-        return old_bits ^ np.frombuffer(_decompress(data), old_bits.dtype)
-
-
-class RawIndices(Format):
+def encode_raw(old_bits: Bits, new_bits: Bits) -> bytes:
     """Four bytes of index and the new pattern for each changed element, as they are."""
-
-    name = "int32+value"
-
-    def encode(self, old_bits: Bits, new_bits: Bits) -> bytes:
-        indices = np.flatnonzero(old_bits != new_bits)
-        return indices.astype(INDEX).tobytes() + new_bits[indices].tobytes()
-
-    def decode(self, data: bytes, old_bits: Bits) -> Bits:
-        count = len(data) // (INDEX.itemsize + old_bits.itemsize)
-        indices, values = np.frombuffer(data, INDEX, count), data[count * INDEX.itemsize :]
-        new_bits = old_bits.copy()
-        new_bits[indices] = np.frombuffer(values, old_bits.dtype)
-        return new_bits
+    indices = np.flatnonzero(old_bits != new_bits)
+    return indices.astype(INDEX).tobytes() + new_bits[indices].tobytes()
 
 
-class GapValue(Format):
+def decode_raw(data: bytes, old_bits: Bits) -> Bits:
+    """The inverse of `encode_raw`."""
+    count = len(data) // (INDEX.itemsize + old_bits.itemsize)
+    new_bits = old_bits.copy()
+    new_bits[np.frombuffer(data, INDEX, count)] = np.frombuffer(data[count * INDEX.itemsize :], old_bits.dtype)
+    return new_bits
+
+
+def encode_gap_value(old_bits: Bits, new_bits: Bits) -> bytes:
     """The number of unchanged elements before each changed one in two bytes with an escape, and the new pattern."""
-
-    name = "u16-gap+value+zstd-1"
-
-    def encode(self, old_bits: Bits, new_bits: Bits) -> bytes:
-        indices = np.flatnonzero(old_bits != new_bits)
-        # Two-byte gaps; one that does not fit follows escapes that hold the rest.
-        counts = _gaps(indices)
-        escapes = counts // ESCAPE
-        gaps = np.full(counts.size + int(escapes.sum()), ESCAPE, "<u2")
-        gaps[np.cumsum(escapes + 1) - 1] = counts % ESCAPE
-        return _compress(_counted(gaps) + gaps.tobytes() + new_bits[indices].tobytes())
-
-    def decode(self, data: bytes, old_bits: Bits) -> Bits:
-        gaps, values = _split(_decompress(data), np.dtype("<u2"))
-        ends = gaps != ESCAPE
-        indices = np.cumsum(gaps.astype(np.int64) + ends)[ends] - 1
-        new_bits = old_bits.copy()
-        new_bits[indices] = np.frombuffer(values, old_bits.dtype)
-        return new_bits
+    indices = np.flatnonzero(old_bits != new_bits)
+    # Two-byte gaps; one that does not fit follows escapes that hold the rest.
+    counts = _gaps(indices)
+    escapes = counts // ESCAPE
+    gaps = np.full(counts.size + int(escapes.sum()), ESCAPE, "<u2")
+    gaps[np.cumsum(escapes + 1) - 1] = counts % ESCAPE
+    return _compress(_counted(gaps) + new_bits[indices].tobytes())
 
 
-class GapXor(Format):
+def decode_gap_value(data: bytes, old_bits: Bits) -> Bits:
+    """The inverse of `encode_gap_value`."""
+    gaps, values = _split(_decompress(data), np.dtype("<u2"))
+    ends = gaps != ESCAPE
+    new_bits = old_bits.copy()
+    new_bits[np.cumsum(gaps.astype(np.int64) + ends)[ends] - 1] = np.frombuffer(values, old_bits.dtype)
+    return new_bits
+
+
+def encode_gap_xor(old_bits: Bits, new_bits: Bits) -> bytes:
     """The number of unchanged elements before each changed one in two or four bytes, and old XOR new."""
-
-    name = "gap+xor+zstd-1"
-
-    def encode(self, old_bits: Bits, new_bits: Bits) -> bytes:
-        indices = np.flatnonzero(old_bits != new_bits)
-        gaps = _gaps(indices)
-        wide = bool(gaps.size and gaps.max() > ESCAPE)
-        packed = gaps.astype("<u4" if wide else "<u2")
-        changes = old_bits[indices] ^ new_bits[indices]
-        return bytes([wide]) + _compress(_counted(packed) + packed.tobytes() + changes.tobytes())
-
-    def decode(self, data: bytes, old_bits: Bits) -> Bits:
-        gaps, changes = _split(_decompress(data[1:]), np.dtype("<u4" if data[0] else "<u2"))
-        new_bits = old_bits.copy()
-        new_bits[np.cumsum(gaps.astype(np.int64) + 1) - 1] ^= np.frombuffer(changes, old_bits.dtype)
-        return new_bits
+    indices = np.flatnonzero(old_bits != new_bits)
+    gaps = _gaps(indices)
+    wide = bool(gaps.size and gaps.max() > ESCAPE)
+    packed = gaps.astype("<u4" if wide else "<u2")
+    return bytes([wide]) + _compress(_counted(packed) + (old_bits[indices] ^ new_bits[indices]).tobytes())
 
 
-FORMATS: tuple[Format, ...] = (DenseXor(), RawIndices(), GapValue(), GapXor())
+def decode_gap_xor(data: bytes, old_bits: Bits) -> Bits:
+    """The inverse of `encode_gap_xor`."""
+    gaps, changes = _split(_decompress(data[1:]), np.dtype("<u4" if data[0] else "<u2"))
+    new_bits = old_bits.copy()
+    new_bits[np.cumsum(gaps.astype(np.int64) + 1) - 1] ^= np.frombuffer(changes, old_bits.dtype)
+    return new_bits
 
 
 def _gaps(indices: Indices) -> Indices:
@@ -135,7 +109,7 @@ def _gaps(indices: Indices) -> Indices:
 
 
 def _counted(values: npt.NDArray[Any]) -> bytes:
-    return np.array(values.size, COUNT).tobytes()
+    return np.array(values.size, COUNT).tobytes() + values.tobytes()
 
 
 def _split(data: bytes, layout: np.dtype[Any]) -> tuple[npt.NDArray[Any], bytes]:
@@ -152,6 +126,18 @@ def _compress(data: bytes) -> bytes:
 def _decompress(data: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(data)
 
+
+FORMATS = (
+    # Old XOR new of every element, changed or not.
+    Format(
+        "xor+zstd-1",
+        lambda old_bits, new_bits: _compress((old_bits ^ new_bits).tobytes()),
+        lambda data, old_bits: old_bits ^ np.frombuffer(_decompress(data), old_bits.dtype),
+    ),
+    Format("int32+value", encode_raw, decode_raw),
+    Format("u16-gap+value+zstd-1", encode_gap_value, decode_gap_value),
+    Format("gap+xor+zstd-1", encode_gap_xor, decode_gap_xor),
+)
 
 WARM_UP_ELEMENTS = 1 << 16
 WARM_UP_STRIDE = 97
@@ -242,51 +228,52 @@ class _Clock:
 class _Comparison:
     def __init__(self, settings: CodecSettings, formats: Iterable[Format]) -> None:
         self._settings = settings
-        self._encoder = DeltaEncoder(settings)
-        self._open: dict[str, _Open] = {}
-        self._writer = StreamWriter(1, 0)
-        self._edges = len(self._writer.header())
+        self._encoder, self._writer = DeltaEncoder(settings), StreamWriter(1, 0)
+        self._edges = len(self._writer.header()) + len(self._writer.trailer())
+        self._open: dict[str, tuple[Bits, Bits]] = {}
+        """Tensors of which blocks are still to come, before and after."""
         self._wire: dict[str, int] = {}
-        self._bounds = ModelBounds()
+        self._whole: dict[str, DeltaCounts] = {}
+        self._apart: dict[str, DeltaBounds] = {}
+        """By element type: the sum of the bounds of a fit to each tensor."""
         self._formats = [_FormatMeter(other) for other in formats]
         self._encode, self._apply = _Clock(), _Clock()
         self._tensors, self._equal = 0, True
 
     def observe(self, change: TensorChange) -> None:
-        if change.dtype not in self._wire:
-            self._wire[change.dtype] = 0
-            _warm_up(change, self._settings)
         kind = element_type(change.dtype)
         old, new = flat_bits(change.old_bits, kind), flat_bits(change.new_bits, kind)
-        self._open[change.name] = _Open(old, new)
+        if kind.name not in self._wire:
+            self._wire[kind.name], self._whole[kind.name], self._apart[kind.name] = 0, DeltaCounts(kind.name), NOTHING
+            _warm_up(change, self._settings)
+        self._open[change.name] = old, new
         self._take_all(self._encoder.add(*change))
-        self._close(self._open.keys() - self._encoder.waiting)
+        self._open = {name: self._open[name] for name in self._encoder.waiting}
         self._tensors += 1
         self._encode.n_bytes += old.nbytes
+        own = DeltaCounts(kind.name)
         for first in range(0, old.size, self._settings.block_elements):
             part = slice(first, first + self._settings.block_elements)
-            self._bounds.count(change.dtype, old[part], new[part])
+            own.count(old[part], new[part])
             for meter in self._formats:
                 meter.observe(old[part], new[part])
-        self._bounds.end_tensor()
+        self._whole[kind.name].add(own)
+        self._apart[kind.name] += own.bounds()
 
     def report(self) -> DeltaReport:
         self._take_all(self._encoder.finish())
-        self._close(set(self._open))
-        whole, apart = self._bounds.whole(), self._bounds.by_tensor()
-        by_dtype = {
-            dtype: _size(wire, whole.get(dtype, NOTHING), apart.get(dtype, NOTHING))
-            for dtype, wire in self._wire.items()
-        }
-        wire = self._edges + sum(self._wire.values()) + len(self._writer.trailer())
-        total = _size(wire, sum(whole.values(), NOTHING), sum(apart.values(), NOTHING))
+        whole = {dtype: counts.bounds() for dtype, counts in self._whole.items()}
+        by_dtype = {dtype: _size(wire, whole[dtype], self._apart[dtype]) for dtype, wire in self._wire.items()}
+        bounds, apart = sum(whole.values(), NOTHING), sum(self._apart.values(), NOTHING)
+        total = _size(self._edges + sum(self._wire.values()), bounds, apart)
         return DeltaReport(
             tensors=self._tensors,
             total=total,
             by_dtype=by_dtype,
             encode_gb_per_second=self._encode.gb_per_second(),
             apply_gb_per_second=self._apply.gb_per_second(),
-            round_trip_equal=self._equal,
+            # Every block made what it should, and none is missing.
+            round_trip_equal=self._equal and self._writer.changed == total.changed,
             against=tuple(meter.report(total) for meter in self._formats),
         )
 
@@ -301,7 +288,8 @@ class _Comparison:
             with self._apply:
                 (block,) = decode_blocks(data)
             self._wire[block.dtype] += len(data)
-            held = {p.name: self._open[p.name].old[p.start : p.start + p.n].copy() for p in block.parts}
+            runs = {part.name: slice(part.start, part.start + part.n) for part in block.parts}
+            held = {name: self._open[name][0][run].copy() for name, run in runs.items()}
             first = block.parts[0]
             with self._apply:
                 if len(block.parts) > 1:
@@ -311,30 +299,9 @@ class _Comparison:
                     changes = () if resolved is None else (resolved,)
                 for change in changes:
                     apply_change(change, held[change.name], offset=change.start)
-            for part in block.parts:
-                self._apply.n_bytes += held[part.name].nbytes
-                self._equal &= self._open[part.name].goes_on(part.start, held[part.name])
-
-    def _close(self, names: Iterable[str]) -> None:
-        """Nothing more is applied to these tensors: what is left of them has not changed."""
-        for name in names:
-            tensor = self._open.pop(name)
-            self._equal &= tensor.goes_on(tensor.old.size, tensor.old[:0])
-
-
-@dataclass(slots=True)
-class _Open:
-    """A tensor of which blocks are being applied."""
-
-    old: Bits
-    new: Bits
-    _compared: int = 0
-
-    def goes_on(self, start: int, made: Bits) -> bool:
-        """Whether the elements up to `start` have not changed, and those from there on became what was `made`."""
-        before, end = slice(self._compared, start), start + made.size
-        self._compared = end
-        return np.array_equal(self.old[before], self.new[before]) and np.array_equal(made, self.new[start:end])
+            for name, run in runs.items():
+                self._apply.n_bytes += held[name].nbytes
+                self._equal &= np.array_equal(held[name], self._open[name][1][run])
 
 
 class _FormatMeter:

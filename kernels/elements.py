@@ -59,36 +59,34 @@ class ElementType:
         return 1 << self.exponent_bits
 
 
-def _float(name: str, code: int, bits: type[np.unsignedinteger[Any]], exponent: int, mantissa: int) -> ElementType:
-    return ElementType(name, code, np.dtype(bits), Order.SIGN_MAGNITUDE, exponent, mantissa)
-
-
-def _integer(name: str, code: int, order: Order) -> ElementType:
-    return ElementType(name, code, np.dtype(np.uint8), order, 0, 0)
-
-
+U1, U2, U4 = np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32)
 ELEMENT_TYPES = (
-    _float("bfloat16", 1, np.uint16, 8, 7),
-    _float("float16", 2, np.uint16, 5, 10),
-    _float("float32", 3, np.uint32, 8, 23),
-    _float("float8_e4m3fn", 4, np.uint8, 4, 3),
-    _float("float8_e5m2", 5, np.uint8, 5, 2),
-    _integer("int8", 6, Order.TWOS_COMPLEMENT),
-    _integer("uint8", 7, Order.UNSIGNED),
-    _integer("int4", 8, Order.UNSIGNED),
+    ElementType("bfloat16", 1, U2, Order.SIGN_MAGNITUDE, 8, 7),
+    ElementType("float16", 2, U2, Order.SIGN_MAGNITUDE, 5, 10),
+    ElementType("float32", 3, U4, Order.SIGN_MAGNITUDE, 8, 23),
+    ElementType("float8_e4m3fn", 4, U1, Order.SIGN_MAGNITUDE, 4, 3),
+    ElementType("float8_e5m2", 5, U1, Order.SIGN_MAGNITUDE, 5, 2),
+    ElementType("int8", 6, U1, Order.TWOS_COMPLEMENT, 0, 0),
+    ElementType("uint8", 7, U1, Order.UNSIGNED, 0, 0),
+    ElementType("int4", 8, U1, Order.UNSIGNED, 0, 0),
 )
 BY_NAME = {kind.name: kind for kind in ELEMENT_TYPES}
 BY_CODE = {kind.code: kind for kind in ELEMENT_TYPES}
 
 
 class TensorChange(NamedTuple):
-    """One tensor before and after a step, as bit patterns of equal shape, in checkpoint coordinates."""
+    """One tensor, or a run of its elements, before and after a step, as bit patterns in checkpoint coordinates."""
 
     name: str
     dtype: str
     """Name of the element type (`BY_NAME`), for instance "bfloat16"."""
     old_bits: AnyArray
     new_bits: AnyArray
+    """uN, of `old_bits`' shape."""
+    start: int = 0
+    """Flat element of the tensor that the run begins with."""
+    total: int | None = None
+    """Elements of the tensor; None where the run is its end."""
 
 
 def element_type(dtype: str) -> ElementType:

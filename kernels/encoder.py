@@ -42,15 +42,6 @@ class Encoded(NamedTuple):
     """How many elements of each tensor that it changes it covers, and their fingerprint after the change."""
 
 
-class _Rows(NamedTuple):
-    """A run of a tensor before and after a step, flat."""
-
-    part: BlockPart
-    kind: ElementType
-    old: AnyArray
-    new: AnyArray
-
-
 class _Difference(NamedTuple):
     """What changed in a run, and what that means for its fingerprint."""
 
@@ -95,22 +86,38 @@ class DeltaEncoder:
 
         Raises DeltaError when the tensors do not have the element type's width or one shape, or leave the tensor.
         """
-        rows = _checked(name, dtype, old_bits, new_bits, start, total)
+        kind, settings = element_type(dtype), self._settings
+        if old_bits.shape != new_bits.shape:
+            raise DeltaError(
+                f"{name}: shape {old_bits.shape} became {new_bits.shape}; a delta keeps shapes, use an anchor"
+            )
+        if not 0 < len(name.encode()) <= NAME_LIMIT:
+            raise DeltaError(f"a tensor's name has 1 to {NAME_LIMIT} bytes: {name[:80]!r}")
+        old, new = flat_bits(old_bits, kind), flat_bits(new_bits, kind)
+        end, total = start + len(old), start + len(old) if total is None else total
+        if start < 0 or end > total:
+            raise DeltaError(f"{name}: {len(old)} elements at {start} leave their tensor of {total}")
         share = SMALL_SHARE if is_on_host(old_bits) else SMALL_SHARE_ON_GPU
-        if not (rows.part.n == rows.part.tensor_elements <= self._settings.block_elements // share):
-            yield from _blocks(rows, self._settings)
+        if not (len(old) == total <= settings.block_elements // share):
+            cuts = range(start // settings.block_elements * settings.block_elements, end, settings.block_elements)
+            for first in (max(start, cut) for cut in cuts):
+                span = slice(first - start, (first // settings.block_elements + 1) * settings.block_elements - start)
+                part = BlockPart(name, total, first, len(old[span]))
+                difference = _difference(part, old[span], new[span])
+                if difference is not None:
+                    yield _block([difference], kind, old[span], difference.changes, settings)
             return
         if any(name in waiting.differences for waiting in self._waiting.values()):
             raise DeltaError(f"{name} comes twice in one delta")
-        difference = _difference(rows)
+        difference = _difference(BlockPart(name, total, 0, total), old, new)
         if difference is None:
             return
-        if rows.kind not in self._waiting:
-            self._waiting[rows.kind] = _SmallTensors(rows.kind, self._settings.block_elements // SHARED_SHARE)
-        waiting = self._waiting[rows.kind]
-        if not waiting.has_room(rows.part):
-            yield waiting.write(self._settings)
-        waiting.take(difference, rows.old)
+        if kind not in self._waiting:
+            self._waiting[kind] = _SmallTensors(kind, settings.block_elements // SHARED_SHARE)
+        waiting = self._waiting[kind]
+        if not waiting.has_room(difference.part):
+            yield waiting.write(settings)
+        waiting.take(difference, old)
 
     def finish(self) -> Iterator[Encoded]:
         """The blocks of all tensors that still wait."""
@@ -156,43 +163,15 @@ class _SmallTensors:
         return block
 
 
-def _checked(name: str, dtype: str, old_bits: AnyArray, new_bits: AnyArray, start: int, total: int | None) -> _Rows:
-    """The run that a change covers. Raises DeltaError."""
-    kind = element_type(dtype)
-    if old_bits.shape != new_bits.shape:
-        raise DeltaError(f"{name}: shape {old_bits.shape} became {new_bits.shape}; a delta keeps shapes, use an anchor")
-    if not 0 < len(name.encode()) <= NAME_LIMIT:
-        raise DeltaError(f"a tensor's name has 1 to {NAME_LIMIT} bytes: {name[:80]!r}")
-    old, new = flat_bits(old_bits, kind), flat_bits(new_bits, kind)
-    total = start + len(old) if total is None else total
-    if start < 0 or start + len(old) > total:
-        raise DeltaError(f"{name}: {len(old)} elements at {start} leave their tensor of {total}")
-    return _Rows(BlockPart(name, total, start, len(old)), kind, old, new)
-
-
-def _blocks(rows: _Rows, settings: CodecSettings) -> Iterator[Encoded]:
-    run, first = rows.part, rows.part.start
-    while first < run.start + run.n:
-        last = min(run.start + run.n, (first // settings.block_elements + 1) * settings.block_elements)
-        span = slice(first - run.start, last - run.start)
-        part = BlockPart(run.name, run.tensor_elements, first, last - first)
-        cut = _Rows(part, rows.kind, rows.old[span], rows.new[span])
-        difference = _difference(cut)
-        if difference is not None:
-            yield _block([difference], rows.kind, cut.old, difference.changes, settings)
-        first = last
-
-
-def _difference(rows: _Rows) -> _Difference | None:
-    """What changed in a run; None for nothing."""
-    kernels, key = backend_for(rows.old), TensorKey.of(rows.part.name)
-    changes = ElementChanges(*kernels.changed_elements(rows.old, rows.new))
+def _difference(part: BlockPart, old: AnyArray, new: AnyArray) -> _Difference | None:
+    """What changed in a run of which these are the patterns; None for nothing."""
+    kernels, key = backend_for(old), TensorKey.of(part.name)
+    changes = ElementChanges(*kernels.changed_elements(old, new))
     if not len(changes.indices):
         return None
-    base = kernels.fingerprint(rows.old, key, rows.part.start)
-    places = changes.indices + rows.part.start if rows.part.start else changes.indices
-    added = kernels.fingerprint_change(key, places, changes.old, changes.new)
-    return _Difference(rows.part, changes, base, added)
+    base = kernels.fingerprint(old, key, part.start)
+    places = changes.indices + part.start if part.start else changes.indices
+    return _Difference(part, changes, base, kernels.fingerprint_change(key, places, changes.old, changes.new))
 
 
 def _block(

@@ -2,8 +2,16 @@
 
     RAW        u1 0: the new patterns of all elements, little-endian; 1: a frame of their byte planes
     CONSTANT   u1 0: all elements of the block become one pattern; 1: all take one folded step; then that as u4
-    CLASSES    u1 coder; active segments, then classes (`kernels.class_table`); for each class how many
-               changed, a varint; the coder's bytes
+    CLASSES    u1 coder; active segments; classes: how many beyond the first, a varint, and the first exponent of each
+               of those, u1; for each class how many changed, a varint; the coder's bytes
+
+Segments are named where that is worth saying, as where a few rows of an embedding moved:
+
+    u1         0: all are active; 1: a bit for each segment, lowest first; 2: varint length and a frame of these bits
+
+There are as many classes as pay for themselves. A class costs its share of the block's fields; what it saves is that
+its elements are not taken as likely to change as others. Neighbouring classes are merged as long as the merger is
+cheaper, the cheapest first.
 
 A decoder knows the exact size of what it unpacks before it unpacks it, so hostile bytes cannot ask for memory. That the
 new patterns are the right ones is for the block's fingerprints to say.
@@ -18,12 +26,13 @@ import numpy as np
 
 from tidemill.kernels.backend import KernelBackend, backend_for
 from tidemill.kernels.block import CoderChoice
-from tidemill.kernels.class_table import choose_table, find_active, read_active, read_table, write_active, write_table
-from tidemill.kernels.classes import SEGMENT, Active, select_classes
+from tidemill.kernels.classes import MAX_CLASSES, SEGMENT, Active, ClassTable, all_active, segments, select_classes
 from tidemill.kernels.coder import CODERS, encode_streams
 from tidemill.kernels.compare import count_active_exponents
+from tidemill.kernels.compiled import compiled
 from tidemill.kernels.elements import AnyArray, Counts, ElementType, fold_steps, move
-from tidemill.kernels.fingerprint import Bits
+from tidemill.kernels.fingerprint import Bits, Indices
+from tidemill.kernels.models import BIT, choice_cost, log2
 from tidemill.kernels.wire import DeltaError, WireReader, compress, decompress, varint
 
 RAW_SHARE = 4
@@ -84,10 +93,22 @@ def unpack(
 
     Raises DeltaError when the payload does not change exactly `n_changed` elements.
     """
+    source = WireReader(payload)
     if encoding == Encoding.CLASSES:
-        return _unpack_classes(payload, kind, old, n_changed, start)
+        code = source.byte()
+        if code not in CODERS:
+            raise DeltaError(f"unknown coder {code}: written by a newer version?")
+        active = read_active(source, old.size)
+        table = read_table(source, kind.exponents)
+        counts = np.array([source.varint() for _ in range(int(table[-1]) + 1)], np.int64)
+        if counts.sum() != n_changed:
+            raise DeltaError(f"classes of {counts.sum()} changed elements where the block's header says {n_changed}")
+        streams = CODERS[code].decode(source.rest(), counts, old.size)
+        if n_changed and kind.width < 32 and int(streams.steps.max()) >> kind.width:
+            raise DeltaError(f"a step of {streams.steps.max()} in a block of {kind.name}")
+        return ElementChanges(*select_classes(kind, old, streams, table, active, start))
     if encoding == Encoding.RAW:
-        source, little = WireReader(payload), kind.bits.newbyteorder("<")
+        little = kind.bits.newbyteorder("<")
         form, data, expected = source.byte(), source.rest(), old.size * kind.bits.itemsize
         if form > 1 or (form == 0 and len(data) != expected):
             raise DeltaError(f"raw patterns of form {form} in {len(data)} bytes, not {expected}")
@@ -96,7 +117,6 @@ def unpack(
             data = np.ascontiguousarray(planes.T).reshape(-1).data
         new = np.frombuffer(data, little).astype(kind.bits)
     elif encoding == Encoding.CONSTANT:
-        source = WireReader(payload)
         form, value = source.byte(), int.from_bytes(source.take(4), "little")
         if form > 1 or value >> kind.width or len(source.rest()):
             raise DeltaError(f"a constant of form {form} and value {value} in a block of {kind.name}")
@@ -124,22 +144,6 @@ def _pack_constant(kernels: KernelBackend, kind: ElementType, old: AnyArray, new
     return b"\1" + int(ends[0]).to_bytes(4, "little")
 
 
-def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> ElementChanges:
-    source = WireReader(payload)
-    code = source.byte()
-    if code not in CODERS:
-        raise DeltaError(f"unknown coder {code}: written by a newer version?")
-    active = read_active(source, old.size)
-    table = read_table(source, kind.exponents)
-    counts = np.array([source.varint() for _ in range(int(table[-1]) + 1)], np.int64)
-    if counts.sum() != n_changed:
-        raise DeltaError(f"classes of {counts.sum()} changed elements where the block's header says {n_changed}")
-    streams = CODERS[code].decode(source.rest(), counts, old.size)
-    if n_changed and kind.width < 32 and int(streams.steps.max()) >> kind.width:
-        raise DeltaError(f"a step of {streams.steps.max()} in a block of {kind.name}")
-    return ElementChanges(*select_classes(kind, old, streams, table, active, start))
-
-
 def _exponents(kernels: KernelBackend, kind: ElementType, old: AnyArray, active: Active) -> Counts:
     """How often each exponent occurs in the active segments, of large blocks about."""
     n_active = int(active.sum()) * SEGMENT
@@ -154,3 +158,116 @@ def _exponents(kernels: KernelBackend, kind: ElementType, old: AnyArray, active:
     sample = old[:whole].reshape(-1, stride)[:, :SAMPLE_RUN].reshape(-1)
     last = old[whole : whole + SAMPLE_RUN]
     return SAMPLE_EVERY * (kernels.count_exponents(kind, sample) + kernels.count_exponents(kind, last))
+
+
+ALL, BITS, FRAME = 0, 1, 2
+FIXED_COST = 300 * BIT
+
+
+def find_active(indices: Indices, n_elements: int) -> Active:
+    """The segments with changes, or all, whichever is cheaper, for ascending `indices` (i8[changed]) in the block."""
+    active = np.zeros(segments(n_elements), np.uint8)
+    _activate(indices, active)
+    n_active = int(active.sum())
+    saved = indices.size * (log2(active.size) - log2(n_active))
+    return active if saved > choice_cost(active.size, n_active) + FIXED_COST else all_active(n_elements)
+
+
+def write_active(active: Active) -> bytes:
+    """The segments as bytes."""
+    if active.all():
+        return bytes([ALL])
+    bits = np.packbits(active, bitorder="little").tobytes()
+    frame = compress(bits)
+    packed = varint(len(frame)) + frame
+    return bytes([FRAME]) + packed if len(packed) < len(bits) else bytes([BITS]) + bits
+
+
+def read_active(source: WireReader, n_elements: int) -> Active:
+    """The inverse of `write_active`. Raises DeltaError."""
+    form, n = source.byte(), segments(n_elements)
+    size = -(-n // 8)
+    if form == ALL:
+        return all_active(n_elements)
+    if form not in (BITS, FRAME):
+        raise DeltaError(f"unknown form {form} of active segments")
+    data = source.take(size) if form == BITS else decompress(source.take(source.varint()), size)
+    return np.unpackbits(np.frombuffer(data, np.uint8), count=n, bitorder="little")
+
+
+@compiled
+def _activate(indices: Indices, active: Active) -> None:
+    for i in range(indices.size):
+        active[np.uint64(indices[i]) // np.uint64(SEGMENT)] = 1
+
+
+CLASS_COST = 10 * BIT
+"""A class's boundary and its count."""
+STREAM_COST = 22 * BIT
+"""What a class with changes adds: its gap code, a longer count, its share of a table of steps."""
+
+
+def choose_table(elements: Counts, changed: Counts) -> ClassTable:
+    """The cheapest classes for a block of which `changed` (i8[exponents]) of `elements` (i8[exponents]) changed."""
+    seen = np.maximum(elements, changed)
+    used = np.flatnonzero(seen)
+    if not used.size:
+        return np.zeros(elements.size, np.uint8)
+    last = np.empty(used.size, np.int64)
+    classes = _merge(seen[used], changed[used], last)
+    # What does not occur costs nothing in a neighbour's class: the next one's, or the last.
+    ends = used[last[:classes]]
+    ends[-1] = elements.size - 1
+    return np.searchsorted(ends, np.arange(elements.size)).astype(np.uint8)
+
+
+def write_table(table: ClassTable) -> bytes:
+    """Classes as bytes."""
+    firsts = np.flatnonzero(np.diff(table)) + 1
+    return varint(firsts.size) + firsts.astype(np.uint8).tobytes()
+
+
+def read_table(source: WireReader, exponents: int) -> ClassTable:
+    """The inverse of `write_table` for a type of so many `exponents`. Raises DeltaError."""
+    more = source.varint()
+    if more >= min(MAX_CLASSES, exponents):
+        raise DeltaError(f"{more + 1} classes of {exponents} exponents")
+    firsts = np.frombuffer(source.take(more), np.uint8).astype(np.int64)
+    if np.any(np.diff(firsts, prepend=0) <= 0) or np.any(firsts >= exponents):
+        raise DeltaError(f"class boundaries {firsts.tolist()} do not divide {exponents} exponents")
+    return np.searchsorted(firsts, np.arange(exponents), side="right").astype(np.uint8)
+
+
+@compiled
+def _cost(elements: int, changed: int) -> int:
+    return CLASS_COST + (choice_cost(elements, changed) + STREAM_COST if changed else 0)
+
+
+@compiled
+def _merge(elements: Counts, changed: Counts, last: Counts) -> int:
+    """Write the last exponent of each class into `last`; how many classes there are."""
+    n, c = elements.copy(), changed.copy()
+    classes = n.size
+    cost, merged = np.zeros(classes + 1, np.int64), np.zeros(classes + 1, np.int64)
+    for i in range(classes):
+        last[i] = i
+        cost[i] = _cost(n[i], c[i])
+        if i + 1 < classes:
+            merged[i] = _cost(n[i] + n[i + 1], c[i] + c[i + 1])
+    while classes > 1:
+        best = 0
+        for i in range(1, classes - 1):
+            if cost[i] + cost[i + 1] - merged[i] > cost[best] + cost[best + 1] - merged[best]:
+                best = i
+        if merged[best] > cost[best] + cost[best + 1] and classes <= MAX_CLASSES:
+            break
+        n[best] += n[best + 1]
+        c[best] += c[best + 1]
+        last[best] = last[best + 1]
+        cost[best] = merged[best]
+        for i in range(best + 1, classes - 1):
+            n[i], c[i], last[i], cost[i], merged[i] = n[i + 1], c[i + 1], last[i + 1], cost[i + 1], merged[i + 1]
+        classes -= 1
+        for i in range(max(best - 1, 0), min(best + 1, classes - 1)):
+            merged[i] = _cost(n[i] + n[i + 1], c[i] + c[i + 1])
+    return classes

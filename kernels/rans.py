@@ -56,6 +56,25 @@ PADDING = 4
 """Numbers behind the end of a stream that a decoder may look at before it sees that it ended."""
 
 
+class ClassPlan(NamedTuple):
+    """How each class with changes is coded."""
+
+    counts: Counts
+    """i8[classes], its changes."""
+    tables: Counts
+    """i8[classes], the table of its gaps (`models.GapTables`), or `NO_GAPS`."""
+    low_bits: Counts
+    """i8[classes], how many lowest bits of a gap are sent as they are."""
+    directed: Symbols
+    """u1[classes], 1 where tokens of steps include the direction."""
+    step_start: Table
+    """u8[classes, tokens], the sum of the frequencies before a token's."""
+    step_frequency: Table
+    """u8[classes, tokens], in sum 2**12 for each class."""
+    step_symbol: Symbols
+    """u1[classes, 2**12], the token of each place between 0 and the sum."""
+
+
 class Reciprocals(NamedTuple):
     """What an encoder multiplies by and adds, for each symbol of each table (u8[tables, symbols])."""
 
@@ -93,22 +112,23 @@ def _symbol_written(
 def encode_symbols(
     gaps: Values,
     steps: Values,
-    counts: Counts,
-    tables: Counts,
-    low_bits: Counts,
-    directed: Symbols,
+    plan: ClassPlan,
     last: Counts,
     gap_codes: Reciprocals,
     step_codes: Reciprocals,
     words: Words,
 ) -> tuple[int, int, int]:
-    """Fill `words` (u2, two a change) from its end; where they begin, and both states. The last change comes first."""
+    """Fill `words` (u2, two a change) from its end; where they begin, and both states. The last change comes first.
+
+    `last` (i8[60]) is that of the gap tables.
+    """
+    counts, tables = plan.counts, plan.tables
     gap_state, step_state = LOW, LOW
     at = U(words.size)
     i = U(steps.size)
     for back in range(counts.size):
         which = counts.size - 1 - back
-        low, table, direction = U(low_bits[which]), tables[which], U(directed[which])
+        low, table, direction = U(plan.low_bits[which]), tables[which], U(plan.directed[which])
         for _ in range(counts[which]):
             i -= ONE
             step = U(steps[i])
@@ -130,21 +150,13 @@ def _appended(out: Bits, at: U, value: U, bits: U) -> U:
 
 
 @compiled
-def write_low_bits(
-    gaps: Values,
-    steps: Values,
-    counts: Counts,
-    tables: Counts,
-    low_bits: Counts,
-    directed: Symbols,
-    last: Counts,
-    out: Bits,
-) -> int:
+def write_low_bits(gaps: Values, steps: Values, plan: ClassPlan, last: Counts, out: Bits) -> int:
     """Write what is not entropy-coded into `out` (u8, one a change and two more); how many bits that is."""
+    counts, tables = plan.counts, plan.tables
     at, out[0] = ZERO, ZERO
     i = 0
     for which in range(counts.size):
-        low, table, plain = U(low_bits[which]), tables[which], ONE - U(directed[which])
+        low, table, plain = U(plan.low_bits[which]), tables[which], ONE - U(plan.directed[which])
         for _ in range(counts[which]):
             value, width = ZERO, ZERO
             if table != NO_GAPS:
@@ -188,29 +200,24 @@ def decode_changes(
     n_bytes: int,
     gap_state: int,
     step_state: int,
-    counts: Counts,
-    tables: Counts,
-    low_bits: Counts,
-    directed: Symbols,
+    plan: ClassPlan,
     gap_tables: GapTables,
-    step_start: Table,
-    step_frequency: Table,
-    step_symbol: Symbols,
     limit: int,
     gaps: Values,
     steps: Values,
 ) -> int:
     """The inverse of both; gaps of `limit` or more are refused. GOOD, or what is wrong. Reads within its arrays only.
 
-    `words` and `raw` end in `PADDING` zeros beyond their `n_words` and `n_bytes`. Both states are below 2**40; a row of
-    `step_frequency` adds up to 2**12 and its row of `step_symbol` (u1[2**12]) says whose each place is.
+    `words` and `raw` end in `PADDING` zeros beyond their `n_words` and `n_bytes`. Both states are below 2**40.
     """
+    counts, tables, directed = plan.counts, plan.tables, plan.directed
+    step_start, step_frequency, step_symbol = plan.step_start, plan.step_frequency, plan.step_symbol
     first, second = U(gap_state), U(step_state)
     at, end = ZERO, U(n_words)
     bit, last_bit = ZERO, U(n_bytes) << U(3)
     i = U(0)
     for which in range(counts.size):
-        low, table, direction = U(low_bits[which]), tables[which], U(directed[which])
+        low, table, direction = U(plan.low_bits[which]), tables[which], U(directed[which])
         highest = U(gap_tables.last[table]) if table != NO_GAPS else ZERO
         for _ in range(counts[which]):
             gap = ZERO

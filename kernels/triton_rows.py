@@ -20,7 +20,7 @@ the fingerprint. The host waits once, for them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -33,23 +33,16 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors, instead of being compiled for a GPU."""
 
 
-class Kernel(Protocol):
-    """A Triton kernel: `kernel[grid](...)` runs one program for each point of the grid."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        """The kernel bound to a grid."""
-        ...
-
-    def __call__(self, *arguments: Any) -> Any:  # noqa: ANN401 - a device function takes and gives Triton values
-        """Within another kernel only: a device function."""
-        ...
+Kernel = Any
+"""A Triton kernel: `kernel[grid](...)` runs one program for each point of the grid. Within another kernel it is a
+device function, which takes and gives Triton values."""
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
     """`triton.jit`, typed. Scalars named `start` or `key_*` differ on each call and are not compiled in."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     varying = [name for name in names if name == "start" or name.startswith("key_")]
-    return cast(Kernel, triton.jit(function, do_not_specialize=varying))
+    return triton.jit(function, do_not_specialize=varying)
 
 
 def tiles(n: int, tile: int) -> int:

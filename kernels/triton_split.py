@@ -48,18 +48,6 @@ class SplitTiling:
 GPU_TILING = SplitTiling()
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceStreams:
-    """`kernels.classes.ClassStreams` on the GPU."""
-
-    counts: torch.Tensor
-    """i8[classes], changed elements of each class."""
-    gaps: torch.Tensor
-    """u4[changed]"""
-    steps: torch.Tensor
-    """u4[changed], folded."""
-
-
 @kernel
 def class_of(pattern: tl.tensor, table_pointer: tl.tensor, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr) -> tl.tensor:
     """The class of each pattern, i4."""
@@ -288,8 +276,10 @@ def split_classes(
     class_table: ClassTable,
     active_segments: Active,
     tiling: SplitTiling = GPU_TILING,
-) -> DeviceStreams:
-    """What `kernels.classes.split_classes` says of the same arrays, the tensors on one device; `old_at` is not read.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Counts (i8[classes]), gaps and steps (u4[changed]) as `kernels.classes.split_classes` makes them of these arrays.
+
+    All tensors are on one device; `old_at` is not read.
 
     Raises ValueError for arrays that do not fit each other, or more elements than a gap can count.
     """
@@ -317,7 +307,7 @@ def split_classes(
         place_changed[grid](flat, new, places, table, ranks, begins, placed, steps, *sizes, **form)
         firsts = begins[:, 0].contiguous()
         write_gaps[grid](placed, firsts, gaps, new.numel(), CLASSES=firsts.numel(), PLACED=tiling.placed)
-    return DeviceStreams(totals.sum(dim=1)[:classes], gaps, steps)
+    return totals.sum(dim=1)[:classes], gaps, steps
 
 
 def count_exponents(kind: ElementType, bits: torch.Tensor) -> torch.Tensor:

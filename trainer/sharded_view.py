@@ -34,7 +34,7 @@ def local_parts(model: torch.nn.Module, *, first: bool, on_device: bool = False)
 
     Raises PlacementError for a weight that is sharded over another dimension than its first, and TypeError for a weight
     that is no floating-point tensor. Ranks whose rows of a weight do not follow each other are refused by the publisher
-    (CoverageError).
+    (VersionError).
     """
     parts = {}
     for name, tensor in named_weights(model):

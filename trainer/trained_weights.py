@@ -129,7 +129,7 @@ class TrainedWeights:
         with self._learner.masters.as_served():
             on_device = self._settings.publish.on_device
             self._parts = local_parts(self._learner.model, first=ranks.is_first, on_device=on_device)
-        reports = ranks.gather(lambda: RankReport([part_info(part) for part in self._parts.values()]))
+        reports = ranks.gather(lambda: RankReport({name: part_info(part) for name, part in self._parts.items()}))
         return total_fingerprint(merged_tensors(reports)).hex() if ranks.is_first else ""
 
     @_on_every_rank

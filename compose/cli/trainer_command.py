@@ -252,10 +252,10 @@ def _run_to_end(check: str, trial: TrainerTrial) -> None:
 
 def _verified(check: str, chain: Chain, kafka: KafkaSettings) -> str:
     from tidemill.consumers.weights.builder import open_builder
-    from tidemill.consumers.weights.verify import Verifier, default_start
+    from tidemill.consumers.weights.verify import default_start, verify_chain
 
     with open_builder(kafka, FETCH_TIMEOUT_S) as builder:
-        report = Verifier(chain, builder).run(default_start(chain))
+        report = verify_chain(chain, builder, default_start(chain))
     if report.offender is not None:
         raise TrainerFault(check, str(report.offender))
     return f"{report.versions} versions and {report.anchors} anchors, bit for bit"

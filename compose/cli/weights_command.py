@@ -105,13 +105,13 @@ def verify(
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
     from tidemill.consumers.weights.builder import open_builder
     from tidemill.consumers.weights.chain import read_chain
-    from tidemill.consumers.weights.verify import Verifier, default_start
+    from tidemill.consumers.weights.verify import default_start, verify_chain
 
     chain = read_chain(settings.kafka, settings.run)
     first = default_start(chain) if start is None else start
     total = sum(version >= first for version in chain.manifests)
     with working("verifying", total) as progress, open_builder(settings.kafka, timeout_s) as builder:
-        report = Verifier(chain, builder, progress).run(first)
+        report = verify_chain(chain, builder, first, progress)
     lines = [
         f"versions {report.start} to {report.end}: {report.versions} verified, with {report.anchors} anchors and "
         f"{report.skip_deltas} skip-deltas, {report.n_bytes:,} bytes of deltas"

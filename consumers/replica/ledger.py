@@ -8,7 +8,7 @@ refused. Records of another stage are the trainer's and count trained tokens: ev
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tidemill.schemas.records import AckStatus, LagCount, Manifest, Staleness, WeightAck
@@ -20,17 +20,21 @@ class WriteRefusedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What one in-place update cost the engine; milliseconds."""
+    """What a version's way into the engine cost; milliseconds, 0 for what was not reached."""
 
-    apply_ms: float
-    pause_ms: float
+    apply_ms: float = 0.0
+    pause_ms: float = 0.0
     """How long the engine's loop was held, between two steps. Of engines that compute together: from asking them to
     pause until all had resumed."""
-    decode_step_ms: float
+    decode_step_ms: float = 0.0
     """The engine's own median time between steps over the last seconds; 0 when idle."""
-    requests_in_flight: int
+    requests_in_flight: int = 0
     stage_ms: float = 0.0
     """How long the slowest rank prepared its write before the engine was held, while tokens flowed."""
+    fetch_ms: float = 0.0
+    decode_ms: float = 0.0
+    proof_ms: float = 0.0
+    step_to_served_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +88,6 @@ class ReplicaStatus:
     """Why the last version was refused; empty when none was."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Milliseconds that a version's way to the engine took; 0 for what was not reached."""
-
-    fetch_ms: float = 0.0
-    decode_ms: float = 0.0
-    proof_ms: float = 0.0
-    step_to_served_ms: float = 0.0
-
-
 class Ledger:
     """Writes acknowledgements, each followed by the lag, and keeps the status.
 
@@ -116,24 +110,25 @@ class Ledger:
         """Milliseconds from a recorded time to now."""
         return max(0, self._now_us() - moment_us) / 1e3
 
-    def served(self, status: AckStatus, manifest: Manifest, applied: Applied, times: Timings, reason: str = "") -> None:
+    def served(self, status: AckStatus, manifest: Manifest, cost: Applied, reason: str = "") -> None:
         """`manifest`'s version was proved from the live tensors and is served."""
         now = self.status
         now.version, now.fingerprint = manifest.version, manifest.fingerprint
-        now.serving_format, now.last_pause_ms = manifest.serving_format, applied.pause_ms
+        now.serving_format, now.last_pause_ms = manifest.serving_format, cost.pause_ms
         now.applied += 1
-        self._say(status, manifest, applied, times, reason, manifest.fingerprint)
+        self._say(status, manifest, cost, reason, manifest.fingerprint)
 
-    def refuse(self, manifest: Manifest, reason: str, times: Timings, fingerprint: str = "") -> None:
+    def refuse(self, manifest: Manifest, reason: str, cost: Applied, fingerprint: str = "") -> None:
         """`manifest`'s version is not served; `fingerprint` is what the live tensors had, when it came that far."""
         self.status.refused += 1
         self.status.last_reason = reason
-        self._say(AckStatus.REFUSED, manifest, Applied(0.0, 0.0, 0.0, 0), times, reason, fingerprint)
+        # A write that was taken back is no update: only its preparation and its proof are told.
+        cost = replace(cost, apply_ms=0.0, pause_ms=0.0, decode_step_ms=0.0, requests_in_flight=0)
+        self._say(AckStatus.REFUSED, manifest, cost, reason, fingerprint)
 
-    def _say(
-        self, status: AckStatus, manifest: Manifest, applied: Applied, times: Timings, reason: str, fingerprint: str
-    ) -> None:
-        now, at = self.status, self._now_us()
+    def _say(self, status: AckStatus, manifest: Manifest, cost: Applied, reason: str, fingerprint: str) -> None:
+        now, at, costs = self.status, self._now_us(), asdict(cost)
+        del costs["stage_ms"]
         who: dict[str, Any] = {"run_id": now.run_id, "replica_id": now.replica_id, "region": now.region}
         self._write(
             WeightAck(
@@ -147,13 +142,9 @@ class Ledger:
                 reason=reason,
                 fingerprint=fingerprint,
                 expected_fingerprint=manifest.fingerprint,
-                **asdict(times),
-                pause_ms=applied.pause_ms,
-                apply_ms=applied.apply_ms,
-                decode_step_ms=applied.decode_step_ms,
-                requests_in_flight=applied.requests_in_flight,
+                **costs,
                 at=at,
             )
         )
-        lag = LagCount(lag=max(0, self._head() - now.version), tokens=applied.requests_in_flight)
+        lag = LagCount(lag=max(0, self._head() - now.version), tokens=cost.requests_in_flight)
         self._write(Staleness(**who, stage="serve", step=manifest.step, version=now.version, lag=[lag], at=at))

@@ -30,22 +30,11 @@ _VIEWS = {1: (torch.int8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int3
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
-    """Elements of one parameter's storage, uN[n] each, as its storage has found them."""
-
-    parameter: str
-    places: AnyArray
-    new: AnyArray
-    """What a write puts there."""
-    old: AnyArray
-    """What it replaces."""
-
-
-@dataclass(frozen=True, slots=True)
 class WeightWrite:
     """A prepared write, which fits the weights as they were after `after` writes."""
 
-    patches: tuple[Patch, ...]
+    patches: Mapping[str, tuple[AnyArray, AnyArray, AnyArray]]
+    """By parameter, as its storage has found them: places, the elements that a write puts there, those it replaces."""
     after: int
 
 
@@ -104,24 +93,23 @@ class LiveWeights:
             layout = self.layouts[change.name]
             if layout.boxes:
                 placed.setdefault(layout.parameter, []).append((layout, change.indices, change.bits))
-        patches = (Patch(parameter, *self._storage[parameter].find(found)) for parameter, found in placed.items())
-        return WeightWrite(tuple(patches), after)
+        return WeightWrite({name: self._storage[name].find(found) for name, found in placed.items()}, after)
 
     def commit(self, write: WeightWrite) -> None:
         """Write what was prepared. Raises ValueError, before it writes, when something else was written since."""
         if write.after != self._writes:
             raise ValueError("the weights were changed after this write was prepared: prepare it again")
         self._writes += 1
-        for patch in write.patches:
-            self._storage[patch.parameter].put(patch.places, patch.new)
+        for parameter, (places, new, _) in write.patches.items():
+            self._storage[parameter].put(places, new)
 
     def take_back(self, write: WeightWrite) -> None:
         """Write back what `write` replaced. Raises ValueError when it was not the last one."""
         if write.after != self._writes - 1:
             raise ValueError("this write was not the last one: it cannot be taken back")
         self._writes += 1
-        for patch in write.patches:
-            self._storage[patch.parameter].put(patch.places, patch.old)
+        for parameter, (places, _, old) in write.patches.items():
+            self._storage[parameter].put(places, old)
 
     def prepare_whole(self, whole: Iterable[tuple[str, Bits]]) -> WholeWrite:
         """Copy what lies here of every tensor (name, uN[n]), one after the other; nothing is written.

@@ -15,7 +15,6 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -47,13 +46,8 @@ GRACE_S = 2.0
 """Seconds that requests in flight get to end, once the role is stopped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A replica that serves a proved version; its HTTP server is not started yet."""
-
-    engine: ReplicaEngine
-    subscriber: Subscriber
-    server: uvicorn.Server
+Running = tuple[ReplicaEngine, Subscriber, uvicorn.Server]
+"""A replica that serves a proved version; its HTTP server is not started yet."""
 
 
 @asynccontextmanager
@@ -112,7 +106,7 @@ async def running_replica(
         app = await build_replica_app(
             engine, arguments, settings.replica_id, ledger.document, state.incarnation_of, chats
         )
-        yield Running(engine, subscriber, make_server(app, settings.http))
+        yield engine, subscriber, make_server(app, settings.http)
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, chat: ChatSettings) -> None:
@@ -171,7 +165,9 @@ class Replica:
                 logger.warning("serving version %d%s on http://%s:%d", joined.manifest.version, values, host, port)
                 await self._until_stopped(running, listener, records, letters)
 
-    async def _follow(self, running: Running, records: LogReader, letters: RecordProducer) -> None:
+    async def _follow(
+        self, engine: ReplicaEngine, subscriber: Subscriber, records: LogReader, letters: RecordProducer
+    ) -> None:
         settings, timeout_s = self._settings, self._kafka.stall_timeout_s
         names = Names(self._kafka.topic_prefix)
         with (
@@ -181,7 +177,7 @@ class Replica:
 
             def check() -> None:
                 reading.beat("polling the log")
-                if running.engine.errored:
+                if engine.errored:
                     raise ReplicaFault("the engine core died: see its log above; the replica must be started again")
 
             def bury(located: ConsumedRecord, reason: str) -> None:
@@ -189,7 +185,7 @@ class Replica:
                 send_dead_letter(letters, names, located, reason, _APPLICATION)
 
             await follow(
-                running.subscriber,
+                subscriber,
                 records,
                 bury,
                 self._stop,
@@ -203,16 +199,17 @@ class Replica:
         self, running: Running, listener: socket.socket, records: LogReader, letters: RecordProducer
     ) -> None:
         """Run the server and the subscriber until one ends or the role is stopped; raises what ended them."""
-        serving = asyncio.create_task(running.server.serve(sockets=[listener]))
-        follower = asyncio.create_task(self._follow(running, records, letters))
+        engine, subscriber, server = running
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        follower = asyncio.create_task(self._follow(engine, subscriber, records, letters))
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait({serving, follower, stopped}, return_when=asyncio.FIRST_COMPLETED)
         self._stop.set()
-        running.server.should_exit = True
+        server.should_exit = True
         await asyncio.wait({serving}, timeout=GRACE_S)
         # Requests that come to their own end leave nothing for the server to cancel, which vLLM's handlers take badly.
-        while not serving.done() and not running.engine.errored:
-            if ended := await running.engine.abort_all():
+        while not serving.done() and not engine.errored:
+            if ended := await engine.abort_all():
                 logger.warning("stopping: %d requests were not answered within %g s and are aborted", ended, GRACE_S)
             await asyncio.wait({serving}, timeout=0.1)
         await asyncio.gather(serving, follower, stopped)

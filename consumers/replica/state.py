@@ -39,14 +39,6 @@ class Move:
     """Why, where it is not the next version in the usual way; else empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Do not go to this version, and say why."""
-
-    manifest: Manifest
-    reason: str
-
-
 Said = Manifest | SkipDelta | GateDecision
 """The records that a replica follows."""
 
@@ -179,8 +171,8 @@ class ReplicaState:
         if oldest is not None and not self._gate.forbidden(oldest):
             yield oldest
 
-    def refusals(self) -> list[Refuse]:
-        """The messages for the log while `plan` says to stay, each once.
+    def refusals(self) -> list[tuple[Manifest, str]]:
+        """Versions that are not gone to, with the reasons, for the log while `plan` says to stay, each once.
 
         The versions that would be gone to if they could or might be; and the served one, where it should be left and
         nothing leads away from it.
@@ -188,7 +180,7 @@ class ReplicaState:
         serving, notice, manifests = self.serving, self._gate.notice(self.serving), self._graph.manifests
         told = []
         if serving is not None and notice and notice != self._notice:
-            told.append(Refuse(manifests[serving], f"{notice}; no usable anchor leads away from it"))
+            told.append((manifests[serving], f"{notice}; no usable anchor leads away from it"))
         self._notice = notice
         if self._pool is Pool.ALL:
             passed_over = {version for version in manifests if serving is None or version > serving}
@@ -200,7 +192,7 @@ class ReplicaState:
                 f"version {version} has parent {manifests[version].parent}, {served} is served, and no usable delta or "
                 "anchor leads to it"
             )
-            told.append(Refuse(manifests[version], self._gate.objection(version) or unreached))
+            told.append((manifests[version], self._gate.objection(version) or unreached))
         self._answered |= passed_over
         return told
 

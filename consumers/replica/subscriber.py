@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tidemill.consumers.replica.ledger import Applied, Ledger, Timings, WriteRefusedError
+from tidemill.consumers.replica.ledger import Applied, Ledger, WriteRefusedError
 from tidemill.consumers.replica.staging import Prepared, Staging
 from tidemill.consumers.replica.state import Move, ReplicaState, Said
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
@@ -89,8 +90,8 @@ class Subscriber:
         if objection:
             raise ReplicaFault(f"the engine did not load version {manifest.version}: {objection}")
         self._state.proved(manifest.version)
-        times = Timings(proof_ms=proof.proof_ms, step_to_served_ms=self._ledger.since_us(manifest.trained_at))
-        self._ledger.served(AckStatus.ANCHORED, manifest, Applied(0.0, 0.0, 0.0, 0), times, reason)
+        cost = Applied(proof_ms=proof.proof_ms, step_to_served_ms=self._ledger.since_us(manifest.trained_at))
+        self._ledger.served(AckStatus.ANCHORED, manifest, cost, reason)
 
     def receive(self, record: Said) -> None:
         """Take in what a record says; `advance` acts on it."""
@@ -110,8 +111,8 @@ class Subscriber:
             waiting = move == self._late and not self._patience.may_try(time.monotonic())
             if waiting or not await self._carry_out(move):
                 return
-        for refusal in self._state.refusals():
-            self._refuse(refusal.manifest, refusal.reason)
+        for manifest, reason in self._state.refusals():
+            self._refuse(manifest, reason)
 
     def close(self) -> None:
         """End the staging threads once their work is done."""
@@ -140,29 +141,32 @@ class Subscriber:
         return True
 
     async def _serve(self, move: Move, prepared: Prepared) -> None:
-        target, times, fingerprint = move.target, Timings(), ""
+        target, cost, fingerprint = move.target, Applied(), ""
         again = self._write_whole == target.version
         whole = prepared.whole or again
         try:
-            applied = await (self._load() if whole else self._engine.apply(prepared.changes, target.version))
+            cost = await (self._load() if whole else self._engine.apply(prepared.changes, target.version))
         except WriteRefusedError as error:
             refusal = f"the engine could not write it: {error}"
         else:
             served_ms = self._ledger.since_us(target.trained_at)
             proof = await self._engine.prove()
-            times = Timings(prepared.fetch_ms, prepared.decode_ms, proof.proof_ms, served_ms)
+            fetch_ms, decode_ms = prepared.fetch_ms, prepared.decode_ms
+            cost = replace(
+                cost, fetch_ms=fetch_ms, decode_ms=decode_ms, proof_ms=proof.proof_ms, step_to_served_ms=served_ms
+            )
             objection = proof.objection(target.fingerprint, self._mirror.fingerprints)
             if not objection:
                 prepared.draft.keep()
                 self._state.proved(target.version)
                 status = AckStatus.ANCHORED if again or move.path.anchor is not None else AckStatus.PROVED
-                self._ledger.served(status, target, applied, times, move.reason)
+                self._ledger.served(status, target, cost, move.reason)
                 return
             refusal, fingerprint = f"the live tensors could not be proved: {objection}", proof.total
         try:
             await self._take_back(target, prepared, whole)
         finally:
-            self._refuse(target, refusal, times, fingerprint)
+            self._refuse(target, refusal, cost, fingerprint)
 
     async def _take_back(self, target: Manifest, prepared: Prepared, whole: bool) -> None:
         """Return to the last proved version: by undoing the write, else by writing the whole mirror.
@@ -187,9 +191,9 @@ class Subscriber:
         directory = await asyncio.get_running_loop().run_in_executor(self._worker, self._staging.save, self._mirror)
         return await self._engine.load(directory, self._mirror.version)
 
-    def _refuse(self, manifest: Manifest, reason: str, times: Timings | None = None, fingerprint: str = "") -> None:
+    def _refuse(self, manifest: Manifest, reason: str, cost: Applied | None = None, fingerprint: str = "") -> None:
         logger.warning("version %d refused, version %s stays: %s", manifest.version, self._state.serving, reason)
-        self._ledger.refuse(manifest, reason, times or Timings(), fingerprint)
+        self._ledger.refuse(manifest, reason, cost or Applied(), fingerprint)
 
 
 async def follow(

@@ -15,7 +15,6 @@ patterns; an fp32 engine holds bf16 bits in the upper half of each element.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -37,18 +36,6 @@ _SHIFTS = {("bfloat16", "float32"): 16}
 
 class UnsupportedModelError(ValueError):
     """The engine holds weights in a way that this replica cannot write or read back exactly."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """One copy that the loader asked for: where from and where to, in elements and strides."""
-
-    parameter: str
-    target: int
-    source: int
-    shape: tuple[int, ...]
-    target_stride: tuple[int, ...]
-    source_stride: tuple[int, ...]
 
 
 def record_map(
@@ -73,7 +60,7 @@ def record_map(
     layouts: dict[str, Layout] = {}
     for spec in tensors:
         copies = _record_copies(model, spec, owners)
-        found = sorted({copy.parameter for copy in copies})
+        found = sorted({parameter for parameter, _, _ in copies})
         if len(found) > 1:
             raise UnsupportedModelError(
                 f"{spec.name} lies in {len(found)} of the engine's parameters: {', '.join(found)}"
@@ -85,7 +72,7 @@ def record_map(
                 f"{spec.name} is {spec.dtype}, the engine holds it as {held} in {owner}, which is another value for "
                 "some patterns: serve bfloat16 tensors in a float32 engine, or every tensor in the engine's own dtype"
             )
-        boxes = sorted((_box_of(spec, copy) for copy in copies if 0 not in copy.shape), key=lambda box: box.source)
+        boxes = sorted((_box_of(spec, *copy) for copy in copies if copy[1].numel()), key=lambda box: box.source)
         for before, box in pairwise(boxes):
             if box.source < before.end:
                 raise UnsupportedModelError(f"elements of {spec.name} from {box.source} lie in two places: not mapped")
@@ -96,21 +83,21 @@ def record_map(
     return layouts
 
 
-def _record_copies(model: torch.nn.Module, spec: TensorSpec, owners: Mapping[int, str]) -> list[_Copy]:
+def _record_copies(
+    model: torch.nn.Module, spec: TensorSpec, owners: Mapping[int, str]
+) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Each copy that the loader asks for: the parameter, its part to be written, and the part of the tensor to read."""
     source = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
     storage = source.untyped_storage()._cdata
     original = torch.Tensor.copy_
-    copies: list[_Copy] = []
+    copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def spy(target: torch.Tensor, value: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if value.device.type != "meta":
             return original(target, value, non_blocking)
         if value.untyped_storage()._cdata != storage or value.shape != target.shape:
             raise UnsupportedModelError(f"the engine's loader changes the values or shape of {spec.name}")
-        owner = owners[target.untyped_storage().data_ptr()]
-        target_start, source_start = int(target.storage_offset()), int(value.storage_offset())
-        strides = (target.stride(), value.stride())
-        copies.append(_Copy(owner, target_start, source_start, tuple(target.shape), *strides))
+        copies.append((owners[target.untyped_storage().data_ptr()], target.detach(), value))
         return target
 
     loader: Any = model  # vLLM's models share no base class
@@ -124,17 +111,17 @@ def _record_copies(model: torch.nn.Module, spec: TensorSpec, owners: Mapping[int
     return copies
 
 
-def _box_of(spec: TensorSpec, copy: _Copy) -> Box:
+def _box_of(spec: TensorSpec, parameter: str, target: torch.Tensor, value: torch.Tensor) -> Box:
     axes: list[tuple[int, int, int]] = []
-    for size, source, target in zip(copy.shape, copy.source_stride, copy.target_stride, strict=True):
+    for size, pitch, step in zip(target.shape, value.stride(), target.stride(), strict=True):
         outer = axes[-1] if axes else (1, 0, 0)
-        if axes and outer[1:] == (source * size, target * size):
-            axes[-1] = (outer[0] * size, source, target)
+        if axes and outer[1:] == (pitch * size, step * size):
+            axes[-1] = (outer[0] * size, pitch, step)
         elif size > 1:
             # The stride of an axis of size 1 is never used.
-            axes.append((size, source, target))
+            axes.append((size, pitch, step))
     row = axes.pop()[0] if axes and axes[-1][1:] == (1, 1) else 1
     rows, pitch, step = axes.pop() if axes else (1, row, row)
     if axes or min(pitch, step) < row:
-        raise UnsupportedModelError(f"{spec.name} lies in {copy.parameter} with gaps or in another order: not mapped")
-    return Box(copy.source, copy.target, rows, row, pitch, step)
+        raise UnsupportedModelError(f"{spec.name} lies in {parameter} with gaps or in another order: not mapped")
+    return Box(int(value.storage_offset()), int(target.storage_offset()), rows, row, pitch, step)

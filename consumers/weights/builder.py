@@ -93,16 +93,15 @@ class Builder:
         if objection:
             raise Unusable(f"it is not version {manifest.version}: {objection}")
 
-    def apply(self, delta: Delta, mirror: Mirror) -> None:
-        """Bring a mirror to the delta's version and compare the weights that came out. Raises Unusable.
+    def apply(self, delta: Delta, mirror: Mirror, *, keep: bool = True) -> None:
+        """Bring a mirror to the delta's version, compare the weights that came out, and `keep` them, or go back.
 
-        The mirror is as it was after an error.
+        Raises Unusable; the mirror is then as it was.
         """
-        self._advanced(delta, mirror).keep()
-
-    def check(self, delta: Delta, mirror: Mirror) -> None:
-        """As `apply`, and bring the mirror back. Raises Unusable."""
-        self._advanced(delta, mirror).revert()
+        draft = Draft(mirror)
+        with _as_unusable():
+            self._rebuilder.follow(UpdatePath(None, (delta,)), draft, recount=True)
+        (draft.keep if keep else draft.revert)()
 
     def build(self, graph: VersionGraph, version: int) -> Built:
         """A version over the best path that works; what turns out unusable is on no path of `graph` from then on.
@@ -134,12 +133,6 @@ class Builder:
                 else:
                     graph.refuse_anchor(step.version)
                     reasons.append(f"the anchor of version {step.version}: {error}")
-
-    def _advanced(self, delta: Delta, mirror: Mirror) -> Draft:
-        draft = Draft(mirror)
-        with _as_unusable():
-            self._rebuilder.follow(UpdatePath(None, (delta,)), draft, recount=True)
-        return draft
 
 
 @contextmanager
@@ -195,8 +188,7 @@ def _as_unusable() -> Iterator[None]:
 
 def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, Weight]:
     """The tensors of a version, in memory, by name. Raises UnknownVersion, Unreachable."""
-    mirror = builder.build(chain, version).mirror
-    return mirror.weights(builder.with_tensors(chain.manifest(version)).tensors)
+    return builder.build(chain, version).mirror.weights
 
 
 @dataclass(frozen=True, slots=True)

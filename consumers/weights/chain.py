@@ -149,7 +149,7 @@ def rows(chain: Chain, newest: int | None = None) -> list[VersionRow]:
             proved_by=sorted(chain.proofs.get(version, ())),
             refused_by=dict(chain.refusals.get(version, {})),
             decisions=[describe(made) for made in chain.decisions if made.version == version],
-            expired=chain.expired(manifest.shards) is not None,
+            expired=bool(chain.expired(manifest.shards)),
             fork=chain.forks.get(version, ""),
             fingerprint=manifest.fingerprint,
             published_at=manifest.published_at,

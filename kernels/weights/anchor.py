@@ -266,11 +266,14 @@ def write_anchor(
 
     def write_own() -> list[AnchorFile]:
         wholes = _wholes(parts, files, spans, ranks)
+
+        def pieces(names: Sequence[str]) -> Iterator[bytes | memoryview]:
+            yield file_header({name: whole[name] for name in names})
+            for bits in islice(wholes, len(names)):
+                yield from data_pieces(bits)
+
         try:
-            return [
-                put_file(uri, file, _pieces({name: whole[name] for name in names}, wholes))
-                for file, names in files[ranks.rank].items()
-            ]
+            return [put_file(uri, file, pieces(names)) for file, names in files[ranks.rank].items()]
         finally:
             # The other ranks need this one's parts, even when its own files fail.
             for _ in wholes:
@@ -299,13 +302,6 @@ def _files_of_ranks(whole: Mapping[str, Weight], file_bytes: int, n_ranks: int) 
     ]
     files = iter(file_names(sum(map(len, groups))))
     return [{next(files): file_order({name: whole[name] for name in group}) for group in own} for own in groups]
-
-
-def _pieces(outlines: Mapping[str, Weight], wholes: Iterator[Bits]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file with the next of the tensors."""
-    yield file_header(outlines)
-    for bits in islice(wholes, len(outlines)):
-        yield from data_pieces(bits)
 
 
 def _wholes(parts: Parts, files: FilesOfRanks, spans: Mapping[str, Sequence[Span]], ranks: Ranks) -> Iterator[Bits]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,11 @@ def bits_in_memory(tensors: Mapping[str, Weight], name: str) -> Bits:
     return np.array(tensors[name].bits, copy=True).reshape(-1)
 
 
-def save_checkpoint(directory: Path, tensors: Iterable[tuple[TensorSpec, Bits]]) -> None:
-    """Write tensors (flat bit patterns) as the weights of a checkpoint directory, which is made where it is missing."""
+def save_checkpoint(directory: Path, weights: Mapping[str, Weight]) -> None:
+    """Write tensors as the weights of a checkpoint directory, which is made where it is missing."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / WEIGHTS).open("wb") as file:
-        for piece in file_pieces({spec.name: Weight(spec.dtype, bits.reshape(spec.shape)) for spec, bits in tensors}):
-            file.write(piece)
+        file.writelines(file_pieces(weights))
 
 
 def split_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:

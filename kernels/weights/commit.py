@@ -13,7 +13,7 @@ from math import prod
 
 from tidemill.kernels.weights.bits import total_fingerprint
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.graph import SinceAnchor, VersionError, VersionGraph, require_same
+from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
 from tidemill.kernels.weights.tensor_parts import ShardReport
 from tidemill.kernels.weights.tensor_table import fit_record
 from tidemill.schemas.catalogue import Topic
@@ -57,6 +57,38 @@ def observe_published(graph: VersionGraph, manifest: Manifest) -> None:
     """Take a manifest in. Raises VersionError when its version is there with other weights."""
     if graph.observe(manifest):
         require_same(graph.manifests[manifest.version], manifest.fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """A published version that a new branch begins with."""
+
+    branch: str
+    version: int
+
+
+def fork_source(kafka: KafkaSettings, run: RunSettings, graph: VersionGraph, point: ForkPoint) -> VersionGraph | None:
+    """The branch with the version that the run's branch, of which `graph` is, begins with; None where it has begun.
+
+    Raises VersionError when there is no such version, or the run's branch began with another one.
+    """
+    if point.branch == run.branch:
+        raise VersionError(
+            f"branch {point.branch} cannot begin with one of its own versions: give the run another branch"
+        )
+    found = read_versions(kafka, run.model_copy(update={"branch": point.branch}))
+    manifest = found.manifests.get(point.version)
+    if manifest is None:
+        raise VersionError(f"branch {point.branch} of run {run.run_id} has no version {point.version}")
+    oldest = min(graph.manifests.values(), key=lambda begun: begun.version, default=None)
+    if oldest is None:
+        return found
+    if (oldest.version, oldest.fingerprint) != (manifest.version, manifest.fingerprint):
+        raise VersionError(
+            f"branch {run.branch} begins with version {oldest.version}, not with version "
+            f"{point.version} of branch {point.branch}"
+        )
+    return None
 
 
 def weights_folder(store: StoreSettings, run: RunSettings) -> str:
@@ -150,7 +182,7 @@ class VersionLog:
             learning_rate=mark.learning_rate,
             n_elements=sum(prod(tensor.shape) for tensor in tensors),
             n_changed=sum(shard.n_changed for shard in ordered),
-            delta_bytes=sum(shard.n_bytes for shard in ordered),
+            delta_bytes=sum(shard.position.n_bytes for shard in ordered),
             shards=[shard.position for shard in ordered],
             tensors=list(tensors),
             fingerprint=fingerprint,
@@ -170,11 +202,15 @@ class VersionLog:
         self._back = None
 
 
-def anchor_due(since: SinceAnchor, delta_bytes: int, settings: PublishSettings) -> bool:
+def anchor_due(since: tuple[int, int, int], delta_bytes: int, settings: PublishSettings) -> bool:
     """Whether the next version, with a delta of `delta_bytes`, gets an anchor: by count or by bytes, what comes first.
 
     The bytes are those that a reader who starts at the last anchor would read beside it to reach the next version.
+
+    Args:
+        since: `VersionGraph.since_anchor` of the version that is continued.
     """
-    if since.versions + 1 >= settings.anchor_every:
+    versions, bytes_since, anchor_bytes = since
+    if versions + 1 >= settings.anchor_every:
         return True
-    return since.delta_bytes + delta_bytes > settings.anchor_bytes_ratio * since.anchor_bytes
+    return bytes_since + delta_bytes > settings.anchor_bytes_ratio * anchor_bytes

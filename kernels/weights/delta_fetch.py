@@ -52,19 +52,6 @@ class FetchTimeoutError(TimeoutError):
     """The bytes did not arrive in time; they may still come."""
 
 
-class ChunkLog(Protocol):
-    """The part of a `LogReader` on `weights.deltas` that is used here."""
-
-    def poll(self, timeout_s: float, max_records: int) -> list[ConsumedRecord]:
-        """The next records."""
-
-    def seek(self, topic: Topic, partition: int, offset: int) -> None:
-        """Go to an offset."""
-
-    def next_offsets(self) -> dict[tuple[Topic, int], int]:
-        """The next offset to be read, by (topic, partition)."""
-
-
 class ShardSource(Protocol):
     """Where the bytes of a delta's shards come from; `ChunkFetcher` is one."""
 
@@ -76,12 +63,12 @@ class ChunkFetcher:
     """The shards of deltas, piece by piece.
 
     Args:
-        log: the chunks; only this object reads it.
+        log: of `weights.deltas`; only this object reads it.
         timeout_s: how long a chunk that is waited for may take after the last one that came.
         held_bytes: limit of the chunks that are held.
     """
 
-    def __init__(self, log: ChunkLog, timeout_s: float, held_bytes: int = HELD_BYTES) -> None:
+    def __init__(self, log: LogReader, timeout_s: float, held_bytes: int = HELD_BYTES) -> None:
         self._log, self._timeout_s, self._limit = log, timeout_s, held_bytes
         self._held: OrderedDict[Place, ConsumedRecord] = OrderedDict()
         self._held_bytes = 0
@@ -98,22 +85,20 @@ class ChunkFetcher:
             CorruptDeltaError: they are not what the record names, or are kept no longer; possibly after some of them.
             FetchTimeoutError: they did not arrive in time.
         """
-        source = self._stored(shard) if shard.uri is not None else self._logged(manifest, shard)
-        digest, n_bytes = xxhash.xxh3_128(), 0
-        for piece in source:
-            digest.update(piece)
-            n_bytes += len(piece)
-            yield piece
-        if digest.hexdigest() != shard.digest or n_bytes != shard.n_bytes:
-            raise CorruptDeltaError(f"shard {shard.shard} of version {manifest.version} is not what its record names")
-
-    def _stored(self, shard: ShardPosition) -> Iterator[bytes]:
+        source, digest, n_bytes = self._logged(manifest, shard), xxhash.xxh3_128(), 0
+        if shard.uri is not None:
+            source = object_pieces(StoredObject(shard.uri, shard.n_bytes, shard.digest))
         try:
-            yield from object_pieces(StoredObject(shard.uri or "", shard.n_bytes, shard.digest))
+            for piece in source:
+                digest.update(piece)
+                n_bytes += len(piece)
+                yield piece
         except StoredObjectError as error:
             raise CorruptDeltaError(str(error)) from error
         except StoreUnavailableError as error:
             raise FetchTimeoutError(str(error)) from error
+        if digest.hexdigest() != shard.digest or n_bytes != shard.n_bytes:
+            raise CorruptDeltaError(f"shard {shard.shard} of version {manifest.version} is not what its record names")
 
     def _logged(self, manifest: Manifest, shard: ShardPosition) -> Iterator[bytes]:
         places = [(shard.partition, offset) for offset in shard.offsets]
@@ -174,7 +159,7 @@ class ChunkFetcher:
             if place in self._wanted:
                 self._arrived = time.monotonic()
             if place not in self._held:
-                self._held_bytes += _size(located)
+                self._held_bytes += len(located.value or b"")
             self._held[place] = located
             for unwanted in [place for place in self._held if place not in self._wanted]:
                 if self._held_bytes <= self._limit:
@@ -183,13 +168,9 @@ class ChunkFetcher:
 
     def _forget(self, place: Place) -> ConsumedRecord:
         located = self._held.pop(place)
-        self._held_bytes -= _size(located)
+        self._held_bytes -= len(located.value or b"")
         self._lock.notify_all()
         return located
-
-
-def _size(located: ConsumedRecord) -> int:
-    return len(located.value or b"")
 
 
 def _payload(manifest: Manifest, shard: ShardPosition, sequence: int, located: ConsumedRecord) -> bytes:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Self
 
 import xxhash
 
 from tidemill.kernels.block import CodecSettings
-from tidemill.kernels.container import StreamWriter
+from tidemill.kernels.delta import StreamWriter
 from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.encoder import DeltaEncoder
-from tidemill.kernels.fingerprint import ZERO
-from tidemill.kernels.weights.tensor_parts import Covered, PartChange, ShardReport
+from tidemill.kernels.fingerprint import ZERO, Fingerprint
+from tidemill.kernels.weights.tensor_parts import ShardReport
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.producer import RecordProducer
@@ -37,16 +36,6 @@ CHUNKS_IN_FLIGHT = 32
 """Chunks handed to the producer before their acknowledgements are awaited."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardClaims:
-    """Where shards lie that are too large for the log."""
-
-    folder: str
-    """An fsspec URL or a directory."""
-    limit_bytes: int
-    """A shard of more encoded bytes is stored as one object."""
-
-
 class DeltaShard:
     """The encoded step from `parent` to `version` of the tensors of one shard; a context manager.
 
@@ -57,7 +46,7 @@ class DeltaShard:
         self,
         version: int,
         parent: int,
-        changes: Iterable[TensorChange | PartChange],
+        changes: Iterable[TensorChange],
         shard: int = 0,
         settings: CodecSettings | None = None,
     ) -> None:
@@ -65,8 +54,9 @@ class DeltaShard:
         self._shard = shard
         self._spool = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115 - closed by __exit__
         self._digest = xxhash.xxh3_128()
-        self.covered: dict[str, Covered] = {}
-        """What the shard covers of each tensor that it changes, by name."""
+        self.covered: dict[str, tuple[int, Fingerprint]] = {}
+        """By tensor: how many of its elements lie in blocks (those without a change are left out), and their
+        fingerprint after the change."""
         writer = StreamWriter(version, parent)
         try:
             self._write(writer.header())
@@ -74,7 +64,7 @@ class DeltaShard:
                 self._write(writer.block(block.data))
                 for name, (more, target) in block.targets.items():
                     n, made = self.covered.get(name, (0, ZERO))
-                    self.covered[name] = Covered(n + more, made + target)
+                    self.covered[name] = n + more, made + target
             self._write(writer.trailer())
         except BaseException:
             self._spool.close()
@@ -85,31 +75,34 @@ class DeltaShard:
         self.change = writer.change
         """What it adds to the fingerprint of the parent."""
 
-    def send(self, producer: RecordProducer, run: RunSettings, claims: ShardClaims | None = None) -> ShardPosition:
-        """Write the shard to the log, or to the store where `claims` says so, and wait until it is there.
+    def send(
+        self, producer: RecordProducer, run: RunSettings, folder: str = "", limit_bytes: int | None = None
+    ) -> ShardReport:
+        """Write the shard to the log and wait until it is there.
+
+        A shard of more than `limit_bytes` encoded bytes becomes one object below `folder` (an fsspec URL or a
+        directory) instead; without a limit none does.
 
         Raises DeliveryError when the log does not take it, StoreUnavailableError when the store fails.
         """
         digest, topic = self._digest.hexdigest(), Topic.DELTAS.value
-        if claims is not None and self.n_bytes > claims.limit_bytes:
+        if limit_bytes is not None and self.n_bytes > limit_bytes:
             name = f"v{self._version:08d}-shard{self._shard}-{digest}.delta"
             self._spool.seek(0)
             pieces = iter(lambda: self._spool.read(PIECE_BYTES), b"")
-            stored = put_object(f"{claims.folder.rstrip('/')}/{name}", pieces)
-            return ShardPosition(self._shard, topic, 0, [], stored.n_bytes, stored.digest, stored.uri)
+            stored = put_object(f"{folder.rstrip('/')}/{name}", pieces)
+            position = ShardPosition(self._shard, topic, 0, [], stored.n_bytes, stored.digest, stored.uri)
+            return ShardReport(position, self.n_changed, self.change)
         offsets: list[int] = []
         partitions: set[int] = set()
         chunks = self._chunks(run)
         while batch := list(islice(chunks, CHUNKS_IN_FLIGHT)):
-            for position in producer.send_acked(Topic.DELTAS, [(str(self._shard), chunk) for chunk in batch]):
-                offsets.append(position.offset)
-                partitions.add(position.partition)
+            for at in producer.send_acked(Topic.DELTAS, [(str(self._shard), chunk) for chunk in batch]):
+                offsets.append(at.offset)
+                partitions.add(at.partition)
         (partition,) = partitions
-        return ShardPosition(self._shard, topic, partition, offsets, self.n_bytes, digest)
-
-    def report(self, position: ShardPosition) -> ShardReport:
-        """What the committer needs to know of the shard, once it has been sent."""
-        return ShardReport(position, self.n_bytes, self.n_changed, self.change)
+        position = ShardPosition(self._shard, topic, partition, offsets, self.n_bytes, digest)
+        return ShardReport(position, self.n_changed, self.change)
 
     def _chunks(self, run: RunSettings) -> Iterator[DeltaChunk]:
         total = -(-self.n_bytes // CHUNK_BYTES)

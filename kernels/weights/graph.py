@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import count
 
 from tidemill.schemas.records import Manifest, Record, ShardPosition, SkipDelta
 
@@ -68,45 +68,6 @@ class UpdatePath:
         skips = sum(delta.skips for delta in self.deltas)
         counted = f"{len(self.deltas)} delta{'' if len(self.deltas) == 1 else 's'}"
         return f"{start}{counted}{f' ({skips} of them skip-deltas)' if skips else ''}, {self.n_bytes} bytes"
-
-
-@dataclass(frozen=True, slots=True)
-class ExpiredChunk:
-    """A chunk that the log's retention has removed."""
-
-    partition: int
-    offset: int
-    kept_from: int
-
-    def __str__(self) -> str:
-        return (
-            f"expired: its chunk at {self.partition}:{self.offset} is past the log's retention, partition "
-            f"{self.partition} begins at {self.kept_from}"
-        )
-
-
-class SinceAnchor(NamedTuple):
-    """Versions and bytes that came after the newest anchor on the line of a version."""
-
-    versions: int
-    delta_bytes: int
-    anchor_bytes: int
-
-
-class _Node(NamedTuple):
-    """A place of the search, backwards from the target; compared by bytes, then deltas."""
-
-    n_bytes: int
-    n_deltas: int
-    from_anchor: bool
-    """A whole path, from the anchor of `version`."""
-    version: int
-    deltas: tuple[Delta, ...]
-    """From `version` to the target."""
-
-    def __lt__(self, other: tuple[object, ...]) -> bool:
-        assert isinstance(other, _Node)
-        return self[:4] < other[:4]
 
 
 class VersionGraph:
@@ -218,27 +179,46 @@ class VersionGraph:
         ]
         return sorted(found, key=lambda delta: (delta.base, delta.version))
 
-    def expired(self, shards: Iterable[ShardPosition]) -> ExpiredChunk | None:
-        """The first chunk that the log no longer keeps; None when it keeps all of them."""
+    def expired(self, shards: Iterable[ShardPosition]) -> str:
+        """Which chunk the log's retention has removed first; empty when the log keeps all of them."""
         for shard in shards:
             kept_from = self.kept_from.get(shard.partition, 0)
             if shard.uri is None and shard.offsets and min(shard.offsets) < kept_from:
-                return ExpiredChunk(shard.partition, min(shard.offsets), kept_from)
-        return None
+                return (
+                    f"expired: its chunk at {shard.partition}:{min(shard.offsets)} is past the log's retention, "
+                    f"partition {shard.partition} begins at {kept_from}"
+                )
+        return ""
 
     def path(self, target: int, held: int | None = None) -> UpdatePath | None:
         """The path with the fewest bytes to a version, from `held` or from an anchor; None when there is none."""
-        queue = [_Node(0, 0, False, target, ())] if target in self.manifests else []
-        done: set[tuple[int, bool]] = set()
+        # Backwards from the target: bytes, deltas, whether the path is whole, from the anchor of the version; version;
+        # a number that decides between equals; the deltas from the version to the target.
+        order = count()
+        queue: list[tuple[int, int, bool, int, int, tuple[Delta, ...]]] = []
+        if target in self.manifests:
+            queue.append((0, 0, False, target, next(order), ()))
+        done: set[int] = set()
         while queue:
-            node = heapq.heappop(queue)
-            if node.from_anchor or node.version == held:
-                return UpdatePath(self.manifests[node.version] if node.from_anchor else None, node.deltas)
-            if (node.version, node.from_anchor) in done:
+            n_bytes, _, from_anchor, version, _, deltas = heapq.heappop(queue)
+            manifest = self.manifests[version]
+            if from_anchor or version == held:
+                return UpdatePath(manifest if from_anchor else None, deltas)
+            if version in done:
                 continue
-            done.add((node.version, node.from_anchor))
-            for further in self._before(node):
-                heapq.heappush(queue, further)
+            done.add(version)
+            if manifest.anchor is not None and version not in self._bad_anchors:
+                total = n_bytes + manifest.anchor.n_bytes
+                heapq.heappush(queue, (total, len(deltas), True, version, next(order), deltas))
+            parent, skips = manifest.parent, self._skips.get(version, {})
+            further = [Delta(manifest, b, tuple(s.shards), s.n_bytes) for b, s in skips.items() if b != parent]
+            if parent is not None and parent < version:
+                further.insert(0, Delta(manifest, parent, tuple(manifest.shards), manifest.delta_bytes))
+            for delta in further:
+                bad = (delta.base, version) in self._bad_deltas or self.expired(delta.shards)
+                if delta.base in self.manifests and not bad:
+                    way, total = (delta, *deltas), n_bytes + delta.n_bytes
+                    heapq.heappush(queue, (total, len(way), False, delta.base, next(order), way))
         return None
 
     def require_path(self, version: int, anchor_exists: Callable[[Manifest], bool] = lambda _: True) -> UpdatePath:
@@ -264,44 +244,29 @@ class VersionGraph:
             at = None if at is None else self._parent(at)
         return at
 
-    def since_anchor(self, version: int | None) -> SinceAnchor:
-        """What came after the newest anchor on the line of `version`; everything where there is none."""
+    def since_anchor(self, version: int | None) -> tuple[int, int, int]:
+        """How many versions, and bytes of deltas, came after the newest anchor on the line of `version`; its bytes.
+
+        Everything, and 0 bytes, where there is no anchor.
+        """
         versions = delta_bytes = 0
         at = None if version is None else self.manifests[version]
         while at is not None:
             if at.anchor is not None:
-                return SinceAnchor(versions, delta_bytes, at.anchor.n_bytes)
+                return versions, delta_bytes, at.anchor.n_bytes
             versions, delta_bytes = versions + 1, delta_bytes + at.delta_bytes
             at = self._parent(at)
-        return SinceAnchor(versions, delta_bytes, 0)
+        return versions, delta_bytes, 0
 
     def _parent(self, manifest: Manifest) -> Manifest | None:
         if manifest.parent is None or manifest.parent >= manifest.version:
             return None
         return self.manifests.get(manifest.parent)
 
-    def _before(self, node: _Node) -> list[_Node]:
-        """The node's own anchor, and the bases of the deltas that make its version."""
-        found = []
-        manifest = self.manifests[node.version]
-        if manifest.anchor is not None and node.version not in self._bad_anchors:
-            found.append(node._replace(n_bytes=node.n_bytes + manifest.anchor.n_bytes, from_anchor=True))
-        parent, skips = manifest.parent, self._skips.get(manifest.version, {})
-        deltas = [Delta(manifest, b, tuple(s.shards), s.n_bytes) for b, s in skips.items() if b != parent]
-        if parent is not None and parent < manifest.version:
-            deltas.insert(0, Delta(manifest, parent, tuple(manifest.shards), manifest.delta_bytes))
-        for delta in deltas:
-            bad = (delta.base, delta.version) in self._bad_deltas or self.expired(delta.shards) is not None
-            if delta.base in self.manifests and not bad:
-                n_bytes, way = node.n_bytes + delta.n_bytes, (delta, *node.deltas)
-                found.append(_Node(n_bytes, len(way), False, delta.base, way))
-        return found
-
     def _obstacle(self, version: int) -> str:
         at = version
         while (delta := self.delta(at)) is not None:
-            expired = self.expired(delta.shards)
-            if expired:
+            if expired := self.expired(delta.shards):
                 return f"the delta of version {at} is {expired}; no usable anchor lies after it"
             if delta.base not in self.manifests:
                 return f"its ancestor {delta.base} is not in the log, and no usable anchor lies after it"

@@ -12,13 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from tidemill.kernels.backend import KernelBackend
-from tidemill.kernels.elements import BY_NAME
+from tidemill.kernels.elements import BY_NAME, TensorChange
 from tidemill.kernels.fingerprint import Bits, Fingerprint
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.ranks import Ranks
 from tidemill.kernels.weights.tensor_parts import (
-    Covered,
-    PartChange,
     PartInfo,
     Parts,
     Place,
@@ -57,9 +55,7 @@ class HeldVersion:
         Raises TypeError for a type that a version cannot carry, VersionError for a name that comes twice or for none.
         """
         parts = {}
-        for name, value in named(tensors):
-            if name in parts:
-                raise VersionError(f"version {version} has {name} twice")
+        for name, value in named(version, tensors):
             part = as_part(name, value)
             on_host = isinstance(part.bits, np.ndarray) or not on_device
             parts[name] = replace(part, bits=_host_copy(part) if on_host else part.bits.clone())
@@ -68,9 +64,9 @@ class HeldVersion:
         return cls(version, parts)
 
     @property
-    def infos(self) -> list[PartInfo]:
-        """What this rank says of its parts, in their order."""
-        return [part_info(part, self._fingerprints[name]) for name, part in self.parts.items()]
+    def infos(self) -> dict[str, PartInfo]:
+        """This rank's report of its parts, in their order."""
+        return {name: part_info(part, self._fingerprints[name]) for name, part in self.parts.items()}
 
     def check(self, version: int, tensors: Mapping[str, TensorLike], *, cuts: bool = True) -> None:
         """Raise VersionError or TypeError unless `tensors` are of the same names, types, shapes and cuts.
@@ -83,7 +79,7 @@ class HeldVersion:
 
     def take_over(
         self, version: int, tensors: Tensors, names: Container[str] | None = None, *, on_device: bool = False
-    ) -> Iterator[PartChange]:
+    ) -> Iterator[TensorChange]:
         """Each tensor's change to `version`; when the next one is asked for, its new patterns are taken over.
 
         Only when the iterator ends are all of them in; call `becomes` then.
@@ -98,9 +94,7 @@ class HeldVersion:
         after some were taken over: this object is of no use then.
         """
         seen: set[str] = set()
-        for name, value in named(tensors):
-            if name in seen:
-                raise VersionError(f"version {version} has {name} twice")
+        for name, value in named(version, tensors):
             seen.add(name)
             if names is not None and name not in names:
                 continue
@@ -109,18 +103,18 @@ class HeldVersion:
             bits = new.bits if on_device else KernelBackend.host(new.bits)
             held = KernelBackend.beside(self.parts[name].bits, bits)
             self.parts[name] = replace(self.parts[name], bits=held)
-            yield PartChange(name, new.dtype, held, bits, new.start, new.total)
+            yield TensorChange(name, new.dtype, held, bits, new.start, new.total)
             if isinstance(held, np.ndarray):
                 np.copyto(held, bits)
             else:
                 held.copy_(bits)
         self._require_all(version, seen)
 
-    def becomes(self, version: int, covered: Iterable[Mapping[str, Covered]]) -> None:
+    def becomes(self, version: int, covered: Iterable[Mapping[str, tuple[int, Fingerprint]]]) -> None:
         """Take the number `version` once `take_over` has ended.
 
         Args:
-            covered: of each shard of the change, by tensor, the elements in its blocks.
+            covered: of each shard of the change, `DeltaShard.covered`.
         """
         self.version = version
         for name, (n, made) in ((name, found) for shard in covered for name, found in shard.items()):
@@ -199,7 +193,7 @@ def rebuild_parts(make: Callable[[], HeldVersion], version: int, like: Tensors, 
     whole = rebuild_whole(make, ranks)
     if ranks.size == 1:
         return whole
-    given = dict(named(like))
+    given = dict(named(version, like))
     ranks.gather(lambda: whole.check(version, given, cuts=False))
     wanted = spans_of_all({name: place_of(name, value)[2:] for name, value in given.items()}, ranks)
     held = spans_of_all({name: place_of(name, part)[2:] for name, part in whole.parts.items()}, ranks)

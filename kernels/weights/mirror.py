@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from tidemill.kernels.delta import (
 )
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights.anchor import AnchorError
-from tidemill.kernels.weights.bits import TensorSpec, Weight
+from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import save_checkpoint
 from tidemill.schemas.records import Manifest, TensorInfo
 
@@ -54,8 +55,8 @@ class Mirror:
 
     def __init__(self) -> None:
         self.version = -1
-        self._specs: dict[str, TensorSpec] = {}
-        self._tensors: dict[str, Bits] = {}
+        self.weights: dict[str, Weight] = {}
+        """Every tensor: the mirror's own memory, for reading."""
         self._fingerprints: dict[str, Fingerprint] = {}
 
     @property
@@ -70,15 +71,11 @@ class Mirror:
 
     @property
     def n_elements(self) -> int:
-        return sum(bits.size for bits in self._tensors.values())
+        return sum(weight.bits.size for weight in self.weights.values())
 
     def bits(self, name: str) -> Bits:
         """One tensor, uN[n], flat: the mirror's own memory, for reading. Raises KeyError."""
-        return self._tensors[name]
-
-    def weights(self, tensors: Iterable[TensorInfo]) -> dict[str, Weight]:
-        """Tensors by name, in the types and shapes given: the mirror's own memory."""
-        return {info.name: Weight(info.dtype, self._tensors[info.name].reshape(info.shape)) for info in tensors}
+        return self.weights[name].bits.reshape(-1)
 
     def resolve(self, block: EncodedBlock) -> tuple[BlockChange, ...]:
         """What a block changes here; nothing where its target is there already. From any thread; nothing is written.
@@ -86,23 +83,13 @@ class Mirror:
         Raises DeltaError when the block is malformed or does not fit these weights.
         """
         for name in block.names:
-            spec = self._specs.get(name)
-            if spec is None or spec.dtype != block.dtype:
+            if name not in self.weights or self.weights[name].dtype != block.dtype:
                 raise DeltaError(f"the delta changes {name} ({block.dtype}), which is not served")
-        return resolve_all(block, self._tensors)
+        return resolve_all(block, {name: self.bits(name) for name in block.names})
 
     def save(self, directory: Path) -> None:
         """Write the version's tensors as `model.safetensors`, for the engine to read whole."""
-        save_checkpoint(directory, [(self._specs[name], bits) for name, bits in self._tensors.items()])
-
-
-@dataclass(frozen=True, slots=True)
-class _Overwritten:
-    """What elements of a tensor were before a step: all of them where `indices` is None."""
-
-    name: str
-    indices: Indices | None
-    bits: Bits
+        save_checkpoint(directory, self.weights)
 
 
 class Draft:
@@ -110,10 +97,12 @@ class Draft:
 
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
-        self.fresh = not mirror._specs
+        self.fresh = not mirror.weights
         """Whether the mirror was empty before it."""
-        self._before = (mirror.version, dict(mirror._specs), dict(mirror._fingerprints))
-        self._held: list[_Overwritten] = []
+        shapes = {name: weight.bits.shape for name, weight in mirror.weights.items()}
+        self._before = (mirror.version, shapes, dict(mirror._fingerprints))
+        self._held: list[tuple[str, Indices | None, Bits]] = []
+        """By step, elements of a tensor that were overwritten (None: all of them), and what they were, flat."""
         self._steps = 0
 
     def load(
@@ -130,18 +119,34 @@ class Draft:
         Raises AnchorError unless the tensors are those of the mirror, each has the fingerprint that the manifest lists,
         and they add up to the version's.
         """
-        missing = {tensor.name: tensor for tensor in manifest.tensors or outline}
-        if self.mirror._tensors and missing.keys() != self.mirror._tensors.keys():
+        mirror, missing = self.mirror, {tensor.name: tensor for tensor in manifest.tensors or outline}
+        if mirror.weights and missing.keys() != mirror.weights.keys():
             raise AnchorError(f"version {manifest.version} has other tensors than the version that is served")
         for name, weight in weights:
             if name not in missing:
                 raise AnchorError(f"anchor {uri} does not name the tensors of version {manifest.version}")
-            self._take_tensor(weight, missing.pop(name), listed=bool(manifest.tensors))
+            expected, bits = missing.pop(name), np.array(weight.bits, copy=True).reshape(-1)
+            made = fingerprint(bits, TensorKey.of(name))
+            if manifest.tensors and made.hex() != expected.fingerprint:
+                raise AnchorError(f"{name} of the anchor has fingerprint {made.hex()}, not {expected.fingerprint}")
+            if bits.size != prod(expected.shape):
+                raise AnchorError(f"{name} of the anchor has {bits.size} elements, its manifest says {expected.shape}")
+            served = mirror.weights.get(name)
+            if served is not None and (served.dtype, served.bits.size) != (expected.dtype, bits.size):
+                raise AnchorError(f"{name} of the anchor has another shape or dtype than the one that is served")
+            held = bits[:0] if served is None else served.bits.reshape(-1)
+            if served is not None and SPARSE * (differing := np.flatnonzero(held != bits)).size < bits.size:
+                self._write(name, differing, held[differing], bits[differing])
+                bits = held
+            elif served is not None:
+                self._held.append((name, None, held))
+            mirror.weights[name] = Weight(expected.dtype, bits.reshape(expected.shape))
+            mirror._fingerprints[name] = made
         if missing:
             raise AnchorError(f"anchor {uri} does not name the tensors of version {manifest.version}")
-        if self.mirror.fingerprint.hex() != manifest.fingerprint:
+        if mirror.fingerprint.hex() != manifest.fingerprint:
             raise AnchorError(f"the tensors of anchor {uri} do not add up to version {manifest.version}")
-        self.mirror.version = manifest.version
+        mirror.version = manifest.version
         self._steps += 1
 
     def resolve(self, block: EncodedBlock) -> tuple[BlockChange, ...]:
@@ -153,7 +158,7 @@ class Draft:
         if not self.fresh:
             return found
         for change in found:
-            apply_change(change, self.mirror._tensors[change.name])
+            apply_change(change, self.mirror.bits(change.name))
         # Not slices: they would keep the memory that they are cut from.
         nowhere, none = np.empty(0, np.int64), np.empty(0, np.uint8)
         return tuple(replace(change, indices=nowhere, old_bits=none, new_bits=none) for change in found)
@@ -192,7 +197,7 @@ class Draft:
     def recount(self, names: Iterable[str]) -> None:
         """Raise FingerprintMismatch unless these tensors' weights have the fingerprints that the deltas claim."""
         for name in sorted(set(names)):
-            made, claimed = fingerprint(self.mirror._tensors[name], TensorKey.of(name)), self.mirror._fingerprints[name]
+            made, claimed = fingerprint(self.mirror.bits(name), TensorKey.of(name)), self.mirror._fingerprints[name]
             if made != claimed:
                 raise FingerprintMismatch(f"{name} became {made.hex()}, not {claimed.hex()}")
 
@@ -201,13 +206,25 @@ class Draft:
 
         Not for a draft of an empty mirror, which keeps nothing of the way.
         """
-        if self._steps == 1 and all(held.indices is not None for held in self._held):
-            return tuple(self._element_change(held.name, held.indices) for held in self._held)
-        by_name: dict[str, list[_Overwritten]] = {}
-        for held in self._held:
-            by_name.setdefault(held.name, []).append(held)
-        merged = (self._element_change(name, self._differences(name, parts)) for name, parts in by_name.items())
-        return tuple(change for change in merged if change.indices.size)
+        bits_of = self.mirror.bits
+        if self._steps == 1 and all(indices is not None for _, indices, _ in self._held):
+            return tuple(ElementChange(n, at, bits_of(n)[at]) for n, at, _ in self._held if at is not None)
+        by_name: dict[str, list[tuple[Indices | None, Bits]]] = {}
+        for name, indices, bits in self._held:
+            by_name.setdefault(name, []).append((indices, bits))
+        changes = []
+        for name, steps in by_name.items():
+            now, (first, before) = bits_of(name), steps[0]
+            if first is None:
+                # An anchor is the first step of a draft: what it replaced whole is what the engine holds.
+                differing: Indices = np.flatnonzero(before != now)
+            else:
+                touched = np.concatenate([indices for indices, _ in steps if indices is not None])
+                indices, at = np.unique(touched, return_index=True)
+                differing = indices[np.concatenate([bits for _, bits in steps])[at] != now[indices]]
+            if differing.size:
+                changes.append(ElementChange(name, differing, now[differing]))
+        return tuple(changes)
 
     def keep(self) -> None:
         """Let go of the way back."""
@@ -216,49 +233,16 @@ class Draft:
     def revert(self) -> None:
         """Bring back what was there before the draft."""
         mirror = self.mirror
-        for held in reversed(self._held):
-            if held.indices is None:
-                mirror._tensors[held.name] = held.bits
+        for name, indices, bits in reversed(self._held):
+            if indices is None:
+                mirror.weights[name] = Weight(mirror.weights[name].dtype, bits)
             else:
-                mirror._tensors[held.name][held.indices] = held.bits
-        mirror.version, mirror._specs, mirror._fingerprints = self._before
-        mirror._tensors = {name: mirror._tensors[name] for name in mirror._specs}
+                mirror.bits(name)[indices] = bits
+        mirror.version, shapes, mirror._fingerprints = self._before
+        mirror.weights = {n: Weight(mirror.weights[n].dtype, mirror.bits(n).reshape(shapes[n])) for n in shapes}
         self._held.clear()
-
-    def _take_tensor(self, weight: Weight, expected: TensorInfo, *, listed: bool) -> None:
-        name, bits = expected.name, np.array(weight.bits, copy=True).reshape(-1)
-        made = fingerprint(bits, TensorKey.of(name))
-        if listed and made.hex() != expected.fingerprint:
-            raise AnchorError(f"{name} of the anchor has fingerprint {made.hex()}, not {expected.fingerprint}")
-        held = self.mirror._tensors.get(name)
-        if held is None:
-            self.mirror._tensors[name] = bits
-        elif self.mirror._specs[name].dtype != expected.dtype or held.size != bits.size:
-            raise AnchorError(f"{name} of the anchor has another shape or dtype than the one that is served")
-        elif SPARSE * (differing := np.flatnonzero(held != bits)).size < bits.size:
-            self._write(name, differing, held[differing], bits[differing])
-        else:
-            self._held.append(_Overwritten(name, None, held))
-            self.mirror._tensors[name] = bits
-        self.mirror._specs[name] = TensorSpec(name, tuple(expected.shape), expected.dtype)
-        self.mirror._fingerprints[name] = made
 
     def _write(self, name: str, indices: Indices, old: Bits, new: Bits) -> None:
         if not self.fresh:
-            self._held.append(_Overwritten(name, indices, old))
-        self.mirror._tensors[name][indices] = new
-
-    def _differences(self, name: str, parts: Sequence[_Overwritten]) -> Indices:
-        now = self.mirror._tensors[name]
-        # An anchor is the first step of a draft: what it replaced whole is what the engine holds.
-        if parts[0].indices is None:
-            return np.flatnonzero(parts[0].bits != now)
-        touched = np.concatenate([part.indices for part in parts if part.indices is not None])
-        indices, first = np.unique(touched, return_index=True)
-        old = np.concatenate([part.bits for part in parts])[first]
-        differing: Indices = indices[old != now[indices]]
-        return differing
-
-    def _element_change(self, name: str, indices: Indices | None) -> ElementChange:
-        assert indices is not None
-        return ElementChange(name, indices, self.mirror._tensors[name][indices])
+            self._held.append((name, indices, old))
+        self.mirror.bits(name)[indices] = new

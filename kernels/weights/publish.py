@@ -27,7 +27,7 @@ What this keeps true:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -35,9 +35,17 @@ from tidemill.kernels.block import CodecSettings
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
 from tidemill.kernels.weights.bits import Weight, WeightLike, total_fingerprint
-from tidemill.kernels.weights.commit import VersionLog, VersionMark, anchor_due, read_versions, weights_folder
+from tidemill.kernels.weights.commit import (
+    ForkPoint,
+    VersionLog,
+    VersionMark,
+    anchor_due,
+    fork_source,
+    read_versions,
+    weights_folder,
+)
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
+from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
 from tidemill.kernels.weights.held import HeldVersion, rebuild_parts, rebuild_whole
 from tidemill.kernels.weights.ranks import Ranks, SingleRank
@@ -65,14 +73,6 @@ __all__ = ["ForkPoint", "PublishSettings", "Tensors", "VersionError", "Weight", 
 CLIENT = "tidemill-publisher"
 
 
-@dataclass(frozen=True, slots=True)
-class ForkPoint:
-    """A published version that a new branch begins with."""
-
-    branch: str
-    version: int
-
-
 class WeightPublisher:
     """The publisher of one branch's versions, in order; a context manager. Make one with `open`.
 
@@ -96,12 +96,13 @@ class WeightPublisher:
         self._base_model = base_model
         self._ranks = ranks or SingleRank()
         self._codec = CodecSettings(**settings.codec.model_dump())
-        self._claims = ShardClaims(weights_folder(store, run), settings.log_limit_bytes)
+        self._folder = weights_folder(store, run)
         self._producer = RecordProducer(kafka, CLIENT)
         # Every rank has the graph; the log is read, and manifests are written, by the first one alone.
         graph = self._ranks.from_first(lambda: read_versions(kafka, run))
         self._log = VersionLog(manifests or self._producer, run, store, graph, settings.incarnation)
-        self._skips = SkipPublisher(kafka, run, settings, self._codec, self._claims.folder, self._ranks)
+        self.skips = SkipPublisher(kafka, run, settings, self._codec, self._folder, self._ranks)
+        """What makes the skip-deltas, with its counts."""
         self._held: HeldVersion | None = None
         self._in_doubt = False
 
@@ -149,11 +150,6 @@ class WeightPublisher:
         """Which life of the branch's version numbers its versions belong to; empty while it has none."""
         return self._log.graph.incarnation
 
-    @property
-    def skips(self) -> SkipPublisher:
-        """What makes the skip-deltas, with its counts."""
-        return self._skips
-
     def has(self, version: int) -> bool:
         return self._log.graph.manifests.get(version) is not None
 
@@ -188,13 +184,12 @@ class WeightPublisher:
 
         What is said beside the weights is taken from the first rank.
 
-        Raises VersionError when the version does not continue the chain or has other tensors than it, CoverageError
-        when the parts of the ranks are not one whole version, TypeError for a tensor of a type that cannot be carried,
-        DeliveryError when the log does not take it, StoreUnavailableError when the store fails. The publisher can go on
+        Raises VersionError when the version does not continue the chain, has other tensors than it, or the parts of the
+        ranks are not one whole version, TypeError for a tensor of a type that cannot be carried, DeliveryError when the
+        log does not take it, StoreUnavailableError when the store fails. The publisher can go on
         after each of them: it reads again what the log holds.
         """
-        if self._in_doubt:
-            self._read_again()
+        self._read_again()
 
         def mark_of() -> VersionMark:
             """What is said of the version beside its weights, unless it is neither there nor the next."""
@@ -223,7 +218,7 @@ class WeightPublisher:
             self._held, self._in_doubt = held, False
         else:
             manifest, held = self._continue(mark, given)
-        self._skips.offer(self._log.graph, held)
+        self.skips.offer(self._log.graph, held)
         return manifest
 
     def go_back(self, version: int, tensors: Tensors) -> None:
@@ -231,8 +226,7 @@ class WeightPublisher:
 
         Raises VersionError when the log does not have the version, or has it with other weights.
         """
-        if self._in_doubt:
-            self._read_again()
+        self._read_again()
         given = self._given(self._ranks.from_first(lambda: version), version, tensors)
         done = self._log.graph.manifests.get(version)
         if done is not None:
@@ -243,7 +237,7 @@ class WeightPublisher:
 
     def close(self) -> None:
         """End it: what is under way is finished. Raises DeliveryError for what the log did not take."""
-        self._skips.close()
+        self.skips.close()
         self._producer.flush()
 
     def _given(self, firsts: int, version: int, tensors: Tensors) -> Tensors:
@@ -255,10 +249,8 @@ class WeightPublisher:
         def take() -> None:
             if version != firsts:
                 raise VersionError(f"it publishes version {version}, the first rank version {firsts}")
-            for name, value in named(tensors) if several else ():
-                if name in by_name:
-                    raise VersionError(f"version {version} has {name} twice")
-                by_name[name] = value
+            if several:
+                by_name.update(named(version, tensors))
 
         self._ranks.gather(take)
         return by_name if several else tensors
@@ -274,13 +266,25 @@ class WeightPublisher:
             self._ranks.gather(lambda: held.check(mark.version, tensors))
         self._in_doubt = True
         reports = self._ranks.gather(lambda: self._send_delta(mark.version, held, tensors))
-        whole = self._ranks.on_first(lambda: self._merged(mark, reports)) or []
+
+        def merged() -> list[TensorInfo]:
+            """The version's tensors, unless the parts are no whole, or not made from their parent's."""
+            tensors = merged_tensors(reports)
+            change = sum((shard.change for report in reports for shard in report.shards), ZERO)
+            made_from = (total_fingerprint(tensors) - change).hex()
+            assert mark.parent is not None
+            parent = self._log.graph.manifests[mark.parent]
+            if made_from != parent.fingerprint:
+                raise VersionError(
+                    f"version {mark.version} was made from weights {made_from}, version {parent.version} in the log "
+                    f"is {parent.fingerprint}: the weights of the ranks are not the ones they published"
+                )
+            return tensors
+
+        whole = self._ranks.on_first(merged) or []
         shards = [shard for report in reports for shard in report.shards]
-        due = self._ranks.from_first(
-            lambda: anchor_due(
-                self._log.graph.since_anchor(mark.parent), sum(shard.n_bytes for shard in shards), self._settings
-            )
-        )
+        since, n_bytes = self._log.graph.since_anchor(mark.parent), sum(shard.position.n_bytes for shard in shards)
+        due = self._ranks.from_first(lambda: anchor_due(since, n_bytes, self._settings))
         manifest = self._commit(mark, shards, whole, self._write_anchor(held) if due else None)
         self._in_doubt = False
         return manifest, held
@@ -304,24 +308,10 @@ class WeightPublisher:
             changes = held.take_over(version, tensors, names, on_device=self._settings.on_device)
             number = self._ranks.rank * n_shards + hand
             with DeltaShard(version, held.version, changes, number, self._codec) as shard:
-                shards.append(shard.report(shard.send(self._producer, self._run, self._claims)))
+                shards.append(shard.send(self._producer, self._run, self._folder, self._settings.log_limit_bytes))
                 covered.append(shard.covered)
         held.becomes(version, covered)
         return RankReport(held.infos, shards)
-
-    def _merged(self, mark: VersionMark, reports: Sequence[RankReport]) -> list[TensorInfo]:
-        """The version's tensors. Raises CoverageError, VersionError when it was not made from its parent's weights."""
-        tensors = merged_tensors(reports)
-        change = sum((shard.change for report in reports for shard in report.shards), ZERO)
-        made_from = (total_fingerprint(tensors) - change).hex()
-        assert mark.parent is not None
-        parent = self._log.graph.manifests[mark.parent]
-        if made_from != parent.fingerprint:
-            raise VersionError(
-                f"version {mark.version} was made from weights {made_from}, version {parent.version} in the log is "
-                f"{parent.fingerprint}: the weights of the ranks are not the ones they published"
-            )
-        return tensors
 
     def _commit(
         self, mark: VersionMark, shards: Sequence[ShardReport], tensors: Sequence[TensorInfo], anchor: Anchor | None
@@ -341,7 +331,11 @@ class WeightPublisher:
         if newest and (self._held is None or self._held.version != done.version):
             held, reports = self._copied(done.version, tensors)
         else:
-            reports = self._ranks.gather(lambda: RankReport([part_info(as_part(*item)) for item in named(tensors)]))
+            reports = self._ranks.gather(
+                lambda: RankReport(
+                    {name: part_info(as_part(name, value)) for name, value in named(done.version, tensors)}
+                )
+            )
         infos = self._ranks.from_first(lambda: _same(done, reports))
         if held is not None:
             self._held = held
@@ -349,33 +343,15 @@ class WeightPublisher:
         return replace(done, tensors=infos)
 
     def _read_again(self) -> None:
-        """After a failure nobody knows what the log took: it is asked."""
+        """Ask the log what it took, where a publication failed half-way."""
+        if not self._in_doubt:
+            return
         self._held = None
         self._log.read_again(self._ranks.from_first(lambda: read_versions(self._kafka, self._run)))
         self._in_doubt = False
 
     def _fork(self, point: ForkPoint) -> None:
-        def begun_with() -> VersionGraph | None:
-            """The branch that has the version to begin with; None where this branch began with it."""
-            if point.branch == self._run.branch:
-                raise VersionError(
-                    f"branch {point.branch} cannot begin with one of its own versions: give the run another branch"
-                )
-            found = read_versions(self._kafka, self._run.model_copy(update={"branch": point.branch}))
-            manifest = found.manifests.get(point.version)
-            if manifest is None:
-                raise VersionError(f"branch {point.branch} of run {self._run.run_id} has no version {point.version}")
-            oldest = min(self._log.graph.manifests.values(), key=lambda begun: begun.version, default=None)
-            if oldest is None:
-                return found
-            if (oldest.version, oldest.fingerprint) != (manifest.version, manifest.fingerprint):
-                raise VersionError(
-                    f"branch {self._run.branch} begins with version {oldest.version}, not with version "
-                    f"{point.version} of branch {point.branch}"
-                )
-            return None
-
-        source = self._ranks.from_first(begun_with)
+        source = self._ranks.from_first(lambda: fork_source(self._kafka, self._run, self._log.graph, point))
         if source is None:
             return
         manifest = source.manifests[point.version]
@@ -390,14 +366,12 @@ class WeightPublisher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._skips.close()
+        # After an error what the log did not take is not waited for.
+        (self.close if kind is None else self.skips.close)()
 
 
 def _same(done: Manifest, reports: Sequence[RankReport]) -> list[TensorInfo]:
-    """The tensors that the ranks have. Raises VersionError unless they are the published version's, CoverageError."""
+    """The tensors that the ranks have. Raises VersionError unless they are the published version's."""
     infos = merged_tensors(reports)
     require_same(done, total_fingerprint(infos).hex())
     return infos

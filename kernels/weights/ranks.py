@@ -11,9 +11,8 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -124,7 +123,7 @@ class ProcessGroupRanks(Ranks):
         found: list[_Outcome[T] | None] | None = [None] * self.size if self.is_first else None
         with _answering():
             dist.gather_object(outcome, found, group_dst=0, group=self._group)
-        failures = self.from_first(lambda: [one.failure for one in found or [] if one and one.failure])
+        failures = self.from_first(lambda: [one[1] for one in found or [] if one and one[1]])
         if failures:
             raise _error(failures) from cause
         return _values(found or [], None)
@@ -142,7 +141,7 @@ class ProcessGroupRanks(Ranks):
 
     def _attempt(self, make: Callable[[], T]) -> tuple[_Outcome[T], Exception | None]:
         try:
-            return _Outcome(make(), None), None
+            return (make(), None), None
         except RanksLostError:
             raise
         except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of any error
@@ -153,7 +152,7 @@ class ProcessGroupRanks(Ranks):
             except Exception:  # noqa: BLE001 - a constructor may raise anything when it is given a message
                 again = False
             message = f"rank {self.rank}: {kind.__name__}: {error}"
-            return _Outcome(None, (kind if again else RankFailedError, message)), error
+            return (None, (kind if again else RankFailedError, message)), error
 
 
 def open_ranks(timeout_s: float) -> Ranks:
@@ -174,19 +173,11 @@ def _gloo(members: list[int] | None, timeout_s: float | None) -> Ranks:
     return ProcessGroupRanks(group, timeout_s)
 
 
-_Failure = tuple[type[Exception], str]
-"""An error on its way to the other ranks: its class and its message."""
+_Outcome = tuple[T | None, tuple[type[Exception], str] | None]
+"""A rank's value, or the class and message of its error, on the way to the other ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome(Generic[T]):
-    """What a rank's part of a task came to."""
-
-    value: T | None
-    failure: _Failure | None
-
-
-def _error(failures: Sequence[_Failure]) -> Exception:
+def _error(failures: Sequence[tuple[type[Exception], str]]) -> Exception:
     kinds = {kind for kind, _ in failures}
     kind = kinds.pop() if len(kinds) == 1 else RankFailedError
     return kind("; ".join(message for _, message in failures))
@@ -197,9 +188,10 @@ def _values(outcomes: Sequence[_Outcome[T] | None], cause: Exception | None) -> 
     for outcome in outcomes:
         if outcome is None:
             raise RanksLostError("a rank sent no answer")
-        if outcome.failure is not None:
-            raise _error([outcome.failure]) from cause
-        found.append(outcome.value)  # type: ignore[arg-type]
+        value, failure = outcome
+        if failure is not None:
+            raise _error([failure]) from cause
+        found.append(value)  # type: ignore[arg-type]
     return found
 
 

@@ -19,13 +19,14 @@ import threading
 from dataclasses import dataclass
 
 from tidemill.kernels.block import CodecSettings
+from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
+from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.graph import UpdatePath, VersionError, VersionGraph
 from tidemill.kernels.weights.held import HeldVersion, rebuild_parts
 from tidemill.kernels.weights.ranks import Ranks, RanksLostError
 from tidemill.kernels.weights.rebuild import rebuild
-from tidemill.kernels.weights.tensor_parts import PartChange, ShardReport
+from tidemill.kernels.weights.tensor_parts import ShardReport
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -46,25 +47,11 @@ class Skip:
     """How to make the base again; None where no anchor leads to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    weights: HeldVersion
-    skips: tuple[Skip, ...]
-    lengths: tuple[int, ...]
-    """Whose next base these weights are."""
-
-
 def skips_due(graph: VersionGraph, lengths: tuple[int, ...]) -> list[Skip]:
     """The skip-deltas that the newest version of a branch gets."""
-    newest = graph.newest
-    if newest is None:
-        return []
-    found = []
-    for length in bases_due(graph, lengths):
-        base = graph.ancestor(newest.version, length)
-        if base is not None:
-            found.append(Skip(length, base.version, graph.path(base.version)))
-    return found
+    newest = -1 if graph.newest_version is None else graph.newest_version
+    bases = ((length, graph.ancestor(newest, length)) for length in bases_due(graph, lengths))
+    return [Skip(length, base.version, graph.path(base.version)) for length, base in bases if base is not None]
 
 
 def bases_due(graph: VersionGraph, lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -85,12 +72,12 @@ class SkipPublisher:
         ranks: Ranks,
     ) -> None:
         self._kafka, self._run, self._settings = kafka, run, settings
-        self._codec = codec
-        self._claims = ShardClaims(folder, limit_bytes=0)
+        self._codec, self._folder = codec, folder
         self._ranks = ranks
         # The thread's calls run beside the publisher's.
         self._beside = ranks.sibling() if settings.skips else ranks
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._jobs: queue.Queue[tuple[HeldVersion, list[Skip], tuple[int, ...]] | None] = queue.Queue()
+        """Weights, the skip-deltas that lead to them, and the lengths whose next base they are."""
         self._bases: dict[int, HeldVersion] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -105,14 +92,14 @@ class SkipPublisher:
         Every rank calls it. Raises RanksLostError.
         """
         keep = self._settings.skip_bases == "memory"
-        skips, lengths = tuple(skips_due(graph, self._settings.skips)), bases_due(graph, self._settings.skips)
+        skips, lengths = skips_due(graph, self._settings.skips), bases_due(graph, self._settings.skips)
         if not skips and not (keep and lengths):
             return
         if self._ranks.from_first(lambda: self._jobs.qsize() >= self._settings.skip_backlog):
             self.dropped += len(skips)
             _log.warning("version %d goes without skip-deltas: %d versions wait", held.version, self._jobs.qsize())
             return
-        self._jobs.put(_Job(held.snapshot(), skips, lengths if keep else ()))
+        self._jobs.put((held.snapshot(), skips, lengths if keep else ()))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_jobs, name="tidemill-skip-deltas", daemon=True)
             self._thread.start()
@@ -131,22 +118,22 @@ class SkipPublisher:
     def _run_jobs(self) -> None:
         producer = RecordProducer(self._kafka, "tidemill-publisher-skips")
         while (job := self._jobs.get()) is not None:
+            weights, skips, lengths = job
             try:
                 # Every rank meets every job, so that none waits for another that is being closed.
                 if self._beside.from_first(self._stop.is_set):
-                    self.dropped += len(job.skips)
+                    self.dropped += len(skips)
                     continue
-                for skip in job.skips:
+                for skip in skips:
                     try:
-                        self._publish(job.weights, skip, producer)
+                        self._publish(weights, skip, producer)
                     except Exception:  # noqa: BLE001 - after any error the version is whole without its skip-delta
                         self.dropped += 1
-                        version = job.weights.version
-                        _log.exception("version %d goes without a delta from version %d", version, skip.base)
-                self._bases.update(dict.fromkeys(job.lengths, job.weights))
+                        _log.exception("version %d goes without a delta from version %d", weights.version, skip.base)
+                self._bases.update(dict.fromkeys(lengths, weights))
             except RanksLostError:
-                self.dropped += len(job.skips)
-                _log.exception("version %d goes without skip-deltas", job.weights.version)
+                self.dropped += len(skips)
+                _log.exception("version %d goes without skip-deltas", weights.version)
             finally:
                 self._jobs.task_done()
         self._jobs.task_done()
@@ -154,13 +141,13 @@ class SkipPublisher:
     def _publish(self, new: HeldVersion, skip: Skip, producer: RecordProducer) -> None:
         base = self._base(skip, new)
         changes = (
-            PartChange(name, part.dtype, base.parts[name].bits, part.bits, part.start, part.total)
+            TensorChange(name, part.dtype, base.parts[name].bits, part.bits, part.start, part.total)
             for name, part in new.parts.items()
         )
 
         def send() -> ShardReport:
             with DeltaShard(new.version, base.version, changes, self._beside.rank, self._codec) as shard:
-                return shard.report(shard.send(producer, self._run, self._claims))
+                return shard.send(producer, self._run, self._folder, limit_bytes=0)
 
         shards = self._beside.gather(send)
 
@@ -171,7 +158,7 @@ class SkipPublisher:
                 version=new.version,
                 base=base.version,
                 n_changed=sum(shard.n_changed for shard in shards),
-                n_bytes=sum(shard.n_bytes for shard in shards),
+                n_bytes=sum(shard.position.n_bytes for shard in shards),
                 shards=[shard.position for shard in shards],
                 published_at=now_us(),
             )

@@ -11,7 +11,7 @@ Elements move between ranks one tensor at a time: a tensor that is cut one way b
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from tidemill.kernels.backend import KernelBackend, backend_for, is_on_host
 from tidemill.kernels.elements import BY_NAME, AnyArray, flat_row
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey
 from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight, dtype_of
+from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.ranks import Ranks
 from tidemill.schemas.records import ShardPosition, TensorInfo
 
@@ -84,40 +85,8 @@ class Place(NamedTuple):
     n: int
 
 
-class CoverageError(ValueError):
-    """The parts of the ranks are not one whole version."""
-
-
-class PartInfo(NamedTuple):
-    """What a rank holds of one tensor."""
-
-    name: str
-    place: Place
-    fingerprint: Fingerprint
-    """Of the part."""
-
-
-class PartChange(NamedTuple):
-    """A run of a tensor's elements before and after a step: what one shard holds of the tensor."""
-
-    name: str
-    dtype: str
-    old_bits: AnyArray
-    new_bits: AnyArray
-    """uN, of `old_bits`' shape."""
-    start: int = 0
-    """Flat element of the tensor that the run begins with."""
-    total: int | None = None
-    """Elements of the tensor; None where the run is its end."""
-
-
-class Covered(NamedTuple):
-    """What the blocks of a shard cover of a tensor: those in which nothing changed are left out."""
-
-    n: int
-    """Elements."""
-    fingerprint: Fingerprint
-    """Of these elements after the change."""
+PartInfo = tuple[Place, Fingerprint]
+"""A rank's elements of a tensor, and their fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +94,6 @@ class ShardReport:
     """One shard of a version, acknowledged by the log or whole in the store."""
 
     position: ShardPosition
-    n_bytes: int
-    """Encoded bytes."""
     n_changed: int
     """Changed elements."""
     change: Fingerprint
@@ -137,8 +104,8 @@ class ShardReport:
 class RankReport:
     """One rank's part of a version."""
 
-    parts: Sequence[PartInfo]
-    """Of every tensor, in the same order on every rank."""
+    parts: Mapping[str, PartInfo]
+    """Of every tensor by name, in the same order on every rank."""
     shards: Sequence[ShardReport] = ()
     """The shards that the rank published; none where there is no delta."""
 
@@ -174,37 +141,42 @@ def place_of(name: str, value: TensorLike) -> Place:
 
 
 def part_info(part: TensorPart, made: Fingerprint | None = None) -> PartInfo:
-    """What a rank says of a part, whose fingerprint is computed unless it is given."""
-    return PartInfo(part.name, place_of(part.name, part), made or part.fingerprint())
+    """A rank's report of a part, whose fingerprint is computed unless it is given."""
+    return place_of(part.name, part), made or part.fingerprint()
 
 
-def named(tensors: Tensors) -> Iterable[tuple[str, TensorLike]]:
-    """The tensors with their names, in the order given."""
-    return tensors.items() if isinstance(tensors, Mapping) else tensors
+def named(version: int, tensors: Tensors) -> Iterator[tuple[str, TensorLike]]:
+    """The tensors of a version by name, in the order given. Raises VersionError for a name that comes twice."""
+    seen: set[str] = set()
+    for name, value in tensors.items() if isinstance(tensors, Mapping) else tensors:
+        if name in seen:
+            raise VersionError(f"version {version} has {name} twice")
+        seen.add(name)
+        yield name, value
 
 
 def merged_tensors(reports: Sequence[RankReport]) -> list[TensorInfo]:
     """The tensors of the version that the reports of all ranks make up.
 
-    Raises CoverageError when the ranks do not speak of the same tensors, or an element is held by none or by several.
+    Raises VersionError when the ranks do not speak of the same tensors, or an element is held by none or by several.
     """
     if len({len(report.parts) for report in reports}) != 1:
-        raise CoverageError("the ranks hold different numbers of tensors: give every rank's part of every tensor")
+        raise VersionError("the ranks hold different numbers of tensors: give every rank's part of every tensor")
     merged = []
-    for parts in zip(*(report.parts for report in reports), strict=True):
-        tensors = {(part.name, part.place.dtype, part.place.shape) for part in parts}
+    for parts in zip(*(report.parts.items() for report in reports), strict=True):
+        tensors = {(name, place.dtype, place.shape) for name, (place, _) in parts}
         if len(tensors) != 1:
             names = ", ".join(sorted(f"{name} ({dtype}, {shape})" for name, dtype, shape in tensors))
-            raise CoverageError(f"the ranks do not hold the same tensors in the same order: {names}")
+            raise VersionError(f"the ranks do not hold the same tensors in the same order: {names}")
         ((name, dtype, shape),), end = tensors, 0
-        for start, n in sorted((part.place[2:] for part in parts if part.place.n), key=lambda span: span[0]):
+        for start, n in sorted((place.start, place.n) for _, (place, _) in parts if place.n):
             if start != end:
                 what = "by several ranks" if start < end else "by no rank"
-                raise CoverageError(f"{name}: elements {min(start, end)} to {max(start, end)} are held {what}")
+                raise VersionError(f"{name}: elements {min(start, end)} to {max(start, end)} are held {what}")
             end += n
         if end != prod(shape):
-            raise CoverageError(f"{name}: the ranks hold {end} of {prod(shape)} elements")
-        total = sum((part.fingerprint for part in parts), ZERO)
+            raise VersionError(f"{name}: the ranks hold {end} of {prod(shape)} elements")
+        total = sum((made for _, (_, made) in parts), ZERO)
         merged.append(TensorInfo(name, dtype, list(shape), total.hex()))
     return merged
 

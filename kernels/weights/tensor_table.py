@@ -22,10 +22,6 @@ from tidemill.schemas.stored_object import StoredObject, StoredObjectError, put_
 CODEC = "deflate"
 
 
-class TensorTableError(StoredObjectError):
-    """A tensor table's bytes are whole and are not the table that the manifest names."""
-
-
 def fit_record(manifest: Manifest, codec: Codec, folder: str, limit_bytes: int) -> Manifest:
     """The manifest itself where its record has at most `limit_bytes`, else one with its tensors in a table in `folder`.
 
@@ -64,9 +60,9 @@ def load_tensor_table(table: TensorTable) -> list[TensorInfo]:
     try:
         found = [TensorInfo(**fields) for fields in fastavro.reader(io.BytesIO(payload), _schema())]
     except Exception as error:  # fastavro raises errors of many types on other bytes; callers get one
-        raise TensorTableError(f"{table.uri} is no tensor table: {type(error).__name__}: {error}") from error
+        raise StoredObjectError(f"{table.uri} is no tensor table: {type(error).__name__}: {error}") from error
     if len(found) != table.n_tensors:
-        raise TensorTableError(f"{table.uri} lists {len(found)} tensors, its manifest says {table.n_tensors}")
+        raise StoredObjectError(f"{table.uri} lists {len(found)} tensors, its manifest says {table.n_tensors}")
     return found
 
 

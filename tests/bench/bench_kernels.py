@@ -35,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kernels.encoding import encode_delta
 from tidemill.kernels.backend import CPU_BACKEND, KernelBackend, triton_obstacle
-from tidemill.kernels.class_table import choose_table
 from tidemill.kernels.classes import ClassTable, all_active
 from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve
 from tidemill.kernels.elements import BY_NAME, ElementType
 from tidemill.kernels.fingerprint import TensorKey
+from tidemill.kernels.payload import choose_table
 from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
 
 KEY = TensorKey.of("model.layers.0.mlp.down_proj.weight")
@@ -147,8 +147,6 @@ def as_arrays(made: Any) -> list[np.ndarray]:
         return [made]
     if isinstance(made, tuple):
         return [array for part in made for array in as_arrays(part)]
-    if hasattr(made, "gaps"):
-        return [made.counts, made.gaps, made.steps]
     return [np.array([made.lo, made.hi], np.uint64)]
 
 
@@ -280,9 +278,9 @@ def measure(device: str, todo: list[Work], step: Step, timed: Callable[[Callable
 
 def on_gpu(chosen: argparse.Namespace) -> None:
     """Check and time Triton's kernels."""
-    from tidemill.kernels.backend import TritonBackend
+    from tidemill.kernels.backend import triton_backend
 
-    kernels, device = TritonBackend(), torch.cuda.get_device_name()
+    kernels, device = triton_backend(), torch.cuda.get_device_name()
     report("device", name=device, torch=torch.__version__, memory_gb=torch.cuda.mem_get_info()[1] / 1e9)
 
     def place(array: np.ndarray) -> torch.Tensor:

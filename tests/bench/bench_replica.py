@@ -42,7 +42,7 @@ from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve_all
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
-from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.weights.bits import TensorSpec, Weight
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint, specs_of
 from tidemill.kernels.weights.mirror import ElementChange
 
@@ -169,7 +169,8 @@ class Chain:
 
     def save(self, directory: Path) -> Path:
         """The version as safetensors."""
-        save_checkpoint(directory, [(spec, self._mirror[spec.name]) for spec in self._specs])
+        weights = {s.name: Weight(s.dtype, self._mirror[s.name].reshape(s.shape)) for s in self._specs}
+        save_checkpoint(directory, weights)
         return directory
 
 

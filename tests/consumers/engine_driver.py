@@ -23,8 +23,8 @@ from tests.consumers import replica_driver as driver
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.consumers.replica.ranks import Holdings, handed_over
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
-from tidemill.kernels.weights.bits import TensorSpec
-from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint, specs_of
+from tidemill.kernels.weights.bits import TensorSpec, Weight
+from tidemill.kernels.weights.checkpoint import map_checkpoint, save_checkpoint, specs_of
 from tidemill.kernels.weights.mirror import ElementChange
 
 View = dict[str, np.ndarray]
@@ -69,9 +69,7 @@ def make_model(kind: Kind, directory: Path) -> Path:
     driver.make_checkpoint(directory, tied=kind.tied)
     if kind.intermediate:
         _make_experts(kind, directory)
-    specs = specs_of(map_checkpoint(directory))
-    tensors = [_recast(spec, kind, directory) for spec in specs]
-    save_checkpoint(directory, tensors)
+    save_checkpoint(directory, {name: _recast(name, held, kind) for name, held in map_checkpoint(directory).items()})
     return directory
 
 
@@ -93,13 +91,13 @@ def _make_experts(kind: Kind, directory: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(directory)
 
 
-def _recast(spec: TensorSpec, kind: Kind, directory: Path) -> tuple[TensorSpec, np.ndarray]:
-    bits = bits_in_memory(map_checkpoint(directory), spec.name)
-    if kind.norms == "bfloat16" or not spec.name.endswith("norm.weight"):
-        return spec, bits
+def _recast(name: str, held: Weight, kind: Kind) -> Weight:
+    """A weight of a kind, in memory of its own: the file that it was mapped from is written again."""
+    if kind.norms == "bfloat16" or not name.endswith("norm.weight"):
+        return Weight(held.dtype, held.bits.copy())
     # Low bits that bf16 does not have, so that a conversion on the way would be seen.
-    low = np.random.default_rng(5).integers(1, 1 << 16, bits.size).astype(np.uint32)
-    return TensorSpec(spec.name, spec.shape, "float32"), (bits.astype(np.uint32) << 16) | low
+    low = np.random.default_rng(5).integers(1, 1 << 16, held.bits.shape).astype(np.uint32)
+    return Weight("float32", (held.bits.astype(np.uint32) << 16) | low)
 
 
 def save_view(view: View, base: Path, directory: Path) -> Path:
@@ -108,7 +106,10 @@ def save_view(view: View, base: Path, directory: Path) -> Path:
     for file in base.iterdir():
         if file.suffix != ".safetensors":
             (directory / file.name).write_bytes(file.read_bytes())
-    save_checkpoint(directory, [(spec, view[spec.name].reshape(-1)) for spec in specs_of(map_checkpoint(base))])
+    weights = {
+        name: Weight(held.dtype, view[name].reshape(held.bits.shape)) for name, held in map_checkpoint(base).items()
+    }
+    save_checkpoint(directory, weights)
     return directory
 
 

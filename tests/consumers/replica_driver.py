@@ -29,7 +29,7 @@ from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, specs_of
-from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
+from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.mirror import Draft, Mirror
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.format import chatml
@@ -138,11 +138,11 @@ def send_delta(
 ) -> tuple[list[ShardPosition], int, int]:
     """Write the delta from `base` to `version` to a log, or to `store`: its shards, bytes and changed elements."""
     shards, n_bytes, n_changed = [], 0, 0
-    names, claims = list(new), store and ShardClaims(str(store), limit_bytes=0)
+    names, limit = list(new), 0 if store else None
     for number in range(n_shards):
         changes = (TensorChange(name, "bfloat16", old[name], new[name]) for name in names[number::n_shards])
         with DeltaShard(version, base, changes, number) as shard:
-            shards.append(shard.send(log, RUN, claims))
+            shards.append(shard.send(log, RUN, str(store), limit).position)
             n_bytes, n_changed = n_bytes + shard.n_bytes, n_changed + shard.n_changed
     return shards, n_bytes, n_changed
 
@@ -232,27 +232,31 @@ async def serve(config: dict[str, Any]) -> None:
     chunks = ChunkFetcher(log, settings.fetch_timeout_s)
     outside = (chunks, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
     chat, staging = ChatSettings(**config.get("chat", {})), Path(config["staging"])
-    async with running_replica(settings, RUN, chat, state, joined, staging, lambda: outside) as running:
+    async with running_replica(settings, RUN, chat, state, joined, staging, lambda: outside) as (
+        engine,
+        subscriber,
+        server,
+    ):
         listener = bind(settings.host, settings.port, "replica.port")
-        serving = asyncio.create_task(running.server.serve(sockets=[listener]))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
         async for line in _lines():
-            await _obey(line, running, log)
-        running.server.should_exit = True
+            await _obey(line, engine, subscriber, log)
+        server.should_exit = True
         await serving
 
 
-async def _obey(line: str, running: Any, log: MemoryLog) -> None:
+async def _obey(line: str, engine: Any, subscriber: Any, log: MemoryLog) -> None:
     if line.startswith("flip "):
         _, name, index, bit = line.split()
-        await bit_flip.flip(running.engine, name, int(index), int(bit))
+        await bit_flip.flip(engine, name, int(index), int(bit))
         print("flipped", flush=True)
         return
     record = from_line(line)
     if isinstance(record, DeltaChunk):
         log.append(record)
     else:
-        running.subscriber.receive(record)
-        await running.subscriber.advance()
+        subscriber.receive(record)
+        await subscriber.advance()
         print("observed", flush=True)
 
 

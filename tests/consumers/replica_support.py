@@ -19,7 +19,7 @@ from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.checkpoint import bits_in_memory
-from tidemill.kernels.weights.delta_fetch import ChunkFetcher, ChunkLog
+from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.schemas.records import Manifest, WeightAck
 
 ROOT = Path(__file__).parents[2]
@@ -100,9 +100,7 @@ class ArrayEngine:
 class ArrayReplica:
     """A subscriber over an `ArrayEngine` that serves the version of an anchor."""
 
-    def __init__(
-        self, first: Manifest, chunks: ChunkLog, directory: Path, timeout_s: float = 0.5, reason="start", pool=Pool.ALL
-    ):
+    def __init__(self, first: Manifest, chunks, directory: Path, timeout_s: float = 0.5, reason="start", pool=Pool.ALL):
         anchor = Path(first.anchor.uri)
         mirror = driver.anchored(anchor, first)
         self.engine = ArrayEngine(first.version, {name: mirror.bits(name) for name in mirror.fingerprints})

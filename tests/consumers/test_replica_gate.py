@@ -137,16 +137,16 @@ def test_a_way_back_that_is_not_there_is_said_once():
     state = in_pool(Pool.STABLE, *versions(4), decision("promote", 3))
     state.anchor_refused(0)
     assert then(state, decision("promote", 2)) == 3
-    stuck, unreachable = state.refusals()
-    assert stuck.manifest.version == 3 and "promoted no further than version 2" in stuck.reason
-    assert unreachable.manifest.version == 2 and state.refusals() == []
+    (stuck, reason), (unreachable, _) = state.refusals()
+    assert stuck.version == 3 and "promoted no further than version 2" in reason
+    assert unreachable.version == 2 and state.refusals() == []
 
 
 def test_a_rejected_first_version_is_not_replaced_by_an_unpromoted_one():
     state = in_pool(Pool.STABLE, *versions(10))
     assert then(state, decision("reject", 0)) == 0
-    (said,) = state.refusals()
-    assert "no usable anchor" in said.reason
+    ((_, reason),) = state.refusals()
+    assert "no usable anchor" in reason
     assert in_pool(Pool.STABLE, *versions(10), decision("reject", 0)).serving is None
 
 

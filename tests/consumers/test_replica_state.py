@@ -56,7 +56,7 @@ def _ends(found: UpdatePath) -> tuple[int | None, list[tuple[int, int]]]:
 
 
 def refused(state: ReplicaState) -> list[int]:
-    return [refusal.manifest.version for refusal in state.refusals()]
+    return [manifest.version for manifest, _ in state.refusals()]
 
 
 def test_a_child_of_the_served_version_is_applied():
@@ -173,7 +173,7 @@ def test_a_hold_limits_where_a_replica_goes_and_not_where_it_is():
     assert way(state) == (None, [(3, 4)])
     state.proved(4)
     assert state.plan() is None
-    assert state.refusals()[0].reason == "held at version 4 by ada: reward fell"
+    assert state.refusals()[0][1] == "held at version 4 by ada: reward fell"
     ahead = serving(3, decision("hold", 2))
     assert ahead.plan() is None and refused(ahead) == []
 
@@ -192,13 +192,13 @@ def test_a_roll_back_that_cannot_be_carried_out_is_said_once_and_the_version_sta
     state = serving(5, decision("roll_back", 2))
     state.anchor_refused(0)
     assert state.plan() is None
-    (refusal,) = state.refusals()
-    assert refusal.manifest.version == 5 and "rolled back" in refusal.reason and state.refusals() == []
+    ((manifest, reason),) = state.refusals()
+    assert manifest.version == 5 and "rolled back" in reason and state.refusals() == []
 
 
 def test_a_rejected_version_is_passed_and_never_served():
     state = serving(3, decision("reject", 4), manifest(4))
-    assert state.plan() is None and "rejected" in state.refusals()[0].reason
+    assert state.plan() is None and "rejected" in state.refusals()[0][1]
     state.observe(manifest(5))
     assert way(state) == (None, [(3, 4), (4, 5)])
 
@@ -266,7 +266,7 @@ def test_whatever_the_log_holds_the_served_version_only_moves_along_ways_and_the
                 state.delta_refused(move.path.deltas[0])
                 refusals.add(("delta", move.path.deltas[0].base, move.path.deltas[0].version))
         said = state.refusals()
-        assert state.refusals() == [] and len({one.manifest.version for one in said}) == len(said)
+        assert state.refusals() == [] and len({manifest.version for manifest, _ in said}) == len(said)
 
 
 def _check(move: Move, before: int | None, refusals: set, decisions: list[GateDecision]) -> None:

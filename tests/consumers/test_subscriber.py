@@ -191,18 +191,21 @@ def test_a_damaged_anchor_is_refused_and_the_last_version_stays(harness, name, r
     assert_the_anchor_is_refused(harness, manifest, refusal)
 
 
-def test_an_unfinished_anchor_is_refused(harness):
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("unfinished", "it has no anchor.json, which is written last"),
+        ("another version", "of the anchor has fingerprint"),
+    ],
+)
+def test_an_anchor_that_is_not_the_version_is_refused(harness, fault, reason):
     harness.next()
     manifest = harness.next(anchor=True)
-    (Path(manifest.anchor.uri) / "anchor.json").unlink()
-    assert_the_anchor_is_refused(harness, manifest, "it has no anchor.json, which is written last")
-
-
-def test_an_anchor_of_another_version_is_refused(harness):
-    harness.next()
-    manifest = harness.next(anchor=True)
-    driver.save_view(harness.views[1], harness.base, Path(manifest.anchor.uri))
-    assert_the_anchor_is_refused(harness, manifest, "of the anchor has fingerprint")
+    if fault == "unfinished":
+        (Path(manifest.anchor.uri) / "anchor.json").unlink()
+    else:
+        driver.save_view(harness.views[1], harness.base, Path(manifest.anchor.uri))
+    assert_the_anchor_is_refused(harness, manifest, reason)
 
 
 def test_a_delta_of_other_weights_is_refused_before_the_engine_is_touched(harness):

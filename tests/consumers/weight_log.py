@@ -17,7 +17,7 @@ from tests.kernels.encoding import encode_delta
 from tests.records import build
 from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.weights.anchor import finish_anchor, put_file
-from tidemill.kernels.weights.bits import TensorSpec, tensor_infos, total_fingerprint
+from tidemill.kernels.weights.bits import Weight, tensor_infos, total_fingerprint
 from tidemill.kernels.weights.checkpoint import save_checkpoint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -57,7 +57,7 @@ def nudged(view: View, seed: int, density: float = 0.05) -> View:
 def write_checkpoint(directory: Path, view: View) -> Path:
     """A view as an anchor: a checkpoint directory with a configuration, a tokenizer file and the marker."""
     directory.mkdir(parents=True)
-    save_checkpoint(directory, [(TensorSpec(n, b.shape, "bfloat16"), b.reshape(-1)) for n, b in view.items()])
+    save_checkpoint(directory, {name: Weight("bfloat16", bits) for name, bits in view.items()})
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (directory / "tokenizer.json").write_text("{}")
     finish_anchor(str(directory), [put_file(str(directory), f.name, [f.read_bytes()]) for f in directory.iterdir()])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tidemill.kernels.block import CodecSettings
-from tidemill.kernels.container import StreamWriter
+from tidemill.kernels.delta import StreamWriter
 from tidemill.kernels.elements import AnyArray
 from tidemill.kernels.encoder import DEFAULTS, DeltaEncoder
 
@@ -16,9 +16,9 @@ def encode_tensor(
     dtype: str,
     old_bits: AnyArray,
     new_bits: AnyArray,
-    *,
     start: int = 0,
     total: int | None = None,
+    *,
     settings: CodecSettings = DEFAULTS,
 ) -> Iterator[bytes]:
     """The blocks of one tensor's change, in ascending order; arguments and errors as of `DeltaEncoder.add`."""

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.kernels.reference import split_classes_reference
-from tidemill.kernels.class_table import choose_table, find_active, read_active, read_table, write_active, write_table
 from tidemill.kernels.classes import (
     MAX_CLASSES,
     SEGMENT,
@@ -21,6 +20,7 @@ from tidemill.kernels.classes import (
 from tidemill.kernels.compare import changed_elements, count_active_exponents, count_exponents
 from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, fold_steps, move
 from tidemill.kernels.models import BIT, log2
+from tidemill.kernels.payload import choose_table, find_active, read_active, read_table, write_active, write_table
 from tidemill.kernels.wire import BitReader, BitWriter, DeltaError, WireReader, varint
 
 UNHURRIED = settings(deadline=None)

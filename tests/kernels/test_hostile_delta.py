@@ -23,9 +23,9 @@ from tidemill.kernels.block import (
     read_header,
     write_block,
 )
-from tidemill.kernels.coder import ZstdCoder
-from tidemill.kernels.container import EDGE_SIZE
+from tidemill.kernels.coder import ZSTD
 from tidemill.kernels.delta import (
+    EDGE_SIZE,
     DeltaError,
     FingerprintMismatch,
     TensorChange,
@@ -92,7 +92,7 @@ def frame(data):
     return zstandard.ZstdCompressor().compress(data)
 
 
-def portable(small, *, coder=ZstdCoder.code, changed=40):
+def portable(small, *, coder=ZSTD.code, changed=40):
     """A payload of one class whose gaps and steps are `small`, coded portably."""
     return bytes([coder, 0, 0]) + varint(changed) + varint(len(small)) + small
 

@@ -83,7 +83,7 @@ def test_small_tensors_of_a_type_share_and_others_do_not():
     changes = [step("a"), large, step("b", dtype="float8_e4m3fn"), step("c"), step("still", density=0), step("d")]
     encoder = DeltaEncoder(chosen)
     blocks = [b for change in changes for b in encoder.add(*change)]
-    blocks += [*encoder.add(*part, start=7, total=200), *encoder.finish()]
+    blocks += [*encoder.add(*part._replace(start=7, total=200)), *encoder.finish()]
     assert [block.names for block in decoded(blocks)] == [("large",), ("a", "c"), ("part",), ("d",), ("b",)]
 
 

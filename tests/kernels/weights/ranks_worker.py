@@ -307,18 +307,14 @@ class Worker:
         }
 
     def forking(self) -> dict[str, Any]:
-        """A branch that begins with a version in the middle of another one's chain, and what cannot be a fork."""
+        """A branch that begins with a version in the middle of another one's chain."""
         model = first_weights().sharded(self.world)
         list(self._publish_chain(self.publisher("fork"), model, 3))
-        refused = [
-            raised(lambda: self.publisher("fork", branch="again", fork_from=ForkPoint("main", 7))),
-            raised(lambda: self.publisher("fork", fork_from=ForkPoint("main", 1))),
-        ]
         forked = self.publisher("fork", branch="again", fork_from=ForkPoint("main", 1))
         found = [forked.newest.fingerprint, forked.publish(2, self.parts(model)).fingerprint]
         again = self.publisher("fork", branch="again", fork_from=ForkPoint("main", 1))
         advance(model, 3)
-        return {"refused": refused, "versions": [*found, again.publish(3, self.parts(model)).fingerprint]}
+        return {"versions": [*found, again.publish(3, self.parts(model)).fingerprint]}
 
     def doubting(self) -> dict[str, Any]:
         """The acknowledgement of a manifest is lost, once with the manifest kept and once without it."""

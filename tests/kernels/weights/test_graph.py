@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.records import build
 from tidemill.kernels.weights.commit import VersionLog, anchor_due, observe_published
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.graph import SinceAnchor, VersionError, VersionGraph
+from tidemill.kernels.weights.graph import VersionError, VersionGraph
 from tidemill.kernels.weights.skips import bases_due, skips_due
 from tidemill.schemas.config import RunSettings, StoreSettings
 from tidemill.schemas.records import Anchor, Manifest, TensorInfo
@@ -93,7 +93,7 @@ def test_after_going_back_the_next_version_follows_the_older_one_once():
     graph = chain(4, anchors=(0, 3))
     log = version_log(graph)
     log.go_back(10)
-    assert (log.head, graph.newest_version, graph.since_anchor(log.head)) == (10, 30, SinceAnchor(1, 100, 1000))
+    assert (log.head, graph.newest_version, graph.since_anchor(log.head)) == (10, 30, (1, 100, 1000))
     log.require_next(31, 10)
     for version, parent, message in ((31, 30, "gone back to"), (20, 10, "numbers only rise")):
         with pytest.raises(VersionError, match=message):
@@ -123,9 +123,9 @@ def test_the_path_to_a_version_begins_at_the_nearest_anchor():
 
 
 def test_what_has_come_since_the_anchor():
-    assert chain(1).since_anchor(0) == SinceAnchor(0, 0, 1000)
-    assert chain(7, anchors=(0, 3)).since_anchor(60) == SinceAnchor(3, 300, 1000)
-    assert graph_of([]).since_anchor(None) == SinceAnchor(0, 0, 0)
+    assert chain(1).since_anchor(0) == (0, 0, 1000)
+    assert chain(7, anchors=(0, 3)).since_anchor(60) == (3, 300, 1000)
+    assert graph_of([]).since_anchor(None) == (0, 0, 0)
 
 
 @given(
@@ -146,9 +146,9 @@ def test_anchors_are_never_further_apart_than_either_rule_says(sizes: list[int],
 
 def test_an_anchor_that_is_not_due_is_not_written():
     settings = PublishSettings(anchor_every=10, anchor_bytes_ratio=1.0)
-    assert not anchor_due(SinceAnchor(8, 900, 1000), 100, settings)
-    assert anchor_due(SinceAnchor(9, 0, 1000), 0, settings)
-    assert anchor_due(SinceAnchor(0, 900, 1000), 101, settings)
+    assert not anchor_due((8, 900, 1000), 100, settings)
+    assert anchor_due((9, 0, 1000), 0, settings)
+    assert anchor_due((0, 900, 1000), 101, settings)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,20 @@ def assert_exact(publication, views):
         assert record.n_changed == changed > 0
 
 
+@pytest.fixture
+def held_back(monkeypatch):
+    """Events: the first skip-delta has begun; it and all others may go on."""
+    make, begun, release = SkipPublisher._publish, threading.Event(), threading.Event()
+
+    def waiting(self, *arguments):
+        begun.set()
+        assert release.wait(60)
+        make(self, *arguments)
+
+    monkeypatch.setattr(SkipPublisher, "_publish", waiting)
+    return begun, release
+
+
 @pytest.mark.parametrize("bases", ["memory", "log"])
 def test_every_kth_version_has_a_delta_from_the_kth_before_it(publication, open_publisher, views, bases):
     publisher = open_publisher(skipping(skip_bases=bases))
@@ -65,19 +79,13 @@ def test_a_restarted_trainer_goes_on_with_them(publication, open_publisher, view
 
 def test_none_are_made_unless_they_are_asked_for(publication, open_publisher, views):
     publisher = open_publisher(PublishSettings(skips=()))
-    publish_all(publisher, views)
+    publish_all(publisher, views[:3])
     assert publication.skips() == [] and publisher.skips._thread is None
 
 
-def test_what_comes_while_the_backlog_is_full_is_dropped_and_counted(publication, open_publisher, views, monkeypatch):
+def test_what_comes_while_the_backlog_is_full_is_dropped_and_counted(publication, open_publisher, views, held_back):
     """A publication never waits for a skip-delta: all versions are in the log while the first one hangs."""
-    make, release = SkipPublisher._publish, threading.Event()
-
-    def hanging(self, *arguments):
-        assert release.wait(60)
-        make(self, *arguments)
-
-    monkeypatch.setattr(SkipPublisher, "_publish", hanging)
+    _, release = held_back
     publisher = open_publisher(skipping(skip_backlog=1))
     for version, view in enumerate(views):
         publisher.publish(version, view)
@@ -105,10 +113,9 @@ def test_one_that_fails_is_counted_and_the_next_is_made(publication, open_publis
     assert publisher.skips.dropped == 1
 
 
-def test_a_version_s_weights_are_copied_before_the_trainer_goes_on(publication, open_publisher, views, monkeypatch):
+def test_a_version_s_weights_are_copied_before_the_trainer_goes_on(publication, open_publisher, views, held_back):
     """The next version is published, and the publisher's copy advanced, while the skip-delta is still being made."""
-    make, release = SkipPublisher._publish, threading.Event()
-    monkeypatch.setattr(SkipPublisher, "_publish", lambda self, *arguments: (release.wait(60), make(self, *arguments)))
+    _, release = held_back
     publisher = open_publisher(skipping(skip_backlog=2))
     for version, view in enumerate(views[:4]):
         publisher.publish(version, view)
@@ -118,15 +125,8 @@ def test_a_version_s_weights_are_copied_before_the_trainer_goes_on(publication, 
     assert_exact(publication, views)
 
 
-def test_on_closing_what_is_under_way_is_finished_and_the_rest_counted(publication, open_publisher, views, monkeypatch):
-    make, begun, release = SkipPublisher._publish, threading.Event(), threading.Event()
-
-    def slow(self, *arguments):
-        begun.set()
-        assert release.wait(60)
-        make(self, *arguments)
-
-    monkeypatch.setattr(SkipPublisher, "_publish", slow)
+def test_on_closing_what_is_under_way_is_finished_and_the_rest_counted(publication, open_publisher, views, held_back):
+    begun, release = held_back
     publisher = open_publisher(skipping(skip_backlog=4))
     for version, view in enumerate(views[:5]):
         publisher.publish(version, view)

@@ -12,7 +12,6 @@ import xxhash
 
 from tests.records import build
 from tidemill.kernels.weights.tensor_table import (
-    TensorTableError,
     fit_record,
     load_tensor_table,
     store_tensor_table,
@@ -41,13 +40,6 @@ def manifest(listed: list[TensorInfo]) -> Manifest:
                  fingerprint="0" * 32)  # fmt: skip
 
 
-@pytest.mark.parametrize("n", [0, 1, 20_000])
-def test_round_trip(tmp_path: Path, n: int):
-    table = store_tensor_table(str(tmp_path), tensors(n))
-    assert table.n_tensors == n
-    assert load_tensor_table(table) == tensors(n)
-
-
 def test_a_short_list_stays_in_its_record_and_a_long_one_does_not(tmp_path: Path):
     short, long = manifest(tensors(100)), manifest(tensors(20_000))
     assert fit_record(short, Codec(), str(tmp_path), 900_000) is short
@@ -64,7 +56,8 @@ def test_the_same_list_is_the_same_object_and_another_is_another(tmp_path: Path)
     other = store_tensor_table(str(tmp_path), tensors(10, seed=1))
     assert first == again
     assert other.uri != first.uri
-    assert load_tensor_table(first) == tensors(10)
+    assert load_tensor_table(first) == tensors(10) and first.n_tensors == 10
+    assert load_tensor_table(store_tensor_table(str(tmp_path), [])) == []
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data + b"x", lambda data: b"x" + data[1:]])
@@ -86,11 +79,11 @@ def other_records() -> bytes:
 @pytest.mark.parametrize("payload", [b"", b"not avro", b"Obj\x01" + bytes(50), other_records()])
 def test_whole_bytes_that_are_no_table_are_refused(tmp_path: Path, payload: bytes):
     stored = put_object(str(tmp_path / "table"), [payload])
-    with pytest.raises(TensorTableError, match="no tensor table"):
+    with pytest.raises(StoredObjectError, match="no tensor table"):
         load_tensor_table(TensorTable(stored.uri, 1, stored.n_bytes, stored.digest))
 
 
 def test_a_table_with_another_number_of_tensors_is_refused(tmp_path: Path):
     table = store_tensor_table(str(tmp_path), tensors(10))
-    with pytest.raises(TensorTableError, match="lists 10 tensors, its manifest says 11"):
+    with pytest.raises(StoredObjectError, match="lists 10 tensors, its manifest says 11"):
         load_tensor_table(replace(table, n_tensors=11))

@@ -148,9 +148,10 @@ def test_a_part_that_is_none_of_the_tensor_is_refused(wrong):
         HeldVersion.copy_of(0, {"w": wrong})
 
 
-def test_a_part_of_a_type_that_it_cannot_have_is_refused():
+@pytest.mark.parametrize("bits", [np.zeros(4, np.uint16), torch.zeros(4, dtype=torch.uint16)], ids=["host", "device"])
+def test_a_part_of_a_type_that_it_cannot_have_is_refused(bits):
     with pytest.raises(TypeError, match="int8 has patterns of uint8"):
-        HeldVersion.copy_of(0, {"w": TensorPart("w", "int8", (4,), 0, np.zeros(4, np.uint16))})
+        HeldVersion.copy_of(0, {"w": TensorPart("w", "int8", (4,), 0, bits)})
 
 
 def test_a_held_version_on_a_device_is_its_own_and_its_deltas_are_those_of_the_cpu(monkeypatch):
@@ -182,12 +183,6 @@ def test_a_version_made_again_moves_to_the_device_with_the_first_comparison(monk
     assert isinstance(made_again.parts["w"].bits, torch.Tensor)
     made_again.becomes(1, [{"w": (1, ZERO)}])
     assert infos(made_again) == tensor_infos({"w": torch.ones(9)})
-
-
-def test_a_part_on_a_device_of_a_type_that_it_cannot_have_is_refused():
-    bits = torch.zeros(4, dtype=torch.uint16)
-    with pytest.raises(TypeError, match="int8 has patterns of uint8"):
-        HeldVersion.copy_of(0, {"w": TensorPart("w", "int8", (4,), 0, bits)})
 
 
 def test_the_configuration_knows_the_codec_s_choices():
