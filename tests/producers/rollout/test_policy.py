@@ -26,6 +26,7 @@ from tidemill.producers.rollout.policy import (
 from tidemill.producers.sampling.completion import BadResponse, Completion, build_segment
 from tidemill.producers.sampling.replicas import ReplicaIdentity
 from tidemill.schemas.chat.contexts import SampledTurn
+from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import (
     Dispatch,
@@ -161,6 +162,24 @@ def test_the_record_of_a_failed_episode_has_a_reason_and_no_reward():
     assert (record.status, record.failure, record.reward, record.success) == (
         RolloutStatus.FAILED, "timeout", None, None)  # fmt: skip
     assert record.segments == [] and record.rewards == [] and record.version_min == -1
+
+
+def test_what_a_caller_changes_in_an_earlier_message_is_checked_again(texts):
+    session = Script(texts, "a", "b", "c")
+    policy = policy_of(session)
+
+    async def chat():
+        messages = [dict(USER)]
+        for said in ("go on", "on"):
+            messages += [(await policy.chat(messages)).message, {"role": "user", "content": said}]
+        messages[0]["content"] = "other"
+        await policy.chat(messages)
+        messages[2]["content"] = 7
+        with pytest.raises(BadMessage, match=r"messages\[2\]\.content"):
+            await policy.chat(messages)
+
+    asyncio.run(chat())
+    assert "other" in texts.token_text(session.prompts[-1]) and "hello" not in texts.token_text(session.prompts[-1])
 
 
 def test_sampled_ids_stay_where_their_text_tokenises_otherwise(texts):
