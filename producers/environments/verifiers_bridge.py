@@ -35,6 +35,7 @@ from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from verifiers.v1.utils.loaders import default_harness_id, env_config_type, resolve_env_config
 
 from tidemill.producers.environments import base
+from tidemill.producers.environments.toolbox import json_object
 from tidemill.producers.environments.verifiers import VerifiersOptions
 from tidemill.schemas.chat.protocol import chat_request, whole_answer
 from tidemill.schemas.records import RewardComponent, Task
@@ -366,21 +367,13 @@ class LoopHarness(vf.Harness[LoopConfig]):  # type: ignore[misc]
                     return vf.ProgramResult(0, "", "")
                 for call in message["tool_calls"]:
                     name = call["function"]["name"]
+                    arguments = json_object(call["function"]["arguments"] or "{}")
                     content: Any = f"error: there is no tool {name!r:.64}; there are {', '.join(known) or 'none'}"
                     if name in known and name not in hidden:
-                        content = await _called(connections, known, name, call["function"]["arguments"])
+                        content = "error: the arguments are no JSON object"
+                        if arguments is not None:
+                            content = await call_mcp(connections, known, name, arguments)
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-
-
-async def _called(connections: dict[str, Any], known: dict[str, Any], name: str, text: str) -> Any:  # noqa: ANN401
-    """What a tool answers to a call, or why it cannot be called."""
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        return f"error: the arguments are no JSON: {error}"
-    if not isinstance(arguments, dict):
-        return "error: the arguments are no JSON object"
-    return await call_mcp(connections, known, name, arguments)
 
 
 def asks(data: vf.TaskData) -> str:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tests.records import build
 from tests.waiting import until
 from tidemill.producers.config import RolloutSettings
+from tidemill.producers.environments import spawning
 from tidemill.producers.environments.base import (
     ContextFull,
     Endpoint,
@@ -35,7 +36,7 @@ from tidemill.producers.environments.base import (
 )
 from tidemill.producers.environments.find import UnknownEnvironment, options_json
 from tidemill.producers.environments.process import TICKS, HostedEnvironment, ProcessLost
-from tidemill.producers.environments.spawning import FrameTooLarge, encode
+from tidemill.producers.environments.spawning import encode
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.records import Task
 
@@ -226,21 +227,9 @@ def test_a_thousand_episodes_at_once_share_one_process(temporary):
     assert shared == 2  # the process and its keeper
 
 
-def test_replies_that_come_out_of_order_find_their_calls():
-    assert play_one("calls_side_by_side 40").total == 1.0
-
-
 def test_a_policy_that_fails_raises_in_the_environment_as_itself():
     metrics = play_one("swallows full bad").metrics
     assert metrics == {"ContextFull: no room": 1.0, "BadMessage: odd": 1.0, "local": 4.0}
-
-
-@pytest.mark.parametrize("payload", ["swallows full failed bad", "wraps"])
-def test_a_generation_that_failed_fails_the_episode_whatever_the_environment_makes_of_it(payload):
-    policy = FakePolicy()
-    found = play_one(payload, policy=policy)
-    assert type(found) is GenerationFailed and str(found) == "no replica"
-    assert policy.calls[-1][0][-1]["content"] == "failed"  # nothing was asked after it
 
 
 def test_an_environment_that_calls_on_after_a_failure_does_not_reach_the_worker():
@@ -260,20 +249,6 @@ def test_an_environment_that_calls_on_after_a_failure_does_not_reach_the_worker(
 
     run(main())
     assert len(policy.calls) == 1
-
-
-def test_an_error_of_the_policy_that_passes_through_is_raised_as_itself():
-    async def main():
-        hosted = await start()
-        found = [await outcome(hosted, f"passes {word}") for word in ("failed", "full", "bad", "bug")]
-        await hosted.close()
-        return found
-
-    assert [type(each) for each in run(main())] == [GenerationFailed, ContextFull, BadMessage, ZeroDivisionError]
-
-
-def test_a_call_that_the_environment_gives_up_is_given_up_here():
-    assert play_one("gives_up").total == 1.0
 
 
 def test_a_call_after_the_end_of_its_episode_fails():
@@ -604,99 +579,71 @@ def test_a_process_that_sends_what_is_no_message_is_given_up(word):
     assert "no message that can be read" in str(found)
 
 
-# Raising, and what is no score.
+# What comes of an episode.
 
-
-RAISED = [
-    ("value", "raised ValueError('a clear text')"),
-    ("system_exit", "raised SystemExit(4)"),
-    ("keyboard", "raised KeyboardInterrupt()"),
-    ("base", "raised BaseException('of no kind')"),
-    ("cancelled", "raised CancelledError()"),
-    ("unprintable", "raised Unprintable"),
-    ("long", "raised ValueError('xxx"),
-    ("group", "ValueError('one')"),
-    ("surrogate", "?"),
+EPISODES = [
+    ("calls_side_by_side 40", None, ""),
+    ("gives_up", None, ""),
+    ("writes stdout", None, ""),
+    ("writes stderr", None, ""),
+    ("raises task", TaskError, ""),
+    ("raises value", EnvironmentFailed, "raised ValueError('a clear text')"),
+    ("raises system_exit", EnvironmentFailed, "raised SystemExit(4)"),
+    ("raises keyboard", EnvironmentFailed, "raised KeyboardInterrupt()"),
+    ("raises base", EnvironmentFailed, "raised BaseException('of no kind')"),
+    ("raises cancelled", EnvironmentFailed, "raised CancelledError()"),
+    ("raises unprintable", EnvironmentFailed, "raised Unprintable"),
+    ("raises long", EnvironmentFailed, "raised ValueError('xxx"),
+    ("raises group", EnvironmentFailed, "ValueError('one')"),
+    ("raises surrogate", EnvironmentFailed, "?"),
+    ("passes failed", GenerationFailed, ""),
+    ("passes full", ContextFull, ""),
+    ("passes bad", BadMessage, ""),
+    ("passes bug", ZeroDivisionError, ""),
+    ("wraps", GenerationFailed, "no replica"),
+    ("swallows full failed bad", GenerationFailed, "no replica"),
+    ("sends_large_message raised", GenerationFailed, "a call of the policy has 100,000,"),
+    ("sends_large_message swallowed", GenerationFailed, "a call of the policy has 100,000,"),
+    ("writes file", EnvironmentFailed, "File too large"),
+    ("good " + "x" * (9 << 20), EnvironmentFailed, "the task has 9,4"),
+    ("returns nan", EnvironmentFailed, "answer.value is nan, which is no finite number"),
+    ("returns infinity", EnvironmentFailed, "loss is -inf, which is no finite number"),
+    ("returns text", EnvironmentFailed, "answer.value is 'high', which is no finite number"),
+    ("returns none", EnvironmentFailed, "returned a NoneType, not a Score"),
+    ("returns number", EnvironmentFailed, "returned a float, not a Score"),
+    ("returns empty", EnvironmentFailed, "no reward component"),
+    ("returns twice", EnvironmentFailed, "two reward components have one name"),
+    ("returns numbers", EnvironmentFailed, "raised AttributeError"),
+    ("returns surrogate", EnvironmentFailed, "surrogates not allowed"),
+    ("returns name", EnvironmentFailed, "returned no score: Expected `str`, got `int` - at `$.rewards[0].name`"),
+    ("returns success", EnvironmentFailed, "returned no score: Expected `bool | null`, got `str` - at `$.success`"),
+    ("returns object", EnvironmentFailed, "not JSON serializable"),
+    ("returns spite", EnvironmentFailed, "no items"),
+    ("returns large", EnvironmentFailed, "the score has 100,000,"),
 ]
+"""Payloads of episodes, and the error that each ends in: None for a score of 1."""
 
 
-def test_whatever_an_episode_raises_fails_it():
+def test_an_episode_fails_alone_whatever_it_raises_returns_or_sends():
+    policies = [FakePolicy() for _ in EPISODES]
+
     async def main():
         hosted = await start()
-        found = await asyncio.gather(*(outcome(hosted, f"raises {word}") for word, _said in RAISED))
+        playing = zip(EPISODES, policies, strict=True)
+        found = await asyncio.gather(*(outcome(hosted, payload, policy) for (payload, *_), policy in playing))
         assert (await outcome(hosted, "good")).total == 2.0
         assert len(hosted._processes) == 1 and not hosted._processes[0].over
         await hosted.close()
         return found
 
-    for found, (word, said) in zip(run(main()), RAISED, strict=True):
-        assert isinstance(found, EnvironmentFailed), word
-        assert said in str(found)
+    for found, (payload, error, said), policy in zip(run(main()), EPISODES, policies, strict=True):
+        if error is None:
+            assert found.total == 1.0, payload
+            continue
+        assert type(found) is error and said in str(found), payload
         assert len(str(found)) < 3000
-
-
-def test_a_payload_of_another_environment_is_refused_as_itself():
-    assert isinstance(play_one("raises task"), TaskError)
-
-
-RETURNED = [
-    ("nan", "answer.value is nan, which is no finite number"),
-    ("infinity", "loss is -inf, which is no finite number"),
-    ("text", "answer.value is 'high', which is no finite number"),
-    ("none", "returned a NoneType, not a Score"),
-    ("number", "returned a float, not a Score"),
-    ("empty", "no reward component"),
-    ("twice", "two reward components have one name"),
-    ("numbers", "raised AttributeError"),
-    ("surrogate", "surrogates not allowed"),
-    ("name", "returned no score: Expected `str`, got `int` - at `$.rewards[0].name`"),
-    ("success", "returned no score: Expected `bool | null`, got `str` - at `$.success`"),
-    ("object", "not JSON serializable"),
-    ("spite", "no items"),
-    ("large", "the score has 100,000,"),
-]
-
-
-def test_what_is_no_score_fails_its_episode():
-    async def main():
-        hosted = await start()
-        found = await asyncio.gather(*(outcome(hosted, f"returns {word}") for word, _said in RETURNED))
-        assert (await outcome(hosted, "good")).total == 2.0
-        assert len(hosted._processes) == 1 and not hosted._processes[0].over
-        await hosted.close()
-        return found
-
-    for found, (word, said) in zip(run(main()), RETURNED, strict=True):
-        assert isinstance(found, EnvironmentFailed), word
-        assert said in str(found)
-        assert len(str(found)) < 3000
-
-
-# Writing.
-
-
-@pytest.mark.parametrize("word", ["stdout", "stderr"])
-def test_a_flood_of_output_goes_nowhere(word):
-    assert play_one(f"writes {word}").total == 1.0
-
-
-def test_a_large_file_is_refused_to_its_writer():
-    found = play_one("writes file")
-    assert isinstance(found, EnvironmentFailed)
-    assert "File too large" in str(found)
-
-
-@pytest.mark.parametrize("word", ["raised", "swallowed"])
-def test_a_large_message_to_the_policy_fails_its_episode(word):
-    found = play_one(f"sends_large_message {word}")
-    assert isinstance(found, GenerationFailed)
-    assert "a call of the policy has 100,000," in str(found)
-
-
-def test_a_task_above_the_limit_fails_its_episode():
-    found = play_one("good " + "x" * (9 << 20))
-    assert isinstance(found, EnvironmentFailed)
-    assert "the task has 9,4" in str(found)
+        if said == "no replica":
+            assert policy.calls[-1][0][-1]["content"] == "failed", "nothing was asked after it"
 
 
 # Processes.
@@ -928,18 +875,19 @@ json_values = st.recursive(
 
 @given(st.lists(json_values, max_size=5))
 def test_a_message_is_one_line_and_reads_back(frame):
-    line = encode(frame, 1 << 20)
+    line = encode(frame)
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     assert json.loads(line) == frame
 
 
-def test_a_message_at_the_limit_passes_and_one_above_it_does_not():
-    assert len(encode(["x" * 95], 100)) == 100
-    with pytest.raises(FrameTooLarge, match="101 bytes"):
-        encode(["x" * 96], 100)
+def test_a_message_at_the_limit_passes_and_one_above_it_does_not(monkeypatch):
+    monkeypatch.setattr(spawning, "MESSAGE_BYTES", 100)
+    assert len(encode(["x" * 95])) == 100
+    with pytest.raises(TaskError, match="the task has 101 bytes"):
+        encode(["x" * 96], "the task", TaskError)
 
 
 @pytest.mark.parametrize("frame", [["\ud800"], [{"\udfff": 1}], [object()], [{1, 2}]])
 def test_what_json_cannot_hold_is_no_message(frame):
     with pytest.raises((TypeError, ValueError)):
-        encode(frame, 100)
+        encode(frame)

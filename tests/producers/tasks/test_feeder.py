@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import EnvironmentEntry, KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import (
@@ -127,14 +129,13 @@ class World:
             self._observe(record)
 
     def issue(self, limit=None) -> list[Task]:
-        decision = self.state.decide(self.now)
-        names = decision.names[:limit]
+        names = self.state.decide(self.now)[0][:limit]
         tasks = [self.source.task(name, self.now, self.state.admission.newest_version) for name in names]
         self.write(*tasks)
         return tasks
 
     def done(self) -> bool:
-        return self.state.decide(self.now).done
+        return self.state.decide(self.now)[1]
 
     def train(self, number, tasks):
         self.write(step(number, [task.group_id for task in tasks]), manifest(number))
@@ -260,8 +261,8 @@ def test_a_feeder_killed_between_its_sends_forgets_no_task_and_issues_none_twice
     for one in (world, undisturbed):
         one.write(manifest(0), ack(0))
     for bits in arrived:
-        decision = world.state.decide(world.now)
-        tasks = [world.source.task(name, world.now, 0) for name in decision.names]
+        names, _ = world.state.decide(world.now)
+        tasks = [world.source.task(name, world.now, 0) for name in names]
         world.log += [task for place, task in enumerate(tasks) if bits >> place & 1]
         world.restart()
     world.issue()
@@ -311,15 +312,15 @@ def test_only_the_named_replicas_are_waited_for_and_followed():
     assert "eval-during/v1/0" in stages(world.issue())
 
 
-def test_an_evaluation_that_never_closes_is_not_waited_for():
+def test_an_evaluation_that_never_closes_is_not_waited_for(caplog):
     world = World()
     world.write(manifest(0), ack(0))
     before = world.issue()
     world.write(*map(closed, before[1:]))
     world.now += 91 * SECOND
-    decision = world.state.decide(world.now)
-    assert decision.groups == (before[0].group_id,)
-    assert len(decision.names) == 4
+    names, _ = world.state.decide(world.now)
+    assert caplog.messages == [f"group {before[0].group_id} never closed; it no longer counts as unfinished"]
+    assert len(names) == 4
 
 
 def failing(task: Task) -> Group:
@@ -378,17 +379,22 @@ def test_the_topics_that_are_waited_for():
     assert world.state.waiting_for() == {Topic.GROUPS, Topic.MANIFESTS}
 
 
-def test_the_watchdog_names_a_silent_topic_once_per_timeout():
-    watchdog = feeder.SilentTopics(timeout_us=10)
-    waiting = {Topic.GROUPS}
-    assert watchdog.silent(waiting, 100) == []
-    watchdog.observe(Topic.GROUPS, 105)
-    watchdog.observe(Topic.STEPS, 105)
-    assert watchdog.silent(waiting, 114) == []
-    assert watchdog.silent(waiting, 115) == [Topic.GROUPS]
-    assert watchdog.silent(waiting, 116) == []
-    assert watchdog.silent(set(), 130) == []
-    assert watchdog.silent(waiting, 131) == [], "the clock starts when the waiting does"
+def test_a_silent_topic_is_named_once_per_timeout(monkeypatch, caplog):
+    now_s = [0]
+    monkeypatch.setattr(feeder, "now_us", lambda: now_s[0] * SECOND)
+    feeding = feeder.Feeder(RUN, FEED, TaskSource([LEDGER], RUN, FEED), None)
+
+    def named_at(*seconds) -> set[str]:
+        caplog.clear()
+        for now_s[0] in seconds:
+            feeding.advance()
+        return set(re.findall(r"nothing on topic (\S+)\. Look at", "\n".join(caplog.messages)))
+
+    assert named_at(0, 59) == set()
+    feeding.observe(ConsumedRecord(Topic.ACKS, 0, 0, 0, None, None, replace(ack(0), branch="other")))
+    assert named_at(60) == {Topic.MANIFESTS}
+    assert named_at(61, 118) == set()
+    assert named_at(119) == {Topic.ACKS}
 
 
 class Few(LedgerEnvironment):
