@@ -34,6 +34,8 @@ MOST_BYTES = 16 << 20
 """Largest message of a server."""
 PAUSE_S = 0.25
 """Before a server that had no free session is asked again."""
+NO_LIMIT = aiohttp.ClientTimeout(total=None)
+"""Of aiohttp's own, which forgets a cancellation that comes in the same step of the loop."""
 CLOSE_S = 1.0
 """Longest time that a server gets to close a connection."""
 
@@ -271,7 +273,7 @@ class OpenEnvEnvironment(base.Environment):
         loop, limit_s, url = asyncio.get_running_loop(), self.options.timeout_s, self._url
         give_up_at = loop.time() + self.options.wait_s
         ends = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(timeout=NO_LIMIT) as http:
             while True:
                 try:
                     async with asyncio.timeout(limit_s):
@@ -302,7 +304,7 @@ class OpenEnvEnvironment(base.Environment):
         """The only text that the server's actions require. Raises EnvironmentFailed for none or several."""
         url, limit_s = self._url, self.options.timeout_s
         try:
-            async with asyncio.timeout(limit_s), aiohttp.ClientSession(raise_for_status=True) as http:
+            async with asyncio.timeout(limit_s), aiohttp.ClientSession(raise_for_status=True, timeout=NO_LIMIT) as http:
                 told = await (await http.get(f"{url}/schema")).json()
         except TimeoutError as error:
             raise base.EnvironmentFailed(f"{url}/schema: no answer within {limit_s:g} s") from error

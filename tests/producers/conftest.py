@@ -21,6 +21,13 @@ from tidemill.schemas.config import ChatSettings
 
 END = CHATML_TOKENS[-1]
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What `async def` tests run on."""
+    return "asyncio"
+
+
 Answer = Callable[[dict, int], Awaitable[web.StreamResponse]]
 
 

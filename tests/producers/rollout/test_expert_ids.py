@@ -35,6 +35,8 @@ from tidemill.schemas.expert_ids import packed_ids, unpacked_ids
 from tidemill.schemas.records import RolloutStatus, Turn
 from tidemill.schemas.stored_object import load_claim
 
+pytestmark = pytest.mark.anyio
+
 LAYERS, TOP_K = 3, 2
 
 
@@ -101,16 +103,13 @@ def test_each_token_has_its_ids_over_turns_and_forks(texts):
     assert session.starts == [0, prompts[0] + said[0] - 1, prompts[2], 0, prompts[1] + said[1] - 1]
 
 
-def test_a_token_keeps_the_ids_of_its_first_computation(texts):
+async def test_a_token_keeps_the_ids_of_its_first_computation(texts):
     session = RoutedScript(texts, "one", "two", "three")
     session.later = 50
     policy = policy_of(session)
 
-    async def ask_twice():
-        first = (await policy.chat([USER])).message
-        await policy.chat([USER, first, {"role": "user", "content": "again"}])
-
-    asyncio.run(ask_twice())
+    first = (await policy.chat([USER])).message
+    await policy.chat([USER, first, {"role": "user", "content": "again"}])
     whole = unpacked_ids(build_expert_ids(policy.contexts.all))
     first = len(session.prompts[0]) + len(texts.encode(f"one{END}")) - 1
     (context,) = policy.contexts.all

@@ -551,14 +551,6 @@ def test_a_run_mixes_environments_with_sizes_and_options_of_their_own():
     assert task.options == '{"entries":2,"largest":9}' and task.max_turns == 5
 
 
-def test_held_out_questions_are_never_trained():
-    environment = Few(200, 40)
-    source = source_of(environment, feed=FEED.model_copy(update={"eval_tasks": 30}))
-    held_out = {source.task(TaskName("run", Stage.EVAL_BEFORE, 0, n), 0, 0).payload for n in range(30)}
-    trained = {task.payload for task in drawn(source, 200)}
-    assert len(held_out) == 30 and len(trained) == 200 and not held_out & trained
-
-
 @pytest.mark.parametrize(
     ("entry", "error", "reason"),
     [
@@ -632,33 +624,6 @@ def poison(log: KafkaSettings) -> None:
                 producer.send_bytes(names.of(topic), value, key=b"x")
 
 
-def test_the_feeder_feeds_a_run_to_its_end_over_a_restart(log):
-    poison(log)
-    loop, loop_stop = Loop(log), threading.Event()
-    other_side = threading.Thread(target=loop.serve, args=(loop_stop,))
-    other_side.start()
-    try:
-        first_stop = threading.Event()
-        first = threading.Thread(target=feeder.run, args=(log, RUN, FEED, RolloutSettings(), first_stop))
-        first.start()
-        deadline = time.monotonic() + 180
-        while loop.steps < 1 and time.monotonic() < deadline:
-            first_stop.wait(0.01)
-        first_stop.set()
-        first.join(60)
-        poison(log)
-        assert feeder.run(log, RUN, FEED, RolloutSettings(), threading.Event()), "the second one ends by itself"
-    finally:
-        loop_stop.set()
-        other_side.join(60)
-    issued = stages(loop.tasks)
-    assert len(issued) == len(set(issued)), "nothing is issued twice"
-    assert [name for name in issued if name.startswith("train")] == [f"train/{i}" for i in range(6)]
-    assert issued[:3] == [f"eval-before/v0/{i}" for i in range(3)]
-    assert issued[-3:] == [f"eval-after/v3/{i}" for i in range(3)]
-    assert len({task.payload for task in loop.tasks if task.mode is Mode.TRAIN}) == 6
-
-
 PROCESS = """
 import json, sys
 from tidemill.producers.config import FeedSettings, RolloutSettings
@@ -674,21 +639,23 @@ def feeder_process(*sections) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", PROCESS, document])
 
 
-def test_a_feeder_killed_anywhere_issues_every_task_once(log):
+def test_a_feeder_killed_anywhere_feeds_a_run_to_its_end_and_issues_every_task_once(log):
+    poison(log)
     run = RUN.model_copy(update={"max_steps": 8, "max_policy_lag": 2})
     loop, loop_stop, rng = Loop(log, run), threading.Event(), random.Random(7)
     other_side = threading.Thread(target=loop.serve, args=(loop_stop,))
     other_side.start()
     running = None
     try:
-        for _ in range(3):
+        for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
             running = feeder_process(log, run, FEED)
             wanted, deadline = len(loop.tasks) + rng.randrange(1, 5), time.monotonic() + 180
             while len(loop.tasks) < wanted:
                 assert time.monotonic() < deadline and running.poll() is None
                 time.sleep(0.002)
-            running.send_signal(signal.SIGKILL)
-            running.wait(60)
+            running.send_signal(number)
+            assert running.wait(60) == (1 if number == signal.SIGTERM else -number)
+            poison(log)
         running = feeder_process(log, run, FEED)
         assert running.wait(60) == 0, "the run is over"
     finally:
@@ -699,4 +666,6 @@ def test_a_feeder_killed_anywhere_issues_every_task_once(log):
     issued = stages(loop.tasks)
     assert len(issued) == len(set(issued))
     assert {name for name in issued if name.startswith("train")} == {f"train/{i}" for i in range(16)}
+    assert set(issued[:3]) == {f"eval-before/v0/{i}" for i in range(3)}
+    assert set(issued[-3:]) == {f"eval-after/v8/{i}" for i in range(3)}
     assert len({task.payload for task in loop.tasks if task.mode is Mode.TRAIN}) == 16
