@@ -144,6 +144,13 @@ def chat(tokenizer_dir: Path) -> ChatFormat:
     return load_chat_format(str(tokenizer_dir), ChatSettings())
 
 
+@pytest.fixture(scope="module")
+def texts(chat, tokenizer):
+    """The chat format, with a way to read ids as text."""
+    chat.token_text = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+    return chat
+
+
 @pytest.fixture
 def new_replica(tokenizer: Tokenizer) -> Iterator[Callable[[str], FakeReplica]]:
     """Makes started fake replicas; they are gone after the test."""

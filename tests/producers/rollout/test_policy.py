@@ -82,19 +82,12 @@ class Script:
         return Completion(ids, logprobs, spans, finish, self.incarnation)
 
 
-@pytest.fixture(scope="module")
-def texts(chat, tokenizer):
-    """The chat format, with a way to read ids as text."""
-    chat.token_text = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
-    return chat
-
-
-def policy_of(session, recorded=(), max_context=4000, max_turns=6, written=None, a_task=TASK, temperature=1.0):
+def policy_of(session, recorded=(), max_context=4000, max_turns=6, written=None, a_task=TASK, **more):
     def on_turn(number, made):
         if written is not None:
             written.append(turn_record(a_task, 1, "w", number, made))
 
-    limits = RolloutSettings(max_context_tokens=max_context, max_turn_tokens=200, temperature=temperature)
+    limits = RolloutSettings(max_context_tokens=max_context, max_turn_tokens=200, **more)
     return RolloutPolicy(session.chat, session, limits, max_turns, recorded_turns(recorded), on_turn)
 
 
