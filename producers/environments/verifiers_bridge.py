@@ -78,7 +78,7 @@ class VerifiersTaskset(base.Environment):
         config, taskset = self._env.taskset.config, type(self._env.taskset)
         tools = taskset.toolsets(config) or taskset.task_type().toolsets(config.task)
         self.needs_tools = bool(tools)  # type: ignore[misc]
-        self._client = PolicyClient(options)
+        self._client: PolicyClient
         self._serving: asyncio.Task[None] | None = None
 
     def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:

@@ -13,6 +13,7 @@ What holds:
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from array import array
 from collections import defaultdict, deque
@@ -269,7 +270,7 @@ class RolloutPolicy(AttemptPolicy):
         read = self._chat.read(made.token_ids, tools, asked.context.count)
         if trained:
             self.contexts.said(asked, made.token_ids, read.message, made)
-            self.conversation = [*messages, read.message]
+            self.conversation = [*messages, copy.deepcopy(read.message)]  # the caller may alter the other one
         finish = "tool_calls" if read.message.get("tool_calls") else made.finish_reason
         counts = (len(asked.ids), len(made.token_ids))
         return Reply(read.message, finish, read.malformed, counts)  # type: ignore[arg-type]  # checked: stop or length

@@ -161,16 +161,16 @@ def test_the_record_of_a_failed_episode_has_a_reason_and_no_reward():
 
 async def test_what_a_caller_changes_in_an_earlier_message_is_checked_again(texts):
     session = Script(texts, "a", "b", "c")
-    policy = policy_of(session)
-
-    messages = [dict(USER)]
+    policy, messages = policy_of(session), [dict(USER)]
     for said in ("go on", "on"):
         messages += [(await policy.chat(messages)).message, {"role": "user", "content": said}]
+    for place in (1, 2):  # a reply itself, and a message of the caller's
+        held, messages[place]["content"] = messages[place]["content"], 7
+        with pytest.raises(BadMessage, match=rf"messages\[{place}\]\.content"):
+            await policy.chat(messages)
+        messages[place]["content"] = held
     messages[0]["content"] = "other"
     await policy.chat(messages)
-    messages[2]["content"] = 7
-    with pytest.raises(BadMessage, match=r"messages\[2\]\.content"):
-        await policy.chat(messages)
     assert "other" in texts.token_text(session.prompts[-1]) and "hello" not in texts.token_text(session.prompts[-1])
 
 
