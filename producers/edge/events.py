@@ -35,7 +35,6 @@ from tidemill.producers.feedback.event import (
     FeedbackQueueFull,
     LogUnreachable,
     NotServed,
-    Report,
 )
 from tidemill.producers.feedback.queue import Acknowledged
 from tidemill.schemas.clock import now_us
@@ -222,8 +221,7 @@ class EventIntake:
 
     def _record(self, tree: Any, caller: str) -> Feedback:  # noqa: ANN401 - a JSON tree
         try:
-            report = Report(**dict(checked(FeedbackIn, tree)))  # they have the same fields
-            record = self._maker.make(report, caller, now_us())
+            record = self._maker.make(caller, now_us(), **dict(checked(FeedbackIn, tree)))
         except NotServed as error:
             raise Problem(403, str(error)) from error
         except BadFeedback as error:

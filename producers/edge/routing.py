@@ -112,7 +112,7 @@ class Replicas:
         """
         async with (
             self._place(arm, wait=arm is Arm.STABLE) as address,
-            self._client.request("POST", address, COMPLETIONS_PATH, body) as response,
+            self._client.request("POST", address, COMPLETIONS_PATH, body, limited=False) as response,
         ):
             self._client.forget_other(address, response)
             identity = await self._client.identity(address)

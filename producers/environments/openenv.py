@@ -26,7 +26,7 @@ import aiohttp
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tidemill.producers.environments import base, find
-from tidemill.producers.environments.toolbox import unreadable
+from tidemill.producers.environments.toolbox import json_object, unreadable
 from tidemill.schemas.chat.messages import BadMessage, Message, Tools, checked_tools
 from tidemill.schemas.records import RewardComponent, Task
 
@@ -34,6 +34,8 @@ MOST_BYTES = 16 << 20
 """Largest message of a server."""
 PAUSE_S = 0.25
 """Before a server that had no free session is asked again."""
+NO_LIMIT = aiohttp.ClientTimeout(total=None)
+"""Of aiohttp's own, which forgets a cancellation that comes in the same step of the loop."""
 CLOSE_S = 1.0
 """Longest time that a server gets to close a connection."""
 
@@ -115,18 +117,11 @@ class OpenEnvSession:
         self.rewards: list[float] = []
         self.steps, self.done = 0, False
 
-    async def reset(self, parameters: Mapping[str, object]) -> OpenEnvStep:
-        """Begin the episode. Raises ServerFull, EnvironmentFailed."""
-        return self._noted(await self.ask("reset", parameters))
+    async def ask(self, kind: str, data: Mapping[str, object], *, counted: bool = True) -> OpenEnvStep:
+        """The answer to a message of a type, reset or step, which counts for the episode where it is `counted`.
 
-    async def act(self, action: Mapping[str, object]) -> OpenEnvStep:
-        """Take a step. Raises RefusedAction, EnvironmentFailed."""
-        step = await self.ask("step", action)
-        self.steps += 1
-        return self._noted(step)
-
-    async def ask(self, kind: str, data: Mapping[str, object]) -> OpenEnvStep:
-        """The answer to a message, which is not counted. Raises RefusedAction, ServerFull, EnvironmentFailed."""
+        Raises RefusedAction, ServerFull, EnvironmentFailed.
+        """
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._socket.send_str(json.dumps({"type": kind, "data": data}))
@@ -144,10 +139,15 @@ class OpenEnvSession:
         match answer:
             case {"type": "observation", "data": told}:
                 try:
-                    return OpenEnvStep.model_validate(told)
+                    step = OpenEnvStep.model_validate(told)
                 except ValidationError as error:
                     wrong = base.faults(error, "data")
                     raise base.EnvironmentFailed(f"{self._url}: its answer is no observation: {wrong}") from error
+                if counted:
+                    self.steps += kind == "step"
+                    self.done = step.done
+                    self.rewards += [] if step.reward is None else [float(step.reward)]
+                return step
             case {"type": "error", "data": {"code": "CAPACITY_REACHED", "message": text}}:
                 raise ServerFull(f"{self._url}: {text}")
             case {"type": "error", "data": {"code": "VALIDATION_ERROR", **more}} if kind == "step":
@@ -156,12 +156,6 @@ class OpenEnvSession:
                 raise base.EnvironmentFailed(f"{self._url}: {kind} failed: {str(text)[:500]} ({code})")
             case _:
                 raise base.EnvironmentFailed(f"{self._url}: its answer to {kind} is {frame.data[:200]}")
-
-    def _noted(self, step: OpenEnvStep) -> OpenEnvStep:
-        self.done = step.done
-        if step.reward is not None:
-            self.rewards.append(float(step.reward))
-        return step
 
 
 class OpenEnvEnvironment(base.Environment):
@@ -233,7 +227,7 @@ class OpenEnvEnvironment(base.Environment):
             names = [tool["function"]["name"] for tool in tools]
             messages: list[Message] = []
             for call in reply.message.get("tool_calls") or ():
-                name, arguments = call["function"]["name"], _object(call["function"]["arguments"])
+                name, arguments = call["function"]["name"], json_object(call["function"]["arguments"])
                 if name not in names:
                     said = f"error: there is no tool {name[:64]!r}; there are {', '.join(names)}"
                 elif arguments is None:
@@ -242,15 +236,15 @@ class OpenEnvEnvironment(base.Environment):
                     said = "error: the episode is over"
                 else:
                     called = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-                    said = said_by_tool(await session.act({**further, **called}))
+                    said = said_by_tool(await session.ask("step", {**further, **called}))
                 messages.append({"role": "tool", "content": said, "tool_call_id": call["id"]})
             return messages + unreadable(reply)
         if turn == "tools" and not self._field:
             session.done = True
             return []
-        action = _object(reply.content) if turn == "json" else {self._field: reply.content}
+        action = json_object(reply.content) if turn == "json" else {self._field: reply.content}
         try:
-            shown = self._shown(await session.act({**further, **action})) if action is not None else None
+            shown = self._shown(await session.ask("step", {**further, **action})) if action is not None else None
         except RefusedAction as error:
             if turn != "json":
                 raise
@@ -279,7 +273,7 @@ class OpenEnvEnvironment(base.Environment):
         loop, limit_s, url = asyncio.get_running_loop(), self.options.timeout_s, self._url
         give_up_at = loop.time() + self.options.wait_s
         ends = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(timeout=NO_LIMIT) as http:
             while True:
                 try:
                     async with asyncio.timeout(limit_s):
@@ -291,7 +285,7 @@ class OpenEnvEnvironment(base.Environment):
                 session = OpenEnvSession(url, socket, limit_s)
                 try:
                     try:
-                        first = await session.reset(parameters)
+                        first = await session.ask("reset", parameters)
                     except ServerFull:
                         if loop.time() > give_up_at:
                             raise
@@ -310,7 +304,7 @@ class OpenEnvEnvironment(base.Environment):
         """The only text that the server's actions require. Raises EnvironmentFailed for none or several."""
         url, limit_s = self._url, self.options.timeout_s
         try:
-            async with asyncio.timeout(limit_s), aiohttp.ClientSession(raise_for_status=True) as http:
+            async with asyncio.timeout(limit_s), aiohttp.ClientSession(raise_for_status=True, timeout=NO_LIMIT) as http:
                 told = await (await http.get(f"{url}/schema")).json()
         except TimeoutError as error:
             raise base.EnvironmentFailed(f"{url}/schema: no answer within {limit_s:g} s") from error
@@ -351,7 +345,7 @@ class OpenEnv(find.Family):
 
 async def listed_tools(session: OpenEnvSession) -> Tools:
     """The tools of an episode. Raises EnvironmentFailed."""
-    told = (await session.ask("step", {"type": "list_tools"})).observation
+    told = (await session.ask("step", {"type": "list_tools"}, counted=False)).observation
     try:
         functions = [
             {"name": tool["name"], "description": tool.get("description"), "parameters": tool["input_schema"]}
@@ -375,15 +369,6 @@ def said_by_tool(step: OpenEnvStep) -> str:
             return text
         case observation:
             return json.dumps(observation.get("result", observation), ensure_ascii=False)
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    """The JSON object of a text; None for a text that is none."""
-    try:
-        read = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return read if isinstance(read, dict) else None
 
 
 def _digest(text: str) -> str:

@@ -31,7 +31,6 @@ from tidemill.producers.environments.spawning import (
     MESSAGE_BYTES,
     PORTABLE,
     START_S,
-    FrameTooLarge,
     SpawnedProcess,
     encode,
     failure,
@@ -140,10 +139,8 @@ class EpisodeProcess:
         if self.over:
             raise ProcessLost(f"environment {self._name}: {self.over}")
         number = next(self._numbers)
-        try:
-            self._send([kind, number, asdict(task), [dict(message) for message in messages], endpoint])
-        except FrameTooLarge as error:
-            raise EnvironmentFailed(f"environment {self._name}: the task {error}") from error
+        asked = [kind, number, asdict(task), [dict(message) for message in messages], endpoint]
+        self._writer.write(encode(asked, f"environment {self._name}: the task"))
         call = self._calls[number] = HostedCall(policy, asyncio.get_running_loop().create_future())
         try:
             return await call.answer
@@ -222,7 +219,7 @@ class EpisodeProcess:
                 raise base.GenerationFailed("a conversation that was held before is scored without the policy")
             said = await call.policy.chat(messages, tools=tools_of(tools), max_tokens=most, trained=trained)
             answer = ["reply", request, said.message, said.finish, said.malformed, said.tokens]
-            line = encode(answer)
+            line = encode(answer, "a reply of the policy", base.GenerationFailed)
         except Exception as error:  # noqa: BLE001 - what the environment cannot be told of ends the call
             kind, text, _trace = failure(error)
             if not kind:

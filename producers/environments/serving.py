@@ -31,7 +31,7 @@ from tidemill.producers.environments.base import Messages
 from tidemill.producers.environments.confinement import OUT_OF_MEMORY, deny_network, limit_resources
 from tidemill.producers.environments.find import environment_type, options_json
 from tidemill.producers.environments.marks import EPISODE, SIZE, MarkedLoop, Marks
-from tidemill.producers.environments.spawning import MESSAGE_BYTES, PORTABLE, FrameTooLarge, encode, failure
+from tidemill.producers.environments.spawning import MESSAGE_BYTES, PORTABLE, encode, failure
 from tidemill.schemas.chat.messages import BadMessage, Message, Tool, checked_messages, checked_tools
 from tidemill.schemas.records import Task
 
@@ -55,10 +55,11 @@ class HostedEpisode(base.Policy):
             raise base.GenerationFailed("the episode is over" if self.over else self.fault)
         server, request = self._server, next(self._server.requests)
         try:
-            server.send(["chat", self._number, request, told, json.dumps(shown), max_tokens, trained])
-        except FrameTooLarge as error:
-            self.fault = f"a call of the policy {error}"
-            raise base.GenerationFailed(self.fault) from error
+            asked = ["chat", self._number, request, told, json.dumps(shown), max_tokens, trained]
+            server.writer.write(encode(asked, "a call of the policy", base.GenerationFailed))
+        except base.GenerationFailed as error:
+            self.fault = str(error)
+            raise
         except (TypeError, ValueError, RecursionError) as error:
             raise BadMessage(f"a call of the policy cannot be written as JSON: {error}") from error
         answer: asyncio.Future[base.Reply] = asyncio.get_running_loop().create_future()
@@ -69,7 +70,7 @@ class HostedEpisode(base.Policy):
             self.fault = str(error)
             raise
         except asyncio.CancelledError:
-            server.send(["give_up", self._number, request])
+            server.writer.write(encode(["give_up", self._number, request]))
             raise
         finally:
             del server.answers[request]
@@ -86,14 +87,10 @@ class EpisodeServer:
     """Plays the episodes that the worker asks for."""
 
     def __init__(self, environment: base.Environment, writer: asyncio.StreamWriter) -> None:
-        self._environment, self._writer = environment, writer
+        self._environment, self.writer = environment, writer
         self._episodes: dict[int, HostedEpisode] = {}
         self.answers: dict[int, asyncio.Future[base.Reply]] = {}
         self.requests = itertools.count(1)
-
-    def send(self, frame: list[Any]) -> None:
-        """Send a message. Raises like `encode`."""
-        self._writer.write(encode(frame))
 
     def take(self, frame: list[Any]) -> None:
         """Act on one message of the worker."""
@@ -134,15 +131,15 @@ class EpisodeServer:
                     found = await self._environment.rescore(task, messages)
                 if episode.fault:
                     raise base.GenerationFailed(episode.fault)
-                line = encode(["done", number, None if found is None and kind == "rescore" else _sent(found)])
+                sent = None if found is None and kind == "rescore" else _sent(found)
+                line = encode(["done", number, sent], "the score")
             except MemoryError:
                 raise
             except BaseException as error:  # noqa: BLE001 - foreign code raises any error, and other episodes go on
-                cause = base.EnvironmentFailed(f"the score {error}") if isinstance(error, FrameTooLarge) else error
-                cause = base.GenerationFailed(episode.fault) if episode.fault else cause
+                cause = base.GenerationFailed(episode.fault) if episode.fault else error
                 line = encode(["failed", number, *failure(cause)])
             # Written at once: the next step of another episode may be the last one of this process.
-            self._writer.write(line)
+            self.writer.write(line)
         except MemoryError:
             traceback.print_exc(limit=-3)
             os._exit(OUT_OF_MEMORY)
@@ -150,7 +147,7 @@ class EpisodeServer:
     def _ended(self, number: int, playing: asyncio.Task[None]) -> None:
         self._episodes.pop(number).over = True
         if playing.cancelled():  # before its first step
-            self.send(["failed", number, "", "cancelled", ""])
+            self.writer.write(encode(["failed", number, "", "cancelled", ""]))
 
 
 def _sent(found: object) -> dict[str, Any]:
@@ -238,12 +235,11 @@ def draw(connection: socket.socket, opening: dict[str, Any]) -> None:
             draft = next(drafts, None)
             if draft is not None and not isinstance(draft, base.TaskDraft):
                 raise base.TaskError(f"the environment yielded a {type(draft).__name__}, not a TaskDraft")
-            answer = encode(["end"] if draft is None else ["draft", asdict(draft)])
+            answer = encode(["end"] if draft is None else ["draft", asdict(draft)], "a task", base.TaskError)
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except BaseException as error:  # noqa: BLE001 - drawing runs foreign code, which raises anything
-            cause = base.TaskError(f"a task {error}") if isinstance(error, FrameTooLarge) else error
-            answer = encode(["failed", *failure(cause)])
+            answer = encode(["failed", *failure(error)])
         connection.sendall(answer)
 
 

@@ -50,15 +50,15 @@ PORTABLE: dict[str, type[Exception]] = {
 """Errors that are raised on the other side as themselves."""
 
 
-class FrameTooLarge(ValueError):
-    """A message above the limit; the text goes on from the name of what is sent."""
+def encode(frame: object, what: str = "a message", error: type[Exception] = EnvironmentFailed) -> bytes:
+    """One line of UTF-8.
 
-
-def encode(frame: object, most: int = MESSAGE_BYTES) -> bytes:
-    """One line of UTF-8. Raises FrameTooLarge; TypeError, ValueError or RecursionError for what JSON cannot hold."""
+    Raises `error` for one above the limit, with `what` as its name; TypeError, ValueError or RecursionError for what
+    JSON cannot hold.
+    """
     line = json.dumps(frame, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-    if len(line) > most:
-        raise FrameTooLarge(f"has {len(line):,} bytes, and a message to or from its process at most {most:,}")
+    if len(line) > MESSAGE_BYTES:
+        raise error(f"{what} has {len(line):,} bytes, and a message to or from its process at most {MESSAGE_BYTES:,}")
     return line
 
 
@@ -83,10 +83,7 @@ class SpawnedProcess:
         path = [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
         bounds = {name: getattr(settings, name) for name in ("environment_memory_mb", "environment_file_mb")}
         given = {"name": name, "options": options, "network": network, "seed": seed, "path": path}
-        try:
-            opening = encode({**bounds, **given})
-        except FrameTooLarge as error:
-            raise TaskError(f"environment {name}: the options {error}") from error
+        opening = encode({**bounds, **given}, f"environment {name}: the options", TaskError)
         self._memory_mb, self._ending = settings.environment_memory_mb, ""
         self.socket, theirs = socket.socketpair()
         shared = os.memfd_create("tidemill-environment")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,15 @@ def unreadable(reply: Reply) -> list[Message]:
     """The messages that answer the calls of a turn that cannot be read."""
     said = "error: this is no tool call that can be read: "
     return [{"role": "user", "content": said + text[:200]} for text in reply.malformed]
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object of a text; None for a text that is none."""
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return read if isinstance(read, dict) else None
 
 
 def _schema(function: Callable[..., object]) -> Tool:

@@ -1,6 +1,6 @@
 """From what a product reports to a `Feedback` record, and everything that can be wrong with a signal.
 
-Pure: the same report of the same moment makes the same record, so that a report sent again has the same event id.
+Pure: the same signal of the same moment makes the same record, so that a signal sent again has the same event id.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 from datetime import UTC, datetime, timedelta
 from numbers import Real
-from typing import NamedTuple, Required, TypedDict
+from typing import Required, TypedDict
 
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import BadToken, BadUserId, Pseudonyms, Signer
@@ -59,7 +59,6 @@ class FeedbackNotDelivered(DeliveryError):
 
 
 _EVENT_ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
-_EVENT_ID_RULE = "1 to 128 letters, digits, '.', '_', ':', '@' or '-'"
 _SOURCE = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
 _KINDS = {kind.value: kind for kind in SignalKind}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -79,22 +78,8 @@ class EventFields(TypedDict, total=False):
     """When it happened: an aware datetime or microseconds since the Unix epoch. None: now."""
 
 
-class Report(NamedTuple):
-    """One signal as the product's backend gives it: what happened, and its `EventFields`."""
-
-    interaction: str
-    """The interaction token that the router returned."""
-    kind: SignalKind | str
-    value: float | None
-    """None withdraws the event that `corrects` names."""
-    user: str | None
-    event_id: str | None = None
-    corrects: str | None = None
-    observed_at: datetime | int | None = None
-
-
 class FeedbackMaker:
-    """Makes records of reports, or says what is wrong with them. Raises KeysMissing without the product's keys."""
+    """Makes records of signals, or says what is wrong with them. Raises KeysMissing without the product's keys."""
 
     def __init__(self, product: ProductSettings) -> None:
         self._signer = Signer(product)
@@ -102,42 +87,62 @@ class FeedbackMaker:
         self._ahead_us = to_us(product.clock_skew_s)
         self._age_us = to_us(product.max_feedback_age_s)
 
-    def make(self, report: Report, source: str, now_us: int) -> Feedback:
-        """The record of a report by `source`, as `check_source` allows; `now_us` is since the Unix epoch.
+    def make(
+        self,
+        source: str,
+        now_us: int,
+        interaction: str,
+        kind: SignalKind | str,
+        value: float | None,
+        user: str | None,
+        event_id: str | None = None,
+        corrects: str | None = None,
+        observed_at: datetime | int | None = None,
+    ) -> Feedback:
+        """The record of a signal.
+
+        Args:
+            source: who reports it, as `check_source` allows.
+            now_us: microseconds since the Unix epoch.
+            interaction: the interaction token that the router returned.
+            kind: what happened.
+            value: None withdraws the event that `corrects` names.
+            user, event_id, corrects, observed_at: as in `EventFields`.
 
         Raises BadFeedback for a field that is wrong, `NotServed` for a token that was not issued to this user.
         """
         try:
-            user_id = self._pseudonyms.of(report.user)
+            user_id = self._pseudonyms.of(user)
         except BadUserId as error:
             raise BadFeedback("user", str(error)) from error
         try:
-            interaction_id = self._signer.verify(report.interaction, user_id)
+            interaction_id = self._signer.verify(interaction, user_id)
         except BadToken as error:
             raise NotServed("interaction", str(error)) from error
         # A look-up of the enumeration costs five times as much.
-        kind = _KINDS.get(report.kind) if isinstance(report.kind, str) else None
-        if kind is None:
-            raise BadFeedback("kind", f"{str(report.kind)[:40]!r} is none of {', '.join(_KINDS)}")
-        corrects = None if report.corrects is None else _event_id("corrects", report.corrects)
-        value = _value(kind, report.value, corrects)
-        observed_at = now_us if report.observed_at is None else _microseconds(report.observed_at)
-        if observed_at > now_us + self._ahead_us:
-            raise BadFeedback("observed_at", f"is {to_s(observed_at - now_us):.6g} s ahead of now: {_EXPECTED_TIME}")
-        if observed_at < now_us - self._age_us:
+        known = _KINDS.get(kind) if isinstance(kind, str) else None
+        if known is None:
+            raise BadFeedback("kind", f"{str(kind)[:40]!r} is none of {', '.join(_KINDS)}")
+        if corrects is not None:
+            _check_event_id("corrects", corrects)
+        value = _value(known, value, corrects)
+        at = now_us if observed_at is None else _microseconds(observed_at)
+        if at > now_us + self._ahead_us:
+            raise BadFeedback("observed_at", f"is {to_s(at - now_us):.6g} s ahead of now: {_EXPECTED_TIME}")
+        if at < now_us - self._age_us:
             raise BadFeedback(
                 "observed_at",
-                f"is {to_s(now_us - observed_at):.6g} s ago, and signals are taken for {to_s(self._age_us):g} s "
+                f"is {to_s(now_us - at):.6g} s ago, and signals are taken for {to_s(self._age_us):g} s "
                 f"(product.max_feedback_age_s): {_EXPECTED_TIME}",
             )
-        if report.event_id is None:  # the same for the same signal
-            text = json.dumps([interaction_id, user_id, kind.value, value, observed_at, corrects])
+        if event_id is None:  # the same for the same signal
+            text = json.dumps([interaction_id, user_id, known.value, value, at, corrects])
             event_id = f"d-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
         else:
-            event_id = _event_id("event_id", report.event_id)
+            _check_event_id("event_id", event_id)
         if corrects == event_id:
             raise BadFeedback("corrects", "an event cannot correct itself: give the event_id of an earlier one")
-        return Feedback(event_id, interaction_id, user_id, kind, value, observed_at, source, corrects)
+        return Feedback(event_id, interaction_id, user_id, known, value, at, source, corrects)
 
 
 _EXPECTED_TIME = "is it an aware datetime, or microseconds since the Unix epoch, of a clock that is right?"
@@ -169,10 +174,9 @@ def _value(kind: SignalKind, value: float | None, corrects: str | None) -> float
     return number
 
 
-def _event_id(field: str, event_id: str) -> str:
+def _check_event_id(field: str, event_id: str) -> None:
     if not isinstance(event_id, str) or not _EVENT_ID.fullmatch(event_id):
-        raise BadFeedback(field, f"an event id is {_EVENT_ID_RULE}")
-    return event_id
+        raise BadFeedback(field, "an event id is 1 to 128 letters, digits, '.', '_', ':', '@' or '-'")
 
 
 def _microseconds(moment: datetime | int) -> int:

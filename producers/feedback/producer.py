@@ -15,7 +15,6 @@ from tidemill.producers.feedback.event import (
     FailedEvent,
     FeedbackMaker,
     FeedbackNotDelivered,
-    Report,
     check_source,
 )
 from tidemill.producers.feedback.queue import Acknowledged, FeedbackCounts, FeedbackQueue
@@ -142,8 +141,7 @@ class FeedbackProducer(Shorthand[str]):
             FeedbackNotDelivered: the connection is beyond repair; make a new producer.
         """
         deadline = time.monotonic() + self._deadline_s
-        report = Report(interaction, kind, value, **event)
-        record = self._maker.make(report, self._source, now_us())
+        record = self._maker.make(self._source, now_us(), interaction, kind, value, **event)
         self._queue.put(record, deadline, self._ended)
         return record.event_id
 
@@ -196,8 +194,7 @@ class AsyncFeedbackProducer(Shorthand[Coroutine[Any, Any, str]]):
             FeedbackNotDelivered: not acknowledged within the deadline; it may have been written.
             LookupError: the topic does not exist.
         """
-        report = Report(interaction, kind, value, **event)
-        record = self._maker.make(report, self._source, now_us())
+        record = self._maker.make(self._source, now_us(), interaction, kind, value, **event)
         reason = (await self._acknowledged.deliver([record], self._deadline_s))[0]
         if reason:
             raise FeedbackNotDelivered(f"the signal was not acknowledged: {reason}", (FailedEvent(record, reason),))

@@ -61,13 +61,7 @@ class FeedbackCounts:
 class FeedbackQueue:
     """Queues feedback records and reports how each ended. Thread-safe; one a process, since it does not outlive a fork.
 
-    Args:
-        kafka: the brokers, "host:port,host:port", or settings.
-        source: who reports; a part of the client's name.
-        max_queued: records that wait for the log's acknowledgement at most.
-        linger_ms: milliseconds that a record waits for others of its batch.
-        delivery_timeout_s: seconds after which a record that the log did not acknowledge has failed.
-
+    `kafka` names the brokers, "host:port,host:port", or is settings; the others are as `producer.QueueOptions` says.
     Raises ValueError when no brokers are named.
     """
 

@@ -57,10 +57,9 @@ class _PostedResult(BaseModel):
 
 @dataclass(slots=True, eq=False)
 class _Guest:
-    """One rollout with its key."""
+    """One rollout that a key opens."""
 
     policy: RolloutPolicy
-    key: str
     turns: set[asyncio.Task[Reply]] = field(default_factory=set)
     """Generations under way."""
 
@@ -78,7 +77,6 @@ class AgentEndpoint:
 
     def __init__(self) -> None:
         self._guests: dict[str, _Guest] = {}
-        self._by_policy: dict[RolloutPolicy, _Guest] = {}
         self._base_url = ""
         self._serving: asyncio.Task[web.AppRunner] | None = None
         self._numbers = itertools.count(1)
@@ -88,30 +86,26 @@ class AgentEndpoint:
 
     async def __aexit__(self, *_exception: object) -> None:
         """Close the port, and all that is open."""
-        for policy in list(self._by_policy):
-            self.close(policy)
+        for guest in list(self._guests.values()):
+            self.close(guest.policy)
         if self._serving is not None:
             await (await self._serving).cleanup()
 
     def open(self, policy: RolloutPolicy) -> Endpoint:
-        """The endpoint of a rollout; the same one when asked again. Raises OSError when no port can be had."""
+        """The endpoint of a rollout, with a new key. Raises OSError when no port can be had."""
         if self._serving is None:
             # The port is known at once; connections wait until the server has started.
             listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
             self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
             self._serving = asyncio.get_running_loop().create_task(self._serve(listening))
-        guest = self._by_policy.get(policy)
-        if guest is None:
-            guest = _Guest(policy, f"tidemill-{secrets.token_urlsafe(24)}")
-            self._by_policy[policy] = self._guests[guest.key] = guest
-        return Endpoint(self._base_url, guest.key)
+        key = f"tidemill-{secrets.token_urlsafe(24)}"
+        self._guests[key] = _Guest(policy)
+        return Endpoint(self._base_url, key)
 
     def close(self, policy: RolloutPolicy) -> None:
-        """Make a rollout's key void and give up its generations; nothing for one that was never opened."""
-        guest = self._by_policy.pop(policy, None)
-        if guest is not None:
-            del self._guests[guest.key]
-            for turn in guest.turns:
+        """Make a rollout's keys void and give up its generations; nothing for one that was never opened."""
+        for key in [key for key, guest in self._guests.items() if guest.policy is policy]:
+            for turn in self._guests.pop(key).turns:
                 turn.cancel()
 
     async def _serve(self, listening: socket.socket) -> web.AppRunner:

@@ -101,9 +101,15 @@ class ReplicaPool:
 class ReplicaClient:
     """Requests to single replicas, over shared connections. Open with `open_replica_client`."""
 
-    def __init__(self, session: aiohttp.ClientSession, model: str | None, quotes: bool) -> None:
-        """`quotes`: error messages quote the replica, whose words may hold a part of the prompt."""
-        self._session, self._model, self._quotes = session, model, quotes
+    def __init__(self, session: aiohttp.ClientSession, model: str | None, quotes: bool, limit_s: float) -> None:
+        """Wrap a session without a limit.
+
+        Args:
+            model: to ask for in a completion; None: the one that the replica serves.
+            quotes: error messages quote the replica, whose words may hold a part of the prompt.
+            limit_s: longest time of a request in seconds.
+        """
+        self._session, self._model, self._quotes, self._limit_s = session, model, quotes, limit_s
         self._identities: dict[str, ReplicaIdentity] = {}
 
     async def complete(self, address: str, prompt: list[int], sampling: Sampling) -> Completion:
@@ -137,12 +143,17 @@ class ReplicaClient:
 
     @asynccontextmanager
     async def request(
-        self, method: str, address: str, path: str, body: bytes | None = None
+        self, method: str, address: str, path: str, body: bytes | None = None, *, limited: bool = True
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A replica's answer with status 200. Raises ReplicaUnavailable, RequestRefused."""
+        """A replica's answer with status 200. Raises ReplicaUnavailable, RequestRefused.
+
+        With `limited` False the time of the request is the caller's to limit.
+        """
         headers = None if body is None else {"content-type": "application/json"}
+        # aiohttp's own limit forgets a cancellation, so a caller's deadline, that comes in the same step of the loop.
+        limit = asyncio.timeout(self._limit_s if limited else None)
         try:
-            async with self._session.request(method, address + path, data=body, headers=headers) as response:
+            async with limit, self._session.request(method, address + path, data=body, headers=headers) as response:
                 if response.status != 200:
                     said = (await response.content.read(4000)).decode("utf-8", "replace")
                     message = f"{address}: HTTP {response.status}" + (f": {said:.300}" if self._quotes else "")
@@ -167,10 +178,10 @@ async def read_body(response: aiohttp.ClientResponse) -> bytes:
 @asynccontextmanager
 async def open_replica_client(settings: RolloutSettings | RouterSettings) -> AsyncIterator[ReplicaClient]:
     """A client with as many connections as are needed, closed at the end. Proxies in the environment are not used."""
-    timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s, connect=settings.connect_timeout_s)
+    timeout = aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         model = settings.model if isinstance(settings, RolloutSettings) else None
-        yield ReplicaClient(session, model, quotes=isinstance(settings, RolloutSettings))
+        yield ReplicaClient(session, model, isinstance(settings, RolloutSettings), settings.request_timeout_s)
 
 
 class ReplicaSession:

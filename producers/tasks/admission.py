@@ -100,10 +100,10 @@ class AdmissionController:
         self.newest_version = -1
         """The newest version known from steps and manifests; -1 when there is none."""
 
-    def observe(self, record: Record) -> int:
+    def observe(self, record: Record) -> None:
         """Take one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`.
 
-        Returns the capacity after it. Records of other types change nothing.
+        Records of other types change nothing.
         """
         match record:
             case Task(mode=Mode.TRAIN):
@@ -137,7 +137,6 @@ class AdmissionController:
                 self._release()
             case _:
                 pass
-        return self.capacity()
 
     def expire(self, now_us: int) -> tuple[list[str], list[str]]:
         """Stop waiting for what will not come: groups long past their deadline that never closed, and silent replicas.

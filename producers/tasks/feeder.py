@@ -19,9 +19,9 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, islice
 from types import MappingProxyType
 
@@ -67,20 +67,6 @@ AGAIN_AFTER_US = to_us(10)
 """So long after a held-out rollout failed its task is asked for again, for the first time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What to do now."""
-
-    names: tuple[TaskName, ...]
-    """Tasks to issue, in this order."""
-    done: bool
-    """The run is over: nothing is left to issue or to wait for."""
-    groups: tuple[str, ...]
-    """Groups that are no longer waited for."""
-    replicas: tuple[str, ...]
-    """Replicas that are no longer waited for."""
-
-
 class FeederState:
     """State machine of the feeder of one run and branch; records of others are left alone."""
 
@@ -118,8 +104,8 @@ class FeederState:
             case _:
                 pass
 
-    def decide(self, now_us: int) -> Decision:
-        """What to issue at `now_us`, and whether the run is over. The tasks count once they are observed."""
+    def decide(self, now_us: int) -> tuple[list[TaskName], bool]:
+        """The tasks to issue at `now_us`, in order, and whether the run is over. They count once they are observed."""
         groups, replicas = self.admission.expire(now_us)
         limit = now_us - to_us(self._feed.overdue_s)
         overdue = [group for group, deadline in self._eval_open.items() if deadline < limit]
@@ -127,11 +113,15 @@ class FeederState:
             del self._eval_open[group]
             self._eval_closed.add(group)
             self._eval_failed[group] = now_us
-        names = (*self._evaluations(now_us), *self._training()) if self.admission.ready else ()
+        for group in (*groups, *overdue):
+            LOG.warning("group %s never closed; it no longer counts as unfinished", group)
+        for replica in replicas:
+            LOG.warning("replica %s fell behind and is silent; not waiting for it", replica)
+        names = [*self._evaluations(now_us), *self._training()] if self.admission.ready else []
         served = self.admission.finished and self.admission.served_version >= self.admission.newest_version
         done = not names and self.admission.ready and served and not self._eval_open
         done = done and not (self._feed.eval_after and self._incomplete(Stage.EVAL_AFTER))
-        return Decision(names, done, (*groups, *overdue), tuple(replicas))
+        return names, done
 
     def waiting_for(self) -> frozenset[Topic]:
         """The topics that have to speak for the run to go on."""
@@ -221,31 +211,15 @@ WRITERS = MappingProxyType(
 )
 
 
-class SilentTopics:
-    """How long each topic that is waited for has been silent, so that a dead producer is not waited for in silence."""
-
-    def __init__(self, timeout_us: int) -> None:
-        self._still: Stillness[Topic] = Stillness(timeout_us)
-        self._read: Counter[Topic] = Counter()
-
-    def observe(self, topic: Topic, now_us: int) -> None:
-        """A record of `topic` arrived."""
-        self._read[topic] += 1
-        self._still.observe(topic, self._read[topic], True, now_us)
-
-    def silent(self, waiting_for: Set[Topic], now_us: int) -> list[Topic]:
-        """The topics that were waited for without a record for the timeout; each is named once per timeout."""
-        still = {t: self._still.observe(t, self._read[t], t in waiting_for, now_us) for t in WRITERS}
-        return [topic for topic, since in still.items() if since is not None]
-
-
 class Feeder:
     """One run's feeder: records in, tasks out."""
 
     def __init__(self, run: RunSettings, feed: FeedSettings, source: TaskSource, producer: RecordProducer) -> None:
         self._state = FeederState(run, feed)
         self._source = source
-        self._silence = SilentTopics(to_us(feed.stall_timeout_s))
+        self._still: Stillness[Topic] = Stillness(to_us(feed.stall_timeout_s))
+        self._read: Counter[Topic] = Counter()
+        """Records of each topic, so that a topic that is waited for and silent is named."""
         self._producer = producer
 
     def observe(self, located: ConsumedRecord) -> None:
@@ -254,29 +228,28 @@ class Feeder:
             LOG.warning("skipped an unreadable record at %s: %s", located.position, located.error)
             return
         self._state.observe(located.record)
-        self._silence.observe(located.topic, now_us())
+        self._read[located.topic] += 1
+        self._still.observe(located.topic, self._read[located.topic], True, now_us())
         if isinstance(located.record, Task | Group):
             self._source.observe(located.record)
 
     def advance(self) -> bool:
         """Issue what may be issued now; true when the run is over. Raises DeliveryError, TaskError."""
-        decision = self._state.decide(now_us())
-        for group in decision.groups:
-            LOG.warning("group %s never closed; it no longer counts as unfinished", group)
-        for replica in decision.replicas:
-            LOG.warning("replica %s fell behind and is silent; not waiting for it", replica)
-        for topic in self._silence.silent(self._state.waiting_for(), now_us()):
-            LOG.warning("no progress: nothing on topic %s. Look at %s", topic, WRITERS[topic])
-        if decision.names:
+        names, done = self._state.decide(now_us())
+        waiting_for = self._state.waiting_for()
+        for topic, writers in WRITERS.items():
+            if self._still.observe(topic, self._read[topic], topic in waiting_for, now_us()) is not None:
+                LOG.warning("no progress: nothing on topic %s. Look at %s", topic, writers)
+        if names:
             issued_at, version = now_us(), self._state.admission.newest_version
-            tasks = [self._source.task(name, issued_at, version) for name in decision.names]
+            tasks = [self._source.task(name, issued_at, version) for name in names]
             self._producer.send_acked(Topic.TASKS, [(task.task_id, task) for task in tasks])
             for task in tasks:
                 self._state.observe(task)
             LOG.info(
                 "issued %d tasks, %s to %s, at version %d", len(tasks), tasks[0].task_id, tasks[-1].task_id, version
             )
-        return decision.done
+        return done
 
 
 async def opened(run: RunSettings, rollout: RolloutSettings) -> list[tuple[EnvironmentEntry, Environment]]:

@@ -34,7 +34,7 @@ from confluent_kafka import Producer
 from measuring import free_port, log_at, until_up
 
 from tidemill.producers.feedback import AsyncFeedbackProducer, FeedbackProducer
-from tidemill.producers.feedback.event import FeedbackMaker, Report
+from tidemill.producers.feedback.event import EventFields, FeedbackMaker
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, feedback_key
@@ -70,7 +70,8 @@ class Load:
 
     kafka: KafkaSettings
     product: ProductSettings
-    reports: list[Report]
+    signals: list[tuple[str, EventFields]]
+    """Interaction token and fields of each thumb."""
     clients: int
     batch: int
 
@@ -78,17 +79,17 @@ class Load:
     def of(cls, kafka: KafkaSettings, events: int, clients: int, batch: int) -> Load:
         product = ProductSettings.with_random_keys()
         signer, pseudonyms, now = Signer(product), Pseudonyms(product), now_us()
-        reports = []
+        signals: list[tuple[str, EventFields]] = []
         for number in range(events):
             user = f"user-{number % 1000}@example.com"
             interaction = hashlib.md5(str(number).encode(), usedforsecurity=False).hexdigest()
-            reports.append(Report(signer.sign(interaction, pseudonyms.of(user)), "thumb", 1.0, user, f"e-{number}",
-                                  observed_at=now))  # fmt: skip
-        return cls(kafka, product, reports, clients, batch)
+            token = signer.sign(interaction, pseudonyms.of(user))
+            signals.append((token, {"user": user, "event_id": f"e-{number}", "observed_at": now}))
+        return cls(kafka, product, signals, clients, batch)
 
     def raw(self) -> Measured:
         maker, codec = FeedbackMaker(self.product), Codec()
-        records = [maker.make(report, "bench", now_us()) for report in self.reports]
+        records = [maker.make("bench", now_us(), token, "thumb", 1.0, **fields) for token, fields in self.signals]
         partitions = CATALOGUE[Topic.FEEDBACK].partition_count(self.kafka)
         ready = [
             (codec.encode(r), feedback_key(r.interaction_id, r.event_id), partition_of(r.interaction_id, partitions))
@@ -107,47 +108,39 @@ class Load:
 
     def sdk(self) -> Measured:
         with FeedbackProducer(self.kafka, self.product, source="bench", deadline_s=START_S) as feedback:
-            feedback.thumbs_up(self.reports[0].interaction, user=self.reports[0].user)
+            feedback.thumbs_up(self.signals[0][0], user=self.signals[0][1]["user"])
             feedback.flush()
             begun = time.monotonic()
-            for r in self.reports:
-                feedback.send(
-                    r.interaction, r.kind, r.value, user=r.user, event_id=r.event_id, observed_at=r.observed_at
-                )
+            for token, fields in self.signals:
+                feedback.send(token, "thumb", 1.0, **fields)
             feedback.flush()
-            return Measured(len(self.reports), time.monotonic() - begun, [])
+            return Measured(len(self.signals), time.monotonic() - begun, [])
 
     def sdk_asyncio(self) -> Measured:
         return asyncio.run(self._sdk_asyncio())
 
     async def _sdk_asyncio(self) -> Measured:
         async with AsyncFeedbackProducer(self.kafka, self.product, source="bench", deadline_s=START_S) as feedback:
-            await feedback.thumbs_up(self.reports[0].interaction, user=self.reports[0].user)
+            await feedback.thumbs_up(self.signals[0][0], user=self.signals[0][1]["user"])
             begun = time.monotonic()
-            for start in range(0, len(self.reports), 1000):
-                sends = [
-                    feedback.send(
-                        r.interaction, r.kind, r.value, user=r.user, event_id=r.event_id, observed_at=r.observed_at
-                    )
-                    for r in self.reports[start : start + 1000]
-                ]
-                await asyncio.gather(*sends)
-            return Measured(len(self.reports), time.monotonic() - begun, [])
+            for start in range(0, len(self.signals), 1000):
+                group = self.signals[start : start + 1000]
+                await asyncio.gather(*(feedback.send(token, "thumb", 1.0, **fields) for token, fields in group))
+            return Measured(len(self.signals), time.monotonic() - begun, [])
 
     def gateway_batch(self, url: str) -> Measured:
-        events = [body_of(report) for report in self.reports]
+        events = [body_of(*signal) for signal in self.signals]
         groups = [events[start : start + self.batch] for start in range(0, len(events), self.batch)]
         bodies = [json.dumps({"events": group}).encode() for group in groups]
         return asyncio.run(post_all(f"{url}/v1/feedback/batch", bodies, len(events), self.clients))
 
     def gateway_single(self, url: str) -> Measured:
-        bodies = [json.dumps(body_of(report)).encode() for report in self.reports[::SINGLE_SHARE]]
+        bodies = [json.dumps(body_of(*signal)).encode() for signal in self.signals[::SINGLE_SHARE]]
         return asyncio.run(post_all(f"{url}/v1/feedback", bodies, len(bodies), self.clients))
 
 
-def body_of(report: Report) -> dict[str, object]:
-    return {"interaction": report.interaction, "kind": report.kind, "value": report.value, "user": report.user,
-            "event_id": report.event_id}  # fmt: skip
+def body_of(token: str, fields: EventFields) -> dict[str, object]:
+    return {"interaction": token, "kind": "thumb", "value": 1.0, "user": fields["user"], "event_id": fields["event_id"]}
 
 
 async def post_all(url: str, bodies: list[bytes], events: int, clients: int) -> Measured:

@@ -21,6 +21,13 @@ from tidemill.schemas.config import ChatSettings
 
 END = CHATML_TOKENS[-1]
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """What `async def` tests run on."""
+    return "asyncio"
+
+
 Answer = Callable[[dict, int], Awaitable[web.StreamResponse]]
 
 
@@ -135,6 +142,13 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer
 @pytest.fixture(scope="session")
 def chat(tokenizer_dir: Path) -> ChatFormat:
     return load_chat_format(str(tokenizer_dir), ChatSettings())
+
+
+@pytest.fixture(scope="module")
+def texts(chat, tokenizer):
+    """The chat format, with a way to read ids as text."""
+    chat.token_text = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+    return chat
 
 
 @pytest.fixture

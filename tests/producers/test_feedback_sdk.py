@@ -40,6 +40,8 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.records import SignalKind
 
+pytestmark = pytest.mark.anyio
+
 
 @pytest.fixture
 def settings(kafka, topic_prefix) -> KafkaSettings:
@@ -251,23 +253,20 @@ def test_a_producer_needs_keys_brokers_and_a_name():
         FeedbackProducer(NOWHERE, PRODUCT, source="a b")
 
 
-def test_what_is_awaited_is_in_the_log(settings: KafkaSettings):
-    async def main() -> None:
-        async with AsyncFeedbackProducer(settings, PRODUCT) as feedback:
-            up = await feedback.thumbs_up(token(), user="ann")
-            assert [f.record.event_id for f in await asyncio.to_thread(written, settings)] == [up]
-            await feedback.withdraw(token(), up, user="ann")
-            sends = [feedback.send(token(f"i-{n}"), "undo", 1, user="ann") for n in range(200)]
-            assert len(set(await asyncio.gather(*sends))) == 200
-            with pytest.raises(BadFeedback):
-                await feedback.send(token(), "undo", 2, user="ann")
-            assert feedback.counts.delivered == 202
-
-    asyncio.run(main())
+async def test_what_is_awaited_is_in_the_log(settings: KafkaSettings):
+    async with AsyncFeedbackProducer(settings, PRODUCT) as feedback:
+        up = await feedback.thumbs_up(token(), user="ann")
+        assert [f.record.event_id for f in await asyncio.to_thread(written, settings)] == [up]
+        await feedback.withdraw(token(), up, user="ann")
+        sends = [feedback.send(token(f"i-{n}"), "undo", 1, user="ann") for n in range(200)]
+        assert len(set(await asyncio.gather(*sends))) == 200
+        with pytest.raises(BadFeedback):
+            await feedback.send(token(), "undo", 2, user="ann")
+        assert feedback.counts.delivered == 202
     assert len(written(settings)) == 202
 
 
-def test_awaiting_blocks_nobody_else_and_ends_by_the_deadline(stalling: StallingLog):
+async def test_awaiting_blocks_nobody_else_and_ends_by_the_deadline(stalling: StallingLog):
     async def ticks(until: asyncio.Event) -> float:
         longest, last = 0.0, time.monotonic()
         while not until.is_set():
@@ -275,32 +274,26 @@ def test_awaiting_blocks_nobody_else_and_ends_by_the_deadline(stalling: Stalling
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
         return longest
 
-    async def main() -> None:
-        async with AsyncFeedbackProducer(stalling.settings, PRODUCT, deadline_s=1.0, max_queued=3) as feedback:
-            await feedback.thumbs_up(token("awaited"), user="ann")
-            over = asyncio.Event()
-            ticking = asyncio.create_task(ticks(over))
-            with stalling.stalled():
-                sends = [feedback.send(token("awaited"), "undo", 1, user="ann", event_id=f"a{n}") for n in range(5)]
-                ended = await asyncio.gather(*sends, return_exceptions=True)
-            over.set()
-            assert await ticking < 0.5
-            assert Counter(type(error) for error in ended) == {FeedbackNotDelivered: 3, FeedbackQueueFull: 2}
-
-    asyncio.run(main())
+    async with AsyncFeedbackProducer(stalling.settings, PRODUCT, deadline_s=1.0, max_queued=3) as feedback:
+        await feedback.thumbs_up(token("awaited"), user="ann")
+        over = asyncio.Event()
+        ticking = asyncio.create_task(ticks(over))
+        with stalling.stalled():
+            sends = [feedback.send(token("awaited"), "undo", 1, user="ann", event_id=f"a{n}") for n in range(5)]
+            ended = await asyncio.gather(*sends, return_exceptions=True)
+        over.set()
+        assert await ticking < 0.5
+        assert Counter(type(error) for error in ended) == {FeedbackNotDelivered: 3, FeedbackQueueFull: 2}
     found = {f.record.event_id for f in written(stalling.settings) if f.record.interaction_id == "awaited"}
     assert {"a0", "a1", "a2"} < found and not {"a3", "a4"} & found
 
 
-def test_awaiting_a_log_that_is_not_there_ends_by_the_deadline():
-    async def main() -> None:
-        async with AsyncFeedbackProducer(NOWHERE, PRODUCT, deadline_s=0.3) as feedback:
-            sends = [feedback.thumbs_up(token(f"i-{n}"), user="ann") for n in range(200)]
-            ended = await asyncio.gather(*sends, return_exceptions=True)
-            assert {type(error) for error in ended} == {LogUnreachable}
-
+async def test_awaiting_a_log_that_is_not_there_ends_by_the_deadline():
     begun = time.monotonic()
-    asyncio.run(main())
+    async with AsyncFeedbackProducer(NOWHERE, PRODUCT, deadline_s=0.3) as feedback:
+        sends = [feedback.thumbs_up(token(f"i-{n}"), user="ann") for n in range(200)]
+        ended = await asyncio.gather(*sends, return_exceptions=True)
+        assert {type(error) for error in ended} == {LogUnreachable}
     assert time.monotonic() - begun < 30  # one after the other they would take a minute
 
 

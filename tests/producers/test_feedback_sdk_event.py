@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.producers.feedback_support import FORGER, PRODUCT, pseudonym, token
-from tidemill.producers.feedback.event import BadFeedback, FeedbackMaker, NotServed, Report, check_source
+from tidemill.producers.feedback.event import BadFeedback, FeedbackMaker, NotServed, check_source
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
 from tidemill.schemas.records import Feedback, SignalKind
 from tidemill.schemas.signals import LEGAL, Between
 
 MAKER = FeedbackMaker(PRODUCT)
 NOW = 1_800_000_000_000_000
-REPORT = Report(token(), "thumb", 1, "ann")
+SIGNAL = {"interaction": token(), "kind": "thumb", "value": 1, "user": "ann"}
 
 
-def make(report: Report, now_us: int = NOW) -> Feedback:
-    return MAKER.make(report, "test", now_us)
+def make(now_us: int = NOW, **changed: Any) -> Feedback:
+    return MAKER.make("test", now_us, **{**SIGNAL, **changed})
 
 
 def test_a_good_report_becomes_the_record_it_means():
-    record = make(REPORT._replace(event_id="e-1", corrects="e-0", observed_at=NOW - 5))
+    record = make(event_id="e-1", corrects="e-0", observed_at=NOW - 5)
     assert record == Feedback("e-1", "i-1", pseudonym(), SignalKind.THUMB, 1.0, NOW - 5, "test", "e-0")
     assert isinstance(record.value, float)
-    assert make(REPORT).observed_at == NOW
+    assert make().observed_at == NOW
 
 
 def test_no_name_of_the_user_is_in_the_record():
-    assert "ann" not in repr(make(REPORT)) and token() not in repr(make(REPORT))
+    assert "ann" not in repr(make()) and token() not in repr(make())
 
 
 @pytest.mark.parametrize("kind", list(SignalKind))
@@ -40,14 +41,13 @@ def test_every_kind_can_be_reported(kind: SignalKind):
     legal = LEGAL[kind]
     value = legal.high if isinstance(legal, Between) else legal.values[0]
     for given_kind in (kind, kind.value):
-        assert make(REPORT._replace(kind=given_kind, value=value)).kind is kind
+        assert make(kind=given_kind, value=value).kind is kind
 
 
 def test_who_was_not_named_when_he_was_served_is_not_named_in_feedback():
-    nobody = Report(token(user=None), "thumb", 1, None)
-    assert make(nobody).user_id == ""
+    assert make(interaction=token(user=None), user=None).user_id == ""
     with pytest.raises(NotServed):
-        make(nobody._replace(user="ann"))
+        make(interaction=token(user=None), user="ann")
 
 
 @pytest.mark.parametrize(
@@ -84,68 +84,68 @@ def test_who_was_not_named_when_he_was_served_is_not_named_in_feedback():
 )
 def test_what_is_wrong_is_said_with_its_field(field: str, value: object, said: str):
     with pytest.raises(BadFeedback, match=said) as refused:
-        make(REPORT._replace(**{field: value}))
+        make(**{field: value})
     assert refused.value.field == field
     assert len(str(refused.value)) < 400
     assert isinstance(refused.value, ValueError)
 
 
 @pytest.mark.parametrize(
-    "report",
+    "changed",
     [
-        REPORT._replace(user="bob"),
-        REPORT._replace(user=None),
-        REPORT._replace(interaction=token(product=FORGER)),
-        REPORT._replace(interaction=token("i-2", "bob")),
-        REPORT._replace(interaction="i-2" + token()[3:]),
-        REPORT._replace(interaction="i-1"),
-        REPORT._replace(interaction=""),
-        REPORT._replace(interaction=token() + "x" * 10**6),
-        REPORT._replace(interaction=None),
+        {"user": "bob"},
+        {"user": None},
+        {"interaction": token(product=FORGER)},
+        {"interaction": token("i-2", "bob")},
+        {"interaction": "i-2" + token()[3:]},
+        {"interaction": "i-1"},
+        {"interaction": ""},
+        {"interaction": token() + "x" * 10**6},
+        {"interaction": None},
     ],
 )
-def test_nobody_votes_on_what_he_was_not_served(report: Report):
+def test_nobody_votes_on_what_he_was_not_served(changed: dict[str, Any]):
     with pytest.raises(NotServed) as refused:
-        make(report)
+        make(**changed)
     assert refused.value.field == "interaction"
 
 
 def test_an_event_does_not_correct_itself():
     with pytest.raises(BadFeedback, match="cannot correct itself"):
-        make(REPORT._replace(event_id="e", corrects="e"))
+        make(event_id="e", corrects="e")
 
 
 def test_a_withdrawal_has_no_value():
-    record = make(REPORT._replace(value=None, corrects="e-0"))
+    record = make(value=None, corrects="e-0")
     assert record.value is None and record.corrects == "e-0"
 
 
 def test_times_at_the_ends_are_taken():
     for moment in (NOW + 60_000_000, NOW - round(PRODUCT.max_feedback_age_s * 1e6)):
-        assert make(REPORT._replace(observed_at=moment)).observed_at == moment
+        assert make(observed_at=moment).observed_at == moment
 
 
 def test_a_datetime_is_its_moment_in_any_zone():
     moment = datetime(2027, 1, 15, 7, 59, 59, 250_001, tzinfo=UTC)
     elsewhere = moment.astimezone(timezone(timedelta(hours=5, minutes=30)))
-    times = {make(REPORT._replace(observed_at=when)).observed_at for when in (moment, elsewhere)}
+    times = {make(observed_at=when).observed_at for when in (moment, elsewhere)}
     assert times == {1_799_999_999_250_001}
 
 
 @given(st.sampled_from(["ann", "bob"]), st.sampled_from([1, -1]), st.integers(NOW - 10**9, NOW))
 def test_the_same_signal_has_the_same_event_id_and_another_has_another(user: str, value: int, at: int):
-    report = Report(token(user=user), "thumb", value, user, observed_at=at)
-    first = make(report)
-    assert make(report._replace(kind=SignalKind.THUMB, value=float(value)), NOW + 7) == first
-    others = [
-        report._replace(value=-value),
-        report._replace(kind="sentiment"),
-        report._replace(observed_at=at - 1),
-        report._replace(interaction=token("i-2", user)),
-        report._replace(user=None, interaction=token(user=None)),
-        report._replace(corrects="e-0"),
+    signal: dict[str, Any] = {"interaction": token(user=user), "user": user, "value": value, "observed_at": at}
+    first = make(**signal)
+    assert make(NOW + 7, **{**signal, "kind": SignalKind.THUMB, "value": float(value)}) == first
+    others: list[dict[str, Any]] = [
+        {"value": -value},
+        {"kind": "sentiment"},
+        {"observed_at": at - 1},
+        {"interaction": token("i-2", user)},
+        {"user": None, "interaction": token(user=None)},
+        {"corrects": "e-0"},
     ]
-    ids = {make(other).event_id for other in others}
+    ids = {make(**{**signal, **other}).event_id for other in others}
     assert len(ids) == len(others) and first.event_id not in ids
 
 

@@ -16,6 +16,8 @@ from tidemill.producers.edge.gateway import Health
 from tidemill.producers.edge.problem import Problem, parse_json, whole_seconds
 from tidemill.producers.feedback.event import LogUnreachable
 
+pytestmark = pytest.mark.anyio
+
 HASH = "a" * 64
 
 
@@ -158,14 +160,12 @@ class CountedQueue:
         raise LogUnreachable("no broker")
 
 
-def test_a_flood_of_health_checks_asks_the_log_once():
+async def test_a_flood_of_health_checks_asks_the_log_once():
     queue = CountedQueue()
 
-    async def main() -> list[str]:
-        health = Health(queue)
-        return await asyncio.gather(*(health.wrong() for _ in range(50)))
-
-    assert set(asyncio.run(main())) == {"no broker of the log answers"}
+    health = Health(queue)
+    found = await asyncio.gather(*(health.wrong() for _ in range(50)))
+    assert set(found) == {"no broker of the log answers"}
     assert queue.asked == 1
 
 

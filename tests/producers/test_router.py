@@ -22,6 +22,8 @@ from tidemill.producers.product.signing import BadToken, Pseudonyms, Signer
 from tidemill.schemas.config import HttpSettings
 from tidemill.schemas.records import SamplingParameters, VersionSpan
 
+pytestmark = pytest.mark.anyio
+
 ASK = {"prompt": "hello", "max_tokens": 3, "user": "zoe", "metadata": {"session_id": "s1"}}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "user": "zoe"}
 # Not a name that hexadecimal digits could spell by chance.
@@ -53,89 +55,71 @@ def check_recorded(made, interaction_id, body):
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)])
-def test_a_whole_answer_is_recorded_and_signed(path, body):
-    async def scenario():
-        async with rig() as router, router.post(body, path) as response:
-            answer = await response.json()
-            token = answer["tidemill"]["interaction"]
-            assert response.status == 200 and response.headers["x-tidemill-interaction"] == token
-            (made,) = router.outbox.written
-            check_recorded(made, Signer(PRODUCT).verify(token, ZOE), body)
-            with pytest.raises(BadToken):
-                Signer(PRODUCT).verify(token, Pseudonyms(PRODUCT).of("eve"))
-            assert made.consent is False and made.session_id == body.get("metadata", {}).get("session_id", "")
-
-    run(scenario)
+async def test_a_whole_answer_is_recorded_and_signed(path, body):
+    async with rig() as router, router.post(body, path) as response:
+        answer = await response.json()
+        token = answer["tidemill"]["interaction"]
+        assert response.status == 200 and response.headers["x-tidemill-interaction"] == token
+        (made,) = router.outbox.written
+        check_recorded(made, Signer(PRODUCT).verify(token, ZOE), body)
+        with pytest.raises(BadToken):
+            Signer(PRODUCT).verify(token, Pseudonyms(PRODUCT).of("eve"))
+        assert made.consent is False and made.session_id == body.get("metadata", {}).get("session_id", "")
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)])
-def test_a_streamed_answer_is_recorded_before_its_last_chunk(path, body):
-    async def scenario():
-        async with rig() as router:
-            router.outbox.hold = asyncio.Event()
-            async with router.post({**body, "stream": True}, path) as response:
-                token, seen = response.headers["x-tidemill-interaction"], b""
-                while b'"b"' not in seen:
-                    seen += await response.content.readany()
-                await asyncio.wait_for(router.outbox.asked.wait(), 20)
-                assert router.outbox.written == [] and b'"c"' not in seen
-                router.outbox.hold.set()
-                found = events((seen + await response.content.read()).decode())
-            *_, last, done = found
-            assert last["tidemill"] == {"interaction": token} and done == "[DONE]"
-            assert all("tidemill" not in one for one in found[:-2])
-            check_recorded(router.outbox.written[0], Signer(PRODUCT).verify(token, ZOE), body)
-
-    run(scenario)
-
-
-def test_a_slow_log_does_not_let_the_deadline_part_a_record_from_its_answer():
-    async def scenario():
-        async with rig(request_timeout_s=3) as router:
-            router.outbox.hold = asyncio.Event()
-            asking = asyncio.create_task(router.asked(ASK))
-            await router.outbox.asked.wait()
-            await asyncio.sleep(3.2)
+async def test_a_streamed_answer_is_recorded_before_its_last_chunk(path, body):
+    async with rig() as router:
+        router.outbox.hold = asyncio.Event()
+        async with router.post({**body, "stream": True}, path) as response:
+            token, seen = response.headers["x-tidemill-interaction"], b""
+            while b'"b"' not in seen:
+                seen += await response.content.readany()
+            await asyncio.wait_for(router.outbox.asked.wait(), 20)
+            assert router.outbox.written == [] and b'"c"' not in seen
             router.outbox.hold.set()
-            assert (await asking)[0] == 200 and len(router.outbox.written) == 1
-
-    run(scenario)
-
-
-def test_what_only_the_recording_needs_is_not_given_away():
-    async def scenario():
-        async with rig() as router:
-            _, plain = await router.asked(ASK)
-            _, full = await router.asked({**ASK, "logprobs": 0, "return_token_ids": True})
-            streamed = await router.streamed(ASK)
-        (choice,) = plain["choices"]
-        assert choice.keys() == {"index", "text", "finish_reason", "logprobs"} and choice["logprobs"] is None
-        assert full["choices"][0]["token_ids"] == TOKENS and full["choices"][0]["logprobs"]
-        assert not any("token_ids" in one for chunk in streamed[:-1] for one in chunk["choices"])
-        sent = [request["return_token_ids"] for request in router.replicas[0].requests]
-        assert sent == [True] * 3 and router.replicas[0].requests[0]["logprobs"] == 0
-
-    run(scenario)
+            found = events((seen + await response.content.read()).decode())
+        *_, last, done = found
+        assert last["tidemill"] == {"interaction": token} and done == "[DONE]"
+        assert all("tidemill" not in one for one in found[:-2])
+        check_recorded(router.outbox.written[0], Signer(PRODUCT).verify(token, ZOE), body)
 
 
-def test_who_asks_is_pseudonymous_and_is_not_told_to_the_replica():
-    async def scenario():
-        async with rig() as router:
-            await router.asked(ASK)
-        (request,) = router.replicas[0].requests
-        assert not {"user", "metadata"} & request.keys() and "zoe" not in str(router.outbox.written[0])
+async def test_a_slow_log_does_not_let_the_deadline_part_a_record_from_its_answer():
+    async with rig(request_timeout_s=3) as router:
+        router.outbox.hold = asyncio.Event()
+        asking = asyncio.create_task(router.asked(ASK))
+        await router.outbox.asked.wait()
+        await asyncio.sleep(3.2)
+        router.outbox.hold.set()
+        assert (await asking)[0] == 200 and len(router.outbox.written) == 1
 
-    run(scenario)
+
+async def test_what_only_the_recording_needs_is_not_given_away():
+    async with rig() as router:
+        _, plain = await router.asked(ASK)
+        _, full = await router.asked({**ASK, "logprobs": 0, "return_token_ids": True})
+        streamed = await router.streamed(ASK)
+    (choice,) = plain["choices"]
+    assert choice.keys() == {"index", "text", "finish_reason", "logprobs"} and choice["logprobs"] is None
+    assert full["choices"][0]["token_ids"] == TOKENS and full["choices"][0]["logprobs"]
+    assert not any("token_ids" in one for chunk in streamed[:-1] for one in chunk["choices"])
+    sent = [request["return_token_ids"] for request in router.replicas[0].requests]
+    assert sent == [True] * 3 and router.replicas[0].requests[0]["logprobs"] == 0
+
+
+async def test_who_asks_is_pseudonymous_and_is_not_told_to_the_replica():
+    async with rig() as router:
+        await router.asked(ASK)
+    (request,) = router.replicas[0].requests
+    assert not {"user", "metadata"} & request.keys() and "zoe" not in str(router.outbox.written[0])
 
 
 @pytest.mark.parametrize(("said", "recorded"), [("yes", True), ("no", False), (None, True)])
-def test_consent_comes_with_the_request_or_from_the_settings(said, recorded):
-    async def scenario():
-        async with rig(consent_default=True) as router:
-            await router.asked(ASK, **({"x_tidemill_consent": said} if said else {}))
-            assert router.outbox.written[0].consent is recorded
-
-    run(scenario)
+async def test_consent_comes_with_the_request_or_from_the_settings(said, recorded):
+    async with rig(consent_default=True) as router:
+        await router.asked(ASK, **({"x_tidemill_consent": said} if said else {}))
+        assert router.outbox.written[0].consent is recorded
 
 
 BAD = [
@@ -166,91 +150,73 @@ BAD = [
 ]
 
 
-def test_bad_requests_are_answered_in_openais_shape_and_reach_no_replica():
-    async def scenario():
-        async with rig(max_body_bytes=2000, max_prompt_tokens=10) as router:
-            for body, headers, status, parameter in BAD:
-                if isinstance(body, bytes):
-                    body = body[:1900]
-                got, answer = await router.asked(body, **headers)
-                assert (got, answer["error"]["param"]) == (status, parameter), (body, answer)
-                assert answer["error"]["message"] and answer["error"]["type"]
-            assert router.replicas[0].requests == [] == router.outbox.written
-            assert (await router.asked(ASK))[0] == 200
-
-    run(scenario)
+async def test_bad_requests_are_answered_in_openais_shape_and_reach_no_replica():
+    async with rig(max_body_bytes=2000, max_prompt_tokens=10) as router:
+        for body, headers, status, parameter in BAD:
+            if isinstance(body, bytes):
+                body = body[:1900]
+            got, answer = await router.asked(body, **headers)
+            assert (got, answer["error"]["param"]) == (status, parameter), (body, answer)
+            assert answer["error"]["message"] and answer["error"]["type"]
+        assert router.replicas[0].requests == [] == router.outbox.written
+        assert (await router.asked(ASK))[0] == 200
 
 
-def test_a_body_that_does_not_come_is_not_waited_for():
+async def test_a_body_that_does_not_come_is_not_waited_for():
     async def never():
         yield b'{"prompt"'
         await asyncio.sleep(30)
 
-    async def scenario():
-        async with rig(http=HttpSettings(body_timeout_s=0.3)) as router:
-            headers = {"authorization": f"Bearer {KEY}"}
-            async with router.session.post("/v1/completions", data=never(), headers=headers) as response:
-                assert response.status == 408 and "did not arrive" in (await response.json())["detail"]
-            while b"tidemill_router_in_flight 0.0" not in generate_latest(router.router.metrics):
-                await asyncio.sleep(0.01)
-
-    run(scenario)
+    async with rig(http=HttpSettings(body_timeout_s=0.3)) as router:
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with router.session.post("/v1/completions", data=never(), headers=headers) as response:
+            assert response.status == 408 and "did not arrive" in (await response.json())["detail"]
+        while b"tidemill_router_in_flight 0.0" not in generate_latest(router.router.metrics):
+            await asyncio.sleep(0.01)
 
 
-def test_a_prompt_that_only_the_replica_can_count_is_refused_before_anything_is_sent():
-    async def scenario():
-        async with rig(max_prompt_tokens=2) as router:
-            status, answer = await router.asked({**ASK, "stream": True})
-            assert status == 400 and answer["error"]["param"] == "prompt" and router.outbox.written == []
-
-    run(scenario)
+async def test_a_prompt_that_only_the_replica_can_count_is_refused_before_anything_is_sent():
+    async with rig(max_prompt_tokens=2) as router:
+        status, answer = await router.asked({**ASK, "stream": True})
+        assert status == 400 and answer["error"]["param"] == "prompt" and router.outbox.written == []
 
 
-def test_the_replicas_own_refusal_is_passed_on():
+async def test_the_replicas_own_refusal_is_passed_on():
     async def told(replica, _request, _body):
         return replica.json({"error": {"message": "too long", "type": "BadRequestError", "param": "prompt"}}, 400)
 
-    async def scenario():
-        async with rig(told=told) as router:
-            assert await router.asked(ASK) == (
-                400,
-                {"error": {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}},
-            )
-
-    run(scenario)
+    async with rig(told=told) as router:
+        assert await router.asked(ASK) == (
+            400,
+            {"error": {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}},
+        )
 
 
-def test_sampling_that_the_logprobs_do_not_describe_is_served_untrained_where_the_operator_wants_it():
-    async def scenario():
-        async with rig(other_sampling="serve_untrained") as router:
-            assert (await router.asked({**ASK, "temperature": 0}))[0] == 200
-            (made,) = router.outbox.written
-            assert (made.sampled_tokens, made.version_min) == (0, -1)
-            assert made.segments[0].ids().tolist() == PROMPT + TOKENS and not any(made.segments[0].mask())
-            assert router.replicas[0].requests[0]["temperature"] == 0
-            assert made.sampling == SamplingParameters(temperature=0.0)
-
-    run(scenario)
+async def test_sampling_that_the_logprobs_do_not_describe_is_served_untrained_where_the_operator_wants_it():
+    async with rig(other_sampling="serve_untrained") as router:
+        assert (await router.asked({**ASK, "temperature": 0}))[0] == 200
+        (made,) = router.outbox.written
+        assert (made.sampled_tokens, made.version_min) == (0, -1)
+        assert made.segments[0].ids().tolist() == PROMPT + TOKENS and not any(made.segments[0].mask())
+        assert router.replicas[0].requests[0]["temperature"] == 0
+        assert made.sampling == SamplingParameters(temperature=0.0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_replica_that_fails_before_its_answer_is_replaced(stream):
+async def test_a_replica_that_fails_before_its_answer_is_replaced(stream):
     async def told(replica, request, body):
         if replica.replica_id == "s0":
             return replica.json({"error": "starting"}, 503)
         return await replica.stream(request, body) if body["stream"] else replica.whole(body)
 
-    async def scenario():
-        async with rig(stable=2, told=told) as router:
-            for _ in range(6):
-                async with router.post({**ASK, "stream": stream}) as response:
-                    assert response.status == 200 and await response.read()
-            assert {made.replica_id for made in router.outbox.written} == {"s1"} and len(router.outbox.written) == 6
-
-    run(scenario)
+    async with rig(stable=2, told=told) as router:
+        for _ in range(6):
+            async with router.post({**ASK, "stream": stream}) as response:
+                assert response.status == 200 and await response.read()
+        assert {made.replica_id for made in router.outbox.written} == {"s1"} and len(router.outbox.written) == 6
 
 
-def test_a_stream_that_ends_before_it_begins_is_asked_for_elsewhere():
+async def test_a_stream_that_ends_before_it_begins_is_asked_for_elsewhere():
     async def told(replica, request, body):
         if replica.replica_id == "s1":
             return await replica.stream(request, body)
@@ -258,168 +224,135 @@ def test_a_stream_that_ends_before_it_begins_is_asked_for_elsewhere():
         await empty.prepare(request)
         return empty
 
-    async def scenario():
-        async with rig(stable=2, told=told) as router:
-            assert (await router.streamed(ASK))[-1] == "[DONE]"
-            assert [made.replica_id for made in router.outbox.written] == ["s1"]
-
-    run(scenario)
+    async with rig(stable=2, told=told) as router:
+        assert (await router.streamed(ASK))[-1] == "[DONE]"
+        assert [made.replica_id for made in router.outbox.written] == ["s1"]
 
 
-def test_a_single_replica_that_comes_back_is_waited_for():
+async def test_a_single_replica_that_comes_back_is_waited_for():
     async def told(replica, _request, body):
         return replica.whole(body) if len(replica.requests) > 2 else replica.json({}, 500)
 
-    async def scenario():
-        async with rig(told=told) as router:
-            assert (await router.asked(ASK))[0] == 200 and len(router.outbox.written) == 1
-
-    run(scenario)
+    async with rig(told=told) as router:
+        assert (await router.asked(ASK))[0] == 200 and len(router.outbox.written) == 1
 
 
-def test_without_a_replica_the_deadline_ends_the_wait():
-    async def scenario():
-        async with rig(request_timeout_s=0.3, pools={"stable": ["http://127.0.0.1:1"]}) as router:
-            status, answer = await router.asked(ASK)
-            assert status == 504 and answer["error"]["type"] == "timeout_error" and router.outbox.written == []
-
-    run(scenario)
+async def test_without_a_replica_the_deadline_ends_the_wait():
+    async with rig(request_timeout_s=0.3, pools={"stable": ["http://127.0.0.1:1"]}) as router:
+        status, answer = await router.asked(ASK)
+        assert status == 504 and answer["error"]["type"] == "timeout_error" and router.outbox.written == []
 
 
-def test_an_answer_that_breaks_off_is_recorded_as_failed_and_ends_with_an_error():
+async def test_an_answer_that_breaks_off_is_recorded_as_failed_and_ends_with_an_error():
     async def told(replica, request, body):
         return await replica.stream(request, body, ends=False)
 
-    async def scenario():
-        async with rig(told=told) as router:
-            found = await router.streamed(ASK)
-            assert found[-1]["error"]["code"] == 503 and "[DONE]" not in found
-            (made,) = router.outbox.written
-            assert (made.finish_reason, made.sampled_tokens) == ("failed", 2)
-            assert made.segments[0].spans == [VersionSpan(4, 3, 5)]
-
-    run(scenario)
+    async with rig(told=told) as router:
+        found = await router.streamed(ASK)
+        assert found[-1]["error"]["code"] == 503 and "[DONE]" not in found
+        (made,) = router.outbox.written
+        assert (made.finish_reason, made.sampled_tokens) == ("failed", 2)
+        assert made.segments[0].spans == [VersionSpan(4, 3, 5)]
 
 
-def test_a_client_that_goes_away_leaves_a_record_and_ends_the_request_at_the_replica():
-    async def scenario():
-        async with rig() as router:
-            (replica,) = router.replicas
-            replica.go_on.clear()
-            async with router.post({**ASK, "stream": True}) as response:
-                seen = b""
-                while b'"b"' not in seen:
-                    seen += await response.content.readany()
-                response.close()
-            await until(lambda: router.outbox.written)
-            (made,) = router.outbox.written
-            assert (made.finish_reason, made.sampled_tokens) == ("abandoned", 2)
-            assert made.segments[0].spans == [VersionSpan(4, 3, 5)] and (made.version_min, made.version_max) == (4, 4)
-            await asyncio.wait_for(replica.aborted.wait(), 20)
-
-    run(scenario)
+async def test_a_client_that_goes_away_leaves_a_record_and_ends_the_request_at_the_replica():
+    async with rig() as router:
+        (replica,) = router.replicas
+        replica.go_on.clear()
+        async with router.post({**ASK, "stream": True}) as response:
+            seen = b""
+            while b'"b"' not in seen:
+                seen += await response.content.readany()
+            response.close()
+        await until(lambda: router.outbox.written)
+        (made,) = router.outbox.written
+        assert (made.finish_reason, made.sampled_tokens) == ("abandoned", 2)
+        assert made.segments[0].spans == [VersionSpan(4, 3, 5)] and (made.version_min, made.version_max) == (4, 4)
+        await asyncio.wait_for(replica.aborted.wait(), 20)
 
 
-def test_a_client_that_goes_away_before_an_answer_leaves_no_record():
+async def test_a_client_that_goes_away_before_an_answer_leaves_no_record():
     async def told(replica, _request, _body):
         try:
             await asyncio.sleep(60)
         finally:
             replica.aborted.set()
 
-    async def scenario():
-        async with rig(told=told) as router:
-            (replica,) = router.replicas
-            asking = asyncio.create_task(router.asked(ASK))
-            await until(lambda: replica.requests)
-            asking.cancel()
-            await asyncio.wait_for(replica.aborted.wait(), 20)
-            await until(lambda: not router.router._running)
-            assert router.outbox.written == []
-
-    run(scenario)
+    async with rig(told=told) as router:
+        (replica,) = router.replicas
+        asking = asyncio.create_task(router.asked(ASK))
+        await until(lambda: replica.requests)
+        asking.cancel()
+        await asyncio.wait_for(replica.aborted.wait(), 20)
+        await until(lambda: not router.router._running)
+        assert router.outbox.written == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_log_does_not_take_is_not_served(stream):
-    async def scenario():
-        async with rig(log_rest_s=600) as router:
-            router.outbox.failing = True
-            async with router.post({**ASK, "stream": stream}) as response:
-                text = await response.text()
-            assert "could not be recorded" in text and "[DONE]" not in text and '"c"' not in text
-            assert response.status == (200 if stream else 503)
-            before = len(router.replicas[0].requests)
-            assert (await router.asked(ASK))[0] == 503 and len(router.replicas[0].requests) == before
-            async with router.session.get("/healthz") as health:
-                assert health.status == 503
-            router.outbox.failing = False
-            router.router.recorder._rests_until = float("-inf")
-            assert (await router.asked(ASK))[0] == 200 and len(router.outbox.written) == 1
-            async with router.session.get("/healthz") as health:
-                assert health.status == 200
-
-    run(scenario)
+async def test_what_the_log_does_not_take_is_not_served(stream):
+    async with rig(log_rest_s=600) as router:
+        router.outbox.failing = True
+        async with router.post({**ASK, "stream": stream}) as response:
+            text = await response.text()
+        assert "could not be recorded" in text and "[DONE]" not in text and '"c"' not in text
+        assert response.status == (200 if stream else 503)
+        before = len(router.replicas[0].requests)
+        assert (await router.asked(ASK))[0] == 503 and len(router.replicas[0].requests) == before
+        async with router.session.get("/healthz") as health:
+            assert health.status == 503
+        router.outbox.failing = False
+        router.router.recorder._rests_until = float("-inf")
+        assert (await router.asked(ASK))[0] == 200 and len(router.outbox.written) == 1
+        async with router.session.get("/healthz") as health:
+            assert health.status == 200
 
 
-def test_an_unrecorded_answer_is_served_without_an_interaction_where_the_operator_wants_it():
-    async def scenario():
-        async with rig(on_log_failure="serve_unrecorded") as router:
-            router.outbox.failing = True
-            for _ in range(2):
-                status, answer = await router.asked(ASK)
-                assert status == 200 and "tidemill" not in answer
-            found = await router.streamed(ASK)
-            assert found[-1] == "[DONE]" and "tidemill" not in found[-2]
-            async with router.session.get("/metrics") as metrics:
-                assert 'tidemill_router_unrecorded_total{end="served"} 3.0' in await metrics.text()
-
-    run(scenario)
+async def test_an_unrecorded_answer_is_served_without_an_interaction_where_the_operator_wants_it():
+    async with rig(on_log_failure="serve_unrecorded") as router:
+        router.outbox.failing = True
+        for _ in range(2):
+            status, answer = await router.asked(ASK)
+            assert status == 200 and "tidemill" not in answer
+        found = await router.streamed(ASK)
+        assert found[-1] == "[DONE]" and "tidemill" not in found[-2]
+        async with router.session.get("/metrics") as metrics:
+            assert 'tidemill_router_unrecorded_total{end="served"} 3.0' in await metrics.text()
 
 
-def test_the_arm_recorded_is_the_pool_that_answered():
-    async def scenario():
-        async with rig(canary=1) as router:
-            router.router.canary.observe(decision("canary", 7, share=1.0))
-            await router.asked(ASK)
-            (made,) = router.outbox.written
-            assert (made.arm, made.propensity, made.replica_id) == ("canary", 1.0, "c1")
-            router.router.canary.observe(decision("reject", 7))
-            await router.asked(ASK)
-            assert (router.outbox.written[1].arm, router.outbox.written[1].propensity) == ("stable", 1.0)
-
-    run(scenario)
+async def test_the_arm_recorded_is_the_pool_that_answered():
+    async with rig(canary=1) as router:
+        router.router.canary.observe(decision("canary", 7, share=1.0))
+        await router.asked(ASK)
+        (made,) = router.outbox.written
+        assert (made.arm, made.propensity, made.replica_id) == ("canary", 1.0, "c1")
+        router.router.canary.observe(decision("reject", 7))
+        await router.asked(ASK)
+        assert (router.outbox.written[1].arm, router.outbox.written[1].propensity) == ("stable", 1.0)
 
 
-def test_a_canary_pool_that_does_not_answer_is_stood_in_for_by_the_stable_one():
+async def test_a_canary_pool_that_does_not_answer_is_stood_in_for_by_the_stable_one():
     async def told(replica, _request, body):
         return replica.json({}, 500) if replica.replica_id == "c1" else replica.whole(body)
 
-    async def scenario():
-        async with rig(canary=1, told=told) as router:
-            router.router.canary.observe(decision("canary", 7, share=0.6))
-            for user in range(20):
-                assert (await router.asked({**ASK, "user": f"u{user}"}))[0] == 200
-            made = router.outbox.written
-            assert {one.replica_id for one in made} == {"s0"} and len(made) == 20
-            assert {(one.arm, round(one.propensity, 9)) for one in made} == {("stable", 0.4), ("fallback", 0.6)}
-
-    run(scenario)
+    async with rig(canary=1, told=told) as router:
+        router.router.canary.observe(decision("canary", 7, share=0.6))
+        for user in range(20):
+            assert (await router.asked({**ASK, "user": f"u{user}"}))[0] == 200
+        made = router.outbox.written
+        assert {one.replica_id for one in made} == {"s0"} and len(made) == 20
+        assert {(one.arm, round(one.propensity, 9)) for one in made} == {("stable", 0.4), ("fallback", 0.6)}
 
 
-def test_too_many_requests_at_once_are_turned_away():
-    async def scenario():
-        async with rig(max_concurrent_requests=2) as router:
-            router.replicas[0].go_on.clear()
-            held = [asyncio.create_task(router.streamed(ASK)) for _ in range(2)]
-            await until(lambda: len(router.router._running) == 2)
-            status, answer = await router.asked(ASK)
-            assert status == 429 and answer["error"]["type"] == "rate_limit_error"
-            router.replicas[0].go_on.set()
-            await asyncio.gather(*held)
-            assert (await router.asked(ASK))[0] == 200
-
-    run(scenario)
+async def test_too_many_requests_at_once_are_turned_away():
+    async with rig(max_concurrent_requests=2) as router:
+        router.replicas[0].go_on.clear()
+        held = [asyncio.create_task(router.streamed(ASK)) for _ in range(2)]
+        await until(lambda: len(router.router._running) == 2)
+        status, answer = await router.asked(ASK)
+        assert status == 429 and answer["error"]["type"] == "rate_limit_error"
+        router.replicas[0].go_on.set()
+        await asyncio.gather(*held)
+        assert (await router.asked(ASK))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -435,47 +368,38 @@ def test_too_many_requests_at_once_are_turned_away():
         {"finish_reason": None},
     ],
 )
-def test_an_answer_that_cannot_be_believed_is_never_trained(damage):
+async def test_an_answer_that_cannot_be_believed_is_never_trained(damage):
     async def told(replica, _request, _body):
         choice = {"index": 0, "text": "abc", "logprobs": {"token_logprobs": [-0.5] * 3}, "token_ids": TOKENS,
                   "finish_reason": "stop", "weight_versions": [[4, 0, 3]], "prompt_token_ids": PROMPT}  # fmt: skip
         return replica.json({"choices": [{**choice, **damage}]})
 
-    async def scenario():
-        async with rig(told=told) as router:
-            status, _ = await router.asked(ASK)
-            assert status in (200, 502)
-            assert all(one.finish_reason == "failed" and one.sampled_tokens == 0 for one in router.outbox.written)
-            assert len(router.outbox.written) == (status == 200)
-
-    run(scenario)
+    async with rig(told=told) as router:
+        status, _ = await router.asked(ASK)
+        assert status in (200, 502)
+        assert all(one.finish_reason == "failed" and one.sampled_tokens == 0 for one in router.outbox.written)
+        assert len(router.outbox.written) == (status == 200)
 
 
-def test_the_models_are_listed_without_the_replicas_paths():
-    async def scenario():
-        async with rig() as router:
-            async with router.session.get("/v1/models") as refused:
-                assert refused.status == 401
-            async with router.session.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}) as response:
-                assert (await response.json())["data"][0]["id"] == "tidemill"
-                assert "secret" not in await response.text()
-
-    run(scenario)
+async def test_the_models_are_listed_without_the_replicas_paths():
+    async with rig() as router:
+        async with router.session.get("/v1/models") as refused:
+            assert refused.status == 401
+        async with router.session.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}) as response:
+            assert (await response.json())["data"][0]["id"] == "tidemill"
+            assert "secret" not in await response.text()
 
 
 @pytest.mark.parametrize("listed", [{}, {"data": None}, {"data": ["tidemill"]}, {"data": [None]}])
-def test_an_invalid_list_of_models_is_the_replicas_fault(listed, monkeypatch, caplog):
+async def test_an_invalid_list_of_models_is_the_replicas_fault(listed, monkeypatch, caplog):
     async def models(replica, request):
         return replica.json(listed)
 
     monkeypatch.setattr(FakeReplica, "models", models)
 
-    async def scenario():
-        signed = {"authorization": f"Bearer {KEY}"}
-        async with rig() as router, router.session.get("/v1/models", headers=signed) as response:
-            assert response.status == 503
-
-    run(scenario)
+    signed = {"authorization": f"Bearer {KEY}"}
+    async with rig() as router, router.session.get("/v1/models", headers=signed) as response:
+        assert response.status == 503
     assert "the list of models is not valid" in caplog.text
 
 
@@ -487,7 +411,7 @@ def test_the_chunks_of_the_fake_replica_are_those_of_a_real_one():
 
 
 @pytest.mark.parametrize("failing", [500, 400, None])
-def test_neither_prompts_nor_users_nor_keys_are_logged(failing, caplog):
+async def test_neither_prompts_nor_users_nor_keys_are_logged(failing, caplog):
     caplog.set_level("DEBUG")
 
     async def told(replica, request, body):
@@ -495,12 +419,9 @@ def test_neither_prompts_nor_users_nor_keys_are_logged(failing, caplog):
             return replica.json({"error": {"message": f"bad {body['prompt']}"}}, failing)
         return await replica.stream(request, body, ends=False)
 
-    async def scenario():
-        async with rig(told=told) as router:
-            router.outbox.failing = True
-            async with router.post({**ASK, "prompt": "a secret", "user": "grace", "stream": True}) as response:
-                await response.read()
-
-    run(scenario)
+    async with rig(told=told) as router:
+        router.outbox.failing = True
+        async with router.post({**ASK, "prompt": "a secret", "user": "grace", "stream": True}) as response:
+            await response.read()
     assert "secret" not in caplog.text and "grace" not in caplog.text and KEY not in caplog.text
     assert failing == 400 or "tidemill" in caplog.text, "nothing was logged at all"

@@ -25,6 +25,8 @@ from tidemill.producers.environments.check import ScriptedPolicy, task_of
 from tidemill.producers.environments.find import UnknownEnvironment, options_json
 from tidemill.producers.environments.openenv import MOST_BYTES, OpenEnv
 
+pytestmark = pytest.mark.anyio
+
 FAMILY = OpenEnv()
 
 
@@ -113,11 +115,9 @@ def test_tasks_are_what_the_server_says_to_their_seed(server):
     assert len({draft.payload for draft in drafts}) == 40
 
 
-def test_tasks_are_drawn_within_a_running_loop(server):
-    async def draw():
-        return drawn(opened(server), 2)
-
-    assert asyncio.run(draw()) == drawn(opened(server), 2)
+async def test_tasks_are_drawn_within_a_running_loop(server):
+    found = drawn(opened(server), 2)
+    assert found == drawn(opened(server), 2)
 
 
 def test_numbered_tasks_come_once_each(server):

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tests.records import build
 from tests.waiting import until
 from tidemill.producers.config import RolloutSettings
+from tidemill.producers.environments import spawning
 from tidemill.producers.environments.base import (
     ContextFull,
     Endpoint,
@@ -35,11 +36,11 @@ from tidemill.producers.environments.base import (
 )
 from tidemill.producers.environments.find import UnknownEnvironment, options_json
 from tidemill.producers.environments.process import TICKS, HostedEnvironment, ProcessLost
-from tidemill.producers.environments.spawning import FrameTooLarge, encode
+from tidemill.producers.environments.spawning import encode
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.records import Task
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("error"), pytest.mark.timeout(300)]
 HOSTILE = "hostile_environments:Hostile"
 LIMITS = RolloutSettings(environment_timeout_s=30.0)
 SHORT = RolloutSettings(environment_timeout_s=2.0)
@@ -83,19 +84,6 @@ def task(payload: str) -> Task:
                  deadline_at=2**60)  # fmt: skip
 
 
-def run(coroutine, limit_s: float = NEVER_S):
-    """The result of a coroutine; what it leaves behind shows at once."""
-
-    async def limited():
-        async with asyncio.timeout(limit_s):
-            return await coroutine
-
-    try:
-        return asyncio.run(limited())
-    finally:
-        gc.collect()
-
-
 async def start(name: str = HOSTILE, limits: RolloutSettings = LIMITS, network: bool | None = None, **options):
     return await HostedEnvironment(name, options, limits, network).start()
 
@@ -120,7 +108,7 @@ def play_one(payload: str, limits: RolloutSettings = LIMITS, policy=None, **opti
         await hosted.close()
         return found
 
-    return run(main())
+    return asyncio.run(main())
 
 
 def with_bystanders(payload: str, limits: RolloutSettings, count: int = 12):
@@ -146,7 +134,7 @@ def with_bystanders(payload: str, limits: RolloutSettings, count: int = 12):
         await hosted.close()
         return found, lost, after
 
-    found, lost, after = run(main())
+    found, lost, after = asyncio.run(main())
     assert isinstance(found, EnvironmentFailed), found
     assert {type(each) for each in lost} == {ProcessLost}
     assert {each.total for each, _lost in after} == {2.0}
@@ -173,6 +161,7 @@ def temporary(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.syspath_prepend(Path(__file__).parent)
     yield folder
+    gc.collect()  # what was left behind shows at once
     assert not processes(folder)
     assert not list(folder.iterdir())
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
@@ -181,19 +170,15 @@ def temporary(tmp_path, monkeypatch, caplog):
 # What plays.
 
 
-def test_an_episode_is_played_in_another_process():
-    async def main():
-        hosted = await start(size=5)
-        policy = FakePolicy()
-        found = await hosted.play(task("good 9"), policy)
-        again = await hosted.rescore(task("some"), [{"role": "user", "content": "a"}] * 3)
-        cut = await hosted.cut_off(task("none"), [])
-        nothing = await hosted.rescore(task("none"), [])
-        await hosted.close()
-        await hosted.close()
-        return hosted, policy, found, again, cut, nothing
-
-    hosted, policy, found, again, cut, nothing = run(main())
+async def test_an_episode_is_played_in_another_process():
+    hosted = await start(size=5)
+    policy = FakePolicy()
+    found = await hosted.play(task("good 9"), policy)
+    again = await hosted.rescore(task("some"), [{"role": "user", "content": "a"}] * 3)
+    cut = await hosted.cut_off(task("none"), [])
+    nothing = await hosted.rescore(task("none"), [])
+    await hosted.close()
+    await hosted.close()
     assert (found.total, found.success, found.metrics) == (2.0, True, {"length": 4.0, "malformed": 1.0})
     assert (again.total, cut.success, nothing) == (3.0, False, None)
     (first, tools, most, trained), (second, none, unbounded, untrained) = policy.calls
@@ -209,25 +194,17 @@ def test_an_episode_is_played_in_another_process():
     assert options_json(hosted.options) == '{"size":5}'
 
 
-def test_a_thousand_episodes_at_once_share_one_process(temporary):
-    async def main():
-        hosted = await start()
-        waiting = [asyncio.create_task(outcome(hosted, "waits")) for _ in range(500)]
-        found = await asyncio.gather(*(outcome(hosted, "calls_side_by_side 3") for _ in range(1000)))
-        shared = len(processes(temporary))
-        for each in waiting:
-            each.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        await hosted.close()
-        return found, shared
-
-    found, shared = run(main())
+async def test_a_thousand_episodes_at_once_share_one_process(temporary):
+    hosted = await start()
+    waiting = [asyncio.create_task(outcome(hosted, "waits")) for _ in range(500)]
+    found = await asyncio.gather(*(outcome(hosted, "calls_side_by_side 3") for _ in range(1000)))
+    shared = len(processes(temporary))
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await hosted.close()
     assert {each.total for each in found} == {1.0}
     assert shared == 2  # the process and its keeper
-
-
-def test_replies_that_come_out_of_order_find_their_calls():
-    assert play_one("calls_side_by_side 40").total == 1.0
 
 
 def test_a_policy_that_fails_raises_in_the_environment_as_itself():
@@ -235,111 +212,77 @@ def test_a_policy_that_fails_raises_in_the_environment_as_itself():
     assert metrics == {"ContextFull: no room": 1.0, "BadMessage: odd": 1.0, "local": 4.0}
 
 
-@pytest.mark.parametrize("payload", ["swallows full failed bad", "wraps"])
-def test_a_generation_that_failed_fails_the_episode_whatever_the_environment_makes_of_it(payload):
-    policy = FakePolicy()
-    found = play_one(payload, policy=policy)
-    assert type(found) is GenerationFailed and str(found) == "no replica"
-    assert policy.calls[-1][0][-1]["content"] == "failed"  # nothing was asked after it
-
-
-def test_an_environment_that_calls_on_after_a_failure_does_not_reach_the_worker():
+async def test_an_environment_that_calls_on_after_a_failure_does_not_reach_the_worker():
     policy = FakePolicy()
 
-    async def main():
-        hosted = await start()
-        playing = asyncio.create_task(hosted.play(task("calls_for_ever"), policy))
-        while not (policy.calls or playing.done()):
-            await asyncio.sleep(0.01)
-        await asyncio.wait([playing], timeout=0.5)  # What must not happen has no condition to wait for.
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-        assert (await outcome(hosted, "good")).total == 2.0
-        await hosted.close()
-
-    run(main())
+    hosted = await start()
+    playing = asyncio.create_task(hosted.play(task("calls_for_ever"), policy))
+    while not (policy.calls or playing.done()):
+        await asyncio.sleep(0.01)
+    await asyncio.wait([playing], timeout=0.5)  # What must not happen has no condition to wait for.
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert (await outcome(hosted, "good")).total == 2.0
+    await hosted.close()
     assert len(policy.calls) == 1
 
 
-def test_an_error_of_the_policy_that_passes_through_is_raised_as_itself():
-    async def main():
-        hosted = await start()
-        found = [await outcome(hosted, f"passes {word}") for word in ("failed", "full", "bad", "bug")]
-        await hosted.close()
-        return found
-
-    assert [type(each) for each in run(main())] == [GenerationFailed, ContextFull, BadMessage, ZeroDivisionError]
-
-
-def test_a_call_that_the_environment_gives_up_is_given_up_here():
-    assert play_one("gives_up").total == 1.0
+async def test_a_call_after_the_end_of_its_episode_fails():
+    hosted = await start()
+    assert (await hosted.play(task("calls_later"), FakePolicy())).metrics == {"nothing": 1.0}
+    said = {"nothing": 1.0}
+    while said == {"nothing": 1.0}:
+        said = (await hosted.play(task("calls_later"), FakePolicy())).metrics
+    await hosted.close()
+    assert set(said) == {"GenerationFailed: the episode is over"}
 
 
-def test_a_call_after_the_end_of_its_episode_fails():
-    async def main():
-        hosted = await start()
-        assert (await hosted.play(task("calls_later"), FakePolicy())).metrics == {"nothing": 1.0}
-        said = {"nothing": 1.0}
-        while said == {"nothing": 1.0}:
-            said = (await hosted.play(task("calls_later"), FakePolicy())).metrics
-        await hosted.close()
-        return said
-
-    assert set(run(main())) == {"GenerationFailed: the episode is over"}
-
-
-def test_an_episode_that_is_cancelled_here_is_cancelled_there():
-    async def main():
-        hosted = await start(limits=SHORT)
-        policy = FakePolicy()
-        for payload in ("waits", "waits_for_policy"):
-            playing = asyncio.create_task(hosted.play(task(payload), policy))
-            while not policy.calls:
-                await asyncio.sleep(0.01)
-            policy.calls.clear()
-            playing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await playing
-        unborn = asyncio.create_task(hosted.play(task("waits"), policy))
-        await asyncio.sleep(0)
-        unborn.cancel()
+async def test_an_episode_that_is_cancelled_here_is_cancelled_there():
+    hosted = await start(limits=SHORT)
+    policy = FakePolicy()
+    for payload in ("waits", "waits_for_policy"):
+        playing = asyncio.create_task(hosted.play(task(payload), policy))
+        while not policy.calls:
+            await asyncio.sleep(0.01)
+        policy.calls.clear()
+        playing.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await unborn
-        process = hosted._processes[-1]
-        while process._leaving:
-            await asyncio.sleep(0.01)
-        assert not process.retired
-        assert policy.given_up == 1
-        await hosted.close()
+            await playing
+    unborn = asyncio.create_task(hosted.play(task("waits"), policy))
+    await asyncio.sleep(0)
+    unborn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await unborn
+    process = hosted._processes[-1]
+    while process._leaving:
+        await asyncio.sleep(0.01)
+    assert not process.retired
+    assert policy.given_up == 1
+    await hosted.close()
 
-    run(main())
 
-
-def test_an_episode_that_ignores_its_cancellation_gets_no_company(temporary):
-    async def main():
-        hosted = await start(limits=RolloutSettings(environment_timeout_s=0.3))
-        policy = FakePolicy()
-        stays = asyncio.create_task(outcome(hosted, "waits", policy))
-        began = time.monotonic()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await hosted.play(task("ignores_cancellation"), policy)
-        assert time.monotonic() - began < 60  # the caller waits for nothing
-        first = hosted._processes[-1]
-        while not first.retired:
-            await asyncio.sleep(0.01)
-        assert not stays.done()
-        assert (await outcome(hosted, "good")).total == 2.0
-        assert hosted._processes[-1] is not first
-        stays.cancel()
-        await asyncio.wait([stays])
-        while not first.over:
-            await asyncio.sleep(0.01)
-        assert (await outcome(hosted, "good")).total == 2.0
-        await hosted.close()
-
-    run(main())
+async def test_an_episode_that_ignores_its_cancellation_gets_no_company(temporary):
+    hosted = await start(limits=RolloutSettings(environment_timeout_s=0.3))
+    policy = FakePolicy()
+    stays = asyncio.create_task(outcome(hosted, "waits", policy))
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await hosted.play(task("ignores_cancellation"), policy)
+    assert time.monotonic() - began < 60  # the caller waits for nothing
+    first = hosted._processes[-1]
+    while not first.retired:
+        await asyncio.sleep(0.01)
+    assert not stays.done()
+    assert (await outcome(hosted, "good")).total == 2.0
+    assert hosted._processes[-1] is not first
+    stays.cancel()
+    await asyncio.wait([stays])
+    while not first.over:
+        await asyncio.sleep(0.01)
+    assert (await outcome(hosted, "good")).total == 2.0
+    await hosted.close()
 
 
 # Opening.
@@ -378,53 +321,43 @@ def test_what_cannot_be_opened_says_why(name, options, kind, said, tmp_path, mon
         monkeypatch.setattr("tidemill.producers.environments.process.START_S", 2.0)
     limits = RolloutSettings(environment_memory_mb=512)
     with pytest.raises(kind) as raised:
-        run(start(name, limits, **options))
+        asyncio.run(start(name, limits, **options))
     assert said in str(raised.value)
     assert type(raised.value) is kind
 
 
-def test_processes_that_play_nothing_are_started_ever_more_slowly(tmp_path):
+async def test_processes_that_play_nothing_are_started_ever_more_slowly(tmp_path):
     starts = tmp_path / "starts"
 
-    async def main():
-        hosted = await start(limits=SHORT, starts=str(starts))
-        began, seen = time.monotonic(), []
-        while len(seen) < 3:
-            found = await outcome(hosted, "exits")
-            seen.append(time.monotonic() - began)
-            assert isinstance(found, EnvironmentFailed)
-        await hosted.close()
-        return seen
-
-    seen = run(main())
+    hosted = await start(limits=SHORT, starts=str(starts))
+    began, seen = time.monotonic(), []
+    while len(seen) < 3:
+        found = await outcome(hosted, "exits")
+        seen.append(time.monotonic() - began)
+        assert isinstance(found, EnvironmentFailed)
+    await hosted.close()
     assert len(starts.read_text().splitlines()) == 3
     pauses = [after - before for before, after in pairwise(seen)]
     assert pauses[0] > 0.5 and pauses[1] > 1.0
 
 
-def test_an_environment_that_was_closed_plays_no_more_and_draws_tasks():
+async def test_an_environment_that_was_closed_plays_no_more_and_draws_tasks():
     """As the feeder uses it: opened and closed in an event loop of its own."""
 
-    async def main():
-        hosted = await start()
-        await hosted.close()
-        with pytest.raises(EnvironmentFailed, match="is closed"):
-            await hosted.play(task("good"), FakePolicy())
-        return hosted
-
-    hosted = run(main())
+    hosted = await start()
+    await hosted.close()
+    with pytest.raises(EnvironmentFailed, match="is closed"):
+        await hosted.play(task("good"), FakePolicy())
     assert [draft.payload for draft in hosted.tasks(TaskQuery(1))] == ["good 0", "good 1", "good 2"]
 
 
-def test_closing_while_it_starts_leaves_nothing():
-    async def main():
-        hosted = HostedEnvironment(HOSTILE, {}, LIMITS)
-        playing = asyncio.create_task(outcome(hosted, "good"))
-        await asyncio.sleep(0.1)
-        await hosted.close()
-        return await playing
-
-    assert "is closed" in str(run(main()))
+async def test_closing_while_it_starts_leaves_nothing():
+    hosted = HostedEnvironment(HOSTILE, {}, LIMITS)
+    playing = asyncio.create_task(outcome(hosted, "good"))
+    await asyncio.sleep(0.1)
+    await hosted.close()
+    found = await playing
+    assert "is closed" in str(found)
 
 
 def test_an_event_loop_that_ends_takes_its_process_with_it(temporary):
@@ -435,10 +368,10 @@ def test_an_event_loop_that_ends_takes_its_process_with_it(temporary):
         assert not waiting.done()
         return hosted
 
-    hosted = run(main())
+    hosted = asyncio.run(main())
     assert not processes(temporary)
-    assert (run(outcome(hosted, "good"))).total == 2.0
-    run(hosted.close())
+    assert (asyncio.run(outcome(hosted, "good"))).total == 2.0
+    asyncio.run(hosted.close())
 
 
 # Hanging.
@@ -473,73 +406,62 @@ def test_an_episode_that_hangs_fails_though_its_process_cannot_be_killed(monkeyp
             await hosted.close()
             await asyncio.to_thread(keeper.communicate)
 
-    assert str(run(main(), limit_s=30)) == f"environment {HOSTILE} hung: no answer within 2 s"
+    assert str(asyncio.run(main())) == f"environment {HOSTILE} hung: no answer within 2 s"
 
 
-def test_what_was_scored_before_another_episode_hangs_is_kept():
-    async def main():
-        hosted = await start(limits=SHORT)
-        replies = asyncio.Event()
+async def test_what_was_scored_before_another_episode_hangs_is_kept():
+    hosted = await start(limits=SHORT)
+    replies = asyncio.Event()
 
-        class Together(FakePolicy):
-            async def chat(self, messages, **more):
-                self.calls.append(messages)
-                if len(self.calls) == 5:  # the one that will hang is answered last, with the others
-                    replies.set()
-                    await asyncio.sleep(0)
-                await replies.wait()
-                return Reply({"role": "assistant", "content": "fine"}, "stop")
+    class Together(FakePolicy):
+        async def chat(self, messages, **more):
+            self.calls.append(messages)
+            if len(self.calls) == 5:  # the one that will hang is answered last, with the others
+                replies.set()
+                await asyncio.sleep(0)
+            await replies.wait()
+            return Reply({"role": "assistant", "content": "fine"}, "stop")
 
-        policy = Together()
-        payloads = [*["asks"] * 4, "hangs_with_the_lock"]
-        found = await asyncio.gather(*(outcome(hosted, each, policy) for each in payloads))
-        await hosted.close()
-        return found
-
-    *scored, hung = run(main())
+    policy = Together()
+    payloads = [*["asks"] * 4, "hangs_with_the_lock"]
+    found = await asyncio.gather(*(outcome(hosted, each, policy) for each in payloads))
+    await hosted.close()
+    *scored, hung = found
     assert "hung" in str(hung)
     assert [each.total for each in scored] == [1.0] * 4
 
 
-def test_a_busy_thread_is_not_blamed_for_the_loop():
-    async def main():
-        hosted = await start(limits=SHORT)
-        working = asyncio.create_task(outcome(hosted, "works_in_a_thread"))
-        await asyncio.sleep(0.2)
-        found = await outcome(hosted, "hangs")
-        await hosted.close()
-        return found, await working
-
-    found, working = run(main())
+async def test_a_busy_thread_is_not_blamed_for_the_loop():
+    hosted = await start(limits=SHORT)
+    working = asyncio.create_task(outcome(hosted, "works_in_a_thread"))
+    await asyncio.sleep(0.2)
+    found = await outcome(hosted, "hangs")
+    await hosted.close()
+    working = await working
     assert "hung" in str(found) and type(found) is EnvironmentHung
     assert type(working) is ProcessLost
 
 
-def test_many_long_steps_are_no_hang():
-    async def main():
-        hosted = await start(limits=SHORT)
-        found = await asyncio.gather(*(outcome(hosted, "long_step 0.3") for _ in range(8)))
-        await hosted.close()
-        return found
-
-    assert {each.total for each in run(main())} == {1.0}
+async def test_many_long_steps_are_no_hang():
+    hosted = await start(limits=SHORT)
+    found = await asyncio.gather(*(outcome(hosted, "long_step 0.3") for _ in range(8)))
+    await hosted.close()
+    assert {each.total for each in found} == {1.0}
 
 
-def test_a_worker_that_stands_still_blames_nobody():
-    async def main():
-        hosted = await start(limits=SHORT)
-        playing = asyncio.create_task(outcome(hosted, "calls_side_by_side 2"))
-        waiting = asyncio.create_task(outcome(hosted, "waits"))
-        await asyncio.sleep(0.1)
-        time.sleep(3 * SHORT.environment_timeout_s)
-        assert (await playing).total == 1.0
-        await asyncio.sleep(2 * SHORT.environment_timeout_s / TICKS)
-        assert not waiting.done()
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        await hosted.close()
-
-    run(main())
+async def test_a_worker_that_stands_still_blames_nobody():
+    limits = RolloutSettings(environment_timeout_s=1.0)
+    hosted = await start(limits=limits)
+    playing = asyncio.create_task(outcome(hosted, "calls_side_by_side 2"))
+    waiting = asyncio.create_task(outcome(hosted, "waits"))
+    await asyncio.sleep(0.1)
+    time.sleep(3 * limits.environment_timeout_s)
+    assert (await playing).total == 1.0
+    await asyncio.sleep(2 * limits.environment_timeout_s / TICKS)
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await hosted.close()
 
 
 # Ending the process.
@@ -564,35 +486,28 @@ def test_an_episode_that_ends_the_process_is_the_one_that_fails(payload, said):
         assert said in with_bystanders(payload, limits)
 
 
-def test_a_process_that_ends_between_steps_is_nobodys_fault():
-    async def main():
-        hosted = await start()
-        waiting = [asyncio.create_task(outcome(hosted, "waits")) for _ in range(3)]
-        await hosted.play(task("dies_later 0.3"), FakePolicy())
-        found = await asyncio.gather(*waiting)
-        after = await outcome(hosted, "good")
-        await hosted.close()
-        return found, after
-
-    found, after = run(main())
+async def test_a_process_that_ends_between_steps_is_nobodys_fault():
+    hosted = await start()
+    waiting = [asyncio.create_task(outcome(hosted, "waits")) for _ in range(3)]
+    await hosted.play(task("dies_later 0.3"), FakePolicy())
+    found = await asyncio.gather(*waiting)
+    after = await outcome(hosted, "good")
+    await hosted.close()
     assert [type(each) for each in found] == [ProcessLost] * 3
     assert "ended with code 5" in str(found[0])
     assert after.total == 2.0
 
 
-def test_a_process_whose_keeper_is_killed_ends(temporary):
-    async def main():
-        hosted = await start()
-        waiting = asyncio.create_task(outcome(hosted, "waits"))
-        first = psutil.Process(hosted._processes[-1].hello.process)
-        first.parent().kill()
-        found = await waiting
-        await asyncio.to_thread(until, lambda: not first.is_running())
-        assert (await outcome(hosted, "good")).total == 2.0
-        await hosted.close()
-        return found
-
-    assert "the keeper of its process ended with code -9" in str(run(main()))
+async def test_a_process_whose_keeper_is_killed_ends(temporary):
+    hosted = await start()
+    waiting = asyncio.create_task(outcome(hosted, "waits"))
+    first = psutil.Process(hosted._processes[-1].hello.process)
+    first.parent().kill()
+    found = await waiting
+    await asyncio.to_thread(until, lambda: not first.is_running())
+    assert (await outcome(hosted, "good")).total == 2.0
+    await hosted.close()
+    assert "the keeper of its process ended with code -9" in str(found)
     for folder in temporary.iterdir():  # nobody is left to remove it
         folder.rmdir()
 
@@ -604,131 +519,94 @@ def test_a_process_that_sends_what_is_no_message_is_given_up(word):
     assert "no message that can be read" in str(found)
 
 
-# Raising, and what is no score.
+# What comes of an episode.
 
-
-RAISED = [
-    ("value", "raised ValueError('a clear text')"),
-    ("system_exit", "raised SystemExit(4)"),
-    ("keyboard", "raised KeyboardInterrupt()"),
-    ("base", "raised BaseException('of no kind')"),
-    ("cancelled", "raised CancelledError()"),
-    ("unprintable", "raised Unprintable"),
-    ("long", "raised ValueError('xxx"),
-    ("group", "ValueError('one')"),
-    ("surrogate", "?"),
+EPISODES = [
+    ("calls_side_by_side 40", None, ""),
+    ("gives_up", None, ""),
+    ("writes stdout", None, ""),
+    ("writes stderr", None, ""),
+    ("raises task", TaskError, ""),
+    ("raises value", EnvironmentFailed, "raised ValueError('a clear text')"),
+    ("raises system_exit", EnvironmentFailed, "raised SystemExit(4)"),
+    ("raises keyboard", EnvironmentFailed, "raised KeyboardInterrupt()"),
+    ("raises base", EnvironmentFailed, "raised BaseException('of no kind')"),
+    ("raises cancelled", EnvironmentFailed, "raised CancelledError()"),
+    ("raises unprintable", EnvironmentFailed, "raised Unprintable"),
+    ("raises long", EnvironmentFailed, "raised ValueError('xxx"),
+    ("raises group", EnvironmentFailed, "ValueError('one')"),
+    ("raises surrogate", EnvironmentFailed, "?"),
+    ("passes failed", GenerationFailed, ""),
+    ("passes full", ContextFull, ""),
+    ("passes bad", BadMessage, ""),
+    ("passes bug", ZeroDivisionError, ""),
+    ("wraps", GenerationFailed, "no replica"),
+    ("swallows full failed bad", GenerationFailed, "no replica"),
+    ("sends_large_message raised", GenerationFailed, "a call of the policy has 100,000,"),
+    ("sends_large_message swallowed", GenerationFailed, "a call of the policy has 100,000,"),
+    ("writes file", EnvironmentFailed, "File too large"),
+    ("good " + "x" * (9 << 20), EnvironmentFailed, "the task has 9,4"),
+    ("returns nan", EnvironmentFailed, "answer.value is nan, which is no finite number"),
+    ("returns infinity", EnvironmentFailed, "loss is -inf, which is no finite number"),
+    ("returns text", EnvironmentFailed, "answer.value is 'high', which is no finite number"),
+    ("returns none", EnvironmentFailed, "returned a NoneType, not a Score"),
+    ("returns number", EnvironmentFailed, "returned a float, not a Score"),
+    ("returns empty", EnvironmentFailed, "no reward component"),
+    ("returns twice", EnvironmentFailed, "two reward components have one name"),
+    ("returns numbers", EnvironmentFailed, "raised AttributeError"),
+    ("returns surrogate", EnvironmentFailed, "surrogates not allowed"),
+    ("returns name", EnvironmentFailed, "returned no score: Expected `str`, got `int` - at `$.rewards[0].name`"),
+    ("returns success", EnvironmentFailed, "returned no score: Expected `bool | null`, got `str` - at `$.success`"),
+    ("returns object", EnvironmentFailed, "not JSON serializable"),
+    ("returns spite", EnvironmentFailed, "no items"),
+    ("returns large", EnvironmentFailed, "the score has 100,000,"),
 ]
+"""Payloads of episodes, and the error that each ends in: None for a score of 1."""
 
 
-def test_whatever_an_episode_raises_fails_it():
-    async def main():
-        hosted = await start()
-        found = await asyncio.gather(*(outcome(hosted, f"raises {word}") for word, _said in RAISED))
-        assert (await outcome(hosted, "good")).total == 2.0
-        assert len(hosted._processes) == 1 and not hosted._processes[0].over
-        await hosted.close()
-        return found
+async def test_an_episode_fails_alone_whatever_it_raises_returns_or_sends():
+    policies = [FakePolicy() for _ in EPISODES]
 
-    for found, (word, said) in zip(run(main()), RAISED, strict=True):
-        assert isinstance(found, EnvironmentFailed), word
-        assert said in str(found)
+    hosted = await start()
+    playing = zip(EPISODES, policies, strict=True)
+    ended = await asyncio.gather(*(outcome(hosted, payload, policy) for (payload, *_), policy in playing))
+    assert (await outcome(hosted, "good")).total == 2.0
+    assert len(hosted._processes) == 1 and not hosted._processes[0].over
+    await hosted.close()
+    for found, (payload, error, said), policy in zip(ended, EPISODES, policies, strict=True):
+        if error is None:
+            assert found.total == 1.0, payload
+            continue
+        assert type(found) is error and said in str(found), payload
         assert len(str(found)) < 3000
-
-
-def test_a_payload_of_another_environment_is_refused_as_itself():
-    assert isinstance(play_one("raises task"), TaskError)
-
-
-RETURNED = [
-    ("nan", "answer.value is nan, which is no finite number"),
-    ("infinity", "loss is -inf, which is no finite number"),
-    ("text", "answer.value is 'high', which is no finite number"),
-    ("none", "returned a NoneType, not a Score"),
-    ("number", "returned a float, not a Score"),
-    ("empty", "no reward component"),
-    ("twice", "two reward components have one name"),
-    ("numbers", "raised AttributeError"),
-    ("surrogate", "surrogates not allowed"),
-    ("name", "returned no score: Expected `str`, got `int` - at `$.rewards[0].name`"),
-    ("success", "returned no score: Expected `bool | null`, got `str` - at `$.success`"),
-    ("object", "not JSON serializable"),
-    ("spite", "no items"),
-    ("large", "the score has 100,000,"),
-]
-
-
-def test_what_is_no_score_fails_its_episode():
-    async def main():
-        hosted = await start()
-        found = await asyncio.gather(*(outcome(hosted, f"returns {word}") for word, _said in RETURNED))
-        assert (await outcome(hosted, "good")).total == 2.0
-        assert len(hosted._processes) == 1 and not hosted._processes[0].over
-        await hosted.close()
-        return found
-
-    for found, (word, said) in zip(run(main()), RETURNED, strict=True):
-        assert isinstance(found, EnvironmentFailed), word
-        assert said in str(found)
-        assert len(str(found)) < 3000
-
-
-# Writing.
-
-
-@pytest.mark.parametrize("word", ["stdout", "stderr"])
-def test_a_flood_of_output_goes_nowhere(word):
-    assert play_one(f"writes {word}").total == 1.0
-
-
-def test_a_large_file_is_refused_to_its_writer():
-    found = play_one("writes file")
-    assert isinstance(found, EnvironmentFailed)
-    assert "File too large" in str(found)
-
-
-@pytest.mark.parametrize("word", ["raised", "swallowed"])
-def test_a_large_message_to_the_policy_fails_its_episode(word):
-    found = play_one(f"sends_large_message {word}")
-    assert isinstance(found, GenerationFailed)
-    assert "a call of the policy has 100,000," in str(found)
-
-
-def test_a_task_above_the_limit_fails_its_episode():
-    found = play_one("good " + "x" * (9 << 20))
-    assert isinstance(found, EnvironmentFailed)
-    assert "the task has 9,4" in str(found)
+        if said == "no replica":
+            assert policy.calls[-1][0][-1]["content"] == "failed", "nothing was asked after it"
 
 
 # Processes.
 
 
 @pytest.mark.parametrize("end", ["close", "hang"])
-def test_processes_that_an_environment_started_end_with_it(end):
-    async def main():
-        hosted = await start(limits=SHORT)
-        scores = [await hosted.play(task(f"forks {word}"), FakePolicy()) for word in ("child", "orphan", "program")]
-        started = [psutil.Process(int(each.total)) for each in scores]
-        assert all(each.is_running() for each in started)
-        if end == "hang":
-            assert "hung" in str(await outcome(hosted, "hangs"))
-            await asyncio.to_thread(until, lambda: not any(each.is_running() for each in started))
-        await hosted.close()
-        assert not any(each.is_running() for each in started)
-
-    run(main())
+async def test_processes_that_an_environment_started_end_with_it(end):
+    hosted = await start(limits=SHORT)
+    scores = [await hosted.play(task(f"forks {word}"), FakePolicy()) for word in ("child", "orphan", "program")]
+    started = [psutil.Process(int(each.total)) for each in scores]
+    assert all(each.is_running() for each in started)
+    if end == "hang":
+        assert "hung" in str(await outcome(hosted, "hangs"))
+        await asyncio.to_thread(until, lambda: not any(each.is_running() for each in started))
+    await hosted.close()
+    assert not any(each.is_running() for each in started)
 
 
-def test_a_forked_copy_of_the_process_ends_and_speaks_for_nobody():
+async def test_a_forked_copy_of_the_process_ends_and_speaks_for_nobody():
     policy = FakePolicy()
 
-    async def main():
-        hosted = await start()
-        copy = psutil.Process(int((await hosted.play(task("forked_copy_goes_on"), policy)).total))
-        await asyncio.to_thread(until, lambda: copy.status() == "zombie")
-        assert (await outcome(hosted, "good", policy)).total == 2.0
-        await hosted.close()
-
-    run(main())
+    hosted = await start()
+    copy = psutil.Process(int((await hosted.play(task("forked_copy_goes_on"), policy)).total))
+    await asyncio.to_thread(until, lambda: copy.status() == "zombie")
+    assert (await outcome(hosted, "good", policy)).total == 2.0
+    await hosted.close()
     assert [messages[0]["content"] for messages, *_ in policy.calls] == ["hello", "hello"]
 
 
@@ -736,11 +614,13 @@ WORKER = """
 import asyncio, os, signal, sys
 sys.path[:0] = sys.argv[1:2]
 from tidemill.producers.config import RolloutSettings
+from tidemill.producers.environments import spawning
 from tidemill.producers.environments.process import HostedEnvironment
 from test_process import FakePolicy, task, HOSTILE
 
 # A shell's background jobs ignore the interrupt, and what they start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+spawning.KILL_S = 1.0  # the copy keeps the keeper's pipe open
 
 async def main():
     hosted = await HostedEnvironment(HOSTILE, {}, RolloutSettings()).start()
@@ -822,7 +702,7 @@ def test_the_network_is_closed_unless_it_is_asked_for(name, network, opened):
         return hosted, seen
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        hosted, seen = run(main(server.getsockname()[1]))
+        hosted, seen = asyncio.run(main(server.getsockname()[1]))
     assert hosted.network is opened
     offer = "endpoint http://127.0.0.1:1 key" if opened else "EnvironmentFailed: environment hostile_environments:"
     assert len([each for each in seen if each.startswith(offer)]) == 1
@@ -835,7 +715,7 @@ def test_a_machine_that_cannot_close_the_network_opens_nothing(tmp_path, monkeyp
     (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.machine = lambda: 'abacus'\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(EnvironmentFailed, match=r"no filter is known for abacus.*network = true"):
-        run(start())
+        asyncio.run(start())
 
     async def main():
         hosted = await start(network=True)
@@ -843,7 +723,7 @@ def test_a_machine_that_cannot_close_the_network_opens_nothing(tmp_path, monkeyp
         await hosted.close()
         return found
 
-    assert run(main()).total == 2.0
+    assert asyncio.run(main()).total == 2.0
 
 
 # Tasks.
@@ -877,7 +757,7 @@ def test_tasks_come_in_one_order_whatever_hashes_the_worker_has():
 @pytest.mark.parametrize(
     ("do", "said"),
     [
-        ("hangs", "hung: no task within 3 s"),
+        ("hangs", "hung: no task within 1 s"),
         ("raises", "raised KeyError('no such thing')"),
         ("task_error", "no more of these"),
         ("exits", "draws no more tasks: its process ended with code 9"),
@@ -890,7 +770,7 @@ def test_tasks_come_in_one_order_whatever_hashes_the_worker_has():
     ],
 )
 def test_an_environment_that_cannot_draw_says_why(do, said):
-    limits = RolloutSettings(environment_timeout_s=3.0 if do == "hangs" else 30.0, environment_memory_mb=1024)
+    limits = RolloutSettings(environment_timeout_s=1.0 if do == "hangs" else 30.0, environment_memory_mb=1024)
     drafts = hosted_tasks("BadTasks", limits, do=do)
     assert next(drafts).payload == "1"
     with pytest.raises(TaskError) as raised:
@@ -928,18 +808,19 @@ json_values = st.recursive(
 
 @given(st.lists(json_values, max_size=5))
 def test_a_message_is_one_line_and_reads_back(frame):
-    line = encode(frame, 1 << 20)
+    line = encode(frame)
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     assert json.loads(line) == frame
 
 
-def test_a_message_at_the_limit_passes_and_one_above_it_does_not():
-    assert len(encode(["x" * 95], 100)) == 100
-    with pytest.raises(FrameTooLarge, match="101 bytes"):
-        encode(["x" * 96], 100)
+def test_a_message_at_the_limit_passes_and_one_above_it_does_not(monkeypatch):
+    monkeypatch.setattr(spawning, "MESSAGE_BYTES", 100)
+    assert len(encode(["x" * 95])) == 100
+    with pytest.raises(TaskError, match="the task has 101 bytes"):
+        encode(["x" * 96], "the task", TaskError)
 
 
 @pytest.mark.parametrize("frame", [["\ud800"], [{"\udfff": 1}], [object()], [{1, 2}]])
 def test_what_json_cannot_hold_is_no_message(frame):
     with pytest.raises((TypeError, ValueError)):
-        encode(frame, 100)
+        encode(frame)

@@ -36,6 +36,8 @@ from tidemill.producers.environments.program import Program
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.schemas.records import RewardComponent
 
+pytestmark = pytest.mark.anyio
+
 EXAMPLE = Path(__file__).with_name("calculator_agent.py")
 PRELUDE = """
 import json, os, sys, time, urllib.request
@@ -277,15 +279,12 @@ def test_nothing_that_the_program_started_outlives_its_episode(ending: str, monk
         assert time.monotonic() < deadline, kin(key)
 
 
-def test_a_program_that_hangs_is_killed_while_others_go_on() -> None:
-    async def both() -> None:
-        hanging = asyncio.create_task(played(agent("say('x'); time.sleep(1000)"), limit_s=2))
-        score, _ = await played(agent("say('ok')"))
-        assert score.success is True
-        error, policy = await hanging
-        assert isinstance(error, TimeoutError) and len(policy.turns) == 1
-
-    asyncio.run(both())
+async def test_a_program_that_hangs_is_killed_while_others_go_on() -> None:
+    hanging = asyncio.create_task(played(agent("say('x'); time.sleep(1000)"), limit_s=2))
+    score, _ = await played(agent("say('ok')"))
+    assert score.success is True
+    error, policy = await hanging
+    assert isinstance(error, TimeoutError) and len(policy.turns) == 1
 
 
 def test_the_environment_of_the_program_is_scrubbed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ from tidemill.producers.environments.reasoning_gym import (
     READERS,
     SLOW,
     ReasoningGym,
-    ReasoningGymEnvironment,
     ReasoningGymOptions,
     draft_of,
     item_of,
@@ -90,7 +89,7 @@ def plain(name):
 
 @pytest.mark.parametrize("name", OFFERED)
 def test_every_offered_task_opens_asks_and_grades(name):
-    environment, _, (item, other) = plain(name)
+    environment, dataset, (item, other) = plain(name)
     draft = draft_of(item)
     assert draft.asks == item["question"] and draft.payload != draft_of(other).payload
     right, metadata = item["answer"], item["metadata"]
@@ -105,22 +104,13 @@ def test_every_offered_task_opens_asks_and_grades(name):
     assert not wrong.success and wrong.rewards[0].value < 1.0
     silent, _ = played(environment, draft, "I do not know.")
     assert components(silent) == {"score": 0.0, "solved": 0.0, "answered": 0.0} and not silent.success
-
-
-@pytest.mark.parametrize("name", OFFERED)
-def test_an_item_grades_alike_before_and_after_json(name):
-    _, dataset, items = plain(name)
-    for item in items:
-        kept = parse_item(draft_of(item).payload).model_dump()
-        for answer in (item["answer"], "xyzzy", f"{item['answer']} "):
-            assert graded(dataset, answer, kept) == graded(dataset, answer, item)
-
-
-@pytest.mark.parametrize("name", OFFERED)
-def test_an_item_depends_on_its_seed_and_place_alone(name):
-    environment, _, items = plain(name)
+    # An item grades alike before and after JSON, and depends on its seed and place alone.
+    for each in (item, other):
+        kept = parse_item(draft_of(each).payload).model_dump()
+        for answer in (each["answer"], "xyzzy", f"{each['answer']} "):
+            assert graded(dataset, answer, kept) == graded(dataset, answer, each)
     random.seed(name)
-    assert item_of(environment._dataset(seed=2), 1) == items[1]
+    assert item_of(environment._dataset(seed=2), 1) == other
 
 
 def graded(dataset, answer, item):
@@ -135,6 +125,7 @@ def test_the_list_is_what_the_library_registers_and_needs_no_import_of_it():
     from reasoning_gym.factory import DATASETS
 
     assert set(MEMBERS) == set(DATASETS) and len(MEMBERS) == 106
+    assert opened("chain_sum").version.startswith("reasoning-gym-0.1.")
     assert {name for name, each in MEMBERS.items() if each.problem} == set(NOT_OFFERED) <= set(DATASETS)
     assert set(DATASETS) >= EXECUTES | SLOW
     assert MEMBERS["chain_sum"].about == "Generates simple arithmetic tasks using only + and - operators"
@@ -456,8 +447,3 @@ def test_tuples_and_lists_of_metadata_survive_json():
     metadata = {"a": (1, (2, [3, ()])), "b": [], "c": {"d": None}}
     draft = item_draft(None, metadata)
     assert parse_item(draft.payload).metadata == metadata
-
-
-def test_the_version_names_the_library():
-    environment = opened("chain_sum")
-    assert environment.version.startswith("reasoning-gym-0.1.") and isinstance(environment, ReasoningGymEnvironment)

@@ -2,10 +2,8 @@
 
 import asyncio
 import random
-import re
 import subprocess
 import sys
-from collections import deque
 from dataclasses import replace
 from itertools import islice
 
@@ -132,51 +130,6 @@ def by_towers(_game):
     return in_turn(moves(3, "A", "C", "B"))
 
 
-def by_watching(_game):
-    def move(messages):
-        text = messages[0]["content"]
-        ball = re.search(r"starts: (.*)", text)[1].split().index("[X]")
-        for one, other in re.findall(r"swapped cups (\d) and (\d)", text):
-            ball = {int(one): int(other), int(other): int(one)}.get(ball, ball)
-        return f"[{ball}]"
-
-    return move
-
-
-def by_walking(game):
-    grid, steps = game.state.game_state["grid"], {"down": (1, 0), "right": (0, 1), "up": (-1, 0), "left": (0, -1)}
-    paths, seen = deque([((0, 0), ())]), {(0, 0)}
-    while paths:
-        (row, column), path = paths.popleft()
-        if grid[row][column] == "G":
-            return in_turn(f"[{step}]" for step in path)
-        for step, (down, right) in steps.items():
-            place = (row + down, column + right)
-            if place not in seen and max(place) < 4 and min(place) >= 0 and grid[place[0]][place[1]] != "H":
-                seen.add(place)
-                paths.append((place, (*path, step)))
-    raise AssertionError("no way")
-
-
-def by_jumping(game):
-    moves, board = game.ALLOWED_MOVES, game.state.game_state["board"]
-
-    def search(pegs, path):
-        if sum(pegs) == 1:
-            return path
-        for start, over, to in moves:
-            if pegs[start] and pegs[over] and not pegs[to]:
-                after = list(pegs)
-                after[start] = after[over] = False
-                after[to] = True
-                found = search(after, [*path, f"[{start} {to}]"])
-                if found:
-                    return found
-        return None
-
-    return in_turn(search(board, []))
-
-
 def by_filling(game):
     cells = [(row, column) for row in range(9) for column in range(9) if not game.game_board[row][column]]
     return in_turn(f"[{row + 1} {column + 1} {game.full_grid[row][column]}]" for row, column in cells)
@@ -208,9 +161,6 @@ def in_turn(moves):
 SOLVERS = {
     "GuessTheNumber-v0": by_bisection,
     "TowerOfHanoi-v0": by_towers,
-    "ThreeCardMonte-v0": by_watching,
-    "FrozenLake-v0": by_walking,
-    "PegJump-v0": by_jumping,
     "Sudoku-v0": by_filling,
     "Crosswords-v0": by_spelling,
     "Secretary-v0": by_waiting,

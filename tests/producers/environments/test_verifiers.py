@@ -32,6 +32,8 @@ from tidemill.producers.environments.process import HostedEnvironment
 from tidemill.producers.environments.verifiers import Verifiers
 from tidemill.producers.sampling.completion import BadResponse
 
+pytestmark = pytest.mark.anyio
+
 TASKSETS = Path(__file__).with_name("tasksets")
 ADDRESSES: set[str] = set()
 """Hosts that this process has connected to."""
@@ -122,21 +124,18 @@ async def other_endpoint(answer: Callable[[list[dict[str, str]]], str | int]) ->
         await runner.cleanup()
 
 
-def test_one_turn() -> None:
+async def test_one_turn() -> None:
     environment = opened("vf_sums")
     assert environment.isolation == "process" and environment.network and not environment.needs_tools
 
-    async def both() -> None:
-        score, policy = await one(environment, adder)
-        assert by_name(score) == {"correct": (1.0, 1.0), "short": (1.0, 0.5)} and score.success is True
-        assert score.metrics["length"] == len(policy.conversation[-1]["content"]) and not score.fault()
-        [context] = policy.contexts.all
-        assert len(context.turns) == 1 and policy.conversation[0] == {"role": "system", "content": "Add."}
-        score, _ = await one(environment, lambda _: "I am afraid that I do not know that")
-        assert score.total == 0.0 and score.success is False
-        await environment.close()
-
-    asyncio.run(both())
+    score, policy = await one(environment, adder)
+    assert by_name(score) == {"correct": (1.0, 1.0), "short": (1.0, 0.5)} and score.success is True
+    assert score.metrics["length"] == len(policy.conversation[-1]["content"]) and not score.fault()
+    [context] = policy.contexts.all
+    assert len(context.turns) == 1 and policy.conversation[0] == {"role": "system", "content": "Add."}
+    score, _ = await one(environment, lambda _: "I am afraid that I do not know that")
+    assert score.total == 0.0 and score.success is False
+    await environment.close()
 
 
 def test_tasks_are_the_same_for_the_same_query() -> None:
@@ -169,29 +168,26 @@ def calculator(context: str) -> str:
     return f"<tool_call>{json.dumps(calls[len(results)])}</tool_call>"
 
 
-def test_tools_of_a_server_that_all_tasks_share() -> None:
+async def test_tools_of_a_server_that_all_tasks_share() -> None:
     environment = opened("vf_tools")
     assert environment.needs_tools
 
-    async def many() -> None:
-        tasks = [draft.payload for draft in drafts(environment, 8)]
-        played = await asyncio.gather(*(one(environment, calculator, payload) for payload in tasks))
-        for score, policy in played:
-            assert by_name(score) == {"correct": (1.0, 1.0)} and score.metrics["calls"] == 3.0, score
-            [context] = policy.contexts.all
-            assert len(context.turns) == 4 and context.tools[0]["function"]["name"] == "calc_add"
-            results = [m["content"] for m in policy.conversation if m["role"] == "tool"]
-            assert "no tool 'calc_divide'" in results[0] and "valid" in results[1] and results[2].isdigit()
-        # A conversation that fills the context is scored as it is.
-        score, policy = await one(environment, calculator, tasks[0], max_context_tokens=560)
-        assert by_name(score) == {"correct": (0.0, 1.0)} and policy.full and not policy.failure, score
-        assert score.metrics["calls"] < 3
-        # An agent that never stops is cut off by its own limit.
-        score, policy = await one(environment, lambda _: calculator("tool: 1+9"), tasks[0])
-        assert score.metrics["truncated"] == 1.0 and len(policy.turns) == 32
-        await environment.close()
-
-    asyncio.run(many())
+    tasks = [draft.payload for draft in drafts(environment, 8)]
+    played = await asyncio.gather(*(one(environment, calculator, payload) for payload in tasks))
+    for score, policy in played:
+        assert by_name(score) == {"correct": (1.0, 1.0)} and score.metrics["calls"] == 3.0, score
+        [context] = policy.contexts.all
+        assert len(context.turns) == 4 and context.tools[0]["function"]["name"] == "calc_add"
+        results = [m["content"] for m in policy.conversation if m["role"] == "tool"]
+        assert "no tool 'calc_divide'" in results[0] and "valid" in results[1] and results[2].isdigit()
+    # A conversation that fills the context is scored as it is.
+    score, policy = await one(environment, calculator, tasks[0], max_context_tokens=560)
+    assert by_name(score) == {"correct": (0.0, 1.0)} and policy.full and not policy.failure, score
+    assert score.metrics["calls"] < 3
+    # An agent that never stops is cut off by its own limit.
+    score, policy = await one(environment, lambda _: calculator("tool: 1+9"), tasks[0])
+    assert score.metrics["truncated"] == 1.0 and len(policy.turns) == 32
+    await environment.close()
 
 
 def both_sides(context: str) -> str:
@@ -214,48 +210,42 @@ def test_a_simulated_user_is_not_trained() -> None:
     assert "role-playing" not in trained and "DONE" not in trained and "what is 2+7?" in trained
 
 
-def test_a_simulated_user_by_another_endpoint() -> None:
-    async def talk() -> None:
-        def user(messages: list[dict[str, str]]) -> str:
-            return "###DONE###" if len(messages) > 2 else "what is 5+7?"
+async def test_a_simulated_user_by_another_endpoint() -> None:
+    def user(messages: list[dict[str, str]]) -> str:
+        return "###DONE###" if len(messages) > 2 else "what is 5+7?"
 
-        async with other_endpoint(user) as (url, asked):
-            environment = opened("vf_sums", env={"id": "user-sim"}, others_url=url, others_model="somebody")
-            score, policy = await one(environment, adder)
-            assert len(score.rewards) == 2, score
-            assert len(policy.turns) == 1 and policy.conversation[-1]["content"] == "12"
-            assert [body["model"] for body in asked] == ["somebody"] * 2
-            await environment.close()
+    async with other_endpoint(user) as (url, asked):
+        environment = opened("vf_sums", env={"id": "user-sim"}, others_url=url, others_model="somebody")
+        score, policy = await one(environment, adder)
+        assert len(score.rewards) == 2, score
+        assert len(policy.turns) == 1 and policy.conversation[-1]["content"] == "12"
+        assert [body["model"] for body in asked] == ["somebody"] * 2
+        await environment.close()
 
-        async with other_endpoint(lambda _: 500) as (url, _):
-            environment = opened("vf_sums", env={"id": "user-sim"}, others_url=url)
-            error, _ = await one(environment, adder)
-            assert "the other endpoint's defect" in str(error)
-            await environment.close()
-
-    asyncio.run(talk())
+    async with other_endpoint(lambda _: 500) as (url, _):
+        environment = opened("vf_sums", env={"id": "user-sim"}, others_url=url)
+        error, _ = await one(environment, adder)
+        assert "the other endpoint's defect" in str(error)
+        await environment.close()
 
 
-def test_a_judge_asks_the_other_endpoint() -> None:
+async def test_a_judge_asks_the_other_endpoint() -> None:
     with pytest.raises(TaskError, match=r"taskset\.task\.judge would ask .*others_url"):
         opened("vf_judged")
 
-    async def judged() -> None:
-        def strict(messages: list[dict[str, str]]) -> str:
-            return "Yes." if "Is a fish right for Riddle" in messages[0]["content"] else "no"
+    def strict(messages: list[dict[str, str]]) -> str:
+        return "Yes." if "Is a fish right for Riddle" in messages[0]["content"] else "no"
 
-        async with other_endpoint(strict) as (url, asked):
-            environment = opened("vf_judged", others_url=url, others_model="judge")
-            scores = [(await one(environment, lambda _, said=said: said))[0] for said in ("a fish", "a bird")]
-            assert [score.total for score in scores] == [1.0, 0.0] and asked[0]["model"] == "judge"
-            await environment.close()
-        async with other_endpoint(lambda _: 500) as (url, _):
-            environment = opened("vf_judged", others_url=url)
-            error, _ = await one(environment, lambda _: "a fish")
-            assert isinstance(error, EnvironmentFailed) and "the other endpoint's defect" in str(error)
-            await environment.close()
-
-    asyncio.run(judged())
+    async with other_endpoint(strict) as (url, asked):
+        environment = opened("vf_judged", others_url=url, others_model="judge")
+        scores = [(await one(environment, lambda _, said=said: said))[0] for said in ("a fish", "a bird")]
+        assert [score.total for score in scores] == [1.0, 0.0] and asked[0]["model"] == "judge"
+        await environment.close()
+    async with other_endpoint(lambda _: 500) as (url, _):
+        environment = opened("vf_judged", others_url=url)
+        error, _ = await one(environment, lambda _: "a fish")
+        assert isinstance(error, EnvironmentFailed) and "the other endpoint's defect" in str(error)
+        await environment.close()
 
 
 def test_a_program_with_the_openai_client() -> None:
@@ -281,29 +271,26 @@ def test_several_trained_agents_share_the_mean_of_their_rewards() -> None:
     assert len(policy.contexts.all) == 2 and score.metrics["agent1.pass_at_n"] == 1.0
 
 
-def test_a_failed_generation_fails_the_rollout_at_once() -> None:
-    async def failing() -> None:
-        def first(_context: str) -> str:
-            raise BadResponse("no logprobs")
+async def test_a_failed_generation_fails_the_rollout_at_once() -> None:
+    def first(_context: str) -> str:
+        raise BadResponse("no logprobs")
 
-        def later(context: str) -> str:
-            return both_sides(context) if "what is 2" not in context else first(context)
+    def later(context: str) -> str:
+        return both_sides(context) if "what is 2" not in context else first(context)
 
-        for options, say, good in (
-            ({}, first, adder),
-            ({"harness": "vf_ask_thrice"}, first, adder),  # it ends as if nothing was
-            ({"env": {"id": "user-sim"}}, first, both_sides),
-            ({"env": {"id": "user-sim"}}, later, both_sides),
-        ):
-            environment = opened("vf_sums", **options)
-            error, policy = await one(environment, say)
-            assert isinstance(error, GenerationFailed) and "no logprobs" in str(error), error
-            assert "no logprobs" in policy.failure and (say is first) == (not policy.turns)
-            score, _ = await one(environment, good)
-            assert isinstance(score, Score), "the next good one goes through"
-            await environment.close()
-
-    asyncio.run(failing())
+    for options, say, good in (
+        ({}, first, adder),
+        ({"harness": "vf_ask_thrice"}, first, adder),  # it ends as if nothing was
+        ({"env": {"id": "user-sim"}}, first, both_sides),
+        ({"env": {"id": "user-sim"}}, later, both_sides),
+    ):
+        environment = opened("vf_sums", **options)
+        error, policy = await one(environment, say)
+        assert isinstance(error, GenerationFailed) and "no logprobs" in str(error), error
+        assert "no logprobs" in policy.failure and (say is first) == (not policy.turns)
+        score, _ = await one(environment, good)
+        assert isinstance(score, Score), "the next good one goes through"
+        await environment.close()
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("raise", "the reward's defect"), ("nan", "correct.value is nan")])
@@ -312,18 +299,15 @@ def test_rewards_that_are_none(mode: str, reason: str) -> None:
     assert reason in (result.fault() if isinstance(result, Score) else str(result))
 
 
-def test_an_episode_that_is_cancelled_leaves_nothing() -> None:
-    async def cancelled() -> None:
-        environment: Any = opened("vf_sums", taskset={"task": {"mode": "hang"}})
-        for _ in range(2):
-            started = time.monotonic()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await environment.play(task_of(drafts(environment, 1)[0].payload), policy_of(adder))
-            assert time.monotonic() - started < 60 and not environment._client.playing
-        await environment.close()
-
-    asyncio.run(cancelled())
+async def test_an_episode_that_is_cancelled_leaves_nothing() -> None:
+    environment: Any = opened("vf_sums", taskset={"task": {"mode": "hang"}})
+    for _ in range(2):
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await environment.play(task_of(drafts(environment, 1)[0].payload), policy_of(adder))
+        assert time.monotonic() - started < 60 and not environment._client.playing
+    await environment.close()
 
 
 def test_the_deadlines_of_a_task_are_not_verifiers() -> None:
@@ -397,19 +381,16 @@ def test_a_full_context_is_scored_unless_the_harness_fails_of_it() -> None:
     assert score.total == 0.0 and policy.full and len(policy.turns) == 2
 
 
-def test_in_a_process_of_its_own() -> None:
-    async def hosted() -> None:
-        options = {"env": {"id": "user-sim"}}
-        environment = await HostedEnvironment("vf_hosted:HostedSums", options, RolloutSettings(), network=True).start()
-        try:
-            draft = next(iter(opened("vf_sums", **options).tasks(TaskQuery(1))))
-            score, policy = await one(environment, both_sides, draft.payload)
-            assert {part.name for part in score.rewards} == {"assistant.correct", "assistant.short"}, score
-            assert len(policy.turns) == 5 and len(policy.contexts.all) == 1
-            error, _ = await one(environment, lambda _: [][0], draft.payload)
-            assert isinstance(error, Exception) and "IndexError" in repr(error)
-            assert environment.version.startswith("verifiers-0.")
-        finally:
-            await environment.close()
-
-    asyncio.run(hosted())
+async def test_in_a_process_of_its_own() -> None:
+    options = {"env": {"id": "user-sim"}}
+    environment = await HostedEnvironment("vf_hosted:HostedSums", options, RolloutSettings(), network=True).start()
+    try:
+        draft = next(iter(opened("vf_sums", **options).tasks(TaskQuery(1))))
+        score, policy = await one(environment, both_sides, draft.payload)
+        assert {part.name for part in score.rewards} == {"assistant.correct", "assistant.short"}, score
+        assert len(policy.turns) == 5 and len(policy.contexts.all) == 1
+        error, _ = await one(environment, lambda _: [][0], draft.payload)
+        assert isinstance(error, Exception) and "IndexError" in repr(error)
+        assert environment.version.startswith("verifiers-0.")
+    finally:
+        await environment.close()

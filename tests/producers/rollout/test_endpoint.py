@@ -21,6 +21,8 @@ from tidemill.producers.rollout.endpoint import LARGEST_BODY, AgentEndpoint
 from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.producers.sampling.completion import BadResponse
 
+pytestmark = pytest.mark.anyio
+
 ADD = {
     "type": "function",
     "function": {
@@ -68,38 +70,32 @@ async def http(at: Endpoint) -> AsyncIterator[Callable[..., Any]]:
         yield send
 
 
-def test_the_openai_client_talks_and_contexts_grow() -> None:
-    async def play() -> None:
-        async with rollout() as (policy, at), client_of(at) as client:
-            messages: list[Any] = list(HELLO)
-            for _ in range(3):
-                made = await client.chat.completions.create(model="any", messages=messages)
-                messages += [made.choices[0].message, {"role": "user", "content": "again"}]
-            assert [m.content for m in messages[1::2]] == ["you said hello", "you said again", "you said again"]
-            assert made.model == "any" and made.choices[0].finish_reason == "stop"
-            assert made.usage is not None and made.usage.completion_tokens == len("you said again") + 1
-            [context] = policy.contexts.all
-            assert len(context.turns) == 3 and made.usage.total_tokens == len(context.ids)
-            assert [m["content"] for m in policy.conversation[-2:]] == ["again", "you said again"]
-            assert [model.id async for model in client.models.list()] == ["policy"]
-
-    asyncio.run(play())
+async def test_the_openai_client_talks_and_contexts_grow() -> None:
+    async with rollout() as (policy, at), client_of(at) as client:
+        messages: list[Any] = list(HELLO)
+        for _ in range(3):
+            made = await client.chat.completions.create(model="any", messages=messages)
+            messages += [made.choices[0].message, {"role": "user", "content": "again"}]
+        assert [m.content for m in messages[1::2]] == ["you said hello", "you said again", "you said again"]
+        assert made.model == "any" and made.choices[0].finish_reason == "stop"
+        assert made.usage is not None and made.usage.completion_tokens == len("you said again") + 1
+        [context] = policy.contexts.all
+        assert len(context.turns) == 3 and made.usage.total_tokens == len(context.ids)
+        assert [m["content"] for m in policy.conversation[-2:]] == ["again", "you said again"]
+        assert [model.id async for model in client.models.list()] == ["policy"]
 
 
-def test_streaming_says_the_same() -> None:
-    async def play() -> None:
-        async with rollout() as (policy, at), client_of(at) as client:
-            told = await client.chat.completions.create(
-                model="m", messages=HELLO, stream=True, stream_options={"include_usage": True}
-            )
-            chunks = [each async for each in told]
-            assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "you said hello"
-            assert chunks[0].choices[0].delta.role == "assistant"
-            assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
-            assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len("you said hello") + 1
-            assert len(policy.turns) == 1
-
-    asyncio.run(play())
+async def test_streaming_says_the_same() -> None:
+    async with rollout() as (policy, at), client_of(at) as client:
+        told = await client.chat.completions.create(
+            model="m", messages=HELLO, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [each async for each in told]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "you said hello"
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == len("you said hello") + 1
+        assert len(policy.turns) == 1
 
 
 async def said_of(client: openai.AsyncOpenAI, stream: bool, **asked: Any) -> dict[str, Any]:
@@ -119,35 +115,29 @@ async def said_of(client: openai.AsyncOpenAI, stream: bool, **asked: Any) -> dic
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tools(stream: bool) -> None:
-    async def play() -> None:
-        async with rollout(calling) as (policy, at), client_of(at) as client:
-            messages: list[Any] = [{"role": "user", "content": "2 + 3?"}]
-            said = await said_of(client, stream, messages=messages, tools=[ADD])
-            [call] = said["tool_calls"]
-            assert said["content"] == "let me see" and call["function"]["name"] == "add"
-            assert json.loads(call["function"]["arguments"]) == {"a": 2, "b": 3}
-            messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "5"}]
-            said = await said_of(client, stream, messages=messages, tools=[ADD])
-            assert said == {"role": "assistant", "content": "it is 5"}
-            assert len(policy.contexts.all) == 1, "the second request goes on from the first"
-
-    asyncio.run(play())
+async def test_tools(stream: bool) -> None:
+    async with rollout(calling) as (policy, at), client_of(at) as client:
+        messages: list[Any] = [{"role": "user", "content": "2 + 3?"}]
+        said = await said_of(client, stream, messages=messages, tools=[ADD])
+        [call] = said["tool_calls"]
+        assert said["content"] == "let me see" and call["function"]["name"] == "add"
+        assert json.loads(call["function"]["arguments"]) == {"a": 2, "b": 3}
+        messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "5"}]
+        said = await said_of(client, stream, messages=messages, tools=[ADD])
+        assert said == {"role": "assistant", "content": "it is 5"}
+        assert len(policy.contexts.all) == 1, "the second request goes on from the first"
 
 
-def test_sampling_of_the_agent_is_dropped() -> None:
-    async def play() -> None:
-        async with rollout() as (policy, at), client_of(at) as client:
-            made = await client.chat.completions.create(
-                model="m", messages=HELLO, seed=1, temperature=0, top_p=0.1, stop=["said"], user="u",
-                presence_penalty=1, extra_body={"repetition_penalty": 3, "guided_regex": "x"},
-            )  # fmt: skip
-            assert made.choices[0].message.content == "you said hello"
-            short = await client.chat.completions.create(model="m", messages=HELLO, max_tokens=3)
-            assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("you", "length")
-            assert not policy.failure
-
-    asyncio.run(play())
+async def test_sampling_of_the_agent_is_dropped() -> None:
+    async with rollout() as (policy, at), client_of(at) as client:
+        made = await client.chat.completions.create(
+            model="m", messages=HELLO, seed=1, temperature=0, top_p=0.1, stop=["said"], user="u",
+            presence_penalty=1, extra_body={"repetition_penalty": 3, "guided_regex": "x"},
+        )  # fmt: skip
+        assert made.choices[0].message.content == "you said hello"
+        short = await client.chat.completions.create(model="m", messages=HELLO, max_tokens=3)
+        assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("you", "length")
+        assert not policy.failure
 
 
 BAD_FIELDS: list[tuple[str, Any]] = [
@@ -172,19 +162,16 @@ BAD_FIELDS: list[tuple[str, Any]] = [
 ]
 
 
-def test_what_cannot_be_honoured_is_refused_by_name_and_the_next_goes_through() -> None:
-    async def play() -> None:
-        async with rollout() as (policy, at), http(at) as send:
-            for field, value in BAD_FIELDS:
-                body = {"model": "m", "messages": HELLO, "stream": field == "stream_options", field: value}
-                status, answer = await send("/chat/completions", body)
-                assert status == 400 and field in answer["error"]["message"], (field, value, answer)
-                assert answer["error"]["type"] == "invalid_request_error"
-            assert not policy.turns and not policy.failure
-            status, answer = await send("/chat/completions", {"messages": HELLO})
-            assert status == 200 and answer["choices"][0]["message"]["content"] == "you said hello"
-
-    asyncio.run(play())
+async def test_what_cannot_be_honoured_is_refused_by_name_and_the_next_goes_through() -> None:
+    async with rollout() as (policy, at), http(at) as send:
+        for field, value in BAD_FIELDS:
+            body = {"model": "m", "messages": HELLO, "stream": field == "stream_options", field: value}
+            status, answer = await send("/chat/completions", body)
+            assert status == 400 and field in answer["error"]["message"], (field, value, answer)
+            assert answer["error"]["type"] == "invalid_request_error"
+        assert not policy.turns and not policy.failure
+        status, answer = await send("/chat/completions", {"messages": HELLO})
+        assert status == 200 and answer["choices"][0]["message"]["content"] == "you said hello"
 
 
 BAD_BODIES = [
@@ -200,32 +187,26 @@ BAD_BODIES = [
 ]
 
 
-def test_bodies_that_are_no_request() -> None:
-    async def play() -> None:
-        async with rollout() as (policy, at), http(at) as send:
-            for body in BAD_BODIES:
-                for path in ("/chat/completions", "/outcome"):
-                    status, answer = await send(path, body)
-                    assert status == 400 and answer["error"]["message"], body[:40]
-            pair = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00 \\\\ud800"}]}'
-            status, answer = await send("/chat/completions", pair)
-            assert (status, answer["choices"][0]["message"]["content"]) == (200, "you said \U0001f600 \\ud800")
-            assert policy.posted is None
-
-    asyncio.run(play())
+async def test_bodies_that_are_no_request() -> None:
+    async with rollout() as (policy, at), http(at) as send:
+        for body in BAD_BODIES:
+            for path in ("/chat/completions", "/outcome"):
+                status, answer = await send(path, body)
+                assert status == 400 and answer["error"]["message"], body[:40]
+        pair = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00 \\\\ud800"}]}'
+        status, answer = await send("/chat/completions", pair)
+        assert (status, answer["choices"][0]["message"]["content"]) == (200, "you said \U0001f600 \\ud800")
+        assert policy.posted is None
 
 
-def test_a_body_too_large_even_when_packed() -> None:
-    async def play() -> None:
-        async with rollout() as (policy, at), http(at) as send:
-            large = json.dumps({"messages": [{"role": "user", "content": "x" * LARGEST_BODY}]}).encode()
-            status, answer = await send("/chat/completions", large)
-            assert status == 413 and str(LARGEST_BODY) in answer["error"]["message"]
-            status, _ = await send("/chat/completions", gzip.compress(large), headers={"content-encoding": "gzip"})
-            assert status == 413
-            assert not policy.failure and (await send("/chat/completions", {"messages": HELLO}))[0] == 200
-
-    asyncio.run(play())
+async def test_a_body_too_large_even_when_packed() -> None:
+    async with rollout() as (policy, at), http(at) as send:
+        large = json.dumps({"messages": [{"role": "user", "content": "x" * LARGEST_BODY}]}).encode()
+        status, answer = await send("/chat/completions", large)
+        assert status == 413 and str(LARGEST_BODY) in answer["error"]["message"]
+        status, _ = await send("/chat/completions", gzip.compress(large), headers={"content-encoding": "gzip"})
+        assert status == 413
+        assert not policy.failure and (await send("/chat/completions", {"messages": HELLO}))[0] == 200
 
 
 _json_values = st.recursive(
@@ -261,195 +242,160 @@ def test_any_json_is_answered_and_the_next_good_one_goes_through(requests: list[
     asyncio.run(play())
 
 
-def test_keys() -> None:
+async def test_keys() -> None:
     """A key opens its own rollout alone, until its episode is over."""
 
-    async def play() -> None:
-        async with AgentEndpoint() as endpoint:
-            one, two = policy_of(echo, endpoint.open), policy_of(lambda _: "two", endpoint.open)
-            assert one.endpoint.base_url == two.endpoint.base_url and one.endpoint.api_key != two.endpoint.api_key
-            assert one.endpoint == one.endpoint
-            async with client_of(one.endpoint) as first, client_of(two.endpoint) as second:
-                said = [await c.chat.completions.create(model="m", messages=HELLO) for c in (first, second)]
-                assert [s.choices[0].message.content for s in said] == ["you said hello", "two"]
-                assert len(one.turns) == len(two.turns) == 1
-                one.close()
-                endpoint.close(one)
-                with pytest.raises(openai.AuthenticationError, match="over"):
-                    await first.chat.completions.create(model="m", messages=HELLO)
-                assert len(one.turns) == 1
-                await second.chat.completions.create(model="m", messages=HELLO)
-            wrong = [
-                "Bearer x",
-                two.endpoint.api_key,
-                "",
-                f"Basic {two.endpoint.api_key}",
-                f"Bearer {two.endpoint.api_key}x",
-            ]
-            async with aiohttp.ClientSession() as session:
-                for header in wrong:
-                    for path in ("/chat/completions", "/outcome", "/models", "/other"):
-                        at = two.endpoint.base_url + path
-                        async with session.post(
-                            at, json={"messages": HELLO}, headers={"authorization": header}
-                        ) as made:
-                            assert made.status == 401 and (await made.json())["error"]["code"] == "invalid_api_key"
-
-    asyncio.run(play())
+    async with AgentEndpoint() as endpoint:
+        one, two = policy_of(echo, endpoint.open), policy_of(lambda _: "two", endpoint.open)
+        assert one.endpoint.base_url == two.endpoint.base_url and one.endpoint.api_key != two.endpoint.api_key
+        assert one.endpoint == one.endpoint
+        async with client_of(one.endpoint) as first, client_of(two.endpoint) as second:
+            said = [await c.chat.completions.create(model="m", messages=HELLO) for c in (first, second)]
+            assert [s.choices[0].message.content for s in said] == ["you said hello", "two"]
+            assert len(one.turns) == len(two.turns) == 1
+            one.close()
+            endpoint.close(one)
+            with pytest.raises(openai.AuthenticationError, match="over"):
+                await first.chat.completions.create(model="m", messages=HELLO)
+            assert len(one.turns) == 1
+            await second.chat.completions.create(model="m", messages=HELLO)
+        wrong = [
+            "Bearer x",
+            two.endpoint.api_key,
+            "",
+            f"Basic {two.endpoint.api_key}",
+            f"Bearer {two.endpoint.api_key}x",
+        ]
+        async with aiohttp.ClientSession() as session:
+            for header in wrong:
+                for path in ("/chat/completions", "/outcome", "/models", "/other"):
+                    at = two.endpoint.base_url + path
+                    async with session.post(at, json={"messages": HELLO}, headers={"authorization": header}) as made:
+                        assert made.status == 401 and (await made.json())["error"]["code"] == "invalid_api_key"
 
 
-def test_an_endpoint_that_nobody_uses_opens_no_port() -> None:
-    async def play() -> None:
-        async with AgentEndpoint() as endpoint:
-            endpoint.close(policy_of(echo, endpoint.open))
-            assert endpoint._serving is None
-
-    asyncio.run(play())
+async def test_an_endpoint_that_nobody_uses_opens_no_port() -> None:
+    async with AgentEndpoint() as endpoint:
+        endpoint.close(policy_of(echo, endpoint.open))
+        assert endpoint._serving is None
 
 
-def test_other_paths() -> None:
-    async def play() -> None:
-        async with rollout() as (_, at), http(at) as send:
-            for method, path in (
-                ("GET", "/chat/completions"),
-                ("POST", "/models"),
-                ("POST", "/embeddings"),
-                ("GET", ""),
-            ):
-                status, answer = await send(path, method=method)
-                assert status == 404 and f"no {method}" in answer["error"]["message"]
-
-    asyncio.run(play())
+async def test_other_paths() -> None:
+    async with rollout() as (_, at), http(at) as send:
+        for method, path in (
+            ("GET", "/chat/completions"),
+            ("POST", "/models"),
+            ("POST", "/embeddings"),
+            ("GET", ""),
+        ):
+            status, answer = await send(path, method=method)
+            assert status == 404 and f"no {method}" in answer["error"]["message"]
 
 
-def test_a_full_context() -> None:
-    async def play() -> None:
-        async with rollout(max_context_tokens=120) as (policy, at), client_of(at) as client:
-            messages: list[Any] = list(HELLO)
-            with pytest.raises(openai.BadRequestError) as error:
-                for _ in range(9):
-                    made = await client.chat.completions.create(model="m", messages=messages)
-                    messages += [made.choices[0].message, {"role": "user", "content": "x" * 30}]
-            assert error.value.code == "context_length_exceeded"
-            assert policy.turns and policy.full and not policy.failure
-
-    asyncio.run(play())
+async def test_a_full_context() -> None:
+    async with rollout(max_context_tokens=120) as (policy, at), client_of(at) as client:
+        messages: list[Any] = list(HELLO)
+        with pytest.raises(openai.BadRequestError) as error:
+            for _ in range(9):
+                made = await client.chat.completions.create(model="m", messages=messages)
+                messages += [made.choices[0].message, {"role": "user", "content": "x" * 30}]
+        assert error.value.code == "context_length_exceeded"
+        assert policy.turns and policy.full and not policy.failure
 
 
-def test_a_failed_generation() -> None:
+async def test_a_failed_generation() -> None:
     def broken(_context: str) -> str:
         raise BadResponse("no logprobs")
 
-    async def play() -> None:
-        async with rollout(broken) as (policy, at), client_of(at) as client:
-            for _ in range(2):  # the second is not sampled: the rollout has failed
-                with pytest.raises(openai.InternalServerError, match="no logprobs") as error:
-                    await client.chat.completions.create(model="m", messages=HELLO)
-                assert error.value.status_code == 502
-                assert error.value.response.request.headers["x-stainless-retry-count"] == "0"
-            assert "no logprobs" in policy.failure and len(policy.session.contexts) == 1
-
-    asyncio.run(play())
+    async with rollout(broken) as (policy, at), client_of(at) as client:
+        for _ in range(2):  # the second is not sampled: the rollout has failed
+            with pytest.raises(openai.InternalServerError, match="no logprobs") as error:
+                await client.chat.completions.create(model="m", messages=HELLO)
+            assert error.value.status_code == 502
+            assert error.value.response.request.headers["x-stainless-retry-count"] == "0"
+        assert "no logprobs" in policy.failure and len(policy.session.contexts) == 1
 
 
-def test_a_defect_of_ours_is_an_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_defect_of_ours_is_an_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
     def broken(_context: str) -> str:
         raise KeyError("a defect")
 
-    async def play() -> None:
-        async with rollout(broken) as (policy, at), http(at) as send:
-            status, answer = await send("/chat/completions", {"messages": HELLO})
-            assert status == 500 and "a defect" in answer["error"]["message"]
-            assert "a defect" in policy.failure, "the agent may go on as if nothing was; the rollout has failed"
-
-    asyncio.run(play())
+    async with rollout(broken) as (policy, at), http(at) as send:
+        status, answer = await send("/chat/completions", {"messages": HELLO})
+        assert status == 500 and "a defect" in answer["error"]["message"]
+        assert "a defect" in policy.failure, "the agent may go on as if nothing was; the rollout has failed"
     assert "a defect" in caplog.text
 
 
-def test_too_many_calls() -> None:
-    async def play() -> None:
-        async with rollout(max_turns=2) as (policy, at), http(at) as send:
-            statuses = [(await send("/chat/completions", {"messages": HELLO}))[0] for _ in range(4)]
-            assert statuses == [200, 200, 502, 502] and "max_turns" in policy.failure
-
-    asyncio.run(play())
+async def test_too_many_calls() -> None:
+    async with rollout(max_turns=2) as (policy, at), http(at) as send:
+        statuses = [(await send("/chat/completions", {"messages": HELLO}))[0] for _ in range(4)]
+        assert statuses == [200, 200, 502, 502] and "max_turns" in policy.failure
 
 
-def test_a_client_that_goes_away_cancels_its_generation() -> None:
-    async def play() -> None:
-        asked = asyncio.Event()
+async def test_a_client_that_goes_away_cancels_its_generation() -> None:
+    asked = asyncio.Event()
 
-        async def never(_context: str) -> str:
-            asked.set()
-            await asyncio.Event().wait()
-            raise AssertionError
+    async def never(_context: str) -> str:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
 
-        async with rollout(never) as (policy, at), http(at) as send:
+    async with rollout(never) as (policy, at), http(at) as send:
+        request = asyncio.create_task(send("/chat/completions", {"messages": HELLO}))
+        await asyncio.wait_for(asked.wait(), 10)
+        request.cancel()
+        async with asyncio.timeout(60):
+            while not policy.session.cancelled:
+                await asyncio.sleep(0)
+        assert "given up" in policy.failure
+
+
+async def test_the_end_of_the_episode_cancels_generations_and_fails_nothing() -> None:
+    asked = asyncio.Event()
+
+    async def never(_context: str) -> str:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with AgentEndpoint() as endpoint:
+        policy = policy_of(never, endpoint.open)
+        async with http(policy.endpoint) as send:
             request = asyncio.create_task(send("/chat/completions", {"messages": HELLO}))
             await asyncio.wait_for(asked.wait(), 10)
-            request.cancel()
-            async with asyncio.timeout(60):
-                while not policy.session.cancelled:
-                    await asyncio.sleep(0)
-            assert "given up" in policy.failure
-
-    asyncio.run(play())
+            policy.close()
+            endpoint.close(policy)
+            status, answer = await asyncio.wait_for(request, 10)
+        assert status == 401 and "over" in answer["error"]["message"]
+        assert policy.session.cancelled == 1 and not policy.failure
 
 
-def test_the_end_of_the_episode_cancels_generations_and_fails_nothing() -> None:
-    async def play() -> None:
-        asked = asyncio.Event()
-
-        async def never(_context: str) -> str:
-            asked.set()
-            await asyncio.Event().wait()
-            raise AssertionError
-
-        async with AgentEndpoint() as endpoint:
-            policy = policy_of(never, endpoint.open)
-            async with http(policy.endpoint) as send:
-                request = asyncio.create_task(send("/chat/completions", {"messages": HELLO}))
-                await asyncio.wait_for(asked.wait(), 10)
-                policy.close()
-                endpoint.close(policy)
-                status, answer = await asyncio.wait_for(request, 10)
-            assert status == 401 and "over" in answer["error"]["message"]
-            assert policy.session.cancelled == 1 and not policy.failure
-
-    asyncio.run(play())
-
-
-def test_calls_side_by_side() -> None:
-    async def play() -> None:
-        async with rollout() as (policy, at), client_of(at) as client:
-            asked = [[{"role": "user", "content": f"helper {n}"}] for n in range(40)]
-            made = await asyncio.gather(*(client.chat.completions.create(model="m", messages=a) for a in asked))
-            assert [m.choices[0].message.content for m in made] == [f"you said helper {n}" for n in range(40)]
-            assert len(policy.contexts.all) == 40 and len({m.id for m in made}) == 40
-
-    asyncio.run(play())
+async def test_calls_side_by_side() -> None:
+    async with rollout() as (policy, at), client_of(at) as client:
+        asked = [[{"role": "user", "content": f"helper {n}"}] for n in range(40)]
+        made = await asyncio.gather(*(client.chat.completions.create(model="m", messages=a) for a in asked))
+        assert [m.choices[0].message.content for m in made] == [f"you said helper {n}" for n in range(40)]
+        assert len(policy.contexts.all) == 40 and len({m.id for m in made}) == 40
 
 
 RESULT = {"rewards": {"correct": 1, "style": 0.25}, "success": True, "metrics": {"steps": 3}}
 
 
-def test_a_posted_result() -> None:
-    async def play() -> None:
-        async with rollout() as (policy, at), http(at) as send, client_of(at) as client:
-            await send("/chat/completions", {"messages": HELLO})
-            waiting = asyncio.create_task(policy.result())
-            assert await client.post("/outcome", cast_to=object, body=RESULT) == {"reward": 1.25}
-            score = await asyncio.wait_for(waiting, 10)
-            assert score is policy.posted and not score.fault() and score.total == 1.25
-            assert [(r.name, r.value, r.weight) for r in score.rewards] == [("correct", 1.0, 1.0), ("style", 0.25, 1.0)]
-            assert score.success is True and score.metrics == {"steps": 3.0}
-            status, answer = await send("/outcome", RESULT)
-            assert status == 400 and "already" in answer["error"]["message"]
-            status, answer = await send("/chat/completions", {"messages": HELLO})
-            assert status == 400 and "posted" in answer["error"]["message"]
-            assert len(policy.turns) == 1 and not policy.failure
-
-    asyncio.run(play())
+async def test_a_posted_result() -> None:
+    async with rollout() as (policy, at), http(at) as send, client_of(at) as client:
+        await send("/chat/completions", {"messages": HELLO})
+        waiting = asyncio.create_task(policy.result())
+        assert await client.post("/outcome", cast_to=object, body=RESULT) == {"reward": 1.25}
+        score = await asyncio.wait_for(waiting, 10)
+        assert score is policy.posted and not score.fault() and score.total == 1.25
+        assert [(r.name, r.value, r.weight) for r in score.rewards] == [("correct", 1.0, 1.0), ("style", 0.25, 1.0)]
+        assert score.success is True and score.metrics == {"steps": 3.0}
+        status, answer = await send("/outcome", RESULT)
+        assert status == 400 and "already" in answer["error"]["message"]
+        status, answer = await send("/chat/completions", {"messages": HELLO})
+        assert status == 400 and "posted" in answer["error"]["message"]
+        assert len(policy.turns) == 1 and not policy.failure
 
 
 BAD_RESULTS: list[Any] = [
@@ -470,29 +416,23 @@ BAD_RESULTS: list[Any] = [
 ]
 
 
-def test_results_that_are_none() -> None:
-    async def play() -> None:
-        async with rollout() as (policy, at), http(at) as send:
-            bodies = [json.dumps(each).encode() for each in BAD_RESULTS]
-            bodies += [b'{"rewards": {"a": %s}}' % number for number in (b"NaN", b"Infinity", b"-Infinity", b"1e999")]
-            for body in bodies:
-                status, answer = await send("/outcome", body)
-                assert status == 400 and policy.posted is None, (body[:60], answer)
-            assert (await send("/outcome", RESULT))[0] == 200
-
-    asyncio.run(play())
+async def test_results_that_are_none() -> None:
+    async with rollout() as (policy, at), http(at) as send:
+        bodies = [json.dumps(each).encode() for each in BAD_RESULTS]
+        bodies += [b'{"rewards": {"a": %s}}' % number for number in (b"NaN", b"Infinity", b"-Infinity", b"1e999")]
+        for body in bodies:
+            status, answer = await send("/outcome", body)
+            assert status == 400 and policy.posted is None, (body[:60], answer)
+        assert (await send("/outcome", RESULT))[0] == 200
 
 
-def test_turns_that_are_not_trained_are_part_of_no_segment() -> None:
-    async def play() -> None:
-        policy = policy_of(echo)
-        user = [{"role": "system", "content": "play a user"}, *HELLO]
-        asked = await policy.chat(user, trained=False)
-        said = await policy.chat([{"role": "user", "content": asked.content}])
-        again = await policy.chat([*user, asked.message, {"role": "user", "content": said.content}], trained=False)
-        assert again.content == "you said you said you said hello"
-        [context] = policy.contexts.all
-        assert len(context.turns) == 1 and len(policy.turns) == 3
-        assert policy.conversation[-1]["content"] == "you said you said hello"
-
-    asyncio.run(play())
+async def test_turns_that_are_not_trained_are_part_of_no_segment() -> None:
+    policy = policy_of(echo)
+    user = [{"role": "system", "content": "play a user"}, *HELLO]
+    asked = await policy.chat(user, trained=False)
+    said = await policy.chat([{"role": "user", "content": asked.content}])
+    again = await policy.chat([*user, asked.message, {"role": "user", "content": said.content}], trained=False)
+    assert again.content == "you said you said you said hello"
+    [context] = policy.contexts.all
+    assert len(context.turns) == 1 and len(policy.turns) == 3
+    assert policy.conversation[-1]["content"] == "you said you said hello"

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,12 +16,12 @@ from tests.producers.conftest import completion_body
 from tests.producers.rollout.test_player import Environments
 from tests.producers.rollout.test_player import play as played
 from tests.producers.rollout.test_policy import END, LEDGER, TASK, USER, Script
+from tests.producers.rollout.test_policy import policy_of as any_policy
 from tests.producers.rollout.test_worker import settings_for, task
-from tidemill.producers.config import RolloutSettings
 from tidemill.producers.outbox import SegmentClaims
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.player import Player
-from tidemill.producers.rollout.policy import RolloutPolicy, recorded_turns, turn_record
+from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.producers.sampling.completion import (
     BadResponse,
     Sampling,
@@ -34,6 +35,8 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.expert_ids import packed_ids, unpacked_ids
 from tidemill.schemas.records import RolloutStatus, Turn
 from tidemill.schemas.stored_object import load_claim
+
+pytestmark = pytest.mark.anyio
 
 LAYERS, TOP_K = 3, 2
 
@@ -58,20 +61,7 @@ class RoutedScript(Script):
         return replace(made, expert_ids=packed_ids(ids[sampling.expert_ids_from :].astype(np.uint8)))
 
 
-@pytest.fixture(scope="module")
-def texts(chat, tokenizer):
-    """The chat format, with a way to read ids as text."""
-    chat.token_text = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
-    return chat
-
-
-def policy_of(session, recorded=(), written=None, asks=True) -> RolloutPolicy:
-    def on_turn(number, made):
-        if written is not None:
-            written.append(turn_record(TASK, 1, "w", number, made))
-
-    limits = RolloutSettings(max_context_tokens=4000, max_turn_tokens=200, expert_ids=asks)
-    return RolloutPolicy(session.chat, session, limits, 6, recorded_turns(recorded), on_turn)
+policy_of = partial(any_policy, expert_ids=True)
 
 
 def expected(policy: RolloutPolicy) -> list[list[int]]:
@@ -101,16 +91,13 @@ def test_each_token_has_its_ids_over_turns_and_forks(texts):
     assert session.starts == [0, prompts[0] + said[0] - 1, prompts[2], 0, prompts[1] + said[1] - 1]
 
 
-def test_a_token_keeps_the_ids_of_its_first_computation(texts):
+async def test_a_token_keeps_the_ids_of_its_first_computation(texts):
     session = RoutedScript(texts, "one", "two", "three")
     session.later = 50
     policy = policy_of(session)
 
-    async def ask_twice():
-        first = (await policy.chat([USER])).message
-        await policy.chat([USER, first, {"role": "user", "content": "again"}])
-
-    asyncio.run(ask_twice())
+    first = (await policy.chat([USER])).message
+    await policy.chat([USER, first, {"role": "user", "content": "again"}])
     whole = unpacked_ids(build_expert_ids(policy.contexts.all))
     first = len(session.prompts[0]) + len(texts.encode(f"one{END}")) - 1
     (context,) = policy.contexts.all
@@ -120,7 +107,7 @@ def test_a_token_keeps_the_ids_of_its_first_computation(texts):
 
 def test_nothing_is_asked_for_and_nothing_kept_where_the_setting_is_off(texts):
     session = RoutedScript(texts, "one")
-    policy = policy_of(session, asks=False)
+    policy = policy_of(session, expert_ids=False)
     asyncio.run(policy.chat([USER]))
     assert session.starts == [None] and build_expert_ids(policy.contexts.all) == b""
     assert b"routed" not in request_body([1], Sampling(1, 1.0), None)

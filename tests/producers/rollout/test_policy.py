@@ -26,6 +26,7 @@ from tidemill.producers.rollout.policy import (
 from tidemill.producers.sampling.completion import BadResponse, Completion, build_segment
 from tidemill.producers.sampling.replicas import ReplicaIdentity
 from tidemill.schemas.chat.contexts import SampledTurn
+from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import (
     Dispatch,
@@ -37,6 +38,8 @@ from tidemill.schemas.records import (
     VersionSpan,
     rollout_id,
 )
+
+pytestmark = pytest.mark.anyio
 
 REPLICA = ReplicaIdentity("r1", "here")
 LEDGER = LedgerEnvironment(LedgerOptions())
@@ -79,19 +82,12 @@ class Script:
         return Completion(ids, logprobs, spans, finish, self.incarnation)
 
 
-@pytest.fixture(scope="module")
-def texts(chat, tokenizer):
-    """The chat format, with a way to read ids as text."""
-    chat.token_text = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
-    return chat
-
-
-def policy_of(session, recorded=(), max_context=4000, max_turns=6, written=None, a_task=TASK, temperature=1.0):
+def policy_of(session, recorded=(), max_context=4000, max_turns=6, written=None, a_task=TASK, **more):
     def on_turn(number, made):
         if written is not None:
             written.append(turn_record(a_task, 1, "w", number, made))
 
-    limits = RolloutSettings(max_context_tokens=max_context, max_turn_tokens=200, temperature=temperature)
+    limits = RolloutSettings(max_context_tokens=max_context, max_turn_tokens=200, **more)
     return RolloutPolicy(session.chat, session, limits, max_turns, recorded_turns(recorded), on_turn)
 
 
@@ -163,7 +159,22 @@ def test_the_record_of_a_failed_episode_has_a_reason_and_no_reward():
     assert record.segments == [] and record.rewards == [] and record.version_min == -1
 
 
-def test_sampled_ids_stay_where_their_text_tokenises_otherwise(texts):
+async def test_what_a_caller_changes_in_an_earlier_message_is_checked_again(texts):
+    session = Script(texts, "a", "b", "c")
+    policy, messages = policy_of(session), [dict(USER)]
+    for said in ("go on", "on"):
+        messages += [(await policy.chat(messages)).message, {"role": "user", "content": said}]
+    for place in (1, 2):  # a reply itself, and a message of the caller's
+        held, messages[place]["content"] = messages[place]["content"], 7
+        with pytest.raises(BadMessage, match=rf"messages\[{place}\]\.content"):
+            await policy.chat(messages)
+        messages[place]["content"] = held
+    messages[0]["content"] = "other"
+    await policy.chat(messages)
+    assert "other" in texts.token_text(session.prompts[-1]) and "hello" not in texts.token_text(session.prompts[-1])
+
+
+async def test_sampled_ids_stay_where_their_text_tokenises_otherwise(texts):
     session = Script(texts)
     odd = [*texts.encode("<tool_call>"), *texts.encode("x")]
 
@@ -174,27 +185,21 @@ def test_sampled_ids_stay_where_their_text_tokenises_otherwise(texts):
     session.complete = complete
     policy = policy_of(session)
 
-    async def converse():
-        first = await policy.chat([USER])
-        await policy.chat([USER, first.message, {"role": "user", "content": "again"}])
-
-    asyncio.run(converse())
+    first = await policy.chat([USER])
+    await policy.chat([USER, first.message, {"role": "user", "content": "again"}])
     (context,) = policy.contexts.all
     assert context.ids[: len(session.prompts[1])] == session.prompts[1]
     assert session.prompts[1][: len(session.prompts[0]) + 2] == [*session.prompts[0], *odd]
 
 
-def test_a_fork_shares_ids_and_masks_the_shared_turn_in_one(texts):
+async def test_a_fork_shares_ids_and_masks_the_shared_turn_in_one(texts):
     session = Script(texts, "one", "two", "three", "four")
     policy = policy_of(session)
 
-    async def converse():
-        first = (await policy.chat([USER])).message
-        await policy.chat([USER, first, {"role": "user", "content": "left"}])
-        await policy.chat([USER, first, {"role": "user", "content": "right"}])
-        await policy.chat([{"role": "user", "content": "else"}])
-
-    asyncio.run(converse())
+    first = (await policy.chat([USER])).message
+    await policy.chat([USER, first, {"role": "user", "content": "left"}])
+    await policy.chat([USER, first, {"role": "user", "content": "right"}])
+    await policy.chat([{"role": "user", "content": "else"}])
     segments = [build_segment(context.ids, context.turns) for context in policy.contexts.all]
     sampled = [texts.token_text(segment.ids()[segment.mask() == 1]) for segment in segments]
     assert sampled == [f"one{END}two{END}", f"three{END}", f"four{END}"]
@@ -202,34 +207,28 @@ def test_a_fork_shares_ids_and_masks_the_shared_turn_in_one(texts):
     assert segments[0].ids()[:shared].tolist() == segments[1].ids()[:shared].tolist()
 
 
-def test_calls_side_by_side_extend_and_fork(texts):
+async def test_calls_side_by_side_extend_and_fork(texts):
     session = Script(texts, "one", "two", "three")
     policy = policy_of(session)
 
-    async def converse():
-        first = (await policy.chat([USER])).message
-        session.gate = asyncio.Event()
-        asked = [USER, first, {"role": "user", "content": "both"}]
-        calls = [asyncio.create_task(policy.chat(asked)) for _ in range(2)]
-        while len(session.prompts) < 3:
-            await asyncio.sleep(0)
-        session.gate.set()
-        await asyncio.gather(*calls)
-
-    asyncio.run(converse())
+    first = (await policy.chat([USER])).message
+    session.gate = asyncio.Event()
+    asked = [USER, first, {"role": "user", "content": "both"}]
+    calls = [asyncio.create_task(policy.chat(asked)) for _ in range(2)]
+    while len(session.prompts) < 3:
+        await asyncio.sleep(0)
+    session.gate.set()
+    await asyncio.gather(*calls)
     sampled = [sum(turn.end - turn.start for turn in context.turns) for context in policy.contexts.all]
     assert len(sampled) == 2 and session.prompts[1] == session.prompts[2]
     assert sum(len(context.turns) for context in policy.contexts.all) == 3, "every turn is in one segment"
 
 
-def test_untrained_calls_leave_no_segment(texts):
+async def test_untrained_calls_leave_no_segment(texts):
     policy = policy_of(Script(texts, "one", "two"))
 
-    async def converse():
-        await policy.chat([USER], trained=False)
-        await policy.chat([USER])
-
-    asyncio.run(converse())
+    await policy.chat([USER], trained=False)
+    await policy.chat([USER])
     (context,) = policy.contexts.all
     assert len(context.turns) == 1
 
@@ -282,15 +281,12 @@ def test_more_calls_than_the_task_allows_fail(texts):
         asyncio.run(converse())
 
 
-def test_a_failure_is_kept_whatever_is_made_of_it(texts):
+async def test_a_failure_is_kept_whatever_is_made_of_it(texts):
     policy = policy_of(Script(texts, BadResponse("no ids"), "fine"))
 
-    async def converse():
-        for _ in range(2):
-            with pytest.raises(GenerationFailed, match="no ids"):
-                await policy.chat([USER])
-
-    asyncio.run(converse())
+    for _ in range(2):
+        with pytest.raises(GenerationFailed, match="no ids"):
+            await policy.chat([USER])
     assert policy.failure == "bad response: no ids"
 
 
@@ -303,16 +299,13 @@ def test_no_call_is_answered_after_the_end(texts):
     assert not policy.failure
 
 
-def test_a_call_that_is_given_up_fails_the_rollout(texts):
+async def test_a_call_that_is_given_up_fails_the_rollout(texts):
     session = Script(texts, "a")
     policy = policy_of(session)
 
-    async def converse():
-        session.gate = asyncio.Event()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(policy.chat([USER]), 0.01)
-
-    asyncio.run(converse())
+    session.gate = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(policy.chat([USER]), 0.01)
     assert policy.failure == "a call was given up before its answer came"
 
 

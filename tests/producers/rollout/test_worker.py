@@ -34,6 +34,8 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Anchor, Manifest, Rollout, RolloutStatus, Task, Tick
 from tidemill.schemas.stored_object import claimed_rollout
 
+pytestmark = pytest.mark.anyio
+
 RUN = RunSettings(run_id="run")
 HOUR_US = 3_600_000_000
 PARTITION = (Topic.TASKS, 0)
@@ -110,7 +112,7 @@ def settings_for(*replicas, **changes) -> RolloutSettings:
 # -- the outbox -----------------------------------------------------------------------------------------------------
 
 
-def test_a_refused_batch_raises_at_its_writers():
+async def test_a_refused_batch_raises_at_its_writers():
     class Full:
         def __init__(self):
             self.sent = []
@@ -123,22 +125,19 @@ def test_a_refused_batch_raises_at_its_writers():
             if 1 in sent:
                 raise DeliveryError("the log is full")
 
-    async def main():
-        outbox = Outbox(Full(), Topic.ROLLOUTS, lambda record: record)
-        with pytest.raises(DeliveryError):
-            await outbox.write("k", Tick("t", 1))
-        await outbox.write("k", Tick("t", 2))
-        outbox.post("k", Tick("t", 1))
-        with pytest.raises(DeliveryError):
-            await outbox.drain()
-        outbox.post("k", Tick("t", 3))  # its rollout has not failed
-        with pytest.raises(DeliveryError):
-            await outbox.write("k", Tick("t", 4))
-        await outbox.write("k", Tick("t", 5))
+    outbox = Outbox(Full(), Topic.ROLLOUTS, lambda record: record)
+    with pytest.raises(DeliveryError):
+        await outbox.write("k", Tick("t", 1))
+    await outbox.write("k", Tick("t", 2))
+    outbox.post("k", Tick("t", 1))
+    with pytest.raises(DeliveryError):
         await outbox.drain()
-        outbox.close()
-
-    asyncio.run(main())
+    outbox.post("k", Tick("t", 3))  # its rollout has not failed
+    with pytest.raises(DeliveryError):
+        await outbox.write("k", Tick("t", 4))
+    await outbox.write("k", Tick("t", 5))
+    await outbox.drain()
+    outbox.close()
 
 
 # -- the role on a real Kafka ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 
 import pytest
 from aiohttp import web
@@ -15,6 +16,8 @@ from tidemill.producers.config import RolloutSettings
 from tidemill.producers.sampling.completion import BadResponse, Sampling, parse_completion, request_body
 from tidemill.producers.sampling.replicas import ReplicaPool, ReplicaSession, ReplicaUnavailable, open_replica_client
 from tidemill.schemas.records import VersionSpan
+
+pytestmark = pytest.mark.anyio
 
 SAMPLING = Sampling(max_tokens=8, temperature=1.0, stop_token_ids=(7,))
 HUGE = 10**400
@@ -154,6 +157,10 @@ def test_the_pool_spreads_episodes_and_leaves_failing_replicas_alone():
     assert pool.next_wake() == 8.0, "a success is trusted again"
 
 
+def pool_of(config: RolloutSettings) -> ReplicaPool:
+    return ReplicaPool(config.replicas, config.backoff_s, config.backoff_limit_s)
+
+
 def settings(*addresses, **changes) -> RolloutSettings:
     return RolloutSettings(replicas=list(addresses), backoff_s=0.01, backoff_limit_s=0.05, **changes)
 
@@ -162,7 +169,7 @@ def ask(config: RolloutSettings, prompts=1, within_s=20.0):
     """The completions of one session, one after the other, and the session."""
 
     async def main():
-        pool = ReplicaPool(config.replicas, config.backoff_s, config.backoff_limit_s)
+        pool = pool_of(config)
         async with (
             asyncio.timeout(within_s),
             open_replica_client(config) as client,
@@ -313,17 +320,30 @@ def test_a_status_that_is_not_a_replicas_is_refused(new_replica, bodies):
         asyncio.run(single())
 
 
-def test_a_replica_replaced_on_its_port_is_known_by_its_new_name(new_replica, bodies):
+async def test_a_replica_replaced_on_its_port_is_known_by_its_new_name(new_replica, bodies):
     replica = new_replica("first")
     replica.answer = fixed(bodies([5]))
 
-    async def main():
-        config = settings(replica.address)
-        pool = ReplicaPool(config.replicas, config.backoff_s, config.backoff_limit_s)
-        async with open_replica_client(config) as client, ReplicaSession(client, pool) as session:
-            for name in ("first", "second"):
-                replica.replica_id = name
-                await session.complete([1], SAMPLING)
-                assert session.identity.replica_id == name, "the turn is its own"
+    config = settings(replica.address)
+    async with open_replica_client(config) as client, ReplicaSession(client, pool_of(config)) as session:
+        for name in ("first", "second"):
+            replica.replica_id = name
+            await session.complete([1], SAMPLING)
+            assert session.identity.replica_id == name, "the turn is its own"
 
-    asyncio.run(main())
+
+async def test_a_deadline_that_comes_in_one_step_with_the_limit_of_a_request_ends_the_wait(new_replica):
+    replica, loop = new_replica(), asyncio.get_running_loop()
+
+    async def never(_request, _number):
+        await asyncio.sleep(60)
+        return web.Response()
+
+    replica.answer = never
+    config = settings(replica.address, request_timeout_s=0.3)
+    async with open_replica_client(config) as client, ReplicaSession(client, pool_of(config)) as session:
+        waiting = asyncio.create_task(asyncio.wait_for(session.complete([1], SAMPLING), 0.3))
+        loop.call_later(0.2, time.sleep, 0.3)  # both are due when the loop goes on
+        ended, _ = await asyncio.wait([waiting], timeout=5)
+        waiting.cancel()
+    assert ended and isinstance(waiting.exception(), TimeoutError)

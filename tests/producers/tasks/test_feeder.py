@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import EnvironmentEntry, KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import (
@@ -127,14 +129,13 @@ class World:
             self._observe(record)
 
     def issue(self, limit=None) -> list[Task]:
-        decision = self.state.decide(self.now)
-        names = decision.names[:limit]
+        names = self.state.decide(self.now)[0][:limit]
         tasks = [self.source.task(name, self.now, self.state.admission.newest_version) for name in names]
         self.write(*tasks)
         return tasks
 
     def done(self) -> bool:
-        return self.state.decide(self.now).done
+        return self.state.decide(self.now)[1]
 
     def train(self, number, tasks):
         self.write(step(number, [task.group_id for task in tasks]), manifest(number))
@@ -260,8 +261,8 @@ def test_a_feeder_killed_between_its_sends_forgets_no_task_and_issues_none_twice
     for one in (world, undisturbed):
         one.write(manifest(0), ack(0))
     for bits in arrived:
-        decision = world.state.decide(world.now)
-        tasks = [world.source.task(name, world.now, 0) for name in decision.names]
+        names, _ = world.state.decide(world.now)
+        tasks = [world.source.task(name, world.now, 0) for name in names]
         world.log += [task for place, task in enumerate(tasks) if bits >> place & 1]
         world.restart()
     world.issue()
@@ -311,15 +312,15 @@ def test_only_the_named_replicas_are_waited_for_and_followed():
     assert "eval-during/v1/0" in stages(world.issue())
 
 
-def test_an_evaluation_that_never_closes_is_not_waited_for():
+def test_an_evaluation_that_never_closes_is_not_waited_for(caplog):
     world = World()
     world.write(manifest(0), ack(0))
     before = world.issue()
     world.write(*map(closed, before[1:]))
     world.now += 91 * SECOND
-    decision = world.state.decide(world.now)
-    assert decision.groups == (before[0].group_id,)
-    assert len(decision.names) == 4
+    names, _ = world.state.decide(world.now)
+    assert caplog.messages == [f"group {before[0].group_id} never closed; it no longer counts as unfinished"]
+    assert len(names) == 4
 
 
 def failing(task: Task) -> Group:
@@ -378,17 +379,22 @@ def test_the_topics_that_are_waited_for():
     assert world.state.waiting_for() == {Topic.GROUPS, Topic.MANIFESTS}
 
 
-def test_the_watchdog_names_a_silent_topic_once_per_timeout():
-    watchdog = feeder.SilentTopics(timeout_us=10)
-    waiting = {Topic.GROUPS}
-    assert watchdog.silent(waiting, 100) == []
-    watchdog.observe(Topic.GROUPS, 105)
-    watchdog.observe(Topic.STEPS, 105)
-    assert watchdog.silent(waiting, 114) == []
-    assert watchdog.silent(waiting, 115) == [Topic.GROUPS]
-    assert watchdog.silent(waiting, 116) == []
-    assert watchdog.silent(set(), 130) == []
-    assert watchdog.silent(waiting, 131) == [], "the clock starts when the waiting does"
+def test_a_silent_topic_is_named_once_per_timeout(monkeypatch, caplog):
+    now_s = [0]
+    monkeypatch.setattr(feeder, "now_us", lambda: now_s[0] * SECOND)
+    feeding = feeder.Feeder(RUN, FEED, TaskSource([LEDGER], RUN, FEED), None)
+
+    def named_at(*seconds) -> set[str]:
+        caplog.clear()
+        for now_s[0] in seconds:
+            feeding.advance()
+        return set(re.findall(r"nothing on topic (\S+)\. Look at", "\n".join(caplog.messages)))
+
+    assert named_at(0, 59) == set()
+    feeding.observe(ConsumedRecord(Topic.ACKS, 0, 0, 0, None, None, replace(ack(0), branch="other")))
+    assert named_at(60) == {Topic.MANIFESTS}
+    assert named_at(61, 118) == set()
+    assert named_at(119) == {Topic.ACKS}
 
 
 class Few(LedgerEnvironment):
@@ -545,14 +551,6 @@ def test_a_run_mixes_environments_with_sizes_and_options_of_their_own():
     assert task.options == '{"entries":2,"largest":9}' and task.max_turns == 5
 
 
-def test_held_out_questions_are_never_trained():
-    environment = Few(200, 40)
-    source = source_of(environment, feed=FEED.model_copy(update={"eval_tasks": 30}))
-    held_out = {source.task(TaskName("run", Stage.EVAL_BEFORE, 0, n), 0, 0).payload for n in range(30)}
-    trained = {task.payload for task in drawn(source, 200)}
-    assert len(held_out) == 30 and len(trained) == 200 and not held_out & trained
-
-
 @pytest.mark.parametrize(
     ("entry", "error", "reason"),
     [
@@ -626,33 +624,6 @@ def poison(log: KafkaSettings) -> None:
                 producer.send_bytes(names.of(topic), value, key=b"x")
 
 
-def test_the_feeder_feeds_a_run_to_its_end_over_a_restart(log):
-    poison(log)
-    loop, loop_stop = Loop(log), threading.Event()
-    other_side = threading.Thread(target=loop.serve, args=(loop_stop,))
-    other_side.start()
-    try:
-        first_stop = threading.Event()
-        first = threading.Thread(target=feeder.run, args=(log, RUN, FEED, RolloutSettings(), first_stop))
-        first.start()
-        deadline = time.monotonic() + 180
-        while loop.steps < 1 and time.monotonic() < deadline:
-            first_stop.wait(0.01)
-        first_stop.set()
-        first.join(60)
-        poison(log)
-        assert feeder.run(log, RUN, FEED, RolloutSettings(), threading.Event()), "the second one ends by itself"
-    finally:
-        loop_stop.set()
-        other_side.join(60)
-    issued = stages(loop.tasks)
-    assert len(issued) == len(set(issued)), "nothing is issued twice"
-    assert [name for name in issued if name.startswith("train")] == [f"train/{i}" for i in range(6)]
-    assert issued[:3] == [f"eval-before/v0/{i}" for i in range(3)]
-    assert issued[-3:] == [f"eval-after/v3/{i}" for i in range(3)]
-    assert len({task.payload for task in loop.tasks if task.mode is Mode.TRAIN}) == 6
-
-
 PROCESS = """
 import json, sys
 from tidemill.producers.config import FeedSettings, RolloutSettings
@@ -668,21 +639,23 @@ def feeder_process(*sections) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", PROCESS, document])
 
 
-def test_a_feeder_killed_anywhere_issues_every_task_once(log):
+def test_a_feeder_killed_anywhere_feeds_a_run_to_its_end_and_issues_every_task_once(log):
+    poison(log)
     run = RUN.model_copy(update={"max_steps": 8, "max_policy_lag": 2})
     loop, loop_stop, rng = Loop(log, run), threading.Event(), random.Random(7)
     other_side = threading.Thread(target=loop.serve, args=(loop_stop,))
     other_side.start()
     running = None
     try:
-        for _ in range(3):
+        for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
             running = feeder_process(log, run, FEED)
             wanted, deadline = len(loop.tasks) + rng.randrange(1, 5), time.monotonic() + 180
             while len(loop.tasks) < wanted:
                 assert time.monotonic() < deadline and running.poll() is None
                 time.sleep(0.002)
-            running.send_signal(signal.SIGKILL)
-            running.wait(60)
+            running.send_signal(number)
+            assert running.wait(60) == (1 if number == signal.SIGTERM else -number)
+            poison(log)
         running = feeder_process(log, run, FEED)
         assert running.wait(60) == 0, "the run is over"
     finally:
@@ -693,4 +666,6 @@ def test_a_feeder_killed_anywhere_issues_every_task_once(log):
     issued = stages(loop.tasks)
     assert len(issued) == len(set(issued))
     assert {name for name in issued if name.startswith("train")} == {f"train/{i}" for i in range(16)}
+    assert set(issued[:3]) == {f"eval-before/v0/{i}" for i in range(3)}
+    assert set(issued[-3:]) == {f"eval-after/v8/{i}" for i in range(3)}
     assert len({task.payload for task in loop.tasks if task.mode is Mode.TRAIN}) == 16
