@@ -33,8 +33,8 @@ from tidemill.compose.cli.replay_copy import carry_out
 from tidemill.compose.cli.weights_command import print_chain
 from tidemill.compose.output import print_rows, print_told
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
-from tidemill.consumers.operate.audit.audit import AuditReport, CheckResult
-from tidemill.consumers.operate.audit.endings import Finding
+from tidemill.consumers.operate.audit.audit import AuditReport
+from tidemill.consumers.operate.audit.endings import CheckResult, Finding
 from tidemill.consumers.operate.replay.copy import ReplayManifest
 from tidemill.consumers.operate.replay.plan import LaneReport
 from tidemill.consumers.sink.config import SinkSettings
