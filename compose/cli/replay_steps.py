@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from tidemill.compose.cli.replay_stage import TimeoutOption
 from tidemill.compose.cli.tune_command import tune_app
 from tidemill.compose.config import TidemillSettings, parse_assignments
 from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
-from tidemill.compose.output import CsvOption, JsonOption, Working, print_rows, working
+from tidemill.compose.output import CsvOption, JsonOption, Working, print_json, print_rows, working
 
 if TYPE_CHECKING:
     from tidemill.trainer.config import TrainerSettings
@@ -88,7 +87,7 @@ def steps(
                 break
     differing = [made.record.step for made in done if not made.same]
     if as_json:
-        typer.echo(json.dumps(_document(done, changed is not None), indent=2))
+        print_json(_document(done, changed is not None))
     elif changed is not None:
         _print_metrics(done, as_csv)
     elif as_csv:
@@ -131,8 +130,7 @@ def staleness(
         judged = judge(recorded, groups, max_policy_lag)
     first = next((step.step for step in judged if step.moved), None)
     if as_json:
-        document = {"bound": max_policy_lag, "first_differing_step": first, "steps": [asdict(step) for step in judged]}
-        typer.echo(json.dumps(document, indent=2))
+        print_json({"bound": max_policy_lag, "first_differing_step": first, "steps": judged})
     elif as_csv:
         heads = ("step", "version", "bound", "trained", "stale", "max_lag", *Moved, "unknown")
         rows = (
@@ -201,7 +199,7 @@ def corrections(
     candidates = (*PUBLISHED, PublishedCorrection("this run", own.kind, own.low, own.high))
     trials = try_corrections(tokens, candidates)
     rows = [list(asdict(trial).values()) for trial in trials]
-    document = {"steps": [first, last], "trials": [asdict(trial) for trial in trials]}
+    document = {"steps": [first, last], "trials": trials}
     formats = dict.fromkeys(CORRECTIONS[4:], ".4g")
     print_rows(CORRECTIONS, rows, as_json=as_json, as_csv=as_csv, formats=formats, document=document)
     best = trials[0]
