@@ -16,7 +16,7 @@ from tidemill.compose.cli.replay_stage import TimeoutOption
 from tidemill.compose.cli.tune_command import tune_app
 from tidemill.compose.config import TidemillSettings, parse_assignments
 from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
-from tidemill.compose.output import CsvOption, JsonOption, Working, print_json, print_rows, working
+from tidemill.compose.output import CsvOption, JsonOption, Working, print_rows, working
 
 if TYPE_CHECKING:
     from tidemill.trainer.config import TrainerSettings
@@ -86,13 +86,13 @@ def steps(
             if not made.same and changed is None:
                 break
     differing = [made.record.step for made in done if not made.same]
-    if as_json:
-        print_json(_document(done, changed is not None))
-    elif changed is not None:
+    if changed is not None and not as_json:
         _print_metrics(done, as_csv)
-    elif as_csv:
+    elif as_json or as_csv:
         heads = ("step", "version", "recorded", "replayed", "same", "seconds")
-        print_rows(heads, ([step[head] for head in heads] for step in _document(done, False)["steps"]), as_csv=True)
+        document = _document(done, changed is not None)
+        rows = ([step[head] for head in heads] for step in document["steps"])
+        print_rows(heads, rows, as_json=as_json, as_csv=as_csv, document=document)
     else:
         for made in done:
             recorded = "as recorded" if made.same else f"differs, recorded {made.record.fingerprint}"
@@ -129,16 +129,15 @@ def staleness(
         groups = read_groups(settings.kafka, places_of(recorded), timeout_s)
         judged = judge(recorded, groups, max_policy_lag)
     first = next((step.step for step in judged if step.moved), None)
-    if as_json:
-        print_json({"bound": max_policy_lag, "first_differing_step": first, "steps": judged})
-    elif as_csv:
+    if as_json or as_csv:
         heads = ("step", "version", "bound", "trained", "stale", "max_lag", *Moved, "unknown")
         rows = (
             (step.step, step.version, step.bound, step.trained, step.stale, step.max_lag,
              *([group.group_id for group in step.moved if group.moved is way] for way in Moved), step.unknown)
             for step in judged
         )  # fmt: skip
-        print_rows(heads, rows, as_csv=True)
+        document = {"bound": max_policy_lag, "first_differing_step": first, "steps": judged}
+        print_rows(heads, rows, as_json=as_json, as_csv=as_csv, document=document)
     else:
         for step in judged:
             told = f"step {step.step} from version {step.version}: {step.trained} trained, {step.stale} too stale"

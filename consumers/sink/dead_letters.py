@@ -37,13 +37,14 @@ def dead_letter(
     """
     headers = {name: (said or b"").decode("utf-8", "replace") for name, said in raw_headers}
 
-    def number(header: str, otherwise: int) -> int:
+    def number(header: str, otherwise: int, digits: int = 18) -> int:
+        # No more digits than the column of the number can hold.
         text = headers.get(header, "")
-        return int(text) if re.fullmatch("-?[0-9]+", text) else otherwise
+        return int(text) if re.fullmatch(rf"-?[0-9]{{1,{digits}}}", text) else otherwise
 
     return DeadLetter(
         source_topic=headers.get(HEADER_TOPIC, own[0]),
-        source_partition=number(HEADER_PARTITION, own[1]),
+        source_partition=number(HEADER_PARTITION, own[1], digits=9),
         source_offset=number(HEADER_OFFSET, own[2]),
         source_timestamp_ms=number(HEADER_TIMESTAMP, own[3]),
         reason=headers.get(HEADER_REASON, "no reason given"),

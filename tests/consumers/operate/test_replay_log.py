@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from typer.testing import CliRunner
 
 from tests.consumers.operate.replay_support import group, rollout, step
+from tests.waiting import until
 from tidemill.compose.cli import app
 from tidemill.consumers.operate.replay.copy import Replay
 from tidemill.consumers.operate.replay.plan import LogOrigin
@@ -129,23 +130,25 @@ def test_a_replay_twice_is_the_same_and_says_so(live, into):
 
 def test_live_topics_and_groups_are_left_alone(live, into):
     rollouts = Names(live.topic_prefix).of(Topic.ROLLOUTS)
-    group_id = f"{live.topic_prefix}trainer"
-    consumer = Consumer(consumer_settings(live, "live", group_id))
-    consumer.subscribe([rollouts])
-    deadline = time.monotonic() + 180
-    while not consumer.assignment():
-        assert time.monotonic() < deadline
-        consumer.poll(0.2)
-    consumer.commit(offsets=[TopicPartition(rollouts, p, 3 + p) for p in range(PARTITIONS)], asynchronous=False)
-    before = standing(live, consumer, rollouts)
-    groups_before = group_names(live)
-    replay(live, into, topics=("rollouts", "groups", "train.steps"))
-    for refused in (live.topic_prefix, "tidemill."):
-        with pytest.raises(ValueError, match="live topic"):
-            replay(live, refused, topics=("rollouts",))
-    assert standing(live, consumer, rollouts) == before
-    assert group_names(live) == groups_before, "a replay is in no consumer group"
-    consumer.close()
+    with group_reader(live, rollouts, f"{live.topic_prefix}trainer") as consumer:
+        consumer.commit(offsets=[TopicPartition(rollouts, p, 3 + p) for p in range(PARTITIONS)], asynchronous=False)
+        before = standing(live, consumer, rollouts)
+        groups_before = group_names(live)
+        replay(live, into, topics=("rollouts", "groups", "train.steps"))
+        for refused in (live.topic_prefix, "tidemill."):
+            with pytest.raises(ValueError, match="live topic"):
+                replay(live, refused, topics=("rollouts",))
+        assert standing(live, consumer, rollouts) == before
+        assert group_names(live) == groups_before, "a replay is in no consumer group"
+
+
+@contextmanager
+def group_reader(settings, topic, group_id):
+    """A reader in a consumer group, when it has got its partitions."""
+    with closing(Consumer(consumer_settings(settings, "reader", group_id))) as consumer:
+        consumer.subscribe([topic])
+        until(lambda: (consumer.poll(0.2), consumer.assignment())[1], "partitions of the group")
+        yield consumer
 
 
 def standing(settings, consumer, rollouts):
@@ -168,17 +171,9 @@ def group_names(settings):
 
 def test_a_prefix_that_somebody_reads_is_refused(live, into):
     replay(live, into, topics=("groups",))
-    consumer = Consumer(consumer_settings(live, "reader", f"{into}reader"))
-    consumer.subscribe([f"{into}groups"])
-    deadline = time.monotonic() + 180
-    while not consumer.assignment():
-        assert time.monotonic() < deadline
-        consumer.poll(0.2)
-    try:
-        with pytest.raises(ValueError, match=rf"consumer group {into}reader reads {into}groups"):
-            replay(live, into, topics=("rollouts",))
-    finally:
-        consumer.close()
+    refusal = rf"consumer group {into}reader reads {into}groups"
+    with group_reader(live, f"{into}groups", f"{into}reader"), pytest.raises(ValueError, match=refusal):
+        replay(live, into, topics=("rollouts",))
 
 
 def test_a_prefix_that_is_somebodys_is_refused(live, into):
@@ -306,11 +301,8 @@ def test_a_killed_replay_goes_on_without_a_gap_and_without_a_second_copy(kafka, 
         [sys.executable, "-m", "tidemill.compose.cli", *command(live, into, *options)], stdout=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 120
-        while count(live, into) < 6:
-            assert time.monotonic() < deadline
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.2)
+        until(lambda: process.poll() is not None or count(live, into) >= 6, "six copies")
+        assert process.poll() is None
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
