@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -39,6 +40,7 @@ FOLDED = 20
 ESCAPES = str.maketrans(
     {"\\": r"\\", "\t": r"\t", "\n": r"\n", "\r": r"\r", "\b": r"\b", "\f": r"\f", "\0": r"\0"}
 )  # fmt: skip
+SHOWN_BYTES = 256
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
@@ -75,8 +77,7 @@ def print_rows(
     """
     values = [list(row) for row in rows]
     if as_json:
-        told = [dict(zip(heads, row, strict=True)) for row in values] if document is None else document
-        typer.echo(json.dumps(told, indent=2, default=str))
+        print_json([dict(zip(heads, row, strict=True)) for row in values] if document is None else document)
     elif as_csv:
         csv.writer(sys.stdout).writerows([heads, *([_text(value) for value in row] for row in values)])
     elif not sys.stdout.isatty():
@@ -93,9 +94,25 @@ def print_rows(
 def print_told(document: object, lines: Iterable[str], as_json: bool) -> None:
     """Print what a command found: lines for a person, or the document as JSON."""
     if as_json:
-        typer.echo(json.dumps(document, indent=2))
+        print_json(document)
     else:
         typer.echo("\n".join(map(harmless, lines)))
+
+
+def print_json(document: object) -> None:
+    typer.echo(as_json_text(document))
+
+
+def as_json_text(document: object) -> str:
+    """A document that may hold dataclasses as JSON, bytes in it as hexadecimal, the first of them, and what JSON does
+    not know as text."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, bytes):
+            return value[:SHOWN_BYTES].hex() + ("…" if len(value) > SHOWN_BYTES else "")
+        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
+
+    return json.dumps(document, indent=2, default=plain)
 
 
 def harmless(text: str) -> str:
@@ -214,6 +231,10 @@ class Working:
     def say(self, doing: str) -> None:
         """`doing` is next."""
         self._bar.update(self._task, description=f"{self._title} {doing}")
+
+    def records(self, done: int, of: int) -> None:
+        """`done` records of `of` are read."""
+        self.say(f"{done:,} of {of:,} records")
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import typer
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
-from tidemill.compose.output import CsvOption, JsonOption, print_rows, remaining
+from tidemill.compose.output import SHOWN_BYTES, CsvOption, JsonOption, print_json, print_rows, remaining
 
 if TYPE_CHECKING:
     from tidemill.consumers.operate.replay.dead_letters import DeadLetters, StoredLetter, Verdict
@@ -113,9 +112,9 @@ def show(
             "headers": {name: _text(header) for name, header in letter.raw.headers},
             "n_bytes": len(value),
             "hex": (value if whole else value[:SHOWN_BYTES]).hex(" "),
-            "record": None if record is None else record_document(record),
+            "record": record_document(record),
         }
-    typer.echo(json.dumps(document, indent=2))
+    print_json(document)
 
 
 @dead_letters_app.command()
@@ -137,7 +136,7 @@ def transform(
     mend = transformation(function)
     with _dead_letters(settings_of({})) as letters:
         verdicts = letters.judge(_chosen(letters, names, topic, reason), DEFAULT_LIMIT, mend)
-    typer.echo(json.dumps([verdict_document(verdict) for verdict in verdicts], indent=2))
+    print_json([verdict_document(verdict) for verdict in verdicts])
 
 
 @dead_letters_app.command()
@@ -172,8 +171,8 @@ def redrive(
         verdicts = letters.judge(_chosen(letters, names, topic, reason), limit, mend)
         sent = letters.send_back(verdicts) if yes else 0
     if as_json:
-        document: dict[str, Any] = {"dry_run": not yes, "sent_back": sent}
-        typer.echo(json.dumps({**document, "letters": [verdict_document(verdict) for verdict in verdicts]}, indent=2))
+        told = [verdict_document(verdict) for verdict in verdicts]
+        print_json({"dry_run": not yes, "sent_back": sent, "letters": told})
         return
     rows = []
     for verdict in verdicts:
@@ -260,23 +259,11 @@ def transformation(text: str) -> Callable[[StoredLetter], bytes | None]:
     return checked
 
 
-SHOWN_BYTES = 256
 SUMMARY = ("topic", "reason", "letters", "first", "last", "found_by", "example")
 
 
-def record_document(record: Record) -> dict[str, Any]:
-    """A record as JSON can hold it; bytes as hexadecimal, the first of them."""
-    return {"kind": type(record).__name__, **_plain(asdict(record))}
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 - a JSON tree with bytes in it
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, bytes):
-        return value[:SHOWN_BYTES].hex() + ("…" if len(value) > SHOWN_BYTES else "")
-    return value
+def record_document(record: Record | None) -> dict[str, Any] | None:
+    return None if record is None else {"kind": type(record).__name__, **asdict(record)}
 
 
 def verdict_document(verdict: Verdict) -> dict[str, Any]:
@@ -286,7 +273,7 @@ def verdict_document(verdict: Verdict) -> dict[str, Any]:
         "goes_back": not verdict.why_not,
         "why_not": verdict.why_not,
         "attempts": verdict.attempts,
-        "record": None if verdict.record is None else record_document(verdict.record),
+        "record": record_document(verdict.record),
     }
 
 

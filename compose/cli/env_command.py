@@ -213,11 +213,11 @@ async def check(
             if not (as_json or as_csv):
                 typer.echo(f"{'ok  ' if each.ok else 'FAIL'}  {each.name}: {each.detail}")
     broken = sum(not each.ok for each in found)
-    if as_csv:
-        print_rows(("name", "ok", "detail"), ((each.name, each.ok, each.detail) for each in found), as_csv=True)
+    if as_json or as_csv:
+        rows = ((each.name, each.ok, each.detail) for each in found)
+        print_rows(("name", "ok", "detail"), rows, as_json=as_json, as_csv=as_csv)
     else:
-        told = [{"name": each.name, "ok": each.ok, "detail": each.detail} for each in found]
-        typer.echo(json.dumps(told, indent=2) if as_json else f"{len(found) - broken} of {len(found)} clauses hold")
+        typer.echo(f"{len(found) - broken} of {len(found)} clauses hold")
     if broken:
         raise typer.Exit(1)
 

@@ -9,11 +9,9 @@ from users, and no other trainer.
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,7 +25,7 @@ from tidemill.compose.options import (
     with_reachable_log,
     with_settings,
 )
-from tidemill.compose.output import CsvOption, JsonOption, print_rows, utc, working
+from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows, utc, working
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Arm, GateDecision, GateVerdict, WeightAck
 
@@ -118,8 +116,8 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
 
 def _show(made: GateDecision, following: Following, *, written: bool, waited: bool, as_json: bool) -> None:
     if as_json:
-        document = {"decision": asdict(made), "written": written, "serving": following.serving}
-        typer.echo(json.dumps({**document, "behind": sorted(following.behind)}, indent=2))
+        document = {"decision": made, "written": written, "serving": following.serving}
+        print_json({**document, "behind": sorted(following.behind)})
         return
     version = "" if made.version is None else f" {made.version}"
     said = "decided" if written else "would decide"
@@ -188,7 +186,7 @@ def status(
 
     found = rebuild(settings.kafka, settings.run, settings.gate, 0).keeper.snapshot()
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+        print_json(found)
     elif as_csv:
         print_decisions(found.decisions, as_csv=True)
     else:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,13 +22,11 @@ from tidemill.compose.options import (
     with_local_log,
     with_reachable_log,
 )
-from tidemill.compose.output import CsvOption, JsonOption, print_rows, print_told, utc, working
+from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows, print_told, utc, working
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.admin import check_topics, create_topics
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.trace.interaction import InteractionPath
-    from tidemill.consumers.operate.trace.reading import RolloutPath, UserPath
     from tidemill.consumers.operate.trace.versions import Ended, TracedVersion
 
 
@@ -58,7 +54,7 @@ def topics(
         (state.name, state.partitions, "; ".join(state.drift) or fine.get(state.name, "as declared"))
         for state in states
     )
-    document = {"created": created, "topics": [asdict(state) for state in states]}
+    document = {"created": created, "topics": states}
     print_rows(("topic", "partitions", "state"), rows, as_json=as_json, as_csv=as_csv, document=document)
     if any(state.drift for state in states):
         raise typer.Exit(1)
@@ -124,7 +120,7 @@ def audit(
     with working("auditing") as bar:
         report = audit_log(settings.kafka, rules, lambda topic, n, of: bar.say(f"{topic}: {n:,} of {of:,} records"))
     if as_json:
-        typer.echo(json.dumps(report.document(), indent=2))
+        print_json(report.document())
     else:
         # What is said beside the checks goes to standard error.
         heads = ("check", "passed", "offenders", "first_offender")
@@ -157,93 +153,91 @@ def trace(
     if (name is None) == (user is None):
         raise typer.BadParameter("give the id of an interaction, event or rollout, or --user, and not both")
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.operate.trace.reading import RolloutPath, TraceReader
+    from tidemill.consumers.operate.trace.reading import TraceReader
 
     with working("reading the log") as bar:
-        reader = TraceReader(settings.kafka, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
-        if user is not None:
-            of_user = reader.user(pseudonym_of(settings, user, is_pseudonym))
-            document, lines = asdict(of_user), user_lines(of_user)
-        else:
-            path = reader.trace(name or "")
-            document = asdict(path)
-            lines = rollout_lines(path) if isinstance(path, RolloutPath) else path_lines(path)
-    print_told(document, lines, as_json)
+        reader = TraceReader(settings.kafka, bar.records)
+        path = reader.trace(name or "") if user is None else reader.user(pseudonym_of(settings, user, is_pseudonym))
+    lines = user_lines if user is not None else rollout_lines if "rollout_id" in path else path_lines
+    print_told(path, lines(path), as_json)
 
 
-def path_lines(path: InteractionPath) -> list[str]:
+def path_lines(path: dict[str, Any]) -> list[str]:
     served, feedback, outcomes = [], [], []
-    if path.served is not None:
-        one = path.served
-        consent = "consent" if one.consent else "NO consent"
+    if path["served"] is not None:
+        consent = "consent" if path["served"]["consent"] else "NO consent"
         served = [
-            f"{utc(one.served_at)} by {one.replica_id}, version {_span(one.version_min, one.version_max)}, "
-            f"arm {one.arm} (p {one.propensity:g}), {consent}, user {one.user_id}, {one.finish_reason} · {one.place}",
-            *(f"the same record again · {place}" for place in one.repeats),
+            "{at} by {replica_id}, version {versions}, arm {arm} (p {propensity:g}), {said}, user {user_id}, "
+            "{finish_reason} · {place}".format(
+                at=utc(path["served"]["served_at"]), versions=_span(path["served"]), said=consent, **path["served"]
+            ),
+            *(f"the same record again · {place}" for place in path["served"]["repeats"]),
         ]
-    if path.erased is not None:
-        served.append(f"erased · {path.erased}")
-    for event in path.feedback:
-        said = event.kind if event.value is None else f"{event.kind} {event.value:g}"
-        corrects = f" correcting {event.corrects}" if event.corrects else ""
-        told = f"{utc(event.observed_at)} {said}{corrects} from {event.source}, {event.event_id}"
-        feedback.append(f"{told}: {event.fate} · {event.place}")
-    feedback += (f"refused by {letter.found_by}: {letter.reason} · {letter.place}" for letter in path.letters)
-    for end in path.outcomes:
-        what = f"excluded: {end.exclusion}" if end.exclusion else f"reward {_number(end.reward)}"
-        before = "" if end.revision == 0 else f", revision {end.revision}, before {_number(end.previous_reward)}"
-        outcomes.append(f"{utc(end.closed_at)} {what}{before}, map {end.map_version} · {end.place}")
+    if path["erased"] is not None:
+        served.append(f"erased · {path['erased']}")
+    for event in path["feedback"]:
+        value = "" if event["value"] is None else f" {event['value']:g}"
+        corrects = f" correcting {event['corrects']}" if event["corrects"] else ""
+        told = f"{utc(event['observed_at'])} {event['kind']}{value}{corrects} from {event['source']}"
+        feedback.append(f"{told}, {event['event_id']}: {event['fate']} · {event['place']}")
+    feedback += ("refused by {found_by}: {reason} · {place}".format(**letter) for letter in path["letters"])
+    for end in path["outcomes"]:
+        what = f"excluded: {end['exclusion']}" if end["exclusion"] else f"reward {_number(end['reward'])}"
+        if end["revision"]:
+            what += f", revision {end['revision']}, before {_number(end['previous_reward'])}"
+        outcomes.append(f"{utc(end['closed_at'])} {what}, map {end['map_version']} · {end['place']}")
     batches = (
-        f"{batch.batch_id} of version {batch.version}, {'correction' if batch.correction else 'reward'} "
-        f"{batch.reward:+g}, {_ended(batch.ended)} · {batch.place}"
-        for batch in path.batches
+        f"{one['batch_id']} of version {one['version']}, {'correction' if one['correction'] else 'reward'} "
+        f"{one['reward']:+g}, {_ended(one['ended'])} · {one['place']}"
+        for one in path["batches"]
     )
     return [
-        f"interaction {path.interaction_id}",
+        f"interaction {path['interaction_id']}",
         *_stage("served", served),
         *_stage("feedback", feedback),
         *_stage("outcome", outcomes),
         *_stage("batch", batches),
-        *_stage("version", _versions(path.versions)),
-        f"end       {path.end}",
+        *_stage("version", _versions(path["versions"])),
+        f"end       {path['end']}",
     ]
 
 
-def rollout_lines(path: RolloutPath) -> list[str]:
-    reward = "failed: " + path.failure if path.failure else f"reward {_number(path.reward)}"
+def rollout_lines(path: dict[str, Any]) -> list[str]:
+    reward = "failed: " + path["failure"] if path["failure"] else f"reward {_number(path['reward'])}"
     groups = (
-        f"{one.group_id} closed by {one.closed_by}, advantage {_number(one.advantage)}, {_ended(one.ended)} · "
-        f"{one.place}"
-        for one in path.groups
+        f"{one['group_id']} closed by {one['closed_by']}, advantage {_number(one['advantage'])}, "
+        f"{_ended(one['ended'])} · {one['place']}"
+        for one in path["groups"]
     )
     return [
-        f"rollout {path.rollout_id}",
-        f"sampled   {path.replica_id}, version {_span(path.version_min, path.version_max)}, {reward} · {path.place}",
+        f"rollout {path['rollout_id']}",
+        f"sampled   {path['replica_id']}, version {_span(path)}, {reward} · {path['place']}",
         *_stage("group", groups),
-        *_stage("version", _versions(path.versions)),
-        f"end       {path.end}",
+        *_stage("version", _versions(path["versions"])),
+        f"end       {path['end']}",
     ]
 
 
-def user_lines(path: UserPath) -> list[str]:
-    requests = (f"{one.wish.value} by {one.requested_by} at {utc(one.at)}" for one in path.demands)
-    endings = (f"{n:,} interactions ended: {ending}" for ending, n in sorted(path.outcomes.items()))
+def user_lines(path: dict[str, Any]) -> list[str]:
+    requests = (f"{one.wish.value} by {one.requested_by} at {utc(one.at)}" for one in path["demands"])
+    endings = (f"{n:,} interactions ended: {ending}" for ending, n in sorted(path["outcomes"].items()))
     batches = (
-        f"{one.batch_id}: {one.interactions} interactions, reward {one.reward:+g}, {one.trained} trained, "
-        f"{'; '.join(_ended(ending) for ending in one.ended)} · {one.place}"
-        for one in path.batches
+        f"{one['batch_id']}: {one['interactions']} interactions, reward {one['reward']:+g}, {one['trained']} trained, "
+        f"{'; '.join(map(_ended, one['ended']))} · {one['place']}"
+        for one in path["batches"]
     )
     lines = [
-        f"user {path.user_id}",
+        f"user {path['user_id']}",
         *_stage("requests", requests),
         *_stage("outcomes", endings),
         *_stage("batches", batches),
     ]
-    for run in path.runs:
-        trained = ", ".join(str(made.version) for made in run.trained) or "none"
-        lines.append(f"run {run.run_id}: trained into version {trained}; contained in {run.contained_in or 'none'}")
-        lines += _stage("version", _versions(run.trained))
-    return lines if path.runs else [*lines, "end       their data touched no version"]
+    for run in path["runs"]:
+        trained = ", ".join(str(made.version) for made in run["trained"]) or "none"
+        contained = run["contained_in"] or "none"
+        lines.append(f"run {run['run_id']}: trained into version {trained}; contained in {contained}")
+        lines += _stage("version", _versions(run["trained"]))
+    return lines if path["runs"] else [*lines, "end       their data touched no version"]
 
 
 def _stage(title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -257,7 +251,7 @@ def _versions(versions: list[TracedVersion]) -> Iterator[str]:
         published = f"published · {made.manifest_place}" if made.manifest_place else "not published yet"
         yield f"  {published}"
         for decision in made.decisions:
-            yield f"  {decision.verdict} by {decision.by}: {decision.reason} · {decision.place}"
+            yield "  {verdict} by {by}: {reason} · {place}".format(**decision)
         if made.served_first_at is not None:
             yield f"  served first at {utc(made.served_first_at)}; proved by {', '.join(made.proved_by) or 'nobody'}"
         serving = ", ".join(f"{replica} (version {version})" for replica, version in made.served_by.items())
@@ -270,7 +264,8 @@ def _ended(ending: Ended) -> str:
     return "waits for the trainer" if ending.version is None else f"trained by {ending.step}"
 
 
-def _span(first: int, last: int) -> str:
+def _span(sampled: dict[str, Any]) -> str:
+    first, last = sampled["version_min"], sampled["version_max"]
     return str(first) if first == last else f"{first}-{last}"
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
@@ -17,10 +16,10 @@ import typer
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import SettingsOf, with_options, with_reachable_log, with_settings
-from tidemill.compose.output import CsvOption, JsonOption, moment_us, print_rows, remaining
+from tidemill.compose.output import CsvOption, JsonOption, as_json_text, moment_us, print_json, print_rows, remaining
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.replay.copy import Replay, ReplayManifest, ReplayOrigin
+    from tidemill.consumers.operate.replay.copy import Replay, ReplayOrigin
     from tidemill.consumers.operate.replay.plan import LaneReport
     from tidemill.consumers.operate.replay.selection import Selection
     from tidemill.schemas.config import KafkaSettings
@@ -183,7 +182,7 @@ def export_command(
     with closing(LogOrigin(kafka, chosen)) as origin, remaining("reading") as progress:
         made, sha256 = export(origin, file, progress)
     if as_json:
-        typer.echo(json.dumps({"file": str(file), "file_sha256": sha256, **asdict(made)}, indent=2))
+        print_json({"file": str(file), "file_sha256": sha256, **asdict(made)})
         return
     typer.echo(f"{file}: {made.records:,} records of {len(made.partitions)} topics, sha256 {sha256}")
     for uri, size in made.not_included.items():
@@ -252,18 +251,28 @@ def copy(settings_of: SettingsOf, selection_of: SelectionOf, copying_of: Copying
     copy_from(kafka, LogOrigin(kafka, chosen))
 
 
+NOTES = {
+    "undecodable": "records cannot be read, so that no filter can choose them: left out",
+    "missing": "records that the steps name were erased from the log: left out",
+    "references_outside": (
+        "references lead to records that are not selected: they keep the place of the original, where the copy holds "
+        "something else or nothing. A trainer excludes such groups with a reason"
+    ),
+}
+"""Of the counts of a replay's manifest that are not 0."""
+
+
 def carry_out(
     replay: Replay, *, speed: float | None, do_it: bool, manifest_file: Path | None, as_json: bool, as_csv: bool
 ) -> None:
     """Say what a replay would do, and do it where that is wanted."""
     with remaining("reading") as progress:
         made = replay.prepare(progress)
-    document: dict[str, Any] = {"dry_run": not do_it, "already_copied": replay.already_copied, **asdict(made)}
+    document: dict[str, Any] = {"dry_run": not do_it, "already_copied": replay.already_copied, **made}
     if not as_json:
-        where = f"{made.source_prefix}* into {made.into}*" if made.into else f"{made.source_prefix}*"
-        typer.echo(where, err=as_csv)
+        typer.echo(f"{made['source_prefix']}* into {made['into']}*", err=as_csv)
         print_manifest(made, as_csv)
-    done = f"nothing was written: --yes copies {made.records:,} records"
+    done = f"nothing was written: --yes copies {made['records']:,} records"
     if do_it:
         try:
             with remaining("copying") as progress:
@@ -274,45 +283,34 @@ def carry_out(
             raise typer.Exit(INTERRUPTED) from None
         document |= asdict(copied)
         if manifest_file is not None:
-            manifest_file.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+            manifest_file.write_text(as_json_text(document) + "\n", "utf-8")
         there = f", {copied.there:,} were there" if copied.there else ""
         moved = f", {copied.relocated:,} with references to copies" if copied.relocated else ""
-        done = f"replay {made.replay_id}: {copied.written:,} records copied{there}{moved}"
-    typer.echo(json.dumps(document, indent=2) if as_json else done, err=as_csv)
+        done = f"replay {made['replay_id']}: {copied.written:,} records copied{there}{moved}"
+    typer.echo(as_json_text(document) if as_json else done, err=as_csv)
 
 
-def print_manifest(made: ReplayManifest, as_csv: bool) -> None:
+def print_manifest(made: dict[str, Any], as_csv: bool) -> None:
     """Print one row a topic: partitions, how many of them have records, records, bytes, oldest and newest, in UTC; then
     what there is to know of the selection beside its numbers."""
     from tidemill.consumers.operate.replay.records import topic_of
     from tidemill.schemas.catalogue import CATALOGUE, ERASABLE
 
-    by_topic: dict[str, list[LaneReport]] = {}
-    for lane in made.lanes:
-        by_topic.setdefault(lane.topic.removeprefix(made.source_prefix), []).append(lane)
-    rows, notes = [], []
-    for topic, lanes in by_topic.items():
+    prefix: str = made["source_prefix"]
+    lanes_of: dict[str, list[LaneReport]] = {}
+    for lane in made["lanes"]:
+        lanes_of.setdefault(lane.topic.removeprefix(prefix), []).append(lane)
+    rows = []
+    for topic, lanes in lanes_of.items():
         filled = [lane for lane in lanes if lane.records]
         firsts, lasts = [lane.first for lane in filled if lane.first], [lane.last for lane in filled if lane.last]
-        n_bytes = sum(lane.n_bytes for lane in lanes)
-        records = sum(lane.records for lane in lanes)
-        first, last = min(firsts, default=None), max(lasts, default=None)
-        rows.append((topic, len(lanes), len(filled), records, n_bytes, first, last))
-        if filled and CATALOGUE[topic_of(topic)].config == ERASABLE:
-            notes.append(f"{made.source_prefix}{topic} {ERASABLE_NOTE}")
+        counts = sum(lane.records for lane in lanes), sum(lane.n_bytes for lane in lanes)
+        rows.append((topic, len(lanes), len(filled), *counts, min(firsts, default=None), max(lasts, default=None)))
     heads = ("topic", "partitions", "filled", "records", "bytes", "first", "last")
     print_rows(heads, rows, as_csv=as_csv, formats={"records": ",", "bytes": ","})
-    if made.undecodable:
-        typer.echo(
-            f"{made.undecodable:,} records cannot be read, so that no filter can choose them: left out", err=as_csv
-        )
-    if made.missing:
-        typer.echo(f"{made.missing:,} records that the steps name were erased from the log: left out", err=as_csv)
-    if made.references_outside:
-        typer.echo(
-            f"{made.references_outside:,} references lead to records that are not selected: they keep the place of the "
-            "original, where the copy holds something else or nothing. A trainer excludes such groups with a reason",
-            err=as_csv,
-        )
-    for note in sorted(notes):
-        typer.echo(note, err=as_csv)
+    for field, note in NOTES.items():
+        if made[field]:
+            typer.echo(f"{made[field]:,} {note}", err=as_csv)
+    filled_topics = (topic for topic, lanes in lanes_of.items() if any(lane.records for lane in lanes))
+    for topic in sorted(topic for topic in filled_topics if CATALOGUE[topic_of(topic)].config == ERASABLE):
+        typer.echo(f"{prefix}{topic} {ERASABLE_NOTE}", err=as_csv)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,7 +22,6 @@ from tidemill.consumers.operate.replay.differences import (
     DifferenceKind,
     Item,
     OutputComparison,
-    Window,
     compare,
     out_of_order,
 )
@@ -140,8 +138,8 @@ def comparison_document(found: OutputComparison, show: int) -> dict[str, Any]:
         **{kind.value: found.count(kind) for kind in DifferenceKind},
         "repeated_there": found.repeated_there,
         "repeated_here": found.repeated_here,
-        "first": None if found.first is None else asdict(found.first),
-        "differences": [asdict(difference) for difference in found.differences[:show]],
+        "first": found.first,
+        "differences": found.differences[:show],
     }
 
 
@@ -192,7 +190,7 @@ def stage(
     `tidemill replay stage assembly --deadline -20 --into what-if.` ·
     `tidemill replay stage assembly --reward tool_use=0.3`
     """
-    window = Window(moment_us(begin), moment_us(end))
+    window = moment_us(begin), moment_us(end)
     weights = {}
     for text in reward or []:
         name, _, value = text.partition("=")
@@ -245,7 +243,11 @@ def stage(
 
 
 def _run(
-    settings: TidemillSettings, name: ProcessorName, changes: Sequence[Change], window: Window, timeout_s: float
+    settings: TidemillSettings,
+    name: ProcessorName,
+    changes: Sequence[Change],
+    window: tuple[int | None, int | None],
+    timeout_s: float,
 ) -> tuple[Topic, Replayed, OutputComparison]:
     """The output of a stage, what a replay of it made, and how that differs from what the log recorded."""
     from tidemill.streams.offline import recorded_outputs, replay
@@ -268,7 +270,7 @@ def _run(
         value = codec.encode(one.emit.record)
         here.append(Item(one.emit.key.encode(), value, one.emit.record, place, one.at_ms))
     (topic,) = processor.outputs
-    return topic, replayed, compare(there, here, window)
+    return topic, replayed, compare(there, here, *window)
 
 
 def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[Emitted], prefix: str) -> str:
@@ -276,7 +278,7 @@ def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[Emitted]
 
     Their timestamps are those of the records by which they were decided, so that two replays write the same.
 
-    Raises TargetRefused when the prefix is that of live topics, when records lie under it, a consumer group reads
+    Raises ValueError when the prefix is that of live topics, when records lie under it, a consumer group reads
     there, or the topic has another number of partitions than the live one.
     """
     from tidemill.consumers.operate.replay.target import Target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -87,13 +86,13 @@ def steps(
             if not made.same and changed is None:
                 break
     differing = [made.record.step for made in done if not made.same]
-    if as_json:
-        typer.echo(json.dumps(_document(done, changed is not None), indent=2))
-    elif changed is not None:
+    if changed is not None and not as_json:
         _print_metrics(done, as_csv)
-    elif as_csv:
+    elif as_json or as_csv:
         heads = ("step", "version", "recorded", "replayed", "same", "seconds")
-        print_rows(heads, ([step[head] for head in heads] for step in _document(done, False)["steps"]), as_csv=True)
+        document = _document(done, changed is not None)
+        rows = ([step[head] for head in heads] for step in document["steps"])
+        print_rows(heads, rows, as_json=as_json, as_csv=as_csv, document=document)
     else:
         for made in done:
             recorded = "as recorded" if made.same else f"differs, recorded {made.record.fingerprint}"
@@ -130,17 +129,15 @@ def staleness(
         groups = read_groups(settings.kafka, places_of(recorded), timeout_s)
         judged = judge(recorded, groups, max_policy_lag)
     first = next((step.step for step in judged if step.moved), None)
-    if as_json:
-        document = {"bound": max_policy_lag, "first_differing_step": first, "steps": [asdict(step) for step in judged]}
-        typer.echo(json.dumps(document, indent=2))
-    elif as_csv:
+    if as_json or as_csv:
         heads = ("step", "version", "bound", "trained", "stale", "max_lag", *Moved, "unknown")
         rows = (
             (step.step, step.version, step.bound, step.trained, step.stale, step.max_lag,
              *([group.group_id for group in step.moved if group.moved is way] for way in Moved), step.unknown)
             for step in judged
         )  # fmt: skip
-        print_rows(heads, rows, as_csv=True)
+        document = {"bound": max_policy_lag, "first_differing_step": first, "steps": judged}
+        print_rows(heads, rows, as_json=as_json, as_csv=as_csv, document=document)
     else:
         for step in judged:
             told = f"step {step.step} from version {step.version}: {step.trained} trained, {step.stale} too stale"
@@ -200,7 +197,7 @@ def corrections(
                 typer.echo(f"step {made.record.step} comes out with other weights than recorded", err=True)
     trials = try_corrections(tokens, {**PUBLISHED, "this run": own})
     rows = [list(asdict(trial).values()) for trial in trials]
-    document = {"steps": [first, last], "trials": [asdict(trial) for trial in trials]}
+    document = {"steps": [first, last], "trials": trials}
     formats = dict.fromkeys(CORRECTIONS[4:], ".4g")
     print_rows(CORRECTIONS, rows, as_json=as_json, as_csv=as_csv, formats=formats, document=document)
     best = trials[0]

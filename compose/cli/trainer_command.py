@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,7 +83,7 @@ def check(
             broker.down()
     passed = all(finding.passed for finding in findings)
     rows = [(finding.check, "passed" if finding.passed else "FAILED", finding.detail) for finding in findings]
-    document = {"passed": passed, "checks": [asdict(finding) for finding in findings]}
+    document = {"passed": passed, "checks": findings}
     print_rows(("check", "result", "detail"), rows, as_json=as_json, as_csv=as_csv, document=document)
     raise typer.Exit(0 if passed else 1)
 

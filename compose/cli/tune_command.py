@@ -74,8 +74,8 @@ def replica(
         # Requests of one level fail together; one of them says why.
         raise next(error for error in errors.exceptions if isinstance(error, LoadFailed)) from None
     chosen = enough(levels, gain)
-    told = {"address": address, "gain": gain, "levels": [asdict(level) for level in levels],
-            "chosen": None if chosen is None else chosen.concurrency, "load": asdict(load)}  # fmt: skip
+    told = {"address": address, "gain": gain, "levels": levels,
+            "chosen": None if chosen is None else chosen.concurrency, "load": load}  # fmt: skip
     rows = [list(asdict(level).values()) for level in levels]
     rounded = [[*row[:2], *(round(value, 1) for value in row[2:])] for row in rows]
     heads = ("concurrency", "requests", "tokens_per_s", "latency_ms_p50", "latency_ms_p95")

@@ -49,13 +49,12 @@ def erase(
     Example: `tidemill users erase 4711 --by "data protection, ticket 88"`
     """
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.operate.rights.erase import Eraser
+    from tidemill.consumers.operate.rights.erase import erase as erase_user
 
     user_id = pseudonym_of(settings, user, is_pseudonym)
     with working("reading the log") as bar:
-        eraser = Eraser(settings.kafka, settings.store, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
-        done = eraser.erase(user_id, requested_by, dry_run=dry_run)
-    print_told(asdict(done), erasure_lines(done), as_json)
+        done = erase_user(settings.kafka, settings.store, user_id, requested_by, dry_run=dry_run, progress=bar.records)
+    print_told(done, erasure_lines(done), as_json)
     raise typer.Exit(1 if done.left or done.claims.foreign else 0)
 
 
@@ -73,9 +72,8 @@ def choosing(wish: UserWish, explained: str) -> Callable[..., None]:
         from tidemill.consumers.operate.rights.records import choose
 
         made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
-        said = "holds already" if made.carried_on else "written"
-        line = f"user {made.request.user_id}: {_request(made.request)} {said}, with {made.copies} copies"
-        print_told(asdict(made), [line], as_json)
+        request, said = made["request"], "holds already" if made["carried_on"] else "written"
+        print_told(made, [f"user {request.user_id}: {_request(request)} {said}, with {made['copies']} copies"], as_json)
 
     command.__name__, command.__doc__ = wish.value, explained
     return command
@@ -109,14 +107,14 @@ def show(
 
     user_id = pseudonym_of(settings, user, is_pseudonym)
     with working("reading the log") as bar:
-        found = read_consent_status(settings.kafka, user_id, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
-    requests = [f"  {_request(request)}" for request in found.demands]
+        found = read_consent_status(settings.kafka, user_id, bar.records)
+    requests = [f"  {_request(request)}" for request in found["demands"]]
     lines = [
-        f"user {found.user_id}: the log holds {_counts(found.held)}",
+        f"user {user_id}: the log holds {_counts(found['held'])}",
         *(["requests, the last one holds:", *requests] if requests else ["no requests"]),
-        *_letters(found.dead_letters),
+        *_letters(found["dead_letters"]),
     ]
-    print_told(asdict(found), lines, as_json)
+    print_told(found, lines, as_json)
 
 
 def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +13,7 @@ import typer
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import SettingsOf, given, with_reachable_log, with_settings
-from tidemill.compose.output import CsvOption, JsonOption, print_rows, print_told, working
+from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows, print_told, working
 
 if TYPE_CHECKING:
     from tidemill.consumers.weights.chain import VersionRow
@@ -69,14 +68,8 @@ def log_command(
     chain = read_chain(settings.kafka, settings.run)
     found, limit = rows(chain, last), chain.limit
     if as_json:
-        document = {
-            "run_id": chain.run_id,
-            "branch": chain.branch,
-            "head": chain.head.version,
-            "limit": None if limit is None else asdict(limit),
-            "versions": [asdict(row) for row in found],
-        }
-        typer.echo(json.dumps(document, indent=2))
+        document = {"run_id": chain.run_id, "branch": chain.branch, "head": chain.head.version}
+        print_json({**document, "limit": limit, "versions": found})
         return
     print_chain(found, chain.head.version, as_csv)
     typer.echo("serving: the newest version" if limit is None else f"serving: {describe(limit)}", err=True)
@@ -158,7 +151,7 @@ def checkout(
         f"version {made.version} in {made.directory}: {made.n_bytes:,} bytes, built from {made.way}",
         f"fingerprint {made.fingerprint}, read back from the files",
     ]
-    print_told(asdict(made), lines, as_json)
+    print_told(made, lines, as_json)
 
 
 def print_chain(rows: Sequence[VersionRow], head: int, as_csv: bool) -> None:
@@ -212,9 +205,9 @@ def diff(
 
     operands = operand(base), operand(target)
     settings = functools.cache(lambda: with_reachable_log(settings_of(given(run__branch=branch))))
-    old, new = _load(operands, settings, timeout_s)
-    changes = tensor_changes(old.tensors, new.tensors)
-    with working("comparing", len(new.tensors)) as progress:
+    (old, _), (new, learning_rate) = _load(operands, settings, timeout_s)
+    changes = tensor_changes(old, new)
+    with working("comparing", len(new)) as progress:
 
         def shown() -> Iterator[TensorChange]:
             for done, change in enumerate(changes):
@@ -222,7 +215,7 @@ def diff(
                 yield change
 
         report = compare(shown(), CodecSettings(coder=coder), against=against)
-    total, learning_rate = report.total, new.learning_rate
+    total = report.total
     ours = ("tidemill", total.wire_bytes, total.bytes_per_changed, None if total.changed == 0 else 1.0,
             report.encode_gb_per_second, report.apply_gb_per_second, report.round_trip_equal)  # fmt: skip
     others = (
@@ -255,35 +248,31 @@ def diff(
     raise typer.Exit(0 if report.round_trip_equal else 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """The tensors of an operand, and the learning rate of the step that made them, where that is known."""
-
-    tensors: Mapping[str, Weight]
-    learning_rate: float | None
+Loaded = tuple[Mapping[str, "Weight"], float | None]
+"""The tensors of an operand by name, and the learning rate of the step that made them, where that is known."""
 
 
 def _load(
     operands: Sequence[VersionOperand | Path], settings: Callable[[], TidemillSettings], timeout_s: float
-) -> list[_Weights]:
+) -> list[Loaded]:
     """What the operands name; the log is opened only where one of them is a version."""
     from tidemill.consumers.weights.builder import open_builder, version_tensors
     from tidemill.consumers.weights.chain import read_chain
     from tidemill.kernels.weights.checkpoint import map_checkpoint
 
-    found: dict[VersionOperand | Path, _Weights] = {
-        path: _Weights(map_checkpoint(path), None) for path in operands if isinstance(path, Path)
+    found: dict[VersionOperand | Path, Loaded] = {
+        path: (map_checkpoint(path), None) for path in operands if isinstance(path, Path)
     }
-    versions = [chosen for chosen in operands if isinstance(chosen, VersionOperand)]
+    versions = [chosen for chosen in operands if not isinstance(chosen, Path)]
     if versions:
         kafka, run = settings().kafka, settings().run
-        branches = {chosen.branch or run.branch for chosen in versions}
+        branches = {branch or run.branch for _, branch in versions}
         chains = {branch: read_chain(kafka, run.model_copy(update={"branch": branch})) for branch in branches}
         with working("building") as progress, open_builder(kafka, timeout_s, progress.say) as builder:
-            for chosen in versions:
-                chain = chains[chosen.branch or run.branch]
-                rate = chain.manifest(chosen.version).learning_rate
-                found[chosen] = _Weights(version_tensors(chain, builder, chosen.version), rate)
+            for version, branch in versions:
+                chain = chains[branch or run.branch]
+                rate = chain.manifest(version).learning_rate
+                found[version, branch] = (version_tensors(chain, builder, version), rate)
     return [found[chosen] for chosen in operands]
 
 
@@ -291,12 +280,8 @@ VERSION = re.compile(r"v?([0-9]{1,12})")
 BRANCH_VERSION = re.compile(r"([A-Za-z0-9._-]+)@v?([0-9]{1,12})")
 
 
-@dataclass(frozen=True, slots=True)
-class VersionOperand:
-    """A version in the log; `branch` None is the run's own."""
-
-    version: int
-    branch: str | None = None
+VersionOperand = tuple[int, str | None]
+"""A version in the log, and its branch; None is the run's own."""
 
 
 def version_number(text: str) -> int:
@@ -316,9 +301,9 @@ def operand(text: str) -> VersionOperand | Path:
     if path.exists():
         return path
     if (match := VERSION.fullmatch(text)) is not None:
-        return VersionOperand(int(match[1]))
+        return int(match[1]), None
     if (match := BRANCH_VERSION.fullmatch(text)) is not None:
-        return VersionOperand(int(match[2]), match[1])
+        return int(match[2]), match[1]
     raise ValueError(
         f"{text!r} is neither a version (v40, main@v40) nor a safetensors file or checkpoint directory that exists"
     )

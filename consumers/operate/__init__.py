@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from typing import Any, TypeVar
 
 Progress = Callable[[int, int], None]
 """Called with the number of offsets that were read, and the number of all."""
 T = TypeVar("T")
-K = TypeVar("K", bound="DataclassInstance")
 
 
-def copied(kind: type[K], record: object, **own: Any) -> K:  # noqa: ANN401 - fields of any type
-    """A dataclass `kind` with the fields of the same names that a record has, except those that are given."""
-    names = (entry.name for entry in fields(kind) if entry.name not in own)
-    return kind(**{name: getattr(record, name) for name in names}, **own)
+def picked(record: object, names: str, **own: Any) -> dict[str, Any]:  # noqa: ANN401 - values of any type
+    """Some fields of a record, named in one text, behind values of another origin."""
+    return {**own, **{name: getattr(record, name) for name in names.split()}}
 
 
 def no_progress(_done: int, _total: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import cast
@@ -26,27 +27,38 @@ from tidemill.schemas.log.reader import PartitionReader
 CLIENT_ID = "tidemill-sink-dlq"
 
 
-def dead_letter_row(message: Message) -> Row:
-    """The row of a dead letter. Headers that are missing or malformed leave the letter's own place in their stead."""
-    raw = cast("list[tuple[str, bytes | None]]", message.headers() or [])
-    headers = {name: (value or b"").decode("utf-8", "replace") for name, value in raw}
-    topic, partition, offset = message.topic() or "", message.partition() or 0, message.offset() or 0
-    timestamp, value = message.timestamp()[1], message.value() or b""
+def dead_letter(
+    raw_headers: Iterable[tuple[str, bytes | None]], own: tuple[str, int, int, int], value: bytes
+) -> DeadLetter:
+    """A dead letter by its headers.
 
-    def number(header: str, otherwise: int) -> int:
+    Args:
+        own: topic, partition, offset and timestamp (ms) that stand for headers that are missing or malformed.
+    """
+    headers = {name: (said or b"").decode("utf-8", "replace") for name, said in raw_headers}
+
+    def number(header: str, otherwise: int, digits: int = 18) -> int:
+        # No more digits than the column of the number can hold.
         text = headers.get(header, "")
-        return int(text) if text.lstrip("-").isdigit() else otherwise
+        return int(text) if re.fullmatch(rf"-?[0-9]{{1,{digits}}}", text) else otherwise
 
-    letter = DeadLetter(
-        source_topic=headers.get(HEADER_TOPIC, topic),
-        source_partition=number(HEADER_PARTITION, partition),
-        source_offset=number(HEADER_OFFSET, offset),
-        source_timestamp_ms=number(HEADER_TIMESTAMP, timestamp),
+    return DeadLetter(
+        source_topic=headers.get(HEADER_TOPIC, own[0]),
+        source_partition=number(HEADER_PARTITION, own[1], digits=9),
+        source_offset=number(HEADER_OFFSET, own[2]),
+        source_timestamp_ms=number(HEADER_TIMESTAMP, own[3]),
         reason=headers.get(HEADER_REASON, "no reason given"),
         found_by=headers.get(HEADER_APPLICATION, "unknown"),
         value=value,
     )
-    return Row(topic, partition, offset, timestamp, message.key() or b"", letter, len(value))
+
+
+def dead_letter_row(message: Message) -> Row:
+    """The row of a dead letter. Headers that are missing or malformed leave the letter's own place in their stead."""
+    headers = cast("list[tuple[str, bytes | None]]", message.headers() or [])
+    own = (message.topic() or "", message.partition() or 0, message.offset() or 0, message.timestamp()[1])
+    value = message.value() or b""
+    return Row(*own, message.key() or b"", dead_letter(headers, own, value), len(value))
 
 
 class DeadLetterReader(AbstractContextManager["DeadLetterReader"]):

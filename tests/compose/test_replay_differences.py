@@ -14,7 +14,6 @@ from tidemill.compose.output import moment_us
 from tidemill.consumers.operate.replay.differences import (
     DifferenceKind,
     Item,
-    Window,
     compare,
     field_changes,
     named,
@@ -85,7 +84,7 @@ def test_a_record_that_one_side_has_alone():
     lines = comparison_lines(found, "A", "B", 5)
     assert lines[:2] == ["identical: 1 of 3", "only in A: 1, only in B: 1"]
     assert lines[2] == "first difference: c is only in B, groups[0]@1"
-    assert comparison_document(found, 1)["first"]["name"] == "c"
+    assert comparison_document(found, 1)["first"].name == "c"
 
 
 def test_stragglers_and_groups_that_came_twice_have_identities_of_their_own():
@@ -97,9 +96,9 @@ def test_stragglers_and_groups_that_came_twice_have_identities_of_their_own():
 def test_a_window_looks_at_what_ended_within_it_on_either_side():
     there = items(group("before", 5), group("in", 10), group("moved", 25), group("after", 30))
     here = items(group("before", 4), group("in", 11), group("moved", 19), group("after", 31))
-    found = compare(there, here, Window(10, 20))
+    found = compare(there, here, 10, 20)
     assert [d.name for d in found.differences] == ["in", "moved"]
-    assert compare(there, here, Window(begin=31)).total == 1 and compare(there, here, Window(end=5)).total == 1
+    assert compare(there, here, begin=31).total == 1 and compare(there, here, end=5).total == 1
 
 
 def test_the_order_is_compared_over_what_both_sides_have():

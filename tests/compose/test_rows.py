@@ -33,9 +33,8 @@ from tidemill.compose.cli.replay_copy import carry_out
 from tidemill.compose.cli.weights_command import print_chain
 from tidemill.compose.output import print_rows, print_told
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
-from tidemill.consumers.operate.audit.audit import AuditReport, CheckResult
-from tidemill.consumers.operate.audit.endings import Finding
-from tidemill.consumers.operate.replay.copy import ReplayManifest
+from tidemill.consumers.operate.audit.audit import AuditReport
+from tidemill.consumers.operate.audit.endings import CheckResult, Finding
 from tidemill.consumers.operate.replay.plan import LaneReport
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
@@ -446,7 +445,8 @@ def test_dead_letters_are_listed_and_judged(monkeypatch):
 
 def test_a_copy_gives_its_topics(capsysbinary):
     lanes = [LaneReport("t.groups", n, 0, 9, n, 1500 * n, "2026-01-01", "2026-01-02", "s") for n in range(2)]
-    made = ReplayManifest("id", 0, "t.", "new.", {}, lanes, 1, 1500, "s", 0, 0, 2)
+    made = {"source_prefix": "t.", "into": "new.", "lanes": lanes, "records": 1, "undecodable": 0, "missing": 0,
+            "references_outside": 2}  # fmt: skip
     replay: Any = SimpleNamespace(prepare=lambda _progress: made, already_copied=0)
     options = {"speed": None, "do_it": False, "manifest_file": None}
     carry_out(replay, **options, as_json=False, as_csv=True)

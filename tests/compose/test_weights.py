@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tests.consumers.weight_log import WeightLog, nudged, write_checkpoint
 from tidemill.compose.cli import app
-from tidemill.compose.cli.weights_command import VersionOperand, operand, version_number
+from tidemill.compose.cli.weights_command import operand, version_number
 from tidemill.consumers.weights.chain import read_chain
 from tidemill.kernels.weights.checkpoint import WeightFilesError
 from tidemill.kernels.weights.graph import UnknownVersion, VersionError
@@ -160,8 +160,8 @@ def test_what_is_no_checkpoint_is_explained(tmp_path):
 
 def test_operands_are_versions_unless_such_a_path_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert operand("v12") == operand("12") == VersionOperand(12)
-    assert operand("fine.tune@v3") == VersionOperand(3, "fine.tune")
+    assert operand("v12") == operand("12") == (12, None)
+    assert operand("fine.tune@v3") == (3, "fine.tune")
     (tmp_path / "12").mkdir()
     assert operand("12") == Path("12")
     for text in ("v", "-1", "v1.5", "1e3", "main@", "9" * 13):

@@ -14,7 +14,7 @@ from tests.consumers.product_support import ProductLog, interaction, two_people
 from tests.consumers.sink_support import START_US, rows_of
 from tests.consumers.test_sink_log import DEADLINE_S, Sink
 from tests.waiting import until
-from tidemill.consumers.operate.rights.erase import Eraser
+from tidemill.consumers.operate.rights.erase import erase
 from tidemill.consumers.sink.query import read_state
 from tidemill.consumers.sink.service import known_erasures
 from tidemill.schemas.catalogue import Topic, tick_key
@@ -56,7 +56,7 @@ def test_he_is_gone_after_a_kill_and_after_a_rebuild(settings: KafkaSettings, tm
     sink = Sink(settings, {"path": str(tmp_path / "first"), "http_port": 0, "flush_seconds": 0.1})
     sink.start()
     until(lambda: users(sink) == {"ann", "bob", "judge"})
-    Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ann", "tester")
+    erase(settings, StoreSettings(root=str(tmp_path)), "ann", "tester")
     until(lambda: users(sink) == {"bob", "judge"})
     assert sink.end(signal.SIGKILL) == -signal.SIGKILL
     log.write(interaction("straggler", "ann"), interaction("new", "cleo"))
@@ -76,5 +76,5 @@ def test_the_requests_are_known_before_the_first_row(settings: KafkaSettings, tm
     ProductLog(settings, 2).write(*two_people())
     (row,) = rows_of([interaction("i", "ann")])
     assert not known_erasures(settings).hides(row)
-    Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ann", "tester")
+    erase(settings, StoreSettings(root=str(tmp_path)), "ann", "tester")
     assert known_erasures(settings).hides(row)

@@ -20,12 +20,11 @@ from tidemill.consumers.operate.audit.endings import (
     AuditCheck,
     AuditedRun,
     AuditRules,
+    CheckResult,
     Finding,
     check,
-    is_overdue,
-    rollout_lives,
 )
-from tidemill.consumers.operate.audit.facts import TRANSACTIONAL, Facts, references
+from tidemill.consumers.operate.audit.facts import TRANSACTIONAL, references
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
@@ -39,18 +38,17 @@ from tidemill.schemas.log.reader import LogReader
     "no partition has lost its beginning, and nothing refers to what is gone (allowed with --allow-truncated)",
 )
 def retention(run: AuditedRun) -> Iterator[Finding]:
-    facts = run.facts
     if run.rules.allow_truncated:
         return
-    for (topic, number), partition in sorted(facts.partitions.items()):
+    for (topic, number), partition in sorted(run.partitions.items()):
         if partition.low > 0 and not is_compacted(topic):
             what = f"truncated: offsets 0 to {partition.low - 1} are gone, past retention or deleted"
             yield Finding(Position(topic.value, number, partition.low), what)
-    members = ((group.place, member) for group in facts.model.groups for member in group.record.members)
+    members = ((group.place, member) for group in run.groups for member in group.record.members)
     of_groups = ((by, Position.of(member)) for by, member in members)
-    of_steps = ((step.place, Position.of(one)) for step in facts.model.steps for one in references(step.record))
+    of_steps = ((step.place, Position.of(one)) for step in run.steps for one in references(step.record))
     for by, to in (*of_groups, *of_steps):
-        if not facts.is_kept(to):
+        if not run.is_kept(to):
             yield Finding(by, f"refers to {to}, which the log no longer keeps")
 
 
@@ -59,7 +57,7 @@ def retention(run: AuditedRun) -> Iterator[Finding]:
     "every offset that the broker keeps has its record, but for the marks of transactions and what compaction dropped",
 )
 def offsets(run: AuditedRun) -> Iterator[Finding]:
-    for (topic, number), partition in sorted(run.facts.partitions.items()):
+    for (topic, number), partition in sorted(run.partitions.items()):
         if partition.hidden and topic not in TRANSACTIONAL and not is_compacted(topic):
             place = Position(topic.value, number, partition.first_gap)
             count = f"{partition.records:,} records on {partition.high - partition.low:,} offsets"
@@ -68,9 +66,9 @@ def offsets(run: AuditedRun) -> Iterator[Finding]:
 
 @check("dead_letters", "every record that cannot be read lies in its topic's dead-letter topic")
 def dead_letters(run: AuditedRun) -> Iterator[Finding]:
-    for place, timestamp_us, error in run.facts.unreadable:
+    for place, timestamp_us, error in run.unreadable:
         # The reader of the topic may not have read so far yet.
-        if place not in run.facts.letters and is_overdue(run.facts, run.rules, timestamp_us):
+        if place not in run.letters and run.is_overdue(timestamp_us):
             yield Finding(place, f"cannot be read ({error}) and is no dead letter")
 
 
@@ -103,18 +101,6 @@ ORDER = (
 it was acknowledged."""
 TopicProgress = Callable[[str, int, int], None]
 """Called with a topic, the number of its offsets that were read, and the number of all."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    name: str
-    holds: str
-    offenders: int
-    first: Finding | None
-
-    @property
-    def passed(self) -> bool:
-        return self.offenders == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,63 +150,53 @@ def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress =
     Raises LookupError where a topic is missing or the log holds no record of the run, TimeoutError when the broker
     stops delivering.
     """
-    facts = Facts(rules.run_id)
+    run = AuditedRun(rules)
     for topic in ORDER:
         with LogReader(kafka, [topic], client_id=CLIENT_ID) as reader:
             firsts, ends = reader.next_offsets(), reader.end_offsets()
-            facts.expect({where: (firsts[where], ends[where]) for where in ends})
+            run.expect({where: (firsts[where], ends[where]) for where in ends})
             total = sum(ends.values()) - sum(firsts[where] for where in ends)
             for consumed in watched(reader.read_to_end(), total, partial(progress, topic.value)):
-                facts.observe(consumed)
+                run.observe(consumed)
     full = {Names(kafka.topic_prefix).of(topic): topic.value for topic in ORDER}
     with DeadLetterReader(kafka, {}, ORDER) as letters:
         for row in letters.read_to_end():
             letter = row.record
             if isinstance(letter, DeadLetter) and letter.source_topic in full:
                 place = Position(full[letter.source_topic], letter.source_partition, letter.source_offset)
-                facts.letters.setdefault(place, letter.reason)
-    if rules.run_id not in facts.runs:
-        known = ", ".join(sorted(facts.runs)) or "none"
+                run.letters.setdefault(place, letter.reason)
+    if rules.run_id not in run.runs:
+        known = ", ".join(sorted(run.runs)) or "none"
         raise LookupError(f"the log holds nothing of run {rules.run_id}; runs in it: {known}. Name one with --run-id")
-    return judge(facts, rules)
+    return judge(run)
 
 
-def judge(facts: Facts, rules: AuditRules) -> AuditReport:
-    """Audit facts, when all records were observed."""
-    lives = tuple(rollout_lives(facts, rules))
-    run = AuditedRun(facts, rules, lives)
-    played, model, online = facts.played, facts.model, facts.online
-    batches = len({batch.record.batch_id for batch in online.batches})
-    repeats = (
-        played.repeats + model.repeats + online.repeats + Counter({"online batches": len(online.batches) - batches})
-    )
-    results = []
-    for one in CHECKS:
-        findings = one.find(run)
-        first = next(findings, None)
-        results.append(CheckResult(one.name, one.holds, (first is not None) + sum(1 for _ in findings), first))
+def judge(run: AuditedRun) -> AuditReport:
+    """Audit a run when all of its records were observed."""
+    lives = run.lives
     states = Counter(f"{life.state.value}: {life.reason}" if life.reason else life.state.value for life in lives)
+    batches = len({batch.record.batch_id for batch in run.batches})
     return AuditReport(
-        run_id=rules.run_id,
-        checks=tuple(results),
+        run_id=run.run_id,
+        checks=tuple(one(run) for one in CHECKS),
         states=dict(sorted(states.items())),
         open=dict(sorted(Counter(life.state.value for life in lives if life.state in OPEN).items())),
         counts={
-            "tasks": len(played.tasks),
+            "tasks": len(run.tasks),
             "rollouts": len(lives),
-            "dispatched": sum(len(indexes) for _, indexes in played.dispatched.values()),
-            "written": len(played.rollouts),
-            "groups": len(model.groups),
-            "steps": len(model.steps),
-            "versions": len({(one.record.branch, one.record.version) for one in model.manifests}),
-            "refusals": sum(one.record.status.value == "refused" for one in model.acks),
-            "interactions": len(online.served),
-            "outcomes": sum(map(len, online.ends.values())),
-            "online batches": len(online.batches),
-            "dead letters": len(facts.letters),
-            "replayed": facts.replayed,
+            "dispatched": sum(len(indexes) for _, indexes in run.dispatched.values()),
+            "written": len(run.rollouts),
+            "groups": len(run.groups),
+            "steps": len(run.steps),
+            "versions": len({(one.record.branch, one.record.version) for one in run.manifests}),
+            "refusals": sum(one.record.status.value == "refused" for one in run.acks),
+            "interactions": len(run.served),
+            "outcomes": sum(map(len, run.ends.values())),
+            "online batches": len(run.batches),
+            "dead letters": len(run.letters),
+            "replayed": run.replayed,
         },
-        repeated=dict(sorted(repeats.items())),
-        records=sum(partition.records for partition in facts.partitions.values()),
-        runs=dict(facts.runs),
+        repeated=dict(sorted((run.repeats + Counter({"online batches": len(run.batches) - batches})).items())),
+        records=sum(partition.records for partition in run.partitions.values()),
+        runs=dict(run.runs),
     )

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from tidemill.consumers.operate.audit.facts import TRAINED, Facts, RecordAt
 from tidemill.schemas.catalogue import Topic
@@ -80,12 +81,8 @@ class RolloutState(StrEnum):
 OPEN = frozenset(RolloutState(name) for name in ("queued", "dispatched", "running", "scored", "grouped"))
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutEnding:
-    state: RolloutState
-    reason: str
-    place: Position
-    """The record that ends it."""
+RolloutEnding = tuple[RolloutState, str, Position]
+"""A state that ends a rollout, its reason, and the record that ends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,74 +98,85 @@ class RolloutLife:
     """Every ending; in a sound log there is at most one."""
 
 
+class AuditedRun(Facts):
+    """A run whose log was read whole: its facts, and the rules by which they are judged."""
+
+    def __init__(self, rules: AuditRules) -> None:
+        super().__init__(rules.run_id)
+        self.rules = rules
+
+    @cached_property
+    def lives(self) -> tuple[RolloutLife, ...]:
+        """Every rollout that was issued, played or grouped, once. Ask for it when all records were observed."""
+        return tuple(_lives(self))
+
+    def is_overdue(self, deadline_at: int) -> bool:
+        """Whether a record with a deadline cannot arrive any more."""
+        return self.rules.ended or self.rules.complete or self.clock_us > deadline_at + self.rules.grace_us
+
+
 _Membership = tuple[Position, GroupMember]
 """A group that counts a rollout, and its entry there."""
 
 
-def rollout_lives(facts: Facts, rules: AuditRules) -> Iterator[RolloutLife]:
-    """Every rollout that was issued, played or grouped, once."""
-    played, grouped = facts.played, _Grouped(facts, rules)
+def _lives(run: AuditedRun) -> Iterator[RolloutLife]:
+    grouped = _Grouped(run)
     memberships: defaultdict[str, list[_Membership]] = defaultdict(list)
-    for group in facts.model.groups:
+    for group in run.groups:
         for member in group.record.members:
             memberships[member.rollout_id].append((group.place, member))
     seen: set[tuple[str, int | None]] = set()
-    for name, records in played.rollouts.items():
+    for name, records in run.rollouts.items():
         of, rollout, place = memberships.pop(name, []), records[0].record, records[0].place
         seen.add((rollout.group_id, rollout.index))
-        letters = [facts.letters[one.place] for one in records if one.place in facts.letters]
+        letters = [run.letters[one.place] for one in records if one.place in run.letters]
         if of:
             yield grouped.life(name, of, records)
         elif letters:
-            ending = RolloutEnding(RolloutState.REJECTED, letters[0], place)
-            yield RolloutLife(name, ending.state, ending.reason, place, (ending,))
-        elif is_overdue(facts, rules, rollout.deadline_at):
+            ending = (RolloutState.REJECTED, letters[0], place)
+            yield RolloutLife(name, *ending, (ending,))
+        elif run.is_overdue(rollout.deadline_at):
             reason = "it has a result, its time is up, and no group counts it"
             yield RolloutLife(name, RolloutState.LOST, reason, place)
         else:
             yield RolloutLife(name, RolloutState.SCORED, "", place)
     # The rest was put into a group, and its own record is gone.
     for name, of in memberships.items():
-        seen.add((facts.model.group_at[of[0][0]].record.group_id, rollout_index(name)))
+        seen.add((run.group_at[of[0][0]].record.group_id, rollout_index(name)))
         yield grouped.life(name, of, ())
-    for at in played.tasks.values():
+    for at in run.tasks.values():
         task = at.record
         for index in range(task.group_size):
             if (task.group_id, index) in seen:
                 continue
             name, state, place = rollout_id(task.group_id, index), RolloutState.QUEUED, at.place
-            dispatch = played.dispatched.get(task.task_id)
+            dispatch = run.dispatched.get(task.task_id)
             if dispatch is not None and index in dispatch[1]:
                 state, place = RolloutState.DISPATCHED, dispatch[0]
-            if name in played.turns:
-                state, place = RolloutState.RUNNING, played.turns[name].place
+            if name in run.turns:
+                state, place = RolloutState.RUNNING, run.turns[name].place
             reason = ""
-            if facts.is_truncated(Topic.ROLLOUTS):
+            if run.is_truncated(Topic.ROLLOUTS):
                 state = RolloutState.UNKNOWN
-            elif is_overdue(facts, rules, task.deadline_at):
+            elif run.is_overdue(task.deadline_at):
                 state, reason = RolloutState.LOST, f"{state.value}, its time is up, and it has no result"
             yield RolloutLife(name, state, reason, place)
-
-
-def is_overdue(facts: Facts, rules: AuditRules, deadline_at: int) -> bool:
-    """Whether a record with a deadline cannot arrive any more."""
-    return rules.ended or rules.complete or facts.clock_us > deadline_at + rules.grace_us
 
 
 class _Grouped:
     """Rollouts that a group counts."""
 
-    def __init__(self, facts: Facts, rules: AuditRules) -> None:
-        self._model = facts.model
+    def __init__(self, run: AuditedRun) -> None:
+        self._run, rules = run, run.rules
         self._open = RolloutState.GROUPED
-        if rules.complete and rules.last_step is not None and len(facts.model.steps) >= rules.last_step:
+        if rules.complete and rules.last_step is not None and len(run.steps) >= rules.last_step:
             self._open = RolloutState.UNUSED
         self._trained: defaultdict[int, list[tuple[RecordAt[Group], int]]] = defaultdict(list)
         """By partition: the groups that were trained, in the order of the log, with their first step."""
-        for place in sorted(self._model.group_at, key=lambda at: (at.partition, at.offset)):
-            steps = [step.record.step for step, reason in self._model.uses.get(place, ()) if reason == TRAINED]
+        for place in sorted(run.group_at, key=lambda at: (at.partition, at.offset)):
+            steps = [step.record.step for step, reason in run.uses.get(place, ()) if reason == TRAINED]
             if steps:
-                self._trained[place.partition].append((self._model.group_at[place], steps[0]))
+                self._trained[place.partition].append((run.group_at[place], steps[0]))
 
     def life(self, rollout_id: str, of: list[_Membership], records: Sequence[RecordAt[Rollout]]) -> RolloutLife:
         """The state of a rollout that groups count, whose own records may be gone."""
@@ -177,20 +185,20 @@ class _Grouped:
         failure = failures[0].split(":")[0] if failures else "its record is gone"
         endings = tuple(dict.fromkeys(end for place, member in of for end in self._endings(place, member, failure)))
         if endings:
-            return RolloutLife(rollout_id, endings[0].state, endings[0].reason, endings[0].place, endings)
+            return RolloutLife(rollout_id, *endings[0], endings)
         place, passed_over = of[0][0], set[int]()
         for group, step in reversed(self._trained[place.partition]):
             if group.place.offset < place.offset or len(passed_over) >= STEPS_AHEAD:
                 break
-            if group.record.closed_at > self._model.group_at[place].record.closed_at:
+            if group.record.closed_at > self._run.group_at[place].record.closed_at:
                 passed_over.add(step)
         if len(passed_over) >= STEPS_AHEAD:
             return RolloutLife(rollout_id, RolloutState.LOST, "steps trained on younger groups behind its own", place)
         return RolloutLife(rollout_id, self._open, "", place)
 
     def _endings(self, place: Position, member: GroupMember, failure: str) -> Iterator[RolloutEnding]:
-        group = self._model.group_at[place]
-        copies = self._model.groups_of[group.record.group_id]
+        group = self._run.group_at[place]
+        copies = self._run.groups_of[group.record.group_id]
         # A second record of a group ends no rollout a second time.
         first = next(one.place for one in copies if one.digest == group.digest)
         at_once = None
@@ -201,14 +209,14 @@ class _Grouped:
         elif group.record.mode is Mode.EVAL:
             at_once = RolloutState.EVALUATED
         if at_once is not None:
-            yield RolloutEnding(at_once, failure if at_once is RolloutState.FAILED else "", first)
-        for step, reason in self._model.uses.get(place, ()):
+            yield at_once, failure if at_once is RolloutState.FAILED else "", first
+        for step, reason in self._run.uses.get(place, ()):
             if reason in OF_COPIES and place != first:
                 continue
             if reason == TRAINED and at_once is not RolloutState.FAILED:
-                yield RolloutEnding(RolloutState.TRAINED, "", step.place)
+                yield RolloutState.TRAINED, "", step.place
             elif at_once is None:
-                yield RolloutEnding(RolloutState.EXCLUDED, reason, step.place)
+                yield RolloutState.EXCLUDED, reason, step.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,28 +230,31 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditedRun:
-    """A run whose log was read whole."""
+class CheckResult:
+    name: str
+    holds: str
+    """The condition on a log that was checked, in a sentence."""
+    offenders: int
+    first: Finding | None
 
-    facts: Facts
-    rules: AuditRules
-    lives: Sequence[RolloutLife]
+    @property
+    def passed(self) -> bool:
+        return self.offenders == 0
 
 
 Find = Callable[[AuditedRun], Iterator[Finding]]
-
-
-@dataclass(frozen=True, slots=True)
-class AuditCheck:
-    """One condition on a log."""
-
-    name: str
-    holds: str
-    """The condition, in a sentence."""
-    find: Find
-    """The offenders, in the order of the log where there is one."""
+AuditCheck = Callable[[AuditedRun], CheckResult]
 
 
 def check(name: str, holds: str) -> Callable[[Find], AuditCheck]:
-    """Make a check of a function that finds its offenders."""
-    return lambda find: AuditCheck(name, holds, find)
+    """Make a check of a function that finds the offenders, in the order of the log where there is one."""
+
+    def of(find: Find) -> AuditCheck:
+        def run_check(run: AuditedRun) -> CheckResult:
+            findings = find(run)
+            first = next(findings, None)
+            return CheckResult(name, holds, (first is not None) + sum(1 for _ in findings), first)
+
+        return run_check
+
+    return of

@@ -34,154 +34,9 @@ def record_at(consumed: ConsumedRecord, record: R) -> RecordAt[R]:  # type: igno
     return RecordAt(consumed.position, record, hashlib.blake2b(consumed.value or b"", digest_size=16).digest())
 
 
-class RolloutFacts:
-    """Tasks, the workers that took them, and the results of their rollouts."""
-
-    def __init__(self) -> None:
-        self.tasks: dict[str, RecordAt[r.Task]] = {}
-        self.rollouts: defaultdict[str, list[RecordAt[r.Rollout]]] = defaultdict(list)
-        """By rollout id. A worker that could not know of the first record may have written it again."""
-        self.dispatched: dict[str, tuple[Position, set[int]]] = {}
-        """By task: the first dispatch, and the indexes in the group that workers took."""
-        self.turns: dict[str, RecordAt[r.Turn]] = {}
-        """By rollout id: its first turn."""
-        self.sampled_by: dict[tuple[str, int], Position] = {}
-        """The first turn that a replica sampled under a version."""
-        self.sampled_under: dict[int, Position] = {}
-        """The first rollout that was sampled under a version."""
-        self.repeats: Counter[str] = Counter()
-        self._turns: Counter[str] = Counter()
-        """Number of different turns of a rollout."""
-
-    def observe(self, consumed: ConsumedRecord) -> None:
-        place = consumed.position
-        match consumed.record:
-            case r.Task() as task:
-                self.repeats["tasks"] += task.task_id in self.tasks
-                self.tasks.setdefault(task.task_id, record_at(consumed, replace(task, payload="")))
-            case r.Dispatch() as dispatch:
-                known = self.dispatched.setdefault(dispatch.task_id, (place, set()))[1]
-                self.repeats["dispatched rollouts"] += len(known.intersection(dispatch.indexes))
-                known.update(dispatch.indexes)
-            case r.Turn() as turn:
-                first = replace(turn, token_ids=b"", logprobs=b"", context="", expert_ids=b"")
-                self.turns.setdefault(turn.rollout_id, record_at(consumed, first))
-                self.repeats["turns"] += turn.turn < self._turns[turn.rollout_id]
-                self._turns[turn.rollout_id] = max(self._turns[turn.rollout_id], turn.turn + 1)
-                for span in turn.spans:
-                    self.sampled_by.setdefault((turn.replica_id, span.version), place)
-            case r.Rollout() as rollout:
-                known_records = self.rollouts[rollout.rollout_id]
-                if known_records:
-                    self.repeats["rollouts"] += 1
-                    self.repeats["tokens of repeated rollouts"] += rollout.sampled_tokens
-                known_records.append(record_at(consumed, replace(rollout, segments=[], rewards=[], metrics={})))
-                for version in {rollout.version_min, rollout.version_max}:
-                    self.sampled_under.setdefault(version, place)
-
-    def record_of(self, rollout_id: str, reference: LogReference) -> r.Rollout | None:
-        """The record of a rollout at the place that a reference names; None where it has none there."""
-        place = Position.of(reference)
-        return next((one.record for one in self.rollouts.get(rollout_id, ()) if one.place == place), None)
-
-
-class ModelFacts:
-    """Groups, the steps that used them, the versions that the steps made, and the replicas that held those."""
-
-    def __init__(self) -> None:
-        self.groups: list[RecordAt[r.Group]] = []
-        self.group_at: dict[Position, RecordAt[r.Group]] = {}
-        self.groups_of: defaultdict[str, list[RecordAt[r.Group]]] = defaultdict(list)
-        """By group id, in the order read."""
-        self.steps: list[RecordAt[r.TrainStep]] = []
-        self.plans_and_steps: list[RecordAt[r.StepPlan | r.TrainStep]] = []
-        """In the order of the log."""
-        self.uses: defaultdict[Position, list[tuple[RecordAt[r.TrainStep], str]]] = defaultdict(list)
-        """By the place that a step names: the step, and `TRAINED` or the reason of the exclusion."""
-        self.manifests: list[RecordAt[r.Manifest]] = []
-        self.skips: list[RecordAt[r.SkipDelta]] = []
-        self.acks: list[RecordAt[r.WeightAck]] = []
-        self.decisions: list[RecordAt[r.GateDecision]] = []
-        self.repeats: Counter[str] = Counter()
-
-    def observe(self, consumed: ConsumedRecord) -> None:
-        match consumed.record:
-            case r.Group() as record:
-                group = record_at(consumed, record)
-                known = self.groups_of[record.group_id]
-                self.repeats["groups"] += any(other.digest == group.digest for other in known)
-                known.append(group)
-                self.groups.append(group)
-                self.group_at[group.place] = group
-            case r.TrainStep() as record:
-                step = record_at(consumed, record)
-                self.steps.append(step)
-                self.plans_and_steps.append(step)
-                for reference in references(record):
-                    reason = reference.reason if isinstance(reference, r.StepExclusion) else TRAINED
-                    self.uses[Position.of(reference)].append((step, reason))
-            case r.StepPlan() as plan:
-                last = self.plans_and_steps[-1].record if self.plans_and_steps else None
-                self.repeats["plans"] += isinstance(last, r.StepPlan) and last.step == plan.step
-                self.plans_and_steps.append(record_at(consumed, plan))
-            case r.Manifest() as manifest:
-                self.manifests.append(record_at(consumed, replace(manifest, tensors=[], tensor_table=None, shards=[])))
-            case r.SkipDelta() as skip:
-                self.skips.append(record_at(consumed, replace(skip, shards=[])))
-            case r.WeightAck() as ack:
-                self.acks.append(record_at(consumed, ack))
-            case r.GateDecision() as decision:
-                self.decisions.append(record_at(consumed, decision))
-
-
 def references(step: r.TrainStep) -> list[r.StepInput | r.StepExclusion]:
     """Everything that a step names: what it trained on, then what it left out."""
     return [*step.inputs, *step.exclusions]
-
-
-class OnlineFacts:
-    def __init__(self) -> None:
-        self.served: dict[str, RecordAt[r.Interaction]] = {}
-        self.served_at_place: dict[Position, r.Interaction] = {}
-        self.erased: dict[str, int] = {}
-        """Interactions with a tombstone, and when the first one was written, in microseconds."""
-        self.ends: defaultdict[str, list[RecordAt[r.Outcome]]] = defaultdict(list)
-        """By interaction: its different outcomes."""
-        self.batches: list[RecordAt[r.OnlineBatch]] = []
-        self.batch_at: dict[Position, r.OnlineBatch] = {}
-        self.erasures: defaultdict[str, set[int]] = defaultdict(set)
-        """By user: the times for which they asked to be erased."""
-        self.repeats: Counter[str] = Counter()
-
-    def observe(self, consumed: ConsumedRecord) -> None:
-        """Take in a record of the run, or a tombstone or a user's request, which belong to no run."""
-        match consumed.record:
-            case r.Interaction() as answer:
-                served = record_at(consumed, replace(answer, segments=[]))
-                self.repeats["interactions"] += answer.interaction_id in self.served
-                self.served.setdefault(answer.interaction_id, served)
-                self.served_at_place[served.place] = served.record
-            case r.Outcome() as outcome:
-                end = record_at(consumed, replace(outcome, signals=[]))
-                known = self.ends[outcome.interaction_id]
-                if any(other.digest == end.digest for other in known):
-                    self.repeats["outcomes"] += 1
-                else:
-                    known.append(end)
-            case r.OnlineBatch() as batch:
-                self.batches.append(record_at(consumed, batch))
-                self.batch_at[consumed.position] = batch
-            case r.UserRequest(user_id=user, wish=r.UserWish.ERASE, at=at):
-                self.erasures[user].add(at)
-            case None if consumed.value is None:
-                name = (consumed.key or b"").decode("utf-8", "replace")
-                if consumed.topic is Topic.INTERACTIONS:
-                    self.erased.setdefault(name, consumed.timestamp_ms * 1_000)
-                    gone = self.served.pop(name, None)
-                    if gone is not None:
-                        self.served_at_place.pop(gone.place, None)
-                elif consumed.topic is Topic.OUTCOMES:
-                    self.ends.pop(name, None)
 
 
 TRANSACTIONAL = frozenset({Topic.STEPS, Topic.MANIFESTS, Topic.GROUPS, Topic.OUTCOMES, Topic.ONLINE_BATCHES})
@@ -228,18 +83,57 @@ class PartitionFacts:
 class Facts:
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
-        self.played, self.model, self.online = RolloutFacts(), ModelFacts(), OnlineFacts()
+        self.partitions: dict[Partition, PartitionFacts] = {}
         self.letters: dict[Position, str] = {}
         """Reasons of the dead letters, by the place of the record that could not be used."""
         self.unreadable: list[tuple[Position, int, str]] = []
         """Records that cannot be decoded: the place, the time in microseconds, the error."""
-        self.partitions: dict[Partition, PartitionFacts] = {}
         self.runs: Counter[str] = Counter()
         """Records by run."""
         self.replayed = 0
         """Records that a replay wrote."""
         self.clock_us = 0
         """Event time: the newest timestamp in the log."""
+        self.repeats: Counter[str] = Counter()
+        """Records and items that only repeat earlier ones."""
+
+        self.tasks: dict[str, RecordAt[r.Task]] = {}
+        self.rollouts: defaultdict[str, list[RecordAt[r.Rollout]]] = defaultdict(list)
+        """By rollout id. A worker that could not know of the first record may have written it again."""
+        self.dispatched: dict[str, tuple[Position, set[int]]] = {}
+        """By task: the first dispatch, and the indexes in the group that workers took."""
+        self.turns: dict[str, RecordAt[r.Turn]] = {}
+        """By rollout id: its first turn."""
+        self._next_turn: Counter[str] = Counter()
+        self.sampled_by: dict[tuple[str, int], Position] = {}
+        """The first turn that a replica sampled under a version."""
+        self.sampled_under: dict[int, Position] = {}
+        """The first rollout that was sampled under a version."""
+
+        self.groups: list[RecordAt[r.Group]] = []
+        self.group_at: dict[Position, RecordAt[r.Group]] = {}
+        self.groups_of: defaultdict[str, list[RecordAt[r.Group]]] = defaultdict(list)
+        """By group id, in the order read."""
+        self.steps: list[RecordAt[r.TrainStep]] = []
+        self.plans_and_steps: list[RecordAt[r.StepPlan | r.TrainStep]] = []
+        """In the order of the log."""
+        self.uses: defaultdict[Position, list[tuple[RecordAt[r.TrainStep], str]]] = defaultdict(list)
+        """By the place that a step names: the step, and `TRAINED` or the reason of the exclusion."""
+        self.manifests: list[RecordAt[r.Manifest]] = []
+        self.skips: list[RecordAt[r.SkipDelta]] = []
+        self.acks: list[RecordAt[r.WeightAck]] = []
+        self.decisions: list[RecordAt[r.GateDecision]] = []
+
+        self.served: dict[str, RecordAt[r.Interaction]] = {}
+        self.served_at_place: dict[Position, r.Interaction] = {}
+        self.erased: dict[str, int] = {}
+        """Interactions with a tombstone, and when the first one was written, in microseconds."""
+        self.ends: defaultdict[str, list[RecordAt[r.Outcome]]] = defaultdict(list)
+        """By interaction: its different outcomes."""
+        self.batches: list[RecordAt[r.OnlineBatch]] = []
+        self.batch_at: dict[Position, r.OnlineBatch] = {}
+        self.erasures: defaultdict[str, set[int]] = defaultdict(set)
+        """By user: the times for which they asked to be erased."""
 
     def expect(self, ends: Mapping[Partition, tuple[int, int]]) -> None:
         """Set first and next offset of partitions, as the broker says, before their records are observed; for other
@@ -256,21 +150,104 @@ class Facts:
         self.replayed += bool(consumed.replay_id)
         if consumed.record is None:
             if consumed.value is None and is_compacted(consumed.topic):
-                self.online.observe(consumed)
+                self._erase(consumed, timestamp_us)
             else:
                 self.unreadable.append((consumed.position, timestamp_us, consumed.error))
             return
         run_id = getattr(consumed.record, "run_id", None)
         if run_id is not None:
             self.runs[run_id] += 1
+        # A user's request belongs to no run.
         if run_id is None or run_id == self.run_id:
-            for facts in (self.played, self.model, self.online):
-                facts.observe(consumed)
+            self._take(consumed, consumed.position)
+
+    def _erase(self, tombstone: ConsumedRecord, timestamp_us: int) -> None:
+        name = (tombstone.key or b"").decode("utf-8", "replace")
+        if tombstone.topic is Topic.INTERACTIONS:
+            self.erased.setdefault(name, timestamp_us)
+            gone = self.served.pop(name, None)
+            if gone is not None:
+                self.served_at_place.pop(gone.place, None)
+        elif tombstone.topic is Topic.OUTCOMES:
+            self.ends.pop(name, None)
+
+    def _take(self, consumed: ConsumedRecord, place: Position) -> None:
+        match consumed.record:
+            case r.Task() as task:
+                self.repeats["tasks"] += task.task_id in self.tasks
+                self.tasks.setdefault(task.task_id, record_at(consumed, replace(task, payload="")))
+            case r.Dispatch() as dispatch:
+                taken = self.dispatched.setdefault(dispatch.task_id, (place, set()))[1]
+                self.repeats["dispatched rollouts"] += len(taken.intersection(dispatch.indexes))
+                taken.update(dispatch.indexes)
+            case r.Turn() as turn:
+                first = replace(turn, token_ids=b"", logprobs=b"", context="", expert_ids=b"")
+                self.turns.setdefault(turn.rollout_id, record_at(consumed, first))
+                self.repeats["turns"] += turn.turn < self._next_turn[turn.rollout_id]
+                self._next_turn[turn.rollout_id] = max(self._next_turn[turn.rollout_id], turn.turn + 1)
+                for span in turn.spans:
+                    self.sampled_by.setdefault((turn.replica_id, span.version), place)
+            case r.Rollout() as rollout:
+                same = self.rollouts[rollout.rollout_id]
+                if same:
+                    self.repeats["rollouts"] += 1
+                    self.repeats["tokens of repeated rollouts"] += rollout.sampled_tokens
+                same.append(record_at(consumed, replace(rollout, segments=[], rewards=[], metrics={})))
+                for version in {rollout.version_min, rollout.version_max}:
+                    self.sampled_under.setdefault(version, place)
+            case r.Group() as record:
+                group = record_at(consumed, record)
+                known = self.groups_of[record.group_id]
+                self.repeats["groups"] += any(other.digest == group.digest for other in known)
+                known.append(group)
+                self.groups.append(group)
+                self.group_at[group.place] = group
+            case r.TrainStep() as record:
+                step = record_at(consumed, record)
+                self.steps.append(step)
+                self.plans_and_steps.append(step)
+                for reference in references(record):
+                    reason = reference.reason if isinstance(reference, r.StepExclusion) else TRAINED
+                    self.uses[Position.of(reference)].append((step, reason))
+            case r.StepPlan() as plan:
+                last = self.plans_and_steps[-1].record if self.plans_and_steps else None
+                self.repeats["plans"] += isinstance(last, r.StepPlan) and last.step == plan.step
+                self.plans_and_steps.append(record_at(consumed, plan))
+            case r.Manifest() as manifest:
+                self.manifests.append(record_at(consumed, replace(manifest, tensors=[], tensor_table=None, shards=[])))
+            case r.SkipDelta() as skip:
+                self.skips.append(record_at(consumed, replace(skip, shards=[])))
+            case r.WeightAck() as ack:
+                self.acks.append(record_at(consumed, ack))
+            case r.GateDecision() as decision:
+                self.decisions.append(record_at(consumed, decision))
+            case r.Interaction() as answer:
+                served = record_at(consumed, replace(answer, segments=[]))
+                self.repeats["interactions"] += answer.interaction_id in self.served
+                self.served.setdefault(answer.interaction_id, served)
+                self.served_at_place[served.place] = served.record
+            case r.Outcome() as outcome:
+                end = record_at(consumed, replace(outcome, signals=[]))
+                ends = self.ends[outcome.interaction_id]
+                if any(other.digest == end.digest for other in ends):
+                    self.repeats["outcomes"] += 1
+                else:
+                    ends.append(end)
+            case r.OnlineBatch() as batch:
+                self.batches.append(record_at(consumed, batch))
+                self.batch_at[place] = batch
+            case r.UserRequest(user_id=user, wish=r.UserWish.ERASE, at=at):
+                self.erasures[user].add(at)
+
+    def record_of(self, rollout_id: str, reference: LogReference) -> r.Rollout | None:
+        """The record of a rollout at the place that a reference names; None where it has none there."""
+        place = Position.of(reference)
+        return next((one.record for one in self.rollouts.get(rollout_id, ()) if one.place == place), None)
 
     def input_at(self, place: Position) -> r.Group | r.OnlineBatch | None:
         """The group or online batch at a place."""
-        group = self.model.group_at.get(place)
-        return self.online.batch_at.get(place) if group is None else group.record
+        group = self.group_at.get(place)
+        return self.batch_at.get(place) if group is None else group.record
 
     def is_truncated(self, topic: Topic) -> bool:
         """Whether the log no longer keeps the beginning of some partition of a topic."""

@@ -15,29 +15,28 @@ from tidemill.schemas.log.consumed import Position
 
 @check("tasks", "every rollout that was taken, sampled or written belongs to a task that was issued, as the task says")
 def tasks(run: AuditedRun) -> Iterator[Finding]:
-    facts = run.facts
-    if facts.is_truncated(Topic.TASKS):
+    if run.is_truncated(Topic.TASKS):
         return
-    tasks = {name: at.record for name, at in facts.played.tasks.items()}
-    for task_id, (place, indexes) in facts.played.dispatched.items():
+    tasks = {name: at.record for name, at in run.tasks.items()}
+    for task_id, (place, indexes) in run.dispatched.items():
         task = tasks.get(task_id)
         if task is None or not all(0 <= index < task.group_size for index in indexes):
             what = "no such task was issued" if task is None else f"it has {task.group_size} rollouts"
             yield Finding(place, f"a worker took rollouts {sorted(indexes)} of task {task_id}: {what}")
-    for name, turn in facts.played.turns.items():
+    for name, turn in run.turns.items():
         if turn.record.task_id not in tasks:
             yield Finding(turn.place, f"rollout {name} is of task {turn.record.task_id}, which was never issued")
-    for name, records in facts.played.rollouts.items():
+    for name, records in run.rollouts.items():
         rollout, place = records[0].record, records[0].place
         task = tasks.get(rollout.task_id)
-        if place in facts.letters:
+        if place in run.letters:
             continue
         if task is None:
             yield Finding(place, f"rollout {name} is of task {rollout.task_id}, which was never issued")
             continue
         stated = (rollout.group_id, rollout.group_size, rollout.mode, rollout.deadline_at)
         if stated != (task.group_id, task.group_size, task.mode, task.deadline_at):
-            at = facts.played.tasks[rollout.task_id].place
+            at = run.tasks[rollout.task_id].place
             yield Finding(place, f"rollout {name} disagrees with its task at {at}: {stated}")
         elif not 0 <= rollout.index < task.group_size:
             yield Finding(place, f"rollout {name} is number {rollout.index} of {task.group_size}")
@@ -54,17 +53,17 @@ def endings(run: AuditedRun) -> Iterator[Finding]:
             yield Finding(life.place, f"rollout {life.rollout_id} is lost: {life.reason}")
         elif run.rules.complete and life.state in OPEN:
             yield Finding(life.place, f"rollout {life.rollout_id} is still {life.state.value}, and the run is over")
-        elif len(life.endings) > 1 and any(end.state is not RolloutState.TRAINED for end in life.endings):
-            told = " and ".join(f"{end.state.value} {end.reason}".strip() + f" ({end.place})" for end in life.endings)
-            yield Finding(life.endings[1].place, f"rollout {life.rollout_id} ended more than once: {told}")
+        elif len(life.endings) > 1 and any(state is not RolloutState.TRAINED for state, _, _ in life.endings):
+            told = " and ".join(f"{state.value} {reason}".strip() + f" ({at})" for state, reason, at in life.endings)
+            yield Finding(life.endings[1][2], f"rollout {life.rollout_id} ended more than once: {told}")
 
 
 @check("trained_once", "no rollout and no online batch was trained by two steps, nor by one step twice")
 def trained_once(run: AuditedRun) -> Iterator[Finding]:
     before: dict[str, Position] = {}
-    for step in run.facts.model.steps:
+    for step in run.steps:
         for reference in step.record.inputs:
-            group = run.facts.model.group_at.get(Position.of(reference))
+            group = run.group_at.get(Position.of(reference))
             if reference.topic == Topic.ONLINE_BATCHES:
                 names = [f"online batch {reference.group_id}"]
             elif group is None:
@@ -84,13 +83,13 @@ def trained_once(run: AuditedRun) -> Iterator[Finding]:
     "it says, its advantages follow from them, and its second record is the same byte for byte",
 )
 def groups(run: AuditedRun) -> Iterator[Finding]:
-    for at in run.facts.model.groups:
+    for at in run.groups:
         group = at.record
-        for problem in (*_size(run.facts, group), *_members(run.facts, group), *_advantages(group)):
+        for problem in (*_size(run, group), *_members(run, group), *_advantages(group)):
             yield Finding(at.place, f"group {group.group_id}: {problem}")
         # A group of one late rollout is written for each such rollout.
         if group.closed_by is not r.CloseReason.LATE:
-            copies = run.facts.model.groups_of[group.group_id]
+            copies = run.groups_of[group.group_id]
             first = next(one for one in copies if one.record.closed_by is not r.CloseReason.LATE)
             if first.digest != at.digest:
                 yield Finding(at.place, f"group {group.group_id} lies at {first.place} with other contents")
@@ -105,7 +104,7 @@ def _size(facts: Facts, group: r.Group) -> Iterator[str]:
             yield f"closed by its deadline with {n} of {group.expected_size} rollouts"
         case r.CloseReason.LATE if n != 1:
             yield f"a late group holds one rollout, not {n}"
-    at = facts.played.tasks.get(group.task_id)
+    at = facts.tasks.get(group.task_id)
     task = None if at is None else at.record
     if task is not None and (task.group_id, task.group_size) != (group.group_id, group.expected_size):
         yield f"task {task.task_id} asked for {task.group_size} rollouts of group {task.group_id}"
@@ -134,7 +133,7 @@ def _members(facts: Facts, group: r.Group) -> Iterator[str]:
 def _reward_of(facts: Facts, group: r.Group, member: r.GroupMember) -> float | str | None:
     """The reward of a member's rollout, or the member's fault as text."""
     place = f"{member.topic}[{member.partition}]@{member.offset}"
-    record = facts.played.record_of(member.rollout_id, member)
+    record = facts.record_of(member.rollout_id, member)
     if record is None:
         return f"no rollout {member.rollout_id} lies at {place}"
     if (record.group_id, record.mode) != (group.group_id, group.mode):
@@ -172,8 +171,8 @@ def _equal(one: float | None, other: float | None) -> bool:
     "horizon has not passed or its user had it erased",
 )
 def interactions(run: AuditedRun) -> Iterator[Finding]:
-    facts, rules = run.facts, run.rules
-    for name, ends in facts.online.ends.items():
+    rules = run.rules
+    for name, ends in run.ends.items():
         last = ends[-1]
         by_revision: dict[int, list[RecordAt[r.Outcome]]] = {}
         for end in ends:
@@ -186,18 +185,18 @@ def interactions(run: AuditedRun) -> Iterator[Finding]:
             if (end.record.reward is None) == (not end.record.exclusion):
                 yield Finding(end.place, f"the end of interaction {name} is neither a reward nor an exclusion")
         # An erasure removes the records of an interaction one by one.
-        user_erased = last.record.user_id in facts.online.erasures
-        if user_erased or name in facts.online.erased or facts.is_truncated(Topic.OUTCOMES):
+        user_erased = last.record.user_id in run.erasures
+        if user_erased or name in run.erased or run.is_truncated(Topic.OUTCOMES):
             continue
         if sorted(by_revision) != list(range(1 + max(by_revision))):
             yield Finding(last.place, f"interaction {name} has revisions and not each from 0 on")
         place = Position(Topic.INTERACTIONS.value, last.record.partition, last.record.offset)
-        if facts.online.served and facts.is_kept(place) and place not in facts.online.served_at_place:
+        if run.served and run.is_kept(place) and place not in run.served_at_place:
             yield Finding(last.place, f"interaction {name} ended, and {place} is no interaction")
-    for name, answer in facts.online.served.items():
-        if facts.online.ends.get(name) or facts.letters.get(answer.place):
+    for name, answer in run.served.items():
+        if run.ends.get(name) or run.letters.get(answer.place):
             continue
-        if rules.complete or facts.clock_us > answer.record.served_at + rules.horizon_us + rules.grace_us:
+        if rules.complete or run.clock_us > answer.record.served_at + rules.horizon_us + rules.grace_us:
             yield Finding(answer.place, f"interaction {name} was served and never ended")
 
 
@@ -211,7 +210,7 @@ def batches(run: AuditedRun) -> Iterator[Finding]:
     batch_of: dict[str, RecordAt[r.OnlineBatch]] = {}
     following: Counter[str] = Counter()
     """Next number of each branch."""
-    for at in run.facts.online.batches:
+    for at in run.batches:
         batch = at.record
         first = known.setdefault(batch.batch_id, at)
         if first is not at:
@@ -219,14 +218,14 @@ def batches(run: AuditedRun) -> Iterator[Finding]:
                 yield Finding(at.place, f"batch {batch.batch_id} lies at {first.place} with other contents")
             continue
         expected = following[batch.branch]
-        if batch.sequence != expected and not run.facts.is_truncated(Topic.ONLINE_BATCHES):
+        if batch.sequence != expected and not run.is_truncated(Topic.ONLINE_BATCHES):
             yield Finding(at.place, f"batch {batch.sequence} where number {expected} was expected")
         following[batch.branch] = batch.sequence + 1
         tokens = sum(member.sampled_tokens for member in batch.members)
         if tokens != batch.tokens:
             yield Finding(at.place, f"counts {batch.tokens} tokens, its members have {tokens}")
         for member in batch.members:
-            problem = _problem(run.facts, batch, member)
+            problem = _problem(run, batch, member)
             if not member.correction:
                 before = batch_of.setdefault(member.interaction_id, at)
                 problem = problem or ("" if before is at else f"it is in the batch at {before.place} already")
@@ -237,13 +236,13 @@ def batches(run: AuditedRun) -> Iterator[Finding]:
 def _problem(facts: Facts, batch: r.OnlineBatch, member: r.OnlineMember) -> str:
     if not member.correction and (member.version_min, member.version_max) != (batch.version, batch.version):
         return f"sampled under version {member.version_min} to {member.version_max}, the batch is of {batch.version}"
-    if member.user_id in facts.online.erasures or member.interaction_id in facts.online.erased:
+    if member.user_id in facts.erasures or member.interaction_id in facts.erased:
         return ""
     place = Position.of(member)
-    answer = facts.online.served_at_place.get(place)
+    answer = facts.served_at_place.get(place)
     if facts.is_kept(place) and (answer is None or answer.interaction_id != member.interaction_id):
         return f"it does not lie at {place}"
-    rewards = [end.record.reward for end in facts.online.ends.get(member.interaction_id, ())]
+    rewards = [end.record.reward for end in facts.ends.get(member.interaction_id, ())]
     if rewards and not member.correction and member.reward not in rewards:
         return f"trained with reward {member.reward}, its outcomes say {rewards}"
     return ""
@@ -251,18 +250,17 @@ def _problem(facts: Facts, batch: r.OnlineBatch, member: r.OnlineMember) -> str:
 
 @check("erasures", "no step trained on a user's answers after they had demanded to be erased")
 def erasures(run: AuditedRun) -> Iterator[Finding]:
-    online = run.facts.online
-    for step in run.facts.model.steps if online.erasures else ():
+    for step in run.steps if run.erasures else ():
         excluded = {one.group_id for one in step.record.exclusions if one.topic == Topic.INTERACTIONS}
         for reference in step.record.inputs:
-            batch = online.batch_at.get(Position.of(reference))
+            batch = run.batch_at.get(Position.of(reference))
             for member in batch.members if batch is not None else ():
-                at = max(online.erasures.get(member.user_id, ()), default=None)
+                at = max(run.erasures.get(member.user_id, ()), default=None)
                 # The request may not have reached the trainer yet.
                 known = at is not None and at + run.rules.grace_us < step.record.started_at
                 if at is None or not known or member.interaction_id in excluded:
                     continue
-                answer = online.served.get(member.interaction_id)
+                answer = run.served.get(member.interaction_id)
                 if answer is None or answer.record.served_at <= at:
                     what = f"step {step.record.step} trained on interaction {member.interaction_id} of user"
                     yield Finding(step.place, f"{what} {member.user_id}, who had demanded to be erased")

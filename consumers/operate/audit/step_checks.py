@@ -31,7 +31,7 @@ _Published = dict[tuple[str, int], r.Manifest]
 def plans(run: AuditedRun) -> Iterator[Finding]:
     planned: dict[int, tuple[Position, r.StepPlan]] = {}
     taken: dict[int, Position] = {}
-    for at in run.facts.model.plans_and_steps:
+    for at in run.plans_and_steps:
         record, number, problem = at.record, at.record.step, ""
         place, plan = planned.get(number, (None, None))
         fields = DECISIVE if plan is not None else ()
@@ -60,37 +60,36 @@ def _is_outdated(run: AuditedRun, before: r.StepPlan, now: r.StepPlan) -> bool:
     A place before its partition's beginning is gone, and so is one of a compacted topic that holds no record. Claimed
     bytes are in a store, of which the log says nothing.
     """
-    facts = run.facts
     if before.trainer == now.trainer:
         return False
     # A trainer whose version was abandoned continues from another one.
     moved = before.parent_version != now.parent_version
-    abandoned = moved and any(decision.record.verdict in GIVES_UP for decision in facts.model.decisions)
+    abandoned = moved and any(decision.record.verdict in GIVES_UP for decision in run.decisions)
     if before.config_hash != now.config_hash or abandoned:
         return True
     excluded = {one.group_id for one in before.exclusions if one.topic == Topic.INTERACTIONS}
     places = list(map(Position.of, before.inputs))
-    for found in map(facts.input_at, tuple(places)):
+    for found in map(run.input_at, tuple(places)):
         if isinstance(found, r.Group):
             places += map(Position.of, _with_reward(found))
         elif found is not None:
             # A deletion may say that it was made a little later, since clocks differ.
             by = now.at + run.rules.grace_us
             members = (member for member in found.members if member.interaction_id not in excluded)
-            if any(_is_answer_gone(facts, member, by) for member in members):
+            if any(_is_answer_gone(run, member, by) for member in members):
                 return True
-    return not all(map(facts.is_kept, places))
+    return not all(map(run.is_kept, places))
 
 
 def _is_answer_gone(facts: Facts, member: r.OnlineMember, by: int) -> bool:
-    erased_at = facts.online.erased.get(member.interaction_id)
+    erased_at = facts.erased.get(member.interaction_id)
     if erased_at is not None:
         return erased_at <= by
-    served = facts.online.served_at_place.get(Position.of(member))
+    served = facts.served_at_place.get(Position.of(member))
     if served is None:
         # Neither a tombstone nor a record is left: compaction removed both.
         return True
-    return any(served.served_at <= asked <= by for asked in facts.online.erasures.get(member.user_id, ()))
+    return any(served.served_at <= asked <= by for asked in facts.erasures.get(member.user_id, ()))
 
 
 @check(
@@ -99,16 +98,16 @@ def _is_answer_gone(facts: Facts, member: r.OnlineMember, by: int) -> bool:
     "inputs, within the bound",
 )
 def inputs(run: AuditedRun) -> Iterator[Finding]:
-    for step in run.facts.model.steps:
+    for step in run.steps:
         for reference in references(step.record):
             place = Position.of(reference)
-            if not run.facts.is_kept(place) or place.topic == Topic.INTERACTIONS:
+            if not run.is_kept(place) or place.topic == Topic.INTERACTIONS:
                 continue
-            problem = _problem(reference, run.facts.input_at(place))
+            problem = _problem(reference, run.input_at(place))
             if problem:
                 what = "input" if isinstance(reference, r.StepInput) else "exclusion"
                 yield Finding(step.place, f"step {step.record.step}: {what} at {place}: {problem}")
-        for problem in _counts(run.facts, step.record):
+        for problem in _counts(run, step.record):
             yield Finding(step.place, f"step {step.record.step}: {problem}")
 
 
@@ -171,14 +170,13 @@ def _trained(found: r.Group | r.OnlineBatch, step: r.TrainStep) -> list[TrainedM
 
 @check("steps", "the steps are numbered without a gap, and each starts from the weights that an earlier step made")
 def steps(run: AuditedRun) -> Iterator[Finding]:
-    facts = run.facts
-    start = (one.record.fingerprint for one in facts.model.manifests if one.record.version == 0)
+    start = (one.record.fingerprint for one in run.manifests if one.record.version == 0)
     # None where the log does not say what the run starts from.
     made: dict[int, str | None] = {0: next(start, None)}
     expected = 1
-    for at in facts.model.steps:
+    for at in run.steps:
         step = at.record
-        if expected == 1 and facts.is_truncated(Topic.STEPS):
+        if expected == 1 and run.is_truncated(Topic.STEPS):
             expected = step.step
             made[step.parent_version] = step.parent_fingerprint
         if step.step != expected:
@@ -198,16 +196,15 @@ def steps(run: AuditedRun) -> Iterator[Finding]:
 
 @check("versions", "every published version continues a published one, and has the weights that its step made")
 def versions(run: AuditedRun) -> Iterator[Finding]:
-    model = run.facts.model
-    steps = {step.record.version: step.record for step in model.steps}
+    steps = {step.record.version: step.record for step in run.steps}
     published: _Published = {}
-    for at in model.manifests:
+    for at in run.manifests:
         manifest = at.record
-        problems, made_by = list(_chain(run.facts, published, manifest)), steps.get(manifest.version)
+        problems, made_by = list(_chain(run, published, manifest)), steps.get(manifest.version)
         # A trainer may have continued after its steps were read.
         was_read = run.rules.complete or manifest.step <= max(steps, default=0)
         if made_by is None:
-            if steps and manifest.step > 0 and was_read and not run.facts.is_truncated(Topic.STEPS):
+            if steps and manifest.step > 0 and was_read and not run.is_truncated(Topic.STEPS):
                 problems.append(f"names step {manifest.step}, and no step made it")
         elif manifest.fingerprint != made_by.fingerprint:
             problems.append(f"has weights {manifest.fingerprint}; step {made_by.step} made {made_by.fingerprint}")
@@ -217,13 +214,13 @@ def versions(run: AuditedRun) -> Iterator[Finding]:
         for problem in problems:
             yield Finding(at.place, f"version {manifest.version} of branch {manifest.branch} {problem}")
         published.setdefault((manifest.branch, manifest.version), manifest)
-    for skip in model.skips:
+    for skip in run.skips:
         branch, base, version = skip.record.branch, skip.record.base, skip.record.version
         if (branch, version) not in published or (branch, base) not in published:
             what = f"the skip-delta from version {base} to {version} of branch {branch} joins nothing"
             yield Finding(skip.place, what)
     numbers = {version for _, version in published}
-    for step in model.steps if run.rules.complete and numbers else ():
+    for step in run.steps if run.rules.complete and numbers else ():
         if step.record.version not in numbers:
             what = f"step {step.record.step} made version {step.record.version}: never published"
             yield Finding(step.place, what)
@@ -251,34 +248,33 @@ def _chain(facts: Facts, published: _Published, manifest: r.Manifest) -> Iterato
     "the replica's live tensors, with the published fingerprint; a refusal is no fault",
 )
 def served(run: AuditedRun) -> Iterator[Finding]:
-    facts = run.facts
-    published = {(m.record.branch, m.record.version): m.record.fingerprint for m in facts.model.manifests}
+    published = {(m.record.branch, m.record.version): m.record.fingerprint for m in run.manifests}
     proved: set[tuple[str, str, int]] = set()
-    for at in facts.model.acks:
+    for at in run.acks:
         ack = at.record
         if ack.status is not r.AckStatus.REFUSED:
             proved.add((ack.replica_id, ack.incarnation, ack.version))
             wanted, problem = published.get((ack.branch, ack.version)), ""
-            if wanted is None and not facts.is_truncated(Topic.MANIFESTS):
+            if wanted is None and not run.is_truncated(Topic.MANIFESTS):
                 problem = "no such version is published"
             elif wanted not in (None, ack.fingerprint):
                 problem = f"proved weights {ack.fingerprint}; it is published with {wanted}"
             if problem:
                 yield Finding(at.place, f"{ack.replica_id}, version {ack.version}: {problem}")
         known = (ack.replica_id, ack.incarnation, ack.serving_version) in proved
-        if ack.serving_version > NOTHING and not known and not facts.is_truncated(Topic.ACKS):
+        if ack.serving_version > NOTHING and not known and not run.is_truncated(Topic.ACKS):
             yield Finding(at.place, f"{ack.replica_id} serves version {ack.serving_version} and never proved it")
-    if not facts.model.acks or facts.is_truncated(Topic.ACKS):
+    if not run.acks or run.is_truncated(Topic.ACKS):
         return
     by_replica = {(replica, version) for replica, _, version in proved}
     numbers = {version for _, version in by_replica}
-    for version, place in facts.played.sampled_under.items():
+    for version, place in run.sampled_under.items():
         if version > NOTHING and version not in numbers:
             yield Finding(place, f"a rollout was sampled under version {version}, which no replica proved")
-    for (replica, version), place in facts.played.sampled_by.items():
+    for (replica, version), place in run.sampled_by.items():
         if replica and (replica, version) not in by_replica:
             yield Finding(place, f"a turn was sampled by {replica} under version {version}, which it never proved")
-    for name, one in facts.online.served.items():
+    for name, one in run.served.items():
         answer = one.record
         if answer.version_max > NOTHING and (answer.replica_id, answer.version_max) not in by_replica:
             what = f"interaction {name} was answered by {answer.replica_id} under version {answer.version_max}"
@@ -290,15 +286,14 @@ def served(run: AuditedRun) -> Iterator[Finding]:
     "no step trained on what was sampled in another life of the version numbers, and every version is of its parent's",
 )
 def incarnations(run: AuditedRun) -> Iterator[Finding]:
-    model = run.facts.model
-    for step in model.steps:
-        for name, incarnation in _sampled_in(run.facts, step.record):
+    for step in run.steps:
+        for name, incarnation in _sampled_in(run, step.record):
             if _differ(step.record.incarnation, incarnation):
                 what = f"step {step.record.step} of incarnation {step.record.incarnation} trained on {name}"
                 yield Finding(step.place, f"{what}, sampled in incarnation {incarnation}")
-    of_step = {step.record.version: step.record.incarnation for step in model.steps}
-    of_version = {(m.record.branch, m.record.version): m.record.incarnation for m in model.manifests}
-    for at in model.manifests:
+    of_step = {step.record.version: step.record.incarnation for step in run.steps}
+    of_version = {(m.record.branch, m.record.version): m.record.incarnation for m in run.manifests}
+    for at in run.manifests:
         manifest = at.record
         parent = "" if manifest.parent is None else of_version.get((manifest.branch, manifest.parent), "")
         for other, of in ((parent, "its parent"), (of_step.get(manifest.version, ""), "its step")):
@@ -317,10 +312,10 @@ def _sampled_in(facts: Facts, step: r.TrainStep) -> Iterator[tuple[str, str]]:
     for found in map(facts.input_at, map(Position.of, step.inputs)):
         for member in found.members if found is not None else ():
             if isinstance(member, r.GroupMember):
-                record = facts.played.record_of(member.rollout_id, member)
+                record = facts.record_of(member.rollout_id, member)
                 if record is not None and record.status is r.RolloutStatus.COMPLETED:
                     yield f"rollout {member.rollout_id}", record.incarnation
-            elif (answer := facts.online.served_at_place.get(Position.of(member))) is not None:
+            elif (answer := facts.served_at_place.get(Position.of(member))) is not None:
                 yield f"interaction {member.interaction_id}", answer.incarnation
 
 

@@ -13,12 +13,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from confluent_kafka import KafkaError, Message, Producer
 
 from tidemill.consumers.operate import Progress, no_progress
-from tidemill.consumers.operate.replay.plan import LaneReport, Plan, lane_reports
+from tidemill.consumers.operate.replay.plan import Plan, lane_reports
 from tidemill.consumers.operate.replay.records import (
     CLIENT_ID,
     REFERRING,
@@ -34,7 +34,6 @@ from tidemill.consumers.operate.replay.target import (
     MARKS_BYTES,
     Beginning,
     Target,
-    TargetRefused,
     TargetState,
     copy_headers,
 )
@@ -80,22 +79,26 @@ class Replay:
         self.begun: Beginning
         self._standing: TargetState
 
-    def prepare(self, progress: Progress = no_progress) -> ReplayManifest:
+    def prepare(self, progress: Progress = no_progress) -> dict[str, Any]:
         """Plan, and check that the target is this replay's; nothing is written.
 
+        Returns:
+            the replay's manifest: what was selected, its `lanes`, and their `records`, `n_bytes` and `sha256` (two
+            replays of the same records have the same); records that are left out since they cannot be read
+            (`undecodable`) or since a step names them and the log no longer holds them (`missing`); and the number of
+            places that copies refer to and that are not copied (`references_outside`).
+
         Raises:
-            TargetRefused: the target is somebody else's, or the replay that goes on was another one.
+            ValueError: the target is somebody else's, or the replay that goes on was another one.
             LookupError: the log does not hold what is selected.
         """
         self._standing = self._target.check(self._resume)
         old = self._standing.begun
         if old is None and self._standing.records:
-            raise TargetRefused(
-                f"the first copy of replay {self._resume} is gone from {self._into!r}: start a new replay"
-            )
+            raise ValueError(f"the first copy of replay {self._resume} is gone from {self._into!r}: start a new replay")
         selected = self._origin.selection.digest(self._origin.prefix)
         if old is not None and old.selected != selected:
-            raise TargetRefused(
+            raise ValueError(
                 f"replay {self._resume} was begun with another selection: give the same options with --resume"
             )
         self.plan = self._origin.plan(None if old is None else old.ends, progress)
@@ -110,20 +113,20 @@ class Replay:
             ends={lane: chosen.end for lane, chosen in self.plan.lanes.items()},
         )
         plan = self.plan
-        return ReplayManifest(
-            replay_id=self.begun.replay_id,
-            began_at=self.begun.began_at,
-            source_prefix=self._origin.prefix,
-            into=self._into,
-            selection=asdict(self._origin.selection),
-            lanes=lane_reports(plan, self._origin.prefix),
-            records=plan.records,
-            n_bytes=plan.n_bytes,
-            sha256=plan.sha256(),
-            undecodable=plan.undecodable,
-            missing=len(plan.missing),
-            references_outside=sum(1 for _ in plan.outside()),
-        )
+        return {
+            "replay_id": self.begun.replay_id,
+            "began_at": self.begun.began_at,
+            "source_prefix": self._origin.prefix,
+            "into": self._into,
+            "selection": asdict(self._origin.selection),
+            "lanes": lane_reports(plan, self._origin.prefix),
+            "records": plan.records,
+            "n_bytes": plan.n_bytes,
+            "sha256": plan.sha256(),
+            "undecodable": plan.undecodable,
+            "missing": len(plan.missing),
+            "references_outside": sum(1 for _ in plan.outside()),
+        }
 
     @property
     def already_copied(self) -> int:
@@ -135,7 +138,7 @@ class Replay:
         Args:
             speed: seconds of the log in a second; None for as fast as it goes.
 
-        Raises like `copy_records`, and TargetRefused when the topics cannot be those of the plan.
+        Raises like `copy_records`, and ValueError when the topics cannot be those of the plan.
         """
         self._target.prepare(self.plan.partitions)
         ends = self._target.ends(self.plan.lanes)
@@ -153,28 +156,6 @@ class Replay:
             pause=time.sleep,
             progress=progress,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayManifest:
-    replay_id: str
-    began_at: int
-    """Microseconds since the Unix epoch."""
-    source_prefix: str
-    into: str
-    """Prefix of the copies' topics."""
-    selection: dict[str, object]
-    lanes: list[LaneReport]
-    records: int
-    n_bytes: int
-    sha256: str
-    """Of everything chosen: two replays of the same records have the same."""
-    undecodable: int
-    """Records that were left out because they cannot be read, and so cannot be chosen by what they say."""
-    missing: int
-    """Records that a step names and that the log no longer holds."""
-    references_outside: int
-    """Places that copies refer to and that are not copied."""
 
 
 GONE = "{what} went from the source while it was copied: its retention or compaction has removed them"
@@ -195,12 +176,12 @@ class Copied:
 def carried_on(plan: Plan, standing: TargetState) -> dict[Lane, int]:
     """How many records of each partition are copied already.
 
-    Raises TargetRefused when what lies there is not the beginning of the plan: the source has changed meanwhile.
+    Raises ValueError when what lies there is not the beginning of the plan: the source has changed meanwhile.
     """
     for lane, offsets in standing.copied.items():
         planned = plan.lanes.get(lane)
         if planned is None or list(planned.offsets[: len(offsets)]) != offsets:
-            raise TargetRefused(
+            raise ValueError(
                 f"what was copied of {lane[0]}[{lane[1]}] is no longer the beginning of the selected records: the "
                 "source has lost records since, or the replay's topics were changed. Replay under another prefix"
             )
@@ -229,7 +210,7 @@ def copy_records(
         base: offset of the first copy in each partition, by (topic, partition).
         pause: waits so many seconds.
 
-    Raises DeliveryError when the log refuses a copy, TargetRefused when the source has lost a planned record.
+    Raises DeliveryError when the log refuses a copy, ValueError when the source has lost a planned record.
     """
 
     def copy_of(place: Place) -> int | None:
@@ -244,7 +225,7 @@ def copy_records(
             if rank is None or rank < following[record.lane]:
                 continue
             if rank > following[record.lane]:
-                raise TargetRefused(GONE.format(what=f"records before {record}"))
+                raise ValueError(GONE.format(what=f"records before {record}"))
             if (wait_s := pacer.wait_s(reached_ms)) > 0:
                 pause(wait_s)
             value = record.value
@@ -265,7 +246,7 @@ def copy_records(
         writer.flush()
     left = total - copied.there - copied.written
     if left:
-        raise TargetRefused(GONE.format(what=f"{left} of {total} records"))
+        raise ValueError(GONE.format(what=f"{left} of {total} records"))
     return copied
 
 

@@ -14,24 +14,20 @@ from dataclasses import dataclass, field
 from tidemill.consumers.operate import Progress, no_progress, watched
 from tidemill.consumers.operate.replay.records import RANK, Lane, LogSource, Range, RawRecord, topic_of
 from tidemill.consumers.operate.replay.target import header
+from tidemill.consumers.sink.dead_letters import dead_letter
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, is_compacted
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.producer import (
-    HEADER_APPLICATION,
-    HEADER_OFFSET,
-    HEADER_PARTITION,
-    HEADER_REASON,
-    HEADER_TIMESTAMP,
-    HEADER_TOPIC,
-    RecordProducer,
-)
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Record
 
 HEADER_REDRIVE_OF = "tidemill-redrive-of"
 """On a record that was sent back: full topic, partition and offset of the one that could not be used."""
 HEADER_ATTEMPTS = "tidemill-attempts"
 """On a record that was sent back: how many times its content has been."""
+
+UNSAID = -1
+"""Of a number that the headers of a letter do not say."""
 
 Transform = Callable[["StoredLetter"], bytes | None]
 """Makes the value that goes back; None leaves the letter where it is."""
@@ -72,26 +68,16 @@ class StoredLetter:
 def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
     """A record of a dead-letter topic as a letter, with any headers."""
     topic = raw.topic.removesuffix(DEAD_LETTER_SUFFIX)
-    partition, offset = _number(raw, HEADER_PARTITION), _number(raw, HEADER_OFFSET)
-    own = _text(raw, HEADER_TOPIC, "") == prefix + topic and partition is not None
+    said = dead_letter(raw.headers, ("", UNSAID, UNSAID, UNSAID), b"")
+    is_placed = said.source_topic == prefix + topic and min(said.source_partition, said.source_offset) > UNSAID
     return StoredLetter(
         raw=raw,
-        source=(topic, raw.partition if partition is None else partition),
-        source_offset=offset if own else None,
-        source_timestamp_ms=_number(raw, HEADER_TIMESTAMP) or raw.timestamp_ms,
-        reason=_text(raw, HEADER_REASON, "no reason given"),
-        found_by=_text(raw, HEADER_APPLICATION, "unknown"),
+        source=(topic, raw.partition if said.source_partition <= UNSAID else said.source_partition),
+        source_offset=said.source_offset if is_placed else None,
+        source_timestamp_ms=said.source_timestamp_ms if said.source_timestamp_ms > 0 else raw.timestamp_ms,
+        reason=said.reason,
+        found_by=said.found_by,
     )
-
-
-def _text(raw: RawRecord, name: str, otherwise: str) -> str:
-    value = header(raw, name)
-    return otherwise if value is None else value.decode("utf-8", "replace")
-
-
-def _number(raw: RawRecord, name: str) -> int | None:
-    text = _text(raw, name, "")
-    return int(text) if text.isdecimal() else None
 
 
 @dataclass(slots=True)
@@ -105,10 +91,10 @@ class Sequel:
     _newest: dict[tuple[Lane, bytes], int] = field(default_factory=dict)
 
     def observe(self, record: RawRecord, prefix: str) -> None:
-        of = _text(record, HEADER_REDRIVE_OF, "")
+        of, attempts = (header(record, name) or b"" for name in (HEADER_REDRIVE_OF, HEADER_ATTEMPTS))
         if of:
-            self._sent_back.add(of.removeprefix(prefix))
-            self._attempts[*record.lane, record.offset] = _number(record, HEADER_ATTEMPTS) or 1
+            self._sent_back.add(of.decode("utf-8", "replace").removeprefix(prefix))
+            self._attempts[*record.lane, record.offset] = int(attempts) if attempts.isdigit() else 1
         if record.key is not None:
             self._newest[record.lane, record.key] = record.offset
 

@@ -81,14 +81,22 @@ class OutputComparison:
         return sum(difference.kind is kind for difference in self.differences)
 
 
-def compare(there: Iterable[Item], here: Iterable[Item], window: Window | None = None) -> OutputComparison:
-    """Compare two sides; with a `window`, the records of which either side has one that ended within it."""
+def compare(
+    there: Iterable[Item], here: Iterable[Item], begin: int | None = None, end: int | None = None
+) -> OutputComparison:
+    """Compare two sides: the records of which either has one that ended in [begin, end), in microseconds of event time;
+    None is open."""
+
+    def within(item: Item) -> bool:
+        at = event_us(item)
+        return (begin is None or at >= begin) and (end is None or at < end)
+
     left, repeated_there = named(there)
     right, repeated_here = named(here)
     names = [
         name
         for name in dict.fromkeys([*left, *right])
-        if window is None or any(window.holds(side[name]) for side in (left, right) if name in side)
+        if any(within(side[name]) for side in (left, right) if name in side)
     ]
     found = []
     for name in names:
@@ -117,19 +125,6 @@ def compare(there: Iterable[Item], here: Iterable[Item], window: Window | None =
         repeated_there=repeated_there,
         repeated_here=repeated_here,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """An interval of event time, microseconds: [begin, end); None is open."""
-
-    begin: int | None = None
-    end: int | None = None
-
-    def holds(self, item: Item) -> bool:
-        """Whether what a record tells of ended within it."""
-        at = event_us(item)
-        return (self.begin is None or at >= self.begin) and (self.end is None or at < self.end)
 
 
 def named(items: Iterable[Item]) -> tuple[dict[str, Item], int]:

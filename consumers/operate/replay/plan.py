@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from tidemill.consumers.operate import Progress, copied, watched
+from tidemill.consumers.operate import Progress, picked, watched
 from tidemill.consumers.operate.replay.records import (
     RANK,
     REFERRING,
@@ -142,13 +142,15 @@ class LaneReport:
 
 def lane_reports(plan: Plan, source_prefix: str) -> list[LaneReport]:
     return [
-        copied(
-            LaneReport,
-            lane,
-            topic=source_prefix + lane.topic,
-            records=len(lane.offsets),
-            first=None if lane.first_ms is None else utc_text(lane.first_ms),
-            last=None if lane.last_ms is None else utc_text(lane.last_ms),
+        LaneReport(
+            **picked(
+                lane,
+                "partition start end n_bytes sha256",
+                topic=source_prefix + lane.topic,
+                records=len(lane.offsets),
+                first=None if lane.first_ms is None else utc_text(lane.first_ms),
+                last=None if lane.last_ms is None else utc_text(lane.last_ms),
+            )
         )
         for lane in plan.lanes.values()
     ]
@@ -213,7 +215,7 @@ class LogOrigin:
         """What the selection comes to; `ends` as in `ReplayOrigin`.
 
         Raises:
-            FilterError: its expression cannot be used.
+            ValueError: its expression cannot be used.
             LookupError: a topic, step or version does not exist, or the log no longer holds what was asked for.
             TimeoutError: the broker falls silent.
         """

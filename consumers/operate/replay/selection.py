@@ -146,10 +146,6 @@ NAMES = frozenset({"record", "kind", "topic", "partition", "offset", "timestamp"
 CONSTANTS = {"True": True, "False": False, "None": None}
 
 
-class FilterError(ValueError):
-    """An expression that cannot be used; the message says why."""
-
-
 class Filter:
     """Decides about records by one expression.
 
@@ -158,7 +154,7 @@ class Filter:
         topics: names of the topics that it is asked about.
 
     Raises:
-        FilterError: it is no expression, uses what is not allowed, or names a field that no record there has.
+        ValueError: it is no expression, uses what is not allowed, or names a field that no record there has.
     """
 
     def __init__(self, expression: str, topics: Iterable[str]) -> None:
@@ -167,20 +163,20 @@ class Filter:
         try:
             tree = ast.parse(expression.strip(), mode="exec")
         except (SyntaxError, ValueError) as error:
-            raise FilterError(f"--where {expression!r} is no expression: {error}") from error
+            raise ValueError(f"--where {expression!r} is no expression: {error}") from error
         if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Expr):
-            raise FilterError(f"--where {expression!r}: give one expression, for instance record.reward > 0.5")
+            raise ValueError(f"--where {expression!r}: give one expression, for instance record.reward > 0.5")
         self._parsed = tree.body[0]
         for node in ast.walk(self._parsed):
             problem = _problem(node, known)
             if problem:
-                raise FilterError(f"--where {expression!r}: {problem}")
+                raise ValueError(f"--where {expression!r}: {problem}")
         self._evaluator = EvalWithCompoundTypes(functions=dict(FUNCTIONS), allowed_attrs=_ALLOWED)
 
     def keeps(self, raw: RawRecord, record: Record | None) -> bool:
         """Whether the expression holds of a record, None where it cannot be read.
 
-        Raises FilterError when it cannot be computed for it.
+        Raises ValueError when it cannot be computed for it.
         """
         self._evaluator.names = CONSTANTS | {
             "record": record,
@@ -198,7 +194,7 @@ class Filter:
             # What the expression may name was settled when it was parsed: here the record just has no such value.
             return False
         except (InvalidExpression, ArithmeticError, ValueError) as error:
-            raise FilterError(f"--where {self._expression!r}: {error}, at {raw}") from error
+            raise ValueError(f"--where {self._expression!r}: {error}, at {raw}") from error
 
 
 def _text(value: bytes | None) -> str | None:

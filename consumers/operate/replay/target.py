@@ -39,23 +39,19 @@ HEADER_REPLAY_BEGAN = "tidemill-replay-began"
 OWN = (HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, HEADER_REPLAY_AT, HEADER_REPLAY_BEGAN)
 
 
-class TargetRefused(ValueError):
-    """A replay must not write there; the message says why and what to do."""
-
-
 def check_prefix(source: str, into: str) -> None:
-    """Raise TargetRefused when a replay of the topics under `source` must not write under `into`, empty or not."""
+    """Raise ValueError when a replay of the topics under `source` must not write under `into`, empty or not."""
     if not into:
-        raise TargetRefused("--into is empty: give a prefix of the replay's own, for instance replay-1.")
+        raise ValueError("--into is empty: give a prefix of the replay's own, for instance replay-1.")
     for live in (source, DEFAULT_PREFIX):
         hit = {into + name for name in RANK} & {live + name for name in RANK}
         if hit:
-            raise TargetRefused(
+            raise ValueError(
                 f"--into {into!r} would write into the live topic {min(hit)}: give a prefix of the replay's own, for "
                 "instance replay-1."
             )
     if KafkaSettings(topic_prefix=into).topic_prefix != into:
-        raise TargetRefused(f"--into {into!r} is no topic prefix")
+        raise ValueError(f"--into {into!r} is no topic prefix")
 
 
 @dataclass(slots=True)
@@ -89,7 +85,7 @@ class Target:
             replay_id: the replay that may have written there; None for one that begins.
 
         Raises:
-            TargetRefused: a consumer group reads there, or records lie there that this replay did not write.
+            ValueError: a consumer group reads there, or records lie there that this replay did not write.
             TimeoutError: the broker falls silent.
         """
         existing = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
@@ -100,7 +96,7 @@ class Target:
             for member in future.result().members:
                 read = {place.topic for place in member.assignment.topic_partitions} & {self.prefix + n for n in RANK}
                 if read:
-                    raise TargetRefused(
+                    raise ValueError(
                         f"consumer group {group_id} reads {min(read)}: a replay would feed it. Stop it, or give "
                         "another prefix"
                     )
@@ -110,12 +106,12 @@ class Target:
             for record in reader.scan({lane: reader.bounds(lane) for lane in lanes}):
                 of = replay_id_of(record.headers)
                 if not of:
-                    raise TargetRefused(
+                    raise ValueError(
                         f"{self.prefix}{record} was not written by a replay: give another prefix than --into "
                         f"{self.prefix!r}"
                     )
                 if replay_id is None or of != replay_id:
-                    raise TargetRefused(
+                    raise ValueError(
                         f"{self.prefix}{record} was written by replay {of}: carry that one on with --resume {of}, or "
                         "give another prefix"
                     )
@@ -132,7 +128,7 @@ class Target:
         """Create those of some topics, each with its number of partitions, that do not exist.
 
         They keep everything for ever, since what is replayed may be older than the live topics' retention. Raises
-        TargetRefused when one exists with another number of partitions.
+        ValueError when one exists with another number of partitions.
         """
         existing = self.check_partitions(partitions)
         missing = [topic for topic in partitions if self.prefix + topic not in existing]
@@ -158,12 +154,12 @@ class Target:
         wait_until_led(self._admin, {self.prefix + topic for topic in partitions})
 
     def check_partitions(self, partitions: Mapping[str, int]) -> set[str]:
-        """The topics that exist. Raises TargetRefused when one is partitioned otherwise than its original."""
+        """The topics that exist. Raises ValueError when one is partitioned otherwise than its original."""
         found = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
         for topic, wanted in partitions.items():
             full = self.prefix + topic
             if full in found and len(found[full].partitions) != wanted:
-                raise TargetRefused(
+                raise ValueError(
                     f"{full} exists with {len(found[full].partitions)} partitions, and its original has {wanted}: give "
                     "another prefix"
                 )

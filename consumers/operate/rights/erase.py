@@ -13,8 +13,9 @@ or hostile: of the object store, only objects below the configured root are dele
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import fsspec
 
@@ -23,13 +24,13 @@ from tidemill.consumers.operate.rights.records import (
     CLIENT_ID,
     COPIED,
     SWEPT,
-    BadUser,
     Survey,
     UserRecord,
     UserRecords,
     copy_request,
     new_request,
     requests_of,
+    standing,
     user_of,
 )
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
@@ -54,9 +55,11 @@ class Cleared:
     """Lie outside the store's root: left alone, to be looked at by a person."""
 
 
-def delete_claims(root: str, claims: Iterable[Claim]) -> Cleared:
-    """Delete what claims point to below `root` (a directory or an fsspec URL). Raises ConnectionError."""
-    cleared = Cleared()
+def delete_claims(root: str, claims: Iterable[Claim], cleared: Cleared) -> None:
+    """Delete what claims point to below `root` (a directory or an fsspec URL), and count it in `cleared`.
+
+    Raises ConnectionError.
+    """
     for claim in claims:
         try:
             filesystem, path = fsspec.core.url_to_fs(claim.uri)
@@ -73,7 +76,6 @@ def delete_claims(root: str, claims: Iterable[Claim]) -> Cleared:
             raise ConnectionError(
                 f"the claimed bytes at {claim.uri} could not be deleted: {error}; run the erasure again"
             ) from error
-    return cleared
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,75 +110,64 @@ class Erasure:
     dead_letters: LettersHeld = field(default_factory=lambda: LettersHeld({}, None))
 
 
-class Eraser:
-    """Carries out one erasure.
+def erase(
+    kafka: KafkaSettings,
+    store: StoreSettings,
+    user_id: str,
+    requested_by: str,
+    *,
+    dry_run: bool = False,
+    progress: Progress = no_progress,
+) -> Erasure:
+    """Erase a user, or, in a dry run, count what would be erased.
 
-    Args:
-        clock: gives the time of a new request, in microseconds.
+    Raises:
+        ValueError: the log holds nothing of the user, and nothing is written; or no user can be called that.
+        LookupError: a topic does not exist.
+        ConnectionError, DeliveryError, TimeoutError: a part of the system did not answer; run it again.
     """
-
-    def __init__(
-        self,
-        kafka: KafkaSettings,
-        store: StoreSettings,
-        progress: Progress = no_progress,
-        clock: Callable[[], int] = now_us,
-    ) -> None:
-        self._kafka, self._store, self._progress, self._clock = kafka, store, progress, clock
-        self._names = Names(kafka.topic_prefix)
-
-    def erase(self, user_id: str, requested_by: str, *, dry_run: bool = False) -> Erasure:
-        """Erase a user, or say what would be erased.
-
-        Raises:
-            BadUser: the log holds nothing of the user, and nothing is written; or no user can be called that.
-            LookupError: a topic does not exist.
-            ConnectionError, DeliveryError, TimeoutError: a part of the system did not answer; run it again.
-        """
-        new = new_request(user_id, UserWish.ERASE, requested_by, self._clock())
-        requests, holdings = requests_of(self._kafka, user_id), UserRecords(user_id)
-        with Survey(self._kafka, self._progress) as survey:
-            survey.read_on(holdings)
-            if not holdings.slots and not requests.made:
-                raise BadUser(
-                    f"the log holds no interaction, outcome or feedback of {user_id} and no request of theirs: nothing "
-                    "was written. Check the id, whether it is the product's or (--pseudonym) the log's, and "
-                    "product.pseudonym_key"
-                )
-            done = Erasure(user_id, dry_run=dry_run, found=holdings.counts)
-            standing = requests.standing(UserWish.ERASE)
-            # An earlier request does not cover what the user did after it.
-            done.carried_on = standing is not None and holdings.newest_at <= standing.at
-            if not dry_run:
-                done.request = standing if done.carried_on and standing is not None else new
-                with RecordProducer(self._kafka, CLIENT_ID) as producer:
-                    if not done.carried_on:
-                        producer.send_acked(Topic.USER_REQUESTS, [(user_id, done.request)])
-                    copy_request(producer, done.request, {topic: survey.partitions(topic) for topic in COPIED})
+    new = new_request(user_id, UserWish.ERASE, requested_by, now_us())
+    requests, holdings = requests_of(kafka, user_id), UserRecords(user_id)
+    with Survey(kafka, progress) as survey:
+        survey.read_on(holdings)
+        if not holdings.slots and not requests:
+            raise ValueError(
+                f"the log holds no interaction, outcome or feedback of {user_id} and no request of theirs: nothing "
+                "was written. Check the id, whether it is the product's or (--pseudonym) the log's, and "
+                "product.pseudonym_key"
+            )
+        done = Erasure(user_id, dry_run=dry_run, found=holdings.counts)
+        old = standing(requests, UserWish.ERASE)
+        # An earlier request does not cover what the user did after it.
+        done.carried_on = old is not None and holdings.newest_at <= old.at
+        if not dry_run:
+            done.request = old if done.carried_on and old is not None else new
+            with RecordProducer(kafka, CLIENT_ID) as producer:
+                if not done.carried_on:
+                    producer.send_acked(Topic.USER_REQUESTS, [(user_id, done.request)])
+                copy_request(producer, done.request, {topic: survey.partitions(topic) for topic in COPIED})
+                survey.read_on(holdings)
+                for _ in range(SWEEPS):
+                    if not holdings.held:
+                        break
+                    _sweep(producer, Names(kafka.topic_prefix), store.root, holdings.held, done)
                     survey.read_on(holdings)
-                    for _ in range(SWEEPS):
-                        if not holdings.held:
-                            break
-                        self._sweep(producer, holdings.held, done)
-                        survey.read_on(holdings)
-                done.left = holdings.counts
-        done.unreadable = {topic.value: n for topic, n in holdings.unreadable.items()}
-        done.dead_letters = letters_of(self._kafka, holdings)
-        return done
+            done.left = holdings.counts
+    done.unreadable = {topic.value: n for topic, n in holdings.unreadable.items()}
+    done.dead_letters = letters_of(kafka, holdings)
+    return done
 
-    def _sweep(self, producer: RecordProducer, held: list[UserRecord], done: Erasure) -> None:
-        """Write a tombstone for each record, interactions last, and wait for the log before and after the claims."""
-        for last in (False, True):
-            for one in held:
-                if (one.topic is Topic.INTERACTIONS) is last:
-                    producer.send_bytes(self._names.of(one.topic), None, key=one.key, partition=one.partition)
-                    done.tombstones[one.topic.value] = done.tombstones.get(one.topic.value, 0) + 1
-            producer.flush()
-            if not last:
-                cleared = delete_claims(self._store.root, (claim for one in held for claim in one.claims))
-                done.claims.deleted += cleared.deleted
-                done.claims.absent += cleared.absent
-                done.claims.foreign += cleared.foreign
+
+def _sweep(producer: RecordProducer, names: Names, root: str, held: list[UserRecord], done: Erasure) -> None:
+    """Write a tombstone for each record, interactions last, and wait for the log before and after the claims."""
+    for last in (False, True):
+        for one in held:
+            if (one.topic is Topic.INTERACTIONS) is last:
+                producer.send_bytes(names.of(one.topic), None, key=one.key, partition=one.partition)
+                done.tombstones[one.topic.value] = done.tombstones.get(one.topic.value, 0) + 1
+        producer.flush()
+        if not last:
+            delete_claims(root, (claim for one in held for claim in one.claims), done.claims)
 
 
 def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> LettersHeld:
@@ -196,21 +187,17 @@ def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> LettersHeld:
     return LettersHeld(dict(counts), newest + DEAD_LETTER_RETENTION_MS if counts else None)
 
 
-@dataclass(frozen=True, slots=True)
-class ConsentStatus:
-    """A user's requests, and their records in the log."""
+def read_consent_status(kafka: KafkaSettings, user_id: str, progress: Progress = no_progress) -> dict[str, Any]:
+    """A user's requests in order as `demands`, of which the last one holds, and the records that are `held`, by topic.
 
-    user_id: str
-    demands: list[UserRequest]
-    """In order; the last one holds."""
-    held: dict[str, int]
-    """Records by topic."""
-    dead_letters: LettersHeld
-
-
-def read_consent_status(kafka: KafkaSettings, user_id: str, progress: Progress = no_progress) -> ConsentStatus:
-    """Read it from the log. Raises LookupError when a topic does not exist, TimeoutError for a silent broker."""
+    Raises LookupError when a topic does not exist, TimeoutError for a silent broker.
+    """
     holdings = UserRecords(user_id)
     with Survey(kafka, progress) as survey:
         survey.read_on(holdings)
-    return ConsentStatus(user_id, requests_of(kafka, user_id).made, holdings.counts, letters_of(kafka, holdings))
+    return {
+        "user_id": user_id,
+        "demands": requests_of(kafka, user_id),
+        "held": holdings.counts,
+        "dead_letters": letters_of(kafka, holdings),
+    }

@@ -13,10 +13,10 @@ belongs to the user.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Self
+from dataclasses import dataclass
+from typing import Any, Self
 
 from tidemill.consumers.operate import Progress, no_progress
 from tidemill.schemas.catalogue import Topic, user_request_key
@@ -31,56 +31,42 @@ from tidemill.schemas.stored_object import digest
 LONGEST_NAME = 200
 
 
-class BadUser(ValueError):
-    """A user that no request can be about; the message says why."""
-
-
 def checked_pseudonym(text: str) -> str:
-    """A pseudonym as it was given. Raises BadUser for a text that names no user of the log."""
+    """A pseudonym as it was given. Raises ValueError for a text that names no user of the log."""
     if not text:
-        raise BadUser("the user is empty: interactions that name no user belong to nobody and cannot be told apart")
+        raise ValueError("the user is empty: interactions that name no user belong to nobody and cannot be told apart")
     if len(text) > LONGEST_NAME or not text.isprintable():
-        raise BadUser(f"a pseudonym has at most {LONGEST_NAME} printable characters, not {len(text)}")
+        raise ValueError(f"a pseudonym has at most {LONGEST_NAME} printable characters, not {len(text)}")
     return text
 
 
 def new_request(user_id: str, wish: UserWish, requested_by: str, at: int) -> UserRequest:
-    """A request made now. Raises BadUser."""
+    """A request made now. Raises ValueError."""
     checked_pseudonym(user_id)
     if not 0 < len(requested_by.strip()) <= LONGEST_NAME:
-        raise BadUser(f"who requests it has a name of 1 to {LONGEST_NAME} characters: give it with --by")
+        raise ValueError(f"who requests it has a name of 1 to {LONGEST_NAME} characters: give it with --by")
     name = digest(f"{user_id}\x00{wish.value}\x00{at}".encode())
     return UserRequest(request_id=name, user_id=user_id, wish=wish, requested_by=requested_by.strip(), at=at)
 
 
-@dataclass(slots=True)
-class UserRequests:
+def requests_among(records: Iterable[object], user_id: str) -> list[UserRequest]:
     """The requests of one user in the order of the log; a repeated record counts once."""
+    return list(dict.fromkeys(one for one in records if isinstance(one, UserRequest) and one.user_id == user_id))
 
-    user_id: str
-    made: list[UserRequest] = field(default_factory=list)
 
-    def observe(self, record: object) -> None:
-        """Take a record in; other users' and other kinds are let pass."""
-        if isinstance(record, UserRequest) and record.user_id == self.user_id and record not in self.made:
-            self.made.append(record)
-
-    def standing(self, wish: UserWish) -> UserRequest | None:
-        """The newest request, where it is this wish: to be carried on, not made again."""
-        return self.made[-1] if self.made and self.made[-1].wish is wish else None
+def standing(requests: Sequence[UserRequest], wish: UserWish) -> UserRequest | None:
+    """The newest request, where it is this wish: to be carried on, not made again."""
+    return requests[-1] if requests and requests[-1].wish is wish else None
 
 
 CLIENT_ID = "tidemill-rights"
 COPIED = (Topic.INTERACTIONS, Topic.OUTCOMES)
 
 
-def requests_of(kafka: KafkaSettings, user_id: str) -> UserRequests:
+def requests_of(kafka: KafkaSettings, user_id: str) -> list[UserRequest]:
     """The requests of a user so far."""
-    requests = UserRequests(user_id)
     with LogReader(kafka, [Topic.USER_REQUESTS], client_id=CLIENT_ID) as reader:
-        for located in reader.read_to_end():
-            requests.observe(located.record)
-    return requests
+        return requests_among((located.record for located in reader.read_to_end()), user_id)
 
 
 def copy_request(producer: RecordProducer, request: UserRequest, partitions: Mapping[Topic, Sequence[int]]) -> int:
@@ -93,32 +79,27 @@ def copy_request(producer: RecordProducer, request: UserRequest, partitions: Map
     return len(places)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedWish:
-    """A request and how many partitions have it."""
-
-    request: UserRequest
-    carried_on: bool
-    """It holds since an earlier run; its copies were written again."""
-    copies: int
-
-
 def choose(
     kafka: KafkaSettings, user_id: str, wish: UserWish, requested_by: str, at: int | None = None
-) -> RecordedWish:
+) -> dict[str, Any]:
     """Write a user's wish and its copies, unless it is their wish already. A user may choose before the first answer.
 
-    Raises BadUser, LookupError for a topic that does not exist, DeliveryError.
+    Returns:
+        the `request`; `carried_on`: it holds since an earlier run, and only its copies were written again; and the
+        number of `copies`.
+
+    Raises ValueError, LookupError for a topic that does not exist, DeliveryError.
     """
     new = new_request(user_id, wish, requested_by, now_us() if at is None else at)
-    standing = requests_of(kafka, user_id).standing(wish)
-    request = standing or new
+    old = standing(requests_of(kafka, user_id), wish)
+    request = old or new
     with LogReader(kafka, COPIED, start="end", client_id=CLIENT_ID) as reader:
         partitions = {topic: reader.partitions(topic) for topic in COPIED}
     with RecordProducer(kafka, CLIENT_ID) as producer:
-        if standing is None:
+        if old is None:
             producer.send_acked(Topic.USER_REQUESTS, [(request.user_id, request)])
-        return RecordedWish(request, standing is not None, copy_request(producer, request, partitions))
+        copies = copy_request(producer, request, partitions)
+    return {"request": request, "carried_on": old is not None, "copies": copies}
 
 
 SWEPT = (Topic.INTERACTIONS, Topic.OUTCOMES, Topic.FEEDBACK)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from tidemill.consumers.operate import Progress, copied, no_progress, watched
-from tidemill.consumers.operate.rights.records import UserRequests
-from tidemill.consumers.operate.trace.interaction import InteractionPath, InteractionTrace
-from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory, ranges
+from tidemill.consumers.operate import Progress, no_progress, picked, watched
+from tidemill.consumers.operate.trace.interaction import InteractionTrace
+from tidemill.consumers.operate.trace.versions import VersionHistory, ranges
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
@@ -23,34 +22,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.log.reader import LogReader
 
-
-@dataclass(frozen=True, slots=True)
-class InGroup:
-    place: Position
-    group_id: str
-    closed_by: str
-    reward: float | None
-    advantage: float | None
-    ended: Ended
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutPath:
-    rollout_id: str
-    place: Position
-    run_id: str
-    task_id: str
-    mode: str
-    status: str
-    failure: str
-    replica_id: str
-    version_min: int
-    version_max: int
-    reward: float | None
-    groups: list[InGroup]
-    versions: list[TracedVersion]
-    end: str
-    """Where the path ends, and why."""
+ROLLOUT = "rollout_id run_id task_id mode status failure replica_id version_min version_max reward"
 
 
 class RolloutTrace:
@@ -72,70 +44,33 @@ class RolloutTrace:
         elif isinstance(record, r.Group) and any(member.rollout_id == self._id for member in record.members):
             self._groups.append((located.position, record))
 
-    def path(self, history: VersionHistory) -> RolloutPath:
-        """Everything observed so far. Raises LookupError while the rollout was not."""
+    def path(self, history: VersionHistory) -> dict[str, Any]:
+        """Everything observed so far: fields of the rollout, its `groups`, each with how it `ended`, `versions` whose
+        step trained on it, and `end`: where the path ends, and why. Raises LookupError while the rollout was not."""
         if self._rollout is None:
             raise LookupError(f"the log holds no rollout {self._id}")
         place, rollout = self._rollout
-        groups = []
+        groups, versions, reasons = [], set[int](), list[str]()
         for where, group in self._groups:
             member = next(member for member in group.members if member.rollout_id == self._id)
             use = history.ended(Topic.GROUPS, group.group_id)
-            groups.append(
-                copied(InGroup, group, place=where, reward=member.reward, advantage=member.advantage, ended=use)
-            )
-        versions = sorted({one.ended.version for one in groups if one.ended.version is not None})
-        reasons = [one.ended.reason for one in groups if one.ended.reason]
+            told = picked(member, "reward advantage", place=where, ended=use)
+            groups.append(picked(group, "group_id closed_by", **told))
+            if use.version is not None:
+                versions.add(use.version)
+            elif use.reason:
+                reasons.append(use.reason)
         if versions:
             failed = (
                 " (it failed: its group was trained without it)" if rollout.status is r.RolloutStatus.FAILED else ""
             )
-            end = f"its group was trained into version {', '.join(map(str, versions))}{failed}"
+            end = f"its group was trained into version {', '.join(map(str, sorted(versions)))}{failed}"
         elif not groups:
             end = "waits for its group to close"
         else:
             end = f"left out by the trainer: {reasons[-1]}" if reasons else "waits for the trainer"
-        made = [history.made(version) for version in versions]
-        return copied(RolloutPath, rollout, place=place, groups=groups, versions=made, end=end)
-
-
-@dataclass(frozen=True, slots=True)
-class UserBatch:
-    place: Position
-    batch_id: str
-    run_id: str
-    branch: str
-    sequence: int
-    interactions: int
-    reward: float
-    """Sum over the user's members."""
-    trained: int
-    """Of the user's members."""
-    ended: list[Ended]
-    """The different endings of the user's members."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunTouched:
-    """The versions of one run that learnt from the user, or descend from one that did."""
-
-    run_id: str
-    trained: list[TracedVersion]
-    """Versions whose step trained on interactions of the user."""
-    contained_in: str
-    """These and every version that descends from one of them, as ranges."""
-    served_by: dict[str, int]
-    """Replicas that serve such a version now."""
-
-
-@dataclass(frozen=True, slots=True)
-class UserPath:
-    user_id: str
-    demands: list[r.UserRequest]
-    outcomes: dict[str, int]
-    """The user's interactions that ended, by ending; erased ones are gone from the log and are not counted."""
-    batches: list[UserBatch]
-    runs: list[RunTouched]
+        made = [history.made(version) for version in sorted(versions)]
+        return picked(rollout, ROLLOUT, place=place, groups=groups, versions=made, end=end)
 
 
 class UserTrace:
@@ -143,7 +78,7 @@ class UserTrace:
 
     def __init__(self, user_id: str) -> None:
         self._user_id = user_id
-        self._requests = UserRequests(user_id)
+        self._requests: dict[r.UserRequest, None] = {}
         self._endings: dict[str, str] = {}
         self._batches: dict[str, tuple[Position, r.OnlineBatch]] = {}
 
@@ -154,13 +89,13 @@ class UserTrace:
 
     @property
     def found(self) -> bool:
-        return bool(self._requests.made or self._endings or self._batches)
+        return bool(self._requests or self._endings or self._batches)
 
     def observe(self, located: ConsumedRecord) -> None:
         """Take a record in; records that are not about the user change nothing."""
         match located.record:
-            case r.UserRequest():
-                self._requests.observe(located.record)
+            case r.UserRequest(user_id=self._user_id) as request:
+                self._requests[request] = None
             case r.Outcome() if located.record.user_id == self._user_id:
                 self._endings[located.record.interaction_id] = located.record.exclusion or "reward"
             case r.OnlineBatch() if any(member.user_id == self._user_id for member in located.record.members):
@@ -168,17 +103,24 @@ class UserTrace:
             case None if located.value is None:
                 self._endings.pop((located.key or b"").decode("utf-8", "replace"), None)
 
-    def path(self, histories: Mapping[str, VersionHistory]) -> UserPath:
-        """Everything observed so far, with the versions of each run of `runs`."""
-        batches = []
+    def path(self, histories: Mapping[str, VersionHistory]) -> dict[str, Any]:
+        """Everything observed so far, with the versions of each run of `runs`.
+
+        Returns:
+            user_id; the user's requests as `demands`; `outcomes`, their interactions that ended, by ending, without
+            those that were erased; `batches` with the sum of the user's rewards, how many of their members were
+            trained and the different endings; and for each of the `runs` the versions that were `trained` on them,
+            these and all that descend from one as ranges (`contained_in`), and the replicas that serve one now.
+        """
+        batches: list[dict[str, Any]] = []
         for place, batch in self._batches.values():
             members = [member for member in batch.members if member.user_id == self._user_id]
             history = histories[batch.run_id]
             endings = [history.ended(Topic.ONLINE_BATCHES, batch.batch_id, member.interaction_id) for member in members]
             batches.append(
-                copied(
-                    UserBatch,
+                picked(
                     batch,
+                    "batch_id run_id branch sequence",
                     place=place,
                     interactions=len({member.interaction_id for member in members}),
                     reward=sum(member.reward for member in members),
@@ -188,12 +130,25 @@ class UserTrace:
             )
         touched = []
         for run in sorted(self.runs):
-            endings = [ending for batch in batches if batch.run_id == run for ending in batch.ended]
+            endings = [ending for batch in batches if batch["run_id"] == run for ending in batch["ended"]]
             trained = {ending.version for ending in endings if ending.version is not None}
-            containing = histories[run].containing(trained)
-            made = [histories[run].made(version) for version in sorted(trained)]
-            touched.append(RunTouched(run, made, ranges(containing), histories[run].serving(containing)))
-        return UserPath(self._user_id, self._requests.made, dict(Counter(self._endings.values())), batches, touched)
+            history = histories[run]
+            containing = history.containing(trained)
+            touched.append(
+                {
+                    "run_id": run,
+                    "trained": [history.made(version) for version in sorted(trained)],
+                    "contained_in": ranges(containing),
+                    "served_by": history.serving(containing),
+                }
+            )
+        return {
+            "user_id": self._user_id,
+            "demands": list(self._requests),
+            "outcomes": dict(Counter(self._endings.values())),
+            "batches": batches,
+            "runs": touched,
+        }
 
 
 CLIENT_ID = "tidemill-trace"
@@ -217,8 +172,8 @@ class TraceReader:
     def __init__(self, kafka: KafkaSettings, progress: Progress = no_progress) -> None:
         self._kafka, self._progress = kafka, progress
 
-    def trace(self, text: str) -> InteractionPath | RolloutPath:
-        """The path of an interaction, of the one that an event is about, or of a rollout.
+    def trace(self, text: str) -> dict[str, Any]:
+        """The path of an interaction, of the one that an event is about, or of a rollout (it has a `rollout_id`).
 
         Args:
             text: an interaction's id or signed token, an event's id, or a rollout's id.
@@ -252,7 +207,7 @@ class TraceReader:
             )
         return rollout.path(self._history(rollout.run_id))
 
-    def user(self, user_id: str) -> UserPath:
+    def user(self, user_id: str) -> dict[str, Any]:
         """The path of a user's data. Raises LookupError when the log holds nothing of the user."""
         traced = UserTrace(user_id)
         self._read((Topic.USER_REQUESTS, Topic.OUTCOMES, Topic.ONLINE_BATCHES), traced.observe)
@@ -263,7 +218,7 @@ class TraceReader:
             )
         return traced.path({run_id: self._history(run_id) for run_id in traced.runs})
 
-    def _interaction(self, name: str) -> InteractionPath | None:
+    def _interaction(self, name: str) -> dict[str, Any] | None:
         traced = InteractionTrace(name)
         for topic in PRODUCT:
             self._read((topic,), traced.observe, of=name)

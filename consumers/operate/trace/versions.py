@@ -8,21 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from tidemill.consumers.operate import copied
+from tidemill.consumers.operate import picked
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainStep, WeightAck
-
-
-@dataclass(frozen=True, slots=True)
-class VersionDecision:
-    place: Position
-    verdict: str
-    by: str
-    reason: str
-    numbers: dict[str, float]
-    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +28,8 @@ class TracedVersion:
     manifest_place: Position | None
     """None where the version is not published yet."""
     learning_rate: float | None
-    decisions: list[VersionDecision]
+    decisions: list[dict[str, Any]]
+    """Of the gate: place, verdict, by, reason, numbers and at."""
     proved_by: list[str]
     """Replicas that proved it from their live tensors at some time."""
     served_first_at: int | None
@@ -63,27 +55,18 @@ class Ended:
 WAITING = Ended(None, None, "")
 
 
-@dataclass(slots=True)
-class _Version:
-    parent: int | None = None
-    step: TrainStep | None = None
-    step_place: Position | None = None
-    step_number: int = 0
-    manifest_place: Position | None = None
-
-
 class VersionHistory:
     """The versions of every branch of one run. Take the topics in any order, each in its own."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._versions: dict[int, _Version] = {}
-        self._decisions: dict[int, list[VersionDecision]] = {}
+        self._steps: dict[int, tuple[Position, TrainStep]] = {}
+        """By the version that a step made."""
+        self._manifests: dict[int, tuple[Position, Manifest]] = {}
+        self._decisions: dict[int, list[dict[str, Any]]] = {}
         self._proved: dict[int, set[str]] = {}
         self._acks: dict[str, WeightAck] = {}
         self._served_at: dict[int, int] = {}
-        self.steps: list[tuple[Position, TrainStep]] = []
-        """Each step once, in order."""
 
     def observe(self, located: ConsumedRecord) -> None:
         """Take a record in; other runs and kinds are let pass, a step or a version said twice counts once."""
@@ -92,18 +75,11 @@ class VersionHistory:
             return
         match record:
             case TrainStep():
-                made = self._versions.setdefault(record.version, _Version())
-                if made.step is None:
-                    made.parent, made.step = record.parent_version, record
-                    made.step_place, made.step_number = located.position, record.step
-                    self.steps.append((located.position, record))
+                self._steps.setdefault(record.version, (located.position, record))
             case Manifest():
-                made = self._versions.setdefault(record.version, _Version())
-                if made.manifest_place is None:
-                    made.manifest_place, made.step_number = located.position, record.step
-                    made.parent = record.parent if made.step is None else made.parent
+                self._manifests.setdefault(record.version, (located.position, record))
             case GateDecision() if record.version is not None:
-                decided = copied(VersionDecision, record, place=located.position, by=record.decided_by)
+                decided = picked(record, "verdict reason numbers at", place=located.position, by=record.decided_by)
                 self._decisions.setdefault(record.version, []).append(decided)
             case WeightAck():
                 self._acks[record.replica_id] = record
@@ -112,15 +88,16 @@ class VersionHistory:
                     self._served_at.setdefault(record.serving_version, record.at)
 
     def made(self, version: int) -> TracedVersion:
-        known = self._versions.get(version, _Version())
         containing = self.containing([version])
-        step = known.step
+        step_place, step = self._steps.get(version, (None, None))
+        manifest_place, manifest = self._manifests.get(version, (None, None))
+        made_by = step or manifest
         return TracedVersion(
             version=version,
-            parent=known.parent,
-            step=known.step_number,
-            step_place=known.step_place,
-            manifest_place=known.manifest_place,
+            parent=self._parent(version),
+            step=0 if made_by is None else made_by.step,
+            step_place=step_place,
+            manifest_place=manifest_place,
             learning_rate=None if step is None else step.learning_rate,
             decisions=self._decisions.get(version, []),
             proved_by=sorted(self._proved.get(version, ())),
@@ -129,11 +106,17 @@ class VersionHistory:
             contained_in=ranges(containing - {version}),
         )
 
+    def _parent(self, version: int) -> int | None:
+        if version in self._steps:
+            return self._steps[version][1].parent_version
+        return self._manifests[version][1].parent if version in self._manifests else None
+
     def containing(self, versions: Iterable[int]) -> set[int]:
         children: dict[int, list[int]] = {}
-        for version, made in self._versions.items():
-            if made.parent is not None:
-                children.setdefault(made.parent, []).append(version)
+        for version in self._steps.keys() | self._manifests.keys():
+            parent = self._parent(version)
+            if parent is not None:
+                children.setdefault(parent, []).append(version)
         found, waiting = set[int](), list(versions)
         while waiting:
             version = waiting.pop()
@@ -151,17 +134,18 @@ class VersionHistory:
     def ended(self, topic: Topic, name: str, member: str = "") -> Ended:
         """What the trainer did with a group or batch; with an interaction that is a member of a batch, which a trained
         batch may have left out."""
-        for place, step in self.steps:
+
+        def reasons(step: TrainStep, topic: Topic, name: str) -> list[str]:
+            return [each.reason for each in step.exclusions if (each.topic, each.group_id) == (topic.value, name)]
+
+        for place, step in self._steps.values():
             if any((read.topic, read.group_id) == (topic.value, name) for read in step.inputs):
-                left_out = self._reasons(step, Topic.INTERACTIONS, member)
+                left_out = reasons(step, Topic.INTERACTIONS, member)
                 return Ended(place, None, left_out[0]) if left_out else Ended(place, step.version, "")
-        for place, step in self.steps:
-            for reason in self._reasons(step, topic, name):
+        for place, step in self._steps.values():
+            for reason in reasons(step, topic, name):
                 return Ended(place, None, reason)
         return WAITING
-
-    def _reasons(self, step: TrainStep, topic: Topic, name: str) -> list[str]:
-        return [each.reason for each in step.exclusions if (each.topic, each.group_id) == (topic.value, name)]
 
 
 def ranges(versions: Iterable[int]) -> str:

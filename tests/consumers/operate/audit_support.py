@@ -15,8 +15,7 @@ from tests.consumers.product_support import interaction, member, online_batch, o
 from tests.consumers.sink_support import ack, manifest
 from tests.records import build
 from tidemill.consumers.operate.audit.audit import AuditReport, judge
-from tidemill.consumers.operate.audit.endings import AuditRules
-from tidemill.consumers.operate.audit.facts import Facts
+from tidemill.consumers.operate.audit.endings import AuditedRun, AuditRules
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.clock import now_us
@@ -112,12 +111,12 @@ class WrittenLog:
 
     def audit(self, **rules: Any) -> AuditReport:
         """The audit of it, in memory."""
-        facts = Facts(RUN)
-        facts.expect({(topic, 0): (self.low.get(topic, 0), len(entries)) for topic, entries in self.entries.items()})
+        run = AuditedRun(AuditRules(run_id=RUN, **rules))
+        run.expect({(topic, 0): (self.low.get(topic, 0), len(entries)) for topic, entries in self.entries.items()})
         for consumed in self.all():
-            facts.observe(consumed)
-        facts.letters = {Position(topic.value, 0, offset): why for (topic, offset), why in self.letters.items()}
-        return judge(facts, AuditRules(run_id=RUN, **rules))
+            run.observe(consumed)
+        run.letters = {Position(topic.value, 0, offset): why for (topic, offset), why in self.letters.items()}
+        return judge(run)
 
     def write(self, kafka: KafkaSettings) -> None:
         """Write all of it to a Kafka whose topics have one partition and are empty: the offsets are the same."""

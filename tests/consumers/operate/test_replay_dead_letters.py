@@ -111,8 +111,8 @@ def test_an_erased_key_does_not_come_back():
 
 @pytest.mark.parametrize("lacking", [HEADER_TOPIC, HEADER_PARTITION, HEADER_OFFSET])
 def test_a_letter_that_does_not_say_where_it_is_from_stays(lacking):
-    assert "where it came from" in why_not(a_letter(**{lacking: ""}), sequel_of())
-    assert "where it came from" in why_not(a_letter(**{lacking: "foreign"}), sequel_of())
+    for said in ("", "foreign", "--5", "²", "9" * 19):
+        assert "where it came from" in why_not(a_letter(**{lacking: said}), sequel_of())
 
 
 def test_a_transformation_that_cannot_be_used_is_said(tmp_path, monkeypatch):

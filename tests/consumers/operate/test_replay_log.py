@@ -9,19 +9,19 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from typer.testing import CliRunner
 
 from tests.consumers.operate.replay_support import group, rollout, step
+from tests.waiting import until
 from tidemill.compose.cli import app
 from tidemill.consumers.operate.replay.copy import Replay
 from tidemill.consumers.operate.replay.plan import LogOrigin
 from tidemill.consumers.operate.replay.records import LogSource
 from tidemill.consumers.operate.replay.selection import NumberRange, OffsetRange, Selection
-from tidemill.consumers.operate.replay.target import TargetRefused
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.log.admin import admin_client, create_topics
@@ -100,7 +100,7 @@ def without_marks(record):
 
 def test_a_copy_is_the_original_with_marks(live, into):
     report, copied = replay(live, into, topics=("rollouts", "groups"))
-    assert report.records == copied.written == GROUPS * 3 + 1
+    assert report["records"] == copied.written == GROUPS * 3 + 1
     assert copied.relocated == 0, "a whole topic lies as its original does"
     for topic in ("rollouts", "groups"):
         originals, copies = records_of(live, topic), records_of(under(live, into), topic)
@@ -112,7 +112,7 @@ def test_a_copy_is_the_original_with_marks(live, into):
                 )  # fmt: skip
                 assert without_marks(copy) == list(original.headers)
                 marks = dict(copy.headers)
-                assert marks[HEADER_REPLAY_ID] == report.replay_id.encode()
+                assert marks[HEADER_REPLAY_ID] == report["replay_id"].encode()
                 place = f"{live.topic_prefix}{topic}/{partition}/{original.offset}"
                 assert marks[HEADER_REPLAY_SOURCE] == place.encode()
 
@@ -120,8 +120,8 @@ def test_a_copy_is_the_original_with_marks(live, into):
 def test_a_replay_twice_is_the_same_and_says_so(live, into):
     first, _ = replay(live, into, topics=("groups",))
     second, _ = replay(live, f"again-{into}", topics=("groups",))
-    assert first.sha256 == second.sha256
-    assert first.references_outside == 2 * GROUPS, "the rollouts are not copied, and that is said"
+    assert first["sha256"] == second["sha256"]
+    assert first["references_outside"] == 2 * GROUPS, "the rollouts are not copied, and that is said"
     values = [
         [[record.value for record in records] for records in records_of(under(live, prefix), "groups").values()]
         for prefix in (into, f"again-{into}")
@@ -131,23 +131,25 @@ def test_a_replay_twice_is_the_same_and_says_so(live, into):
 
 def test_live_topics_and_groups_are_left_alone(live, into):
     rollouts = Names(live.topic_prefix).of(Topic.ROLLOUTS)
-    group_id = f"{live.topic_prefix}trainer"
-    consumer = Consumer(consumer_settings(live, "live", group_id))
-    consumer.subscribe([rollouts])
-    deadline = time.monotonic() + 180
-    while not consumer.assignment():
-        assert time.monotonic() < deadline
-        consumer.poll(0.2)
-    consumer.commit(offsets=[TopicPartition(rollouts, p, 3 + p) for p in range(PARTITIONS)], asynchronous=False)
-    before = standing(live, consumer, rollouts)
-    groups_before = group_names(live)
-    replay(live, into, topics=("rollouts", "groups", "train.steps"))
-    for refused in (live.topic_prefix, "tidemill."):
-        with pytest.raises(TargetRefused, match="live topic"):
-            replay(live, refused, topics=("rollouts",))
-    assert standing(live, consumer, rollouts) == before
-    assert group_names(live) == groups_before, "a replay is in no consumer group"
-    consumer.close()
+    with group_reader(live, rollouts, f"{live.topic_prefix}trainer") as consumer:
+        consumer.commit(offsets=[TopicPartition(rollouts, p, 3 + p) for p in range(PARTITIONS)], asynchronous=False)
+        before = standing(live, consumer, rollouts)
+        groups_before = group_names(live)
+        replay(live, into, topics=("rollouts", "groups", "train.steps"))
+        for refused in (live.topic_prefix, "tidemill."):
+            with pytest.raises(ValueError, match="live topic"):
+                replay(live, refused, topics=("rollouts",))
+        assert standing(live, consumer, rollouts) == before
+        assert group_names(live) == groups_before, "a replay is in no consumer group"
+
+
+@contextmanager
+def group_reader(settings, topic, group_id):
+    """A reader in a consumer group, when it has got its partitions."""
+    with closing(Consumer(consumer_settings(settings, "reader", group_id))) as consumer:
+        consumer.subscribe([topic])
+        until(lambda: (consumer.poll(0.2), consumer.assignment())[1], "partitions of the group")
+        yield consumer
 
 
 def standing(settings, consumer, rollouts):
@@ -170,17 +172,9 @@ def group_names(settings):
 
 def test_a_prefix_that_somebody_reads_is_refused(live, into):
     replay(live, into, topics=("groups",))
-    consumer = Consumer(consumer_settings(live, "reader", f"{into}reader"))
-    consumer.subscribe([f"{into}groups"])
-    deadline = time.monotonic() + 180
-    while not consumer.assignment():
-        assert time.monotonic() < deadline
-        consumer.poll(0.2)
-    try:
-        with pytest.raises(TargetRefused, match=rf"consumer group {into}reader reads {into}groups"):
-            replay(live, into, topics=("rollouts",))
-    finally:
-        consumer.close()
+    refusal = rf"consumer group {into}reader reads {into}groups"
+    with group_reader(live, f"{into}groups", f"{into}reader"), pytest.raises(ValueError, match=refusal):
+        replay(live, into, topics=("rollouts",))
 
 
 def test_a_prefix_that_is_somebodys_is_refused(live, into):
@@ -188,25 +182,25 @@ def test_a_prefix_that_is_somebodys_is_refused(live, into):
     create_topics(own)
     with RecordProducer(own, "test") as producer:
         producer.send(Topic.GROUPS, group("x", []), key="x")
-    with pytest.raises(TargetRefused, match=f"{into}groups.* was not written by a replay"):
+    with pytest.raises(ValueError, match=f"{into}groups.* was not written by a replay"):
         replay(live, into, topics=("rollouts",))
     another = f"another-{into}"
     report, _ = replay(live, another, topics=("groups",))
-    with pytest.raises(TargetRefused, match=f"--resume {report.replay_id}"):
+    with pytest.raises(ValueError, match=f"--resume {report['replay_id']}"):
         replay(live, another, topics=("rollouts",))
-    with pytest.raises(TargetRefused, match="another selection"):
-        replay(live, another, topics=("rollouts",), resume=report.replay_id)
+    with pytest.raises(ValueError, match="another selection"):
+        replay(live, another, topics=("rollouts",), resume=report["replay_id"])
 
 
 def test_a_prefix_with_other_partitions_is_refused(live, into):
     create_topics(under(live, into).model_copy(update={"partitions": PARTITIONS + 1}))
-    with pytest.raises(TargetRefused, match="exists with 3 partitions"):
+    with pytest.raises(ValueError, match="exists with 3 partitions"):
         replay(live, into, topics=("rollouts",))
 
 
 def test_ranges_of_offsets_and_times(live, into):
     report, _ = replay(live, into, offsets=(OffsetRange("rollouts", 1, 1, 4), OffsetRange("groups", None, 0, 1)))
-    assert {(lane.topic, lane.partition): lane.records for lane in report.lanes} == {
+    assert {(lane.topic, lane.partition): lane.records for lane in report["lanes"]} == {
         (f"{live.topic_prefix}rollouts", 1): 3,
         (f"{live.topic_prefix}groups", 0): 1,
         (f"{live.topic_prefix}groups", 1): 1,
@@ -220,17 +214,17 @@ def test_ranges_of_offsets_and_times(live, into):
 
 def test_a_filter_and_a_group(live, into):
     report, _ = replay(live, into, topics=("rollouts",), where="record.reward > 0.5 and record.index == 1")
-    assert report.records == GROUPS
-    assert report.undecodable == 1
+    assert report["records"] == GROUPS
+    assert report["undecodable"] == 1
     report, copied = replay(live, f"group-{into}", groups=("g7",))
-    assert report.records == 3
+    assert report["records"] == 3
     assert copied.relocated == 1
-    assert report.references_outside == 0
+    assert report["references_outside"] == 0
 
 
 def test_a_trainer_resolves_the_groups_of_a_copied_step(live, into):
     report, copied = replay(live, into, steps=(NumberRange(2, 2),))
-    assert report.records == 4 * 3, "three groups that it trained on, one that it left out, and their rollouts"
+    assert report["records"] == 4 * 3, "three groups that it trained on, one that it left out, and their rollouts"
     assert copied.relocated > 0
     copy, codec, seen = under(live, into), Codec(), []
     log = RolloutLog(copy, 1 << 20)
@@ -264,7 +258,7 @@ def test_what_retention_removed_is_said_with_what_can_be_had(live, into):
     with pytest.raises(LookupError, match=r"not all kept; the log begins at offset 4"):
         replay(old, into, topics=("rollouts",), from_ms=START_MS + GAP_MS)
     report, _ = replay(old, into, topics=("rollouts",), from_ms=START_MS + 4 * GAP_MS)
-    assert report.records == 2
+    assert report["records"] == 2
 
 
 def test_what_does_not_exist_is_said(live, into):
@@ -308,11 +302,8 @@ def test_a_killed_replay_goes_on_without_a_gap_and_without_a_second_copy(kafka, 
         [sys.executable, "-m", "tidemill.compose.cli", *command(live, into, *options)], stdout=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 120
-        while count(live, into) < 6:
-            assert time.monotonic() < deadline
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.2)
+        until(lambda: process.poll() is not None or count(live, into) >= 6, "six copies")
+        assert process.poll() is None
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()

@@ -16,7 +16,6 @@ from tidemill.consumers.operate.replay.plan import LanePlan, Plan, places_of_ste
 from tidemill.consumers.operate.replay.records import RANK, OrderedMerge, RawRecord, references, relocated
 from tidemill.consumers.operate.replay.selection import (
     Filter,
-    FilterError,
     NumberRange,
     OffsetRange,
     Selection,
@@ -26,7 +25,6 @@ from tidemill.consumers.operate.replay.selection import (
 from tidemill.consumers.operate.replay.target import (
     HEADER_REPLAY_BEGAN,
     Beginning,
-    TargetRefused,
     TargetState,
     beginning,
     check_prefix,
@@ -203,12 +201,12 @@ def test_what_a_record_has_not_is_no_match():
     ],
 )
 def test_an_expression_that_is_not_allowed_is_refused_before_anything_is_read(expression, why):
-    with pytest.raises(FilterError, match=why):
+    with pytest.raises(ValueError, match=why):
         Filter(expression, ("rollouts",))
 
 
 def test_an_expression_that_fails_names_the_record():
-    with pytest.raises(FilterError, match=r"rollouts\[3\]@17"):
+    with pytest.raises(ValueError, match=r"rollouts\[3\]@17"):
         keeps("record.reward / 0 > 1", rollout("r1", "g1"))
 
 
@@ -299,7 +297,7 @@ def test_an_interrupted_copy_goes_on_without_a_gap_and_without_a_second_copy(lan
 def test_a_source_that_changed_is_not_carried_on():
     lanes = {("rollouts", 0): [RawRecord("rollouts", 0, n, n, b"k", b"v") for n in (3, 5)]}
     standing = TargetState(copied={("rollouts", 0): [2]})
-    with pytest.raises(TargetRefused, match="no longer the beginning"):
+    with pytest.raises(ValueError, match="no longer the beginning"):
         carried_on(plan_of(lanes), standing)
 
 
@@ -308,7 +306,7 @@ def test_a_record_that_goes_while_it_is_copied_is_said():
     plan = plan_of({("rollouts", 0): records})
     begun = Beginning("one", 7, "what", {})
     for kept in ([records[0], records[2]], records[:2]):
-        with pytest.raises(TargetRefused, match="went from the source"):
+        with pytest.raises(ValueError, match="went from the source"):
             run(plan, {("rollouts", 0): kept}, Log(), begun, TargetState())
 
 
@@ -363,7 +361,7 @@ def test_a_prefix_that_is_live_or_none_is_refused(into):
 def test_a_prefix_below_the_live_one_is_its_own():
     check_prefix("tidemill.", "tidemill.replay-1.")
     check_prefix("live.", "other.")
-    with pytest.raises(TargetRefused, match=r"live topic live\.documents"):
+    with pytest.raises(ValueError, match=r"live topic live\.documents"):
         check_prefix("live.", "live.")
 
 

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from tests.consumers.product_support import SECOND, ProductLog, feedback, interaction, outcome, use
 from tests.consumers.sink_support import START_US
 from tidemill.compose.cli import app
-from tidemill.consumers.operate.rights.erase import BadUser, Eraser, read_consent_status
+from tidemill.consumers.operate.rights.erase import erase, read_consent_status
 from tidemill.consumers.operate.rights.records import SWEPT, choose
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Pseudonyms
@@ -43,7 +43,7 @@ WRITES = 1 + PARTITIONS + 1 + 6
 """Of the erasure of one `person`: the request, its copies, and a tombstone a record."""
 KILLED = """
 import json, os, signal, sys
-from tidemill.consumers.operate.rights.erase import Eraser
+from tidemill.consumers.operate.rights.erase import erase
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
 kafka, root, user, at = json.loads(sys.argv[1])
@@ -56,7 +56,7 @@ def dying(self, *arguments, **options):
     sent += 1
     send(self, *arguments, **options)
 RecordProducer.send_bytes = dying
-Eraser(KafkaSettings(**kafka), StoreSettings(root=root)).erase(user, "tester")
+erase(KafkaSettings(**kafka), StoreSettings(root=root), user, "tester")
 """
 
 
@@ -104,11 +104,11 @@ def assert_erased(settings: KafkaSettings, user: str, root: Path) -> None:
 
 def test_an_erasure_takes_everything_of_them_and_nothing_of_others(settings: KafkaSettings, tmp_path: Path):
     person(settings, "ann", tmp_path)
-    done = Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ann", "tester")
+    done = erase(settings, StoreSettings(root=str(tmp_path)), "ann", "tester")
     assert done.tombstones == {"interactions": 2, "outcomes": 2, "feedback": 2} == done.found
     assert (done.carried_on, done.left, done.claims.deleted) == (False, {}, 1)
     assert_erased(settings, "ann", tmp_path)
-    again = Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ann", "tester")
+    again = erase(settings, StoreSettings(root=str(tmp_path)), "ann", "tester")
     assert (again.carried_on, again.request, again.tombstones) == (True, done.request, {})
     assert_erased(settings, "ann", tmp_path)
 
@@ -125,7 +125,7 @@ def test_interactions_go_last_since_they_lead_to_the_rest(
         send(self, topic, value, **options)
 
     monkeypatch.setattr(RecordProducer, "send_bytes", watched)
-    Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ordered", "tester")
+    erase(settings, StoreSettings(root=str(tmp_path)), "ordered", "tester")
     assert {topic for topic, _ in buried[:4]} == {"outcomes", "feedback"}
     assert buried[4:] == [("interactions", False)] * 2
 
@@ -138,7 +138,7 @@ def test_killed_at_any_write_it_is_finished_by_the_next_run(settings: KafkaSetti
     killed = subprocess.run([sys.executable, "-c", KILLED, arguments], timeout=DEADLINE_S, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(wishes(settings, user)) == min(writes, 1)
-    done = Eraser(settings, StoreSettings(root=str(tmp_path))).erase(user, "tester")
+    done = erase(settings, StoreSettings(root=str(tmp_path)), user, "tester")
     assert done.carried_on is (writes > 0)
     assert sum(done.tombstones.values()) == WRITES - max(writes, 4)
     assert_erased(settings, user, tmp_path)
@@ -146,10 +146,10 @@ def test_killed_at_any_write_it_is_finished_by_the_next_run(settings: KafkaSetti
 
 def test_who_came_back_asks_for_it_anew(settings: KafkaSettings, tmp_path: Path):
     person(settings, "back", tmp_path)
-    eraser = Eraser(settings, StoreSettings(root=str(tmp_path)))
-    first = eraser.erase("back", "tester")
+    store = StoreSettings(root=str(tmp_path))
+    first = erase(settings, store, "back", "tester")
     person(settings, "back", tmp_path, at=now_us())
-    second = eraser.erase("back", "tester")
+    second = erase(settings, store, "back", "tester")
     assert not second.carried_on
     assert first.request != second.request
     assert sum(second.tombstones.values()) == 6
@@ -158,12 +158,12 @@ def test_who_came_back_asks_for_it_anew(settings: KafkaSettings, tmp_path: Path)
 
 def test_a_dry_run_and_an_unknown_user_write_nothing(settings: KafkaSettings, tmp_path: Path):
     person(settings, "dry", tmp_path)
-    eraser = Eraser(settings, StoreSettings(root=str(tmp_path)))
-    done = eraser.erase("dry", "tester", dry_run=True)
+    store = StoreSettings(root=str(tmp_path))
+    done = erase(settings, store, "dry", "tester", dry_run=True)
     assert (done.request, done.found) == (None, {"interactions": 2, "outcomes": 2, "feedback": 2})
     assert len([one for one in live(settings, "dry") if not (one.key or b"").startswith(b"other")]) == 6
-    with pytest.raises(BadUser, match="nothing was written"):
-        eraser.erase("nobody", "tester")
+    with pytest.raises(ValueError, match="nothing was written"):
+        erase(settings, store, "nobody", "tester")
     assert wishes(settings, "dry") == wishes(settings, "nobody") == []
 
 
@@ -175,19 +175,19 @@ def test_dead_letters_of_theirs_are_told_with_the_time_of_their_end(settings: Ka
             letter = ConsumedRecord(Topic.FEEDBACK, 0, 0, START_US // 1000, key, value, None, "unknown framing")
             send_dead_letter(producer, names, letter, "unknown framing", "test")
     found = read_consent_status(settings, "dead")
-    assert found.dead_letters.counts == {names.of(Topic.FEEDBACK): 1}
-    assert found.dead_letters.gone_at_ms is not None
+    assert found["dead_letters"].counts == {names.of(Topic.FEEDBACK): 1}
+    assert found["dead_letters"].gone_at_ms is not None
     # Kept from their own writing on, however old the record is.
-    assert began_ms <= found.dead_letters.gone_at_ms - 90 * 86_400_000 <= time.time() * 1000
+    assert began_ms <= found["dead_letters"].gone_at_ms - 90 * 86_400_000 <= time.time() * 1000
 
 
 def test_choices_are_copied_into_every_partition_and_made_once(settings: KafkaSettings):
     out = choose(settings, "chooser", UserWish.OPT_OUT, "tester", START_US)
-    assert (out.carried_on, out.copies) == (False, PARTITIONS + 1)
-    assert choose(settings, "chooser", UserWish.OPT_OUT, "tester", START_US + SECOND).carried_on
+    assert (out["carried_on"], out["copies"]) == (False, PARTITIONS + 1)
+    assert choose(settings, "chooser", UserWish.OPT_OUT, "tester", START_US + SECOND)["carried_on"]
     back = choose(settings, "chooser", UserWish.OPT_IN, "tester", START_US + 2 * SECOND)
     assert [one.wish for one in wishes(settings, "chooser")] == [UserWish.OPT_OUT, UserWish.OPT_IN]
-    copies = [one for one in read(settings, Topic.INTERACTIONS, Topic.OUTCOMES) if one.record == back.request]
+    copies = [one for one in read(settings, Topic.INTERACTIONS, Topic.OUTCOMES) if one.record == back["request"]]
     assert {(one.topic, one.partition, one.key) for one in copies} == {
         (topic, p, user_request_key("chooser", p).encode())
         for topic, p in [*((Topic.INTERACTIONS, p) for p in range(PARTITIONS)), (Topic.OUTCOMES, 0)]
@@ -226,7 +226,7 @@ def test_the_commands_take_the_products_id_and_print_json(
     assert json.loads(run(app, ["users", "show", "4711", "--json"]).stdout)["held"] == {}
     assert isinstance(run(app, ["users", "erase", "", "--by", "dpo"]).exception, ValueError)
     assert isinstance(run(app, ["users", "erase", "x" * 600, "--by", "dpo"]).exception, ValueError)
-    assert isinstance(run(app, ["users", "erase", "never-seen", "--by", "dpo"]).exception, BadUser)
+    assert "nothing was written" in str(run(app, ["users", "erase", "never-seen", "--by", "dpo"]).exception)
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ def _alter(admin: Any, kind: ResourceType, name: str, values: Mapping[str, str |
 
 def test_after_compaction_not_one_byte_of_them_is_read(settings: KafkaSettings, eager_cleaner: None, tmp_path: Path):
     person(settings, "compacted", tmp_path)
-    Eraser(settings, StoreSettings(root=str(tmp_path))).erase("compacted", "tester")
+    erase(settings, StoreSettings(root=str(tmp_path)), "compacted", "tester")
     deadline = time.monotonic() + DEADLINE_S
     while left := [one for one in read(settings, *SWEPT) if holds(one, b"compacted")]:
         assert time.monotonic() < deadline, [(one.topic, one.partition, one.offset) for one in left]

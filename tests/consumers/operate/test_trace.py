@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from tests.consumers.product_support import (
     use,
 )
 from tests.consumers.sink_support import START_US, ack, group, manifest, rollout, step
-from tidemill.consumers.operate.trace.interaction import InteractionPath, InteractionTrace
+from tidemill.consumers.operate.trace.interaction import InteractionTrace
 from tidemill.consumers.operate.trace.reading import RolloutTrace, UserTrace, checked_name
 from tidemill.consumers.operate.trace.versions import VersionHistory, ranges
 from tidemill.consumers.sink.rows import DeadLetter, Row
@@ -63,7 +64,7 @@ def tombstone(topic: Topic, key: str) -> ConsumedRecord:
     return ConsumedRecord(topic, 0, 99, 0, key.encode(), None, None, "a tombstone")
 
 
-def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> InteractionPath:
+def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> dict[str, Any]:
     trace, history = InteractionTrace("i0"), VersionHistory("run")
     for one in records:
         trace.observe(one)
@@ -75,23 +76,19 @@ def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> In
 
 def test_the_whole_path_has_every_stage_with_its_offset():
     path = traced(located(WHOLE))
-    assert path.served is not None
-    assert (path.served.place, path.served.version_max) == (Position("interactions", 0, 0), 1)
-    (event,) = path.feedback
-    assert (event.place, event.fate) == (Position("feedback", 0, 0), "counted +1 in the reward")
-    (end,) = path.outcomes
-    assert (end.place, end.reward, end.signals) == (Position("outcomes", 0, 0), 1.0, {"e0": 1.0})
-    (batch,) = path.batches
-    assert (batch.place, batch.ended.step, batch.ended.version) == (
-        Position("online-batches", 0, 0),
-        Position("train.steps", 0, 0),
-        2,
-    )
-    (made,) = path.versions
+    assert (path["served"]["place"], path["served"]["version_max"]) == (Position("interactions", 0, 0), 1)
+    (event,) = path["feedback"]
+    assert (event["place"], event["fate"]) == (Position("feedback", 0, 0), "counted +1 in the reward")
+    (end,) = path["outcomes"]
+    assert (end["place"], end["reward"], end["signals"]) == (Position("outcomes", 0, 0), 1.0, {"e0": 1.0})
+    (batch,) = path["batches"]
+    assert batch["place"] == Position("online-batches", 0, 0)
+    assert (batch["ended"].step, batch["ended"].version) == (Position("train.steps", 0, 0), 2)
+    (made,) = path["versions"]
     assert (made.version, made.parent, made.manifest_place) == (2, 1, Position("weights.manifests", 0, 0))
-    assert [decided.verdict for decided in made.decisions] == ["promote"]
+    assert [decided["verdict"] for decided in made.decisions] == ["promote"]
     assert (made.contained_in, made.served_by, made.proved_by) == ("3", {"replica-0": 2}, ["replica-0"])
-    assert path.end == "trained into version 2, and served now by replica-0 (version 2)"
+    assert path["end"] == "trained into version 2, and served now by replica-0 (version 2)"
 
 
 @given(st.permutations(list(Topic)))
@@ -135,12 +132,12 @@ ENDS = [
 
 @pytest.mark.parametrize(("records", "end"), ENDS, ids=[end[:40] for _, end in ENDS])
 def test_it_is_said_where_the_path_ends_and_why(records: Sequence[r.Record], end: str):
-    assert end in traced(located(records)).end
+    assert end in traced(located(records))["end"]
 
 
 def test_an_exclusion_by_a_step_that_did_not_train_its_batch_is_not_its_ending():
     other = step(1, [], [r.StepExclusion("i0", "interactions", 0, 0, "stale", 1)])
-    assert "trained into version 2" in traced(located([SERVED, REWARDED, BATCH, other, TRAINED])).end
+    assert "trained into version 2" in traced(located([SERVED, REWARDED, BATCH, other, TRAINED]))["end"]
 
 
 FATES = [
@@ -160,8 +157,8 @@ FATES = [
 
 @pytest.mark.parametrize(("event", "ends", "fate"), FATES, ids=[fate for *_, fate in FATES])
 def test_what_became_of_an_event_that_did_not_count(event: r.Feedback, ends: list[r.Outcome], fate: str):
-    (told,) = (one for one in traced(located([SERVED, event, *ends])).feedback if one.event_id == event.event_id)
-    assert fate in told.fate
+    told = {one["event_id"]: one["fate"] for one in traced(located([SERVED, event, *ends]))["feedback"]}
+    assert fate in told[event.event_id]
 
 
 def test_corrections_are_told_with_what_they_replace():
@@ -169,28 +166,27 @@ def test_corrections_are_told_with_what_they_replace():
     revised = outcome(SERVED, -1.0, signals=[use("e1", -1.0)], revision=1, previous=1.0)
     end = outcome(SERVED, None, "no_signal")
     path = traced(located([SERVED, THUMB, down, end, revised]))
-    assert [event.fate for event in path.feedback] == ["replaced by e1", "counted -1 in the reward of revision 1"]
-    assert [(one.revision, one.previous_reward) for one in path.outcomes] == [(0, None), (1, 1.0)]
+    assert [event["fate"] for event in path["feedback"]] == ["replaced by e1", "counted -1 in the reward of revision 1"]
+    assert [(one["revision"], one["previous_reward"]) for one in path["outcomes"]] == [(0, None), (1, 1.0)]
 
 
 def test_repeats_and_dead_letters_are_told():
     lost = Row("x.feedback.dlq", 0, 0, 0, b"i0/e7", DeadLetter("x.feedback", 1, 7, 0, "no kind", "join", b""), 0)
     foreign = Row("x.feedback.dlq", 0, 1, 0, b"i1/e7", DeadLetter("x.feedback", 1, 8, 0, "no kind", "join", b""), 0)
     path = traced(located([SERVED, SERVED, THUMB, THUMB, REWARDED]), [lost, foreign])
-    assert path.served is not None
-    assert path.served.repeats == [Position("interactions", 0, 1)]
-    assert path.feedback[0].fate.endswith("sent 2 times, counted once")
-    assert [(letter.place, letter.reason) for letter in path.letters] == [(Position("feedback", 1, 7), "no kind")]
+    assert path["served"]["repeats"] == [Position("interactions", 0, 1)]
+    assert path["feedback"][0]["fate"].endswith("sent 2 times, counted once")
+    assert path["letters"] == [{"place": Position("feedback", 1, 7), "reason": "no kind", "found_by": "join"}]
 
 
 def test_what_was_erased_is_not_told_and_what_was_learnt_from_it_is():
     gone = [tombstone(Topic.INTERACTIONS, "i0"), tombstone(Topic.OUTCOMES, "i0"), tombstone(Topic.FEEDBACK, "i0/e0")]
     path = traced([*located(WHOLE), *gone])
-    assert (path.served, path.feedback, path.outcomes) == (None, [], [])
-    assert path.erased == Position("interactions", 0, 99)
-    assert [made.version for made in path.versions] == [2]
+    assert (path["served"], path["feedback"], path["outcomes"]) == (None, [], [])
+    assert path["erased"] == Position("interactions", 0, 99)
+    assert [made.version for made in path["versions"]] == [2]
     untrained = traced([*located([SERVED, THUMB]), *gone, tombstone(Topic.INTERACTIONS, "i1")])
-    assert untrained.end.startswith("erased: a tombstone at interactions[0]@99")
+    assert untrained["end"].startswith("erased: a tombstone at interactions[0]@99")
 
 
 def test_a_later_number_that_descends_from_elsewhere_does_not_contain_it():
@@ -198,9 +194,9 @@ def test_a_later_number_that_descends_from_elsewhere_does_not_contain_it():
     branched = replace(ack(4, r.AckStatus.PROVED), serving_version=4)
     retried = replace(manifest(7), parent=3)
     path = traced(located([*WHOLE, rolled_back, manifest(5), retried, branched]))
-    assert path.versions[0].contained_in == "3, 7"
-    assert path.versions[0].served_by == {}
-    assert "no replica serves now: last decision promote" in path.end
+    assert path["versions"][0].contained_in == "3, 7"
+    assert path["versions"][0].served_by == {}
+    assert "no replica serves now: last decision promote" in path["end"]
 
 
 def test_a_users_versions_are_those_whose_steps_trained_on_them():
@@ -217,12 +213,12 @@ def test_a_users_versions_are_those_whose_steps_trained_on_them():
         history.observe(one)
         trace.observe(one)
     path = trace.path({"run": history})
-    assert path.demands == [erasure]
-    assert path.outcomes == {"reward": 1, "bot": 1}
-    assert [(batch.sequence, batch.interactions, batch.trained) for batch in path.batches] == [(0, 1, 1), (1, 1, 0)]
-    (run,) = path.runs
-    assert ([made.version for made in run.trained], run.contained_in) == ([2], "2-3")
-    assert run.served_by == {"replica-0": 2}
+    assert path["demands"] == [erasure]
+    assert path["outcomes"] == {"reward": 1, "bot": 1}
+    assert [(one["sequence"], one["interactions"], one["trained"]) for one in path["batches"]] == [(0, 1, 1), (1, 1, 0)]
+    (run,) = path["runs"]
+    assert ([made.version for made in run["trained"]], run["contained_in"]) == ([2], "2-3")
+    assert run["served_by"] == {"replica-0": 2}
 
 
 def test_an_erased_user_keeps_their_versions_and_loses_their_outcomes():
@@ -232,8 +228,8 @@ def test_an_erased_user_keeps_their_versions_and_loses_their_outcomes():
         history.observe(one)
         trace.observe(one)
     path = trace.path({"run": history})
-    assert path.outcomes == {}
-    assert [made.version for made in path.runs[0].trained] == [2]
+    assert path["outcomes"] == {}
+    assert [made.version for made in path["runs"][0]["trained"]] == [2]
     assert not UserTrace("nobody").found
 
 
@@ -252,11 +248,8 @@ def test_a_rollouts_path(inputs: list[r.StepInput], exclusions: list[r.StepExclu
         history.observe(one)
         trace.observe(one)
     path = trace.path(history)
-    assert (path.place, path.groups[0].place, path.end) == (
-        Position("rollouts", 0, 1),
-        Position("groups", 0, 0),
-        end,
-    )
+    assert (path["place"], path["groups"][0]["place"]) == (Position("rollouts", 0, 1), Position("groups", 0, 0))
+    assert path["end"] == end
     with pytest.raises(LookupError):
         RolloutTrace("x").path(history)
 
