@@ -22,8 +22,6 @@ HEADER_REPLAY_SOURCE = "tidemill-replay-source"
 """`topic/partition/offset` of the record that was copied, under its full name."""
 
 Headers = Iterable[tuple[str, bytes | None]]
-Partition = tuple[str, int]
-"""Full name of a topic, and a partition."""
 
 
 class LogReference(Protocol):

@@ -15,8 +15,8 @@ from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import check_access
-from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, consumer_settings
-from tidemill.schemas.log.consumed import ConsumedRecord, Partition, consumed_record
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, Partition, consumer_settings
+from tidemill.schemas.log.consumed import ConsumedRecord, consumed_record
 from tidemill.schemas.log.guard import ReadingGuard
 
 

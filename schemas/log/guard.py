@@ -17,8 +17,7 @@ from typing import Generic, TypeVar
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import raise_lasting
-from tidemill.schemas.log.consumed import Partition
+from tidemill.schemas.log.client_settings import Partition, raise_lasting
 from tidemill.schemas.log.watermarks import EndsClient, watermarks
 
 LOG = logging.getLogger(__name__)

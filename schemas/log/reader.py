@@ -22,8 +22,8 @@ from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import check_access
-from tidemill.schemas.log.client_settings import groupless_settings
-from tidemill.schemas.log.consumed import ConsumedRecord, Partition, Position, consumed_record
+from tidemill.schemas.log.client_settings import Partition, groupless_settings
+from tidemill.schemas.log.consumed import ConsumedRecord, Position, consumed_record
 from tidemill.schemas.log.guard import ReadingGuard
 from tidemill.schemas.log.watermarks import offset_since, partitions_of, watermarks
 

@@ -116,6 +116,27 @@ def work_through_kills(log: MachineLog, make: Make, kills: Sequence[tuple[int, S
     return work(log, make, (), batch)
 
 
+def check_kills(
+    inputs: Mapping[Topic, Sequence[ConsumedRecord]],
+    make: Make,
+    kills: Sequence[tuple[int, Sequence[int]]],
+    batch: int,
+    atomic: bool,
+) -> Machine:
+    """Assert that a worker killed anywhere, with other batches and turns, repeats outputs and changes nothing."""
+    undisturbed, disturbed = MachineLog(inputs), MachineLog(inputs, atomic=atomic)
+    whole = work(undisturbed, make, batch=1)
+    machine = work_through_kills(disturbed, make, kills, batch)
+    assert said(disturbed.outputs) == said(undisturbed.outputs)
+    assert not atomic or len(disturbed.outputs) == len(undisturbed.outputs)
+    for name in ("_head", "counts"):
+        assert getattr(machine, name, None) == getattr(whole, name, None)
+    assert {entry.key: entry for entry in machine._store.entries()} == {e.key: e for e in whole._store.entries()}
+    assert [machine.next_offset(topic) for topic in inputs] == [whole.next_offset(topic) for topic in inputs]
+    assert machine.next_deadline_us() == whole.next_deadline_us()
+    return machine
+
+
 def said(outputs: Iterable[Output]) -> list[tuple[str, object]]:
     """Outputs without what was only repeated, in their order."""
     return list(dict.fromkeys(map(_content, outputs)))

@@ -17,25 +17,17 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Group, RewardComponent, Tick
-from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.join.feedback_join import INPUTS
 from tidemill.streams.machine import Emit, Output, Processor
-from tidemill.streams.offline import (
-    Change,
-    Decided,
-    OfflineRun,
-    Reweighted,
-    deadline_shift,
-)
+from tidemill.streams.offline import Change, Decided, OfflineRun, Reweighted, deadline_shift
 from tidemill.streams.runner.worker import feedback_join, group_assembly
 
-RULES = AssemblyRules(run_id=RUN_ID, done_ttl_us=3_600_000_000)
+RUN = RunSettings(run_id=RUN_ID)
 
 
-def assembly(rules: AssemblyRules = RULES) -> Processor:
-    processor = group_assembly(RunSettings(run_id=RUN_ID), StreamSettings())
-    return replace(processor, machine=lambda partition, state: GroupAssembler(partition, rules, state))
+def assembly(**settings) -> Processor:
+    return group_assembly(RUN, StreamSettings(**settings))
 
 
 def offline(processor: Processor, records: Sequence[ConsumedRecord], *changes: Change) -> list[Decided]:
@@ -132,7 +124,7 @@ TURNS = st.lists(st.integers(0, 1), max_size=30)
 @given(two_topics(), TURNS, st.lists(st.tuples(st.integers(0, 40), TURNS), max_size=4), st.integers(1, 7))
 def test_the_join_offline_is_what_a_worker_wrote_in_any_order_of_reading(logs, turns, kills, batch):
     rules = settings_of()
-    processor = feedback_join(RunSettings(run_id=RUN_ID), rules)
+    processor = feedback_join(RUN, rules)
     log = MachineLog(logs.inputs)
     work_through_kills(log, lambda states: processor.machine(0, states), kills, batch)
     decided = offline(processor, merged(logs, turns))
@@ -144,7 +136,7 @@ def test_the_join_offline_is_what_a_worker_wrote_in_any_order_of_reading(logs, t
 def test_the_order_does_not_depend_on_how_the_topics_were_read(logs, turns):
     def order(records: Sequence[ConsumedRecord]) -> list[ConsumedRecord]:
         given: list[ConsumedRecord] = []
-        offline(feedback_join(RunSettings(run_id=RUN_ID), settings_of()), records, lambda r: given.append(r) or r)
+        offline(feedback_join(RUN, settings_of()), records, lambda r: given.append(r) or r)
         return given
 
     one, other = order(merged(logs, turns)), order(merged(logs, [1] * 30))
@@ -238,5 +230,4 @@ def test_the_same_weights_give_the_recorded_reward_bit_for_bit():
 def test_rules_of_the_settings_are_what_decides():
     records = [located(rollout("g", i, reward=r, group_size=2), i) for i, r in enumerate((1.0, None))]
     for least, mean in ((1, 1.0), (2, None)):
-        processor = group_assembly(RunSettings(run_id=RUN_ID), StreamSettings(min_completed=least))
-        assert [g.mean_reward for g in groups_of(offline(processor, records))] == [mean]
+        assert [g.mean_reward for g in groups_of(offline(assembly(min_completed=least), records))] == [mean]
