@@ -186,7 +186,7 @@ def status(
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
     from tidemill.streams.gate.role import rebuild
 
-    found = rebuild(settings.kafka, settings.run, settings.gate, 0).keeper.snapshot()
+    found = rebuild(settings.kafka, settings.run, settings.gate, 0)[0].snapshot()
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     elif as_csv:

@@ -4,14 +4,13 @@ letters, and ticks for partitions that are idle."""
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from tidemill.schemas.catalogue import Names, Topic, co_partitioned, is_compacted, tick_key
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.admin import admin_client
+from tidemill.schemas.log.admin import admin_client, wait_until_led
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, Partition
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.producer import dead_letter_headers
@@ -21,7 +20,6 @@ from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Emit, Machine, Output, Processor, Rejected
 from tidemill.streams.runner.journal import Journal
 
-LEADER_POLL_S = 0.1
 STATE_TOPIC_CONFIG = {"segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"}
 """Short segments let compaction keep up, and with it the time that a recovery takes."""
 LOG = logging.getLogger("tidemill.streams")
@@ -36,33 +34,24 @@ def checked_partitions(kafka: KafkaSettings, processor: Processor) -> int:
     names = Names(kafka.topic_prefix)
     topics = [*processor.inputs, *processor.outputs]
     wanted = [*map(names.of, topics), *map(names.dead_letter, processor.inputs)]
-    leaders = _leaders(kafka, wanted)
+    client = admin_client(kafka)
+    existing = client.list_topics(timeout=METADATA_TIMEOUT_S).topics
+    missing = " and ".join(name for name in wanted if name not in existing or not existing[name].partitions)
+    if missing:
+        raise StreamFailure(f"missing topics: {missing}. Create them with `tidemill topics --create`")
+    try:
+        # Leaders of new topics are elected within moments; a client that writes before would fail.
+        wait_until_led(client, set(wanted))
+    except TimeoutError as error:
+        raise StreamFailure(str(error)) from error
     # What lies in equal partitions by the catalogue must do so in the log: machines and their outputs go by number.
     aligned = [
         topic for topic in topics if topic in processor.inputs or co_partitioned(processor.inputs[0], topic, kafka)
     ]
-    counts = {names.of(topic): leaders[names.of(topic)] for topic in aligned}
+    counts = {names.of(topic): len(existing[names.of(topic)].partitions) for topic in aligned}
     if len(set(counts.values())) != 1:
         raise StreamFailure(f"records meet by partition number, so these topics need equal partition counts: {counts}")
     return next(iter(counts.values()))
-
-
-def _leaders(kafka: KafkaSettings, wanted: Sequence[str]) -> dict[str, int]:
-    """Partition count of each wanted topic, once all of their partitions have a leader."""
-    client = admin_client(kafka)
-    deadline = time.monotonic() + METADATA_TIMEOUT_S
-    while True:
-        topics = client.list_topics(timeout=METADATA_TIMEOUT_S).topics
-        leaders = {n: [p.leader for p in topics[n].partitions.values()] if n in topics else [] for n in wanted}
-        if all(found and min(found) >= 0 for found in leaders.values()):
-            return {name: len(found) for name, found in leaders.items()}
-        missing = " and ".join(name for name, found in leaders.items() if not found)
-        if missing:
-            raise StreamFailure(f"missing topics: {missing}. Create them with `tidemill topics --create`")
-        if time.monotonic() > deadline:
-            raise StreamFailure(f"partitions without a leader for {METADATA_TIMEOUT_S:g} s: {leaders}")
-        # Leaders of new topics are elected within moments; a client that writes before would fail.
-        time.sleep(LEADER_POLL_S)
 
 
 def check_position(topic: str, partition: int, offset: int, end: int | None) -> None:

@@ -28,10 +28,9 @@ import faust
 from faust.types import TP
 
 from tidemill.schemas.catalogue import is_compacted
-from tidemill.schemas.codec import DecodeError
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.client_settings import Partition
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, decoded
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.liveness import EXIT_HUNG
 from tidemill.streams.config import StreamSettings
@@ -146,7 +145,18 @@ class FaustRunner(Runner):
             self._step_over(tp, expected, offset)
         self._reading.add(tp)
         self._next[tp] = offset + 1
-        return self._machines[message.partition].observe(self._located(message))
+        record, error = decoded(self._codec, message.value)
+        located = ConsumedRecord(
+            topic=self._names.parse(message.topic),
+            partition=message.partition,
+            offset=offset,
+            timestamp_ms=round(message.timestamp * 1000),
+            key=message.key,
+            value=message.value,
+            record=record,
+            error=error,
+        )
+        return self._machines[message.partition].observe(located)
 
     def _step_over(self, tp: TP, expected: int, offset: int) -> None:
         first = self._transport.holes.first_kept(tp, expected)
@@ -158,23 +168,6 @@ class FaustRunner(Runner):
                 f"{tp.topic}[{tp.partition}] went from offset {expected} to {offset}: records were lost on the way, or "
                 "a transactional producer writes to this topic; start the worker again to read from its last position"
             )
-
-    def _located(self, message: Any) -> ConsumedRecord:  # noqa: ANN401 - a faust message
-        record, error = None, ""
-        try:
-            record = self._codec.decode(message.value)
-        except DecodeError as failure:
-            error = str(failure)
-        return ConsumedRecord(
-            topic=self._names.parse(message.topic),
-            partition=message.partition,
-            offset=message.offset,
-            timestamp_ms=round(message.timestamp * 1000),
-            key=message.key,
-            value=message.value,
-            record=record,
-            error=error,
-        )
 
     # Writing
 
@@ -243,7 +236,12 @@ class FaustRunner(Runner):
         def stalled(stall: str) -> None:
             loop.call_soon_threadsafe(self._fail, StreamFailure(stall))
 
-        watchdog = Watchdog(self._kafka, self._stream.stall_timeout_s, self._progress, stalled)
+        def progress() -> tuple[bool, dict[Partition, int]]:
+            ready = self._ready
+            offsets: Mapping[TP, int | None] = self._next if ready else self.app.tables.recovery.active_offsets
+            return ready, {(tp.topic, tp.partition): offset or 0 for tp, offset in list(offsets.items())}
+
+        watchdog = Watchdog(self._kafka, self._stream.stall_timeout_s, progress, stalled)
         watchdog.start()
         self.app.loop = loop
         self.app.finalize()
@@ -278,11 +276,6 @@ class FaustRunner(Runner):
         if not self._stopping:
             self._failure = self._failure or error
             self._ended.set()
-
-    def _progress(self) -> tuple[bool, dict[Partition, int]]:
-        ready = self._ready
-        offsets: Mapping[TP, int | None] = self._next if ready else self.app.tables.recovery.active_offsets
-        return ready, {(tp.topic, tp.partition): offset or 0 for tp, offset in list(offsets.items())}
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
@@ -27,7 +27,7 @@ from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its 
 
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.access import AccessRefused, SecurityError, check_access, security_of
-from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
+from tidemill.schemas.log.admin import admin_client, create_missing
 from tidemill.schemas.log.client_settings import (
     METADATA_TIMEOUT_S,
     Partition,
@@ -37,7 +37,7 @@ from tidemill.schemas.log.client_settings import (
     raise_lasting,
 )
 from tidemill.schemas.log.consumed import consumed_record
-from tidemill.schemas.log.fenced_producer import FENCED
+from tidemill.schemas.log.fenced_producer import CALL_TIMEOUT_S, FENCED, START_TIMEOUT_S, resumed
 from tidemill.schemas.log.guard import OUT_OF_RANGE, RetentionGap
 from tidemill.schemas.log.watermarks import watermarks
 from tidemill.schemas.shutdown import stop_on_signals
@@ -57,8 +57,6 @@ from tidemill.streams.runner.watchdog import Watchdog
 CLIENT = "tidemill-stream"
 TRANSACTION_TIMEOUT_MS = 15_000
 """After this the log aborts the transaction of a worker that is gone."""
-CALL_TIMEOUT_S = 10.0
-START_TIMEOUT_S = 60.0
 CHUNK = 500
 """Most records taken from the client at once."""
 IDLE_S = 0.1
@@ -123,13 +121,10 @@ class TransactionalRunner(Runner):
         client = admin_client(self._kafka)
         config = {"cleanup.policy": "compact", **STATE_TOPIC_CONFIG}
         topic = NewTopic(self._changelog, partitions, self._kafka.replication_factor, config=config)
-        (created,) = client.create_topics([topic], request_timeout=REQUEST_TIMEOUT_S).values()
         try:
-            created.result()
+            create_missing(client, [topic])
         except KafkaException as error:
-            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise StreamFailure(f"the state topic {self._changelog} cannot be made: {error.args[0]}") from error
-        wait_until_led(client, {self._changelog})
+            raise StreamFailure(f"the state topic {self._changelog} cannot be made: {error.args[0]}") from error
         found = len(client.list_topics(self._changelog, METADATA_TIMEOUT_S).topics[self._changelog].partitions)
         if found != partitions:
             raise StreamFailure(
@@ -150,7 +145,7 @@ class TransactionalRunner(Runner):
         )
         watchdog.start()
         try:
-            _call(self._producer.init_transactions, START_TIMEOUT_S)
+            resumed(self._producer.init_transactions, START_TIMEOUT_S)
             self._consumer.subscribe(
                 [self._names.of(topic) for topic in self._processor.inputs],
                 on_assign=self._assigned,
@@ -271,8 +266,8 @@ class TransactionalRunner(Runner):
         if self._producer.flush(TRANSACTION_TIMEOUT_MS / 1000):
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "the log did not take the transaction's records"))
         member = self._consumer.consumer_group_metadata()
-        _call(lambda timeout_s: self._producer.send_offsets_to_transaction(offsets, member, timeout_s))
-        _call(self._producer.commit_transaction)
+        resumed(lambda timeout_s: self._producer.send_offsets_to_transaction(offsets, member, timeout_s))
+        resumed(self._producer.commit_transaction)
         self._touched.clear()
 
     def _begin_again(self, error: KafkaException) -> None:
@@ -299,7 +294,7 @@ class TransactionalRunner(Runner):
         # comes first is of a transaction that it does not know, which costs the producer its life.
         self._producer.flush(CALL_TIMEOUT_S)
         try:
-            _call(self._producer.abort_transaction)
+            resumed(self._producer.abort_transaction)
         except KafkaException as error:
             # There may have been none; and a producer at its end has none, which the next call says.
             if error.args[0].code() != KafkaError._STATE and not error.args[0].fatal():
@@ -376,19 +371,6 @@ class TransactionalRunner(Runner):
                     left.pop(partition, None)
         self._state_reader.unassign()
         return found
-
-
-def _call(call: Callable[[float], object], within_s: float = 2 * CALL_TIMEOUT_S) -> None:
-    """Make a call of the transaction protocol; one that ran out of time is resumed by calling again."""
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
-            call(CALL_TIMEOUT_S)
-        except KafkaException as error:
-            if not error.args[0].retriable() or time.monotonic() > deadline:
-                raise
-        else:
-            return
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:

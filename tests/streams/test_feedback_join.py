@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
+from generated_logs import TURNS, two_logs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from join_oracle import endings
@@ -528,64 +529,6 @@ def test_the_default_settings_are_usable():
 
 # Any log
 
-USERS = ("u", "v")
-
-
-@st.composite
-def two_logs(draw) -> TwoLogs:
-    """Interactions and feedback of two users with everything that may go wrong, in a bit more than a minute."""
-    logs = TwoLogs()
-    at_s = 100.0
-    votes: list = []
-    for _ in range(draw(st.integers(1, 22))):
-        at_s = max(0.0, at_s + draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0, 3.0, 9.0, -0.5])))
-        name = draw(st.sampled_from("abc"))
-        kind = draw(
-            st.sampled_from(["serve", "serve", "vote", "vote", "vote", "again", "wish", "tick", "erase", "junk"])
-        )
-        # A record is written some time after what it tells of.
-        seen = round((at_s - draw(st.sampled_from([0.0, 0.4, 2.0, 12.0, 35.0]))) * SECOND_US)
-        if kind == "serve":
-            logs.write(
-                at_s,
-                interaction(
-                    name,
-                    served_at=seen,
-                    user_id=USERS[name == "c"],
-                    consent=draw(st.sampled_from([True, True, True, False])),
-                    sampled_tokens=draw(st.sampled_from([7, 7, 7, 0])),
-                    run_id=draw(st.sampled_from([RUN_ID, RUN_ID, RUN_ID, "other"])),
-                ),
-            )
-        elif kind == "vote":
-            event, corrects = draw(st.sampled_from("efgh")), draw(st.sampled_from([None, None, "e", "f"]))
-            signal = draw(st.sampled_from([SignalKind.THUMB, SignalKind.THUMB, SignalKind.RETRY, SignalKind.EDIT_MADE]))
-            value = -1.0 if signal is SignalKind.THUMB and draw(st.booleans()) else 1.0
-            corrects = None if corrects == event else corrects
-            vote = feedback(
-                name,
-                f"{event}",
-                kind=signal,
-                value=None if corrects and draw(st.booleans()) else value,
-                corrects=corrects,
-                observed_at=seen,
-                user_id=draw(st.sampled_from([USERS[name == "c"]] * 4 + ["thief"])),
-            )
-            votes.append(vote)
-            logs.write(at_s, vote)
-        elif kind == "again" and votes:
-            logs.write(at_s, draw(st.sampled_from(votes)))
-        elif kind == "wish":
-            wish, user = draw(st.sampled_from(list(UserWish))), draw(st.sampled_from(USERS))
-            logs.write(at_s, request(wish, seen / SECOND_US, user, request_id=f"{wish}-{user}-{at_s}-{seen}"))
-        elif kind == "tick":
-            logs.write(at_s, Tick("t", 0), draw(st.sampled_from([Topic.INTERACTIONS, Topic.FEEDBACK])))
-        elif kind == "erase":
-            logs.erase(at_s, Topic.INTERACTIONS, draw(st.sampled_from("ab")))
-        elif kind == "junk":
-            logs.write(at_s, None, draw(st.sampled_from([Topic.INTERACTIONS, Topic.FEEDBACK])))
-    return logs
-
 
 def ended(logs: TwoLogs) -> TwoLogs:
     """With ticks long after everything, within the memory of the join."""
@@ -598,7 +541,6 @@ def outputs_under(rules: JoinSettings, logs: TwoLogs) -> list[Output]:
     return [output for records in logs.inputs.values() for record in records for output in join.observe(record)]
 
 
-TURNS = st.lists(st.integers(0, 1), max_size=12)
 SETTINGS = st.builds(
     settings_of,
     settle_s=st.sampled_from([0.0, 1.0, 4.0]),

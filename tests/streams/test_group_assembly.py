@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from generated_logs import timed_logs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_log import MachineLog, check_kills, said, work
@@ -227,24 +228,6 @@ def test_output_bytes_do_not_depend_on_arrival_order(one, other):
         return [CODEC.encode(output.record) for output in outputs]
 
     assert assembled(one) == assembled(other)
-
-
-@st.composite
-def timed_logs(draw):
-    """Rollouts with deadlines, duplicates, ticks and junk, at uneven event times."""
-    records, at_ms = [], 1_000
-    for offset in range(draw(st.integers(1, 24))):
-        at_ms += draw(st.integers(-200, 1_000))
-        group = draw(st.integers(0, 3))
-        kind = draw(st.sampled_from(["rollout", "rollout", "rollout", "tick", "junk"]))
-        deadline = 1_000_000 * (2 + group)
-        record = {
-            "rollout": rollout(f"g{group}", draw(st.integers(0, 2)), group_size=3, deadline_at=deadline),
-            "tick": Tick(source="s", at=0),
-            "junk": None,
-        }[kind]
-        records.append(located(record, offset, at_ms=max(0, at_ms)))
-    return records
 
 
 @settings(max_examples=300)
