@@ -265,15 +265,12 @@ class Watch:
     Args:
         gate: the settings.
         version: the promoted version.
-        fallback: its predecessor.
         since: event time of the promotion, microseconds.
         before: the predecessor's means in the comparison that promoted the version; empty where there was none.
     """
 
-    def __init__(
-        self, gate: GateSettings, version: int, fallback: int, since: int, before: Mapping[str, float]
-    ) -> None:
-        self._gate, self.version, self.fallback, self.since = gate, version, fallback, since
+    def __init__(self, gate: GateSettings, version: int, since: int, before: Mapping[str, float]) -> None:
+        self._gate, self.version, self.since = gate, version, since
         self._users = Users(gate.outcomes_per_user, to_us(gate.user_window_s))
         self._guards = FrozenGuards(before, drift_tolerance(gate), gate.reward_width, gate.watch_margin)
         self.users = 0
