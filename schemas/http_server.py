@@ -68,7 +68,8 @@ class ThreadServer:
 
     def __init__(self, name: str, listener: socket.socket, config: BoundedConfig) -> None:
         self._listener, self._server = listener, uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        served = {"sockets": [listener]}
+        self._thread = threading.Thread(target=self._server.run, name=name, kwargs=served, daemon=True)
 
     @property
     def url(self) -> str:
@@ -81,9 +82,6 @@ class ThreadServer:
         while not stop.wait(_WATCH_S):
             if not self._thread.is_alive():
                 raise RuntimeError(f"{self._thread.name}: the server ended by itself; its log says why")
-
-    def _serve(self) -> None:
-        self._server.run(sockets=[self._listener])
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import fsspec
 import xxhash
@@ -96,17 +95,15 @@ def _read(stored: StoredObject, piece_bytes: int) -> Iterator[bytes]:
         filesystem, path = fsspec.core.url_to_fs(stored.uri)
         opened = filesystem.open(path, "rb")
     with opened:
-        while piece := _next_piece(stored.uri, opened, min(piece_bytes, left + 1)):
+        while True:
+            with _store_errors(stored.uri):
+                piece: bytes = opened.read(min(piece_bytes, left + 1))
+            if not piece:
+                return
             if len(piece) > left:
                 raise StoredObjectError(f"{stored.uri} has more than the {stored.n_bytes} bytes that were stored")
             left -= len(piece)
             yield piece
-
-
-def _next_piece(uri: str, opened: Any, size: int) -> bytes:  # noqa: ANN401 - fsspec ships no types
-    with _store_errors(uri):
-        piece: bytes = opened.read(size)
-        return piece
 
 
 @contextmanager

@@ -11,14 +11,15 @@ A runner (`tidemill.streams.runner`) runs any of them and keeps these promises t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Record
-from tidemill.streams.state import Changes, MachineState
+from tidemill.streams.state import Changes, MachineState, Timed, TimedEntries
 
 
 @record(frozen=True, slots=True)
@@ -72,6 +73,68 @@ class Machine(Protocol):
     def take_changes(self) -> Changes:
         """What changed since the last call."""
         ...
+
+
+class TopicHead(Protocol):
+    """The head of a machine of one topic: how far the topic is decided."""
+
+    offset: int
+    """The last offset that is decided."""
+    clock_us: int
+    """Event time there."""
+
+
+E = TypeVar("E", bound=Timed)
+Head = TypeVar("Head", bound=TopicHead)
+
+
+class OneTopicMachine(ABC, Generic[E, Head]):
+    """A machine of one input topic, which decides each record as it comes."""
+
+    def __init__(self, store: TimedEntries[E, Head], begin: Head) -> None:
+        """`begin` is the head of a machine that has decided nothing."""
+        self._store = store
+        self._head = store.head if store.head is not None else begin
+        self._outputs: list[Output] = []
+        """What the record at hand decides."""
+
+    def next_offset(self, topic: Topic) -> int:
+        """The first offset that is not decided yet."""
+        return self._head.offset + 1
+
+    def clock_us(self, topic: Topic) -> int:
+        """Event time: the newest record timestamp seen, microseconds."""
+        return self._head.clock_us
+
+    def next_deadline_us(self) -> int | None:
+        """When the next entry falls due from which something follows."""
+        return self._store.next_awaited_us()
+
+    def observe(self, located: ConsumedRecord) -> list[Output]:
+        """Decide one record; a record at or below the head was decided before and gives nothing."""
+        head = self._head
+        if located.offset <= head.offset:
+            return []
+        head.offset = located.offset
+        head.clock_us = max(head.clock_us, located.timestamp_ms * 1_000)
+        self._outputs = []
+        self.fall_due()
+        problem = self.decide(located)
+        if problem:
+            self._outputs.append(Rejected(located, problem))
+        return self._outputs
+
+    def take_changes(self) -> Changes:
+        """What changed since the last call."""
+        return self._store.changes(self._head)
+
+    @abstractmethod
+    def fall_due(self) -> None:
+        """Look at the entries that are due by now."""
+
+    @abstractmethod
+    def decide(self, located: ConsumedRecord) -> str:
+        """Decide a record; why it is rejected, empty where it is not."""
 
 
 @record(frozen=True, slots=True)

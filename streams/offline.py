@@ -16,8 +16,9 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -131,8 +132,15 @@ def recorded_outputs(
 
     Raises LookupError without the topics, TimeoutError when their ends are not reached in time.
     """
+    recorded = []
     with LogReader(kafka, processor.outputs, client_id=CLIENT) as reader:
-        return [located for located in reader.read_to_end(timeout_s) if _is_of(run, located)]
+        for located in reader.read_to_end(timeout_s):
+            match located.record:
+                case OnlineBatch(run_id=run.run_id, branch=run.branch) | Group(run_id=run.run_id):
+                    recorded.append(located)
+                case Outcome(run_id=run.run_id):
+                    recorded.append(located)
+    return recorded
 
 
 def replay(
@@ -155,29 +163,14 @@ def replay(
         total = sum(map(len, spans.values()))
         emitted: list[Emitted] = []
         rejected = records = 0
-        for decided in _decisions(run, reader.read_to_end(timeout_s)):
+        # What each record decides, and last what is left.
+        steps = chain(map(run.take, reader.read_to_end(timeout_s)), (run.finish() for _ in range(1)))
+        for decided in steps:
             emitted += [Emitted(d.output, d.cause, d.at_ms) for d in decided if isinstance(d.output, Emit)]
             rejected += sum(isinstance(d.output, Rejected) for d in decided)
             progress(records, total)
             records += 1
         return Replayed(emitted, rejected, records - 1, sorted(cut))
-
-
-def _decisions(run: OfflineRun, records: Iterator[ConsumedRecord]) -> Iterator[list[Decided]]:
-    """What each record decides, and last what is left."""
-    for located in records:
-        yield run.take(located)
-    yield run.finish()
-
-
-def _is_of(run: RunSettings, located: ConsumedRecord) -> bool:
-    match located.record:
-        case Group(run_id=run_id) | Outcome(run_id=run_id):
-            return run_id == run.run_id
-        case OnlineBatch(run_id=run_id, branch=branch):
-            return (run_id, branch) == (run.run_id, run.branch)
-        case _:
-            return False
 
 
 def deadline_shift(by_us: int) -> Change:

@@ -121,8 +121,7 @@ class EntryBytes(Generic[E, Head]):
     def __init__(self, entries: Mapping[bytes, type[E]], head: type[Head]) -> None:
         self._entries: dict[bytes, StateBytes[E]] = {kind: StateBytes(entry) for kind, entry in entries.items()}
         self._kinds = {entry: (kind, self._entries[kind]) for kind, entry in entries.items()}
-        head_bytes = StateBytes(head)
-        self.encode_head, self.decode_head = head_bytes.write, head_bytes.read
+        self.head = StateBytes(head)
 
     def encode(self, entry: E) -> bytes:
         """The bytes of an entry."""
@@ -140,23 +139,23 @@ class EntryBytes(Generic[E, Head]):
         return entry
 
 
-class TimedEntries(Generic[E]):
+class TimedEntries(Generic[E, Head]):
     """All entries of one machine in memory: found by key, called up by time. The caller saves changed entries.
 
     Args:
+        state: where the machine goes on from; None begins anew.
         awaited: whether something follows when an entry falls due; to be forgotten then is no reason to hurry.
 
     Raises StateError.
     """
 
     def __init__(
-        self,
-        state: MachineState,
-        encode: Callable[[E], bytes],
-        decode: Callable[[str, bytes], E],
-        awaited: Callable[[E], bool],
+        self, state: MachineState | None, entry_bytes: EntryBytes[E, Head], awaited: Callable[[E], bool]
     ) -> None:
-        self._encode, self._is_awaited = encode, awaited
+        state = state or MachineState()
+        self._bytes, self._is_awaited = entry_bytes, awaited
+        self.head = entry_bytes.head.read(state.head) if state.head is not None else None
+        """The head that the machine goes on from; None: nothing was decided yet."""
         self._entries: dict[str, E] = {}
         self._changed: dict[str, None] = {}
         self._timed: dict[str, tuple[int, bool]] = {}
@@ -165,15 +164,15 @@ class TimedEntries(Generic[E]):
         self._awaited: list[tuple[int, str]] = []
         """The timers of entries that something follows from; of the others, `_timers`."""
         for key, body in state.entries.items():
-            self.save(decode(key, body))
+            self.save(entry_bytes.decode(key, body))
         self._changed.clear()
 
-    def changes(self, head: bytes) -> Changes:
+    def changes(self, head: Head) -> Changes:
         """Everything to write since the last call."""
-        entries, encode = self._entries, self._encode
+        entries, encode = self._entries, self._bytes.encode
         changed = {key: encode(entries[key]) if key in entries else None for key in self._changed}
         self._changed = {}
-        return Changes(changed, head)
+        return Changes(changed, self._bytes.head.write(head))
 
     def entries(self) -> Iterator[E]:
         """All of them."""

@@ -184,7 +184,7 @@ def status(
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
     from tidemill.streams.gate.role import rebuild
 
-    found = rebuild(settings.kafka, settings.run, settings.gate, 0).keeper.snapshot()
+    found = rebuild(settings.kafka, settings.run, settings.gate, 0)[0].snapshot()
     if as_json:
         print_json(found)
     elif as_csv:

@@ -12,8 +12,7 @@ from confluent_kafka import OFFSET_BEGINNING, Message
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S
-from tidemill.schemas.log.consumed import Partition
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, Partition
 from tidemill.schemas.log.producer import (
     HEADER_APPLICATION,
     HEADER_OFFSET,

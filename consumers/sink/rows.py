@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from tidemill.consumers.sink.columns import Gathered, packed_fields
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
-from tidemill.schemas.log.consumed import ConsumedRecord, Partition
+from tidemill.schemas.log.client_settings import Partition
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Record
 
 APPLICATION = "tidemill-sink"

@@ -24,7 +24,7 @@ from tidemill.consumers.sink.rows import PendingRows, Row, row_of
 from tidemill.consumers.sink.writer import Erasures, Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.consumed import Partition
+from tidemill.schemas.log.client_settings import Partition
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.reader import LogReader

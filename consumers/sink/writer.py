@@ -32,7 +32,7 @@ from tidemill.consumers.sink.config import FLUSH_BYTES, MergeSettings, TableEngi
 from tidemill.consumers.sink.rows import DeadLetter, DeletedKey, Row, cut
 from tidemill.consumers.sink.tables import GAPS, OWN_TABLES, WATERMARKS, table_settings, tables
 from tidemill.schemas.catalogue import CATALOGUE, Topic
-from tidemill.schemas.log.consumed import Partition
+from tidemill.schemas.log.client_settings import Partition
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.records import Feedback, Interaction, Outcome, UserRequest, UserWish
 

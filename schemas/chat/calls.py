@@ -33,10 +33,6 @@ class ToolCall:
     """Empty where the family's text holds none."""
 
 
-class Unreadable(ValueError):
-    """The text of a call that is not one in this grammar."""
-
-
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
     """How one family writes tool calls."""
@@ -124,27 +120,24 @@ def _json_calls(body: str, _schemas: Schemas) -> list[ToolCall]:
     at, body = 0, body.strip()
     while at < len(body):
         value, end = _JSON.raw_decode(body, at)
-        calls += [_json_call(each) for each in (value if isinstance(value, list) else [value])]
+        for each in value if isinstance(value, list) else [value]:
+            if not isinstance(each, dict) or not isinstance(each.get("name"), str):
+                raise ValueError("the text is no call in this grammar")
+            identifier = str(each.get("id"))
+            # Templates that show ids, Mistral's, refuse any other form.
+            known = identifier if re.fullmatch(r"[A-Za-z0-9]{9}", identifier) else ""
+            calls.append(ToolCall(each["name"], _object(each.get("arguments", each.get("parameters", {}))), known))
         at = _BETWEEN_OBJECTS.match(body, end).end()  # type: ignore[union-attr]  # it matches nothing as well
     if not calls:
-        raise Unreadable(body)
+        raise ValueError("the text is no call in this grammar")
     return calls
-
-
-def _json_call(value: object) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise Unreadable
-    identifier = str(value.get("id"))
-    # Templates that show ids, Mistral's, refuse any other form.
-    known = identifier if re.fullmatch(r"[A-Za-z0-9]{9}", identifier) else ""
-    return ToolCall(value["name"], _object(value.get("arguments", value.get("parameters", {}))), known)
 
 
 def _object(given: object) -> str:
     """JSON text of an object that was given as such, or as its text. Raises ValueError."""
     value = _JSON.decode(given) if isinstance(given, str) else given
     if not isinstance(value, dict):
-        raise Unreadable
+        raise ValueError("the text is no call in this grammar")
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
@@ -157,13 +150,13 @@ def _named_arguments(begin: str, end: str) -> Callable[[str, Schemas], list[Tool
         while at < len(body):
             named = before.match(body, at)
             if named is None:
-                raise Unreadable(body)
+                raise ValueError("the text is no call in this grammar")
             value, at = _JSON.raw_decode(body, named.end())
             found.append(ToolCall(named["name"], _object(value), named.groupdict().get("id") or ""))
             ended = behind.match(body, at)
             at = ended.end() if ended is not None else at
         if not found:
-            raise Unreadable(body)
+            raise ValueError("the text is no call in this grammar")
         return found
 
     return calls
@@ -192,7 +185,7 @@ def _tagged_calls(
     def calls(body: str, schemas: Schemas) -> list[ToolCall]:
         named = pattern.match(body)
         if named is None:
-            raise Unreadable(body)
+            raise ValueError("the text is no call in this grammar")
         schema, given = schemas.get(named["name"], _NOTHING), {}
         rest = body[named.end() :].strip().removesuffix("</function>").strip()
         at = 0
@@ -207,13 +200,13 @@ def _tagged_calls(
 
 
 def _enclosed(text: str, at: int, ends: tuple[str, str]) -> tuple[str, int]:
-    """The text between two others, white space before the first aside, and where they end. Raises Unreadable."""
+    """The text between two others, white space before the first aside, and where they end. Raises ValueError."""
     while ends[0] and at < len(text) and text[at].isspace():
         at += 1
     begin = at + len(ends[0])
     end = text.find(ends[1], begin)
     if not text.startswith(ends[0], at) or end < 0:
-        raise Unreadable
+        raise ValueError("the text is no call in this grammar")
     return text[begin:end], end + len(ends[1])
 
 

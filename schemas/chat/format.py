@@ -61,7 +61,7 @@ class ChatFormat:
         for text in template.specials:
             if tokenizer.token_to_id(text) in spelled:
                 raise TemplateRefused(f"the tokenizer alters texts so that content can spell the special token {text}")
-        self._remembered = lru_cache(maxsize=REMEMBERED)(self._packed)
+        self._remembered = lru_cache(maxsize=REMEMBERED)(lambda text: array("I", self.encode(text)))
 
     def open(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> list[int]:
         """Token ids of a conversation, up to where the assistant's next turn begins. Raises TemplateRefused."""
@@ -130,9 +130,6 @@ class ChatFormat:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
-    def _packed(self, text: str) -> array[int]:
-        return array("I", self.encode(text))
-
     def step(self, stream: DecodeStream, token_id: int) -> str:
         """The text that one more id adds to a stream of ids; empty within a character."""
         return stream.step(self._tokenizer, token_id) or ""
@@ -161,8 +158,12 @@ def load_chat_format(uri: str, settings: ChatSettings) -> ChatFormat:
     config = _object(f"{root}/tokenizer_config.json")
     generation = _object(f"{root}/generation_config.json") or _object(f"{root}/config.json")
     source = chat_template_source(root, config, settings)
-    names = {name: token for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-             if (token := _token_text(config.get(name)))}  # fmt: skip
+    names = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str) and token:
+            names[name] = token
     ends = generation.get("eos_token_id")
     listed = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
     return ChatFormat(tokenizer, ChatTemplate(source, names, special_texts(tokenizer, source), settings), listed)
@@ -201,19 +202,13 @@ def special_texts(tokenizer: Tokenizer, source: str | None = None) -> set[str]:
     These are the special tokens, and others in brackets: `<|…|>`, and those that the template `source` writes, or all
     without it. (Gemma's vocabulary has a token for each tag of HTML.)
     """
-    added = tokenizer.get_added_tokens_decoder().values()
-    return {token.content for token in added if token.special or _is_structural(token.content, source)}
-
-
-def _is_structural(text: str, source: str | None) -> bool:
-    if len(text) < 3 or text[0] + text[-1] not in ("<>", "[]"):
-        return False
-    return source is None or text in source or text[1] in "|｜"
-
-
-def _token_text(value: object) -> str:
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else ""
+    found = set()
+    for token in tokenizer.get_added_tokens_decoder().values():
+        text = token.content
+        in_brackets = len(text) >= 3 and text[0] + text[-1] in ("<>", "[]")
+        if token.special or (in_brackets and (source is None or text in source or text[1] in "|｜")):
+            found.add(text)
+    return found
 
 
 def _read(address: str) -> str | None:

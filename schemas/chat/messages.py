@@ -118,7 +118,10 @@ def _message(given: object) -> Message:
         if isinstance(given.get("reasoning_content"), str):
             message["reasoning_content"] = _text(given["reasoning_content"], ".reasoning_content")
         if given.get("tool_calls"):
-            message["tool_calls"] = _calls(given["tool_calls"])
+            calls = given["tool_calls"]
+            if type(calls) is not list and (not isinstance(calls, Sequence) or isinstance(calls, str | bytes)):
+                raise BadMessage(".tool_calls must be a list")
+            message["tool_calls"] = [_call(call, f".tool_calls[{number}]") for number, call in enumerate(calls)]
     if role == "tool":
         message["tool_call_id"] = _text(given.get("tool_call_id", ""), ".tool_call_id")
     if given.get("name") is not None:
@@ -136,12 +139,6 @@ def _joined(content: object) -> object:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise BadMessage(".content holds a part that is no text: this model reads only text")
     return "".join(part["text"] for part in content)
-
-
-def _calls(given: object) -> list[dict[str, Any]]:
-    if type(given) is not list and (not isinstance(given, Sequence) or isinstance(given, str | bytes)):
-        raise BadMessage(".tool_calls must be a list")
-    return [_call(call, f".tool_calls[{number}]") for number, call in enumerate(given)]
 
 
 def _call(given: object, place: str) -> dict[str, Any]:

@@ -83,26 +83,23 @@ def chat_request(asked: Mapping[str, Any], *, formats: bool = False) -> ChatRequ
     most = asked.get(field)
     if most is not None and (type(most) is not int or most < 1):
         raise BadMessage(f"`{field}` must be a whole number of at least 1")
-    shown = NO_TOOLS if choice == "none" else tools
-    return ChatRequest(
-        messages, shown, most, _stop(asked.get("stop")), _alternatives(asked), asked.get("return_token_ids") is True
-    )
-
-
-def _stop(given: object) -> tuple[str, ...]:
-    texts = [given] if isinstance(given, str) else given or []
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+    stop = asked.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise BadMessage("`stop` must be a text or a list of texts, none of them empty")
-    return tuple(texts)
-
-
-def _alternatives(asked: Mapping[str, Any]) -> int | None:
-    wanted, most = asked.get("logprobs") or False, asked.get("top_logprobs") or 0
-    if not isinstance(wanted, bool):
+    logprobs, alternatives = asked.get("logprobs") or False, asked.get("top_logprobs") or 0
+    if not isinstance(logprobs, bool):
         raise BadMessage("`logprobs` must be true or false")
-    if type(most) is not int or not 0 <= most <= (MOST_ALTERNATIVES if wanted else 0):
+    if type(alternatives) is not int or not 0 <= alternatives <= (MOST_ALTERNATIVES if logprobs else 0):
         raise BadMessage(f"`top_logprobs` must be a whole number up to {MOST_ALTERNATIVES}, and needs `logprobs`")
-    return most if wanted else None
+    return ChatRequest(
+        messages,
+        NO_TOOLS if choice == "none" else tools,
+        most,
+        tuple(stop),
+        alternatives if logprobs else None,
+        asked.get("return_token_ids") is True,
+    )
 
 
 def shown_message(message: Message) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import jinja2
 
 from tidemill.schemas.chat.calls import HERMES, CallGrammar, grammar_of
-from tidemill.schemas.chat.messages import NO_TOOLS, Message, Tool, Tools, checked_tools
+from tidemill.schemas.chat.messages import NO_TOOLS, Message, Tools, checked_tools
 from tidemill.schemas.chat.sandbox import ChatSandbox, ShownTool
 from tidemill.schemas.config import ChatSettings
 
@@ -219,14 +219,21 @@ class ChatTemplate:
                     each = {**before, "content": f"{before['content']}\n\n{each['content']}"}
                 shown.append(each)
         told, explained = self._told(tools.identity) if tools else ([], "")
-        if explained:
-            shown = _with_system(shown, explained)
+        if explained and shown and shown[0]["role"] == "system":
+            shown[0] = {**shown[0], "content": f"{shown[0]['content']}\n\n{explained}".lstrip()}
+        elif explained:
+            shown = [{"role": "system", "content": explained}, *shown]
         if shown and shown[0]["role"] == "system" and not self.shows_system:
             first, shown = shown[0]["content"], shown[1:]
             if not shown or shown[0]["role"] != "user":
                 shown = [{"role": "user", "content": ""}, *shown]
             shown[0] = {**shown[0], "content": f"{first}\n\n{shown[0]['content']}".rstrip()}
-        return self._text(shown, told, prompt)
+        steps = MOST_STEPS + MOST_STEPS_EACH * (len(shown) + len(told))
+        variables = {**self._variables, **({"tools": told} if told else self._without_tools), "messages": shown}
+        try:
+            return self._render(steps, {**variables, "add_generation_prompt": prompt})
+        except Exception as error:  # a template is a program of the model's author, and raises anything
+            raise TemplateRefused(f"the chat template does not take this conversation: {error!s:.300}") from error
 
     def extension(
         self, head: Sequence[Message], said: Message, new: Sequence[Message], tools: Tools = NO_TOOLS
@@ -251,7 +258,7 @@ class ChatTemplate:
     def broken(self, value: Any) -> Any:  # noqa: ANN401 - a JSON tree
         """A JSON tree whose texts hold no special token any more."""
         if isinstance(value, str):
-            return self._specials.sub(_break, value)
+            return self._specials.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
         if isinstance(value, dict):
             return {self.broken(key): self.broken(item) for key, item in value.items()}
         return [self.broken(item) for item in value] if isinstance(value, list) else value
@@ -266,16 +273,6 @@ class ChatTemplate:
             if found[0] not in marks:
                 return found[0], whole[found.end() :]
         raise TemplateRefused("no special token of the chat template ends a turn of the assistant")
-
-    def _text(self, messages: Sequence[Message], tools: Sequence[Tool], prompt: bool) -> str:
-        steps = MOST_STEPS + MOST_STEPS_EACH * (len(messages) + len(tools))
-        told = {"tools": tools} if tools else self._without_tools
-        try:
-            return self._render(
-                steps, {**self._variables, **told, "messages": messages, "add_generation_prompt": prompt}
-            )
-        except Exception as error:  # a template is a program of the model's author, and raises anything
-            raise TemplateRefused(f"the chat template does not take this conversation: {error!s:.300}") from error
 
     def _told_anew(self, tools: str) -> tuple[list[ShownTool], str]:
         """The tools that the template is given, or the text of a system message that explains them."""
@@ -295,7 +292,10 @@ class ChatTemplate:
         if not calls:
             return [shown]
         if not self._native_calls:
-            written = "\n".join(map(self._call_text, calls))
+            # As the system message teaches it.
+            named = [(json.dumps(call["function"]["name"]), call["function"]["arguments"]) for call in calls]
+            texts = [self.broken(f'{{"name": {name}, "arguments": {arguments}}}') for name, arguments in named]
+            written = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
             return [{**shown, "content": f"{shown['content']}\n{written}".strip()}]
         called = [self._call(call) for call in calls]
         if not self._one_call:
@@ -316,24 +316,8 @@ class ChatTemplate:
         function = {"name": self.broken(name), "arguments": arguments}
         return {"id": self.broken(call.get("id", "")), "type": "function", "function": function}
 
-    def _call_text(self, call: Mapping[str, Any]) -> str:
-        """A call as the system message teaches it."""
-        function = call["function"]
-        written = f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}}}'
-        return f"<tool_call>\n{self.broken(written)}\n</tool_call>"
-
     def _shows(self, messages: Sequence[Message], needle: str, tools: Tools = NO_TOOLS) -> bool:
         try:
             return needle in self.text(messages, tools)
         except TemplateRefused:
             return False
-
-
-def _break(found: re.Match[str]) -> str:
-    return found[0][0] + BREAK + found[0][1:]
-
-
-def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
-    if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}".lstrip()}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]

@@ -7,7 +7,6 @@ changed, since partition counts decide where keys lie.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaError, KafkaException
@@ -24,19 +23,6 @@ from tidemill.schemas.log.access import check_access
 
 REQUEST_TIMEOUT_S = 20.0
 POLL_S = 0.05
-
-
-class BrokerUnreachable(ConnectionError):
-    """No broker answered."""
-
-
-@dataclass(frozen=True, slots=True)
-class WantedTopic:
-    """A topic as the catalogue wants it, under its full name."""
-
-    name: str
-    partitions: int
-    config: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +43,7 @@ def admin_client(kafka: KafkaSettings) -> AdminClient:
 def wait_for_broker(kafka: KafkaSettings, deadline_s: float = 30.0) -> int:
     """Wait until the admin API answers; the number of brokers.
 
-    Raises past the deadline: AccessRefused when they let nobody in with these settings, else BrokerUnreachable.
+    Raises past the deadline: AccessRefused when they let nobody in with these settings, else ConnectionError.
     """
     client = admin_client(kafka)
     deadline = time.monotonic() + deadline_s
@@ -67,33 +53,34 @@ def wait_for_broker(kafka: KafkaSettings, deadline_s: float = 30.0) -> int:
         except KafkaException as error:
             if time.monotonic() > deadline:
                 check_access(kafka)
-                raise BrokerUnreachable(
+                raise ConnectionError(
                     f"no Kafka broker answered at {kafka.address()} within {deadline_s:g} s: is it running? "
                     "`tidemill stack up` starts a local one"
                 ) from error
 
 
-def wanted_topics(kafka: KafkaSettings) -> Iterator[WantedTopic]:
-    """Every topic of the catalogue with its dead-letter topic."""
+def wanted_topics(kafka: KafkaSettings) -> list[NewTopic]:
+    """Every topic of the catalogue with its dead-letter topic, as it is created."""
     names = Names(kafka.topic_prefix)
-    for spec in CATALOGUE.values():
-        partitions = spec.partition_count(kafka)
-        yield WantedTopic(names.of(spec.topic), partitions, spec.topic_config())
-        if spec.dead_letters:
-            retention = {"cleanup.policy": "delete", "retention.ms": str(DEAD_LETTER_RETENTION_MS)}
-            yield WantedTopic(names.dead_letter(spec.topic), partitions, retention)
+    wanted = [(names.of(spec.topic), spec, spec.topic_config()) for spec in CATALOGUE.values()]
+    retention = {"cleanup.policy": "delete", "retention.ms": str(DEAD_LETTER_RETENTION_MS)}
+    wanted += [(names.dead_letter(spec.topic), spec, retention) for spec in CATALOGUE.values() if spec.dead_letters]
+    return [
+        NewTopic(name, spec.partition_count(kafka), replication_factor=kafka.replication_factor, config=config)
+        for name, spec, config in wanted
+    ]
 
 
 def create_topics(kafka: KafkaSettings) -> list[str]:
-    """Create what is missing and wait until it can be used; the names created.
+    """Create what is missing of the catalogue; the names created. Raises as `create_missing`."""
+    return create_missing(admin_client(kafka), wanted_topics(kafka))
+
+
+def create_missing(client: AdminClient, new: list[NewTopic]) -> list[str]:
+    """Create those topics that do not exist, and wait until all can be used; the names created.
 
     Raises KafkaException when the broker refuses, TimeoutError when partitions stay without a leader.
     """
-    new = [
-        NewTopic(t.name, t.partitions, replication_factor=kafka.replication_factor, config=t.config)
-        for t in wanted_topics(kafka)
-    ]
-    client = admin_client(kafka)
     created = []
     for name, future in client.create_topics(new, request_timeout=REQUEST_TIMEOUT_S).items():
         try:
@@ -112,7 +99,7 @@ def wait_until_led(client: AdminClient, names: set[str]) -> None:
     while not names <= _led(client):
         if time.monotonic() > deadline:
             missing = sorted(names - _led(client))
-            raise TimeoutError(f"topics without leaders {REQUEST_TIMEOUT_S:g} s after their creation: {missing}")
+            raise TimeoutError(f"topics without leaders for {REQUEST_TIMEOUT_S:g} s: {missing}")
         time.sleep(POLL_S)
 
 
@@ -125,18 +112,15 @@ def check_topics(kafka: KafkaSettings) -> list[TopicState]:
     """Compare the broker's topics with the catalogue."""
     client = admin_client(kafka)
     existing = client.list_topics(timeout=REQUEST_TIMEOUT_S).topics
-    wanted = list(wanted_topics(kafka))
-    present = [t.name for t in wanted if t.name in existing]
-    resources = {name: ConfigResource(ResourceType.TOPIC, name) for name in present}
-    described = client.describe_configs(list(resources.values())) if resources else {}
+    wanted = wanted_topics(kafka)
+    resources = [ConfigResource(ResourceType.TOPIC, topic.topic) for topic in wanted if topic.topic in existing]
+    described = client.describe_configs(resources) if resources else {}
     settings = {r.name: {k: e.value for k, e in f.result().items()} for r, f in described.items()}
-    return [_state(t, len(existing[t.name].partitions) if t.name in existing else 0, settings) for t in wanted]
-
-
-def _state(wanted: WantedTopic, partitions: int, settings: dict[str, dict[str, str]]) -> TopicState:
-    if not partitions:
-        return TopicState(wanted.name, 0, ["missing"])
-    drift = [] if partitions == wanted.partitions else [f"partitions {partitions}, declared {wanted.partitions}"]
-    actual = settings[wanted.name]
-    drift += [f"{k} {actual.get(k)}, declared {v}" for k, v in wanted.config.items() if actual.get(k) != v]
-    return TopicState(wanted.name, partitions, drift)
+    states = []
+    for topic in wanted:
+        declared = {"partitions": str(topic.num_partitions), **(topic.config or {})}
+        partitions = len(existing[topic.topic].partitions) if topic.topic in existing else 0
+        actual = {**settings.get(topic.topic, {}), "partitions": str(partitions)}
+        drift = [f"{key} {actual.get(key)}, declared {v}" for key, v in declared.items() if actual.get(key) != v]
+        states.append(TopicState(topic.topic, partitions, drift if partitions else ["missing"]))
+    return states

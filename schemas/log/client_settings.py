@@ -12,6 +12,8 @@ from confluent_kafka import KafkaError, KafkaException
 
 from tidemill.schemas.config import KafkaSettings
 
+Partition = tuple[str, int]
+"""Full name of a topic, and a partition."""
 MAX_RECORD_BYTES = 1_048_576
 DELIVERY_TIMEOUT_MS = 120_000
 LOG_WAIT_S = 2 * DELIVERY_TIMEOUT_MS / 1000

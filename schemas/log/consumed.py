@@ -22,8 +22,6 @@ HEADER_REPLAY_SOURCE = "tidemill-replay-source"
 """`topic/partition/offset` of the record that was copied, under its full name."""
 
 Headers = Iterable[tuple[str, bytes | None]]
-Partition = tuple[str, int]
-"""Full name of a topic, and a partition."""
 
 
 class LogReference(Protocol):
@@ -84,11 +82,8 @@ class ConsumedRecord:
 
 def consumed_record(message: Message, names: Names, codec: Codec) -> ConsumedRecord:
     """A message of the log, decoded where it can be."""
-    record, error, value = None, "", message.value()
-    try:
-        record = codec.decode(value)
-    except DecodeError as failure:
-        error = str(failure)
+    value = message.value()
+    record, error = decoded(codec, value)
     return ConsumedRecord(
         topic=names.parse(message.topic() or ""),
         partition=message.partition() or 0,
@@ -100,6 +95,14 @@ def consumed_record(message: Message, names: Names, codec: Codec) -> ConsumedRec
         error=error,
         replay_id=replay_id_of(cast("Headers | None", message.headers())),
     )
+
+
+def decoded(codec: Codec, value: bytes | None) -> tuple[Record | None, str]:
+    """The record of a value; None, and the reason, where it cannot be decoded."""
+    try:
+        return codec.decode(value), ""
+    except DecodeError as failure:
+        return None, str(failure)
 
 
 def replay_id_of(headers: Headers | None) -> str:

@@ -36,6 +36,22 @@ START_TIMEOUT_S = 60.0
 FENCED = frozenset({KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH})
 
 
+def resumed(call: Callable[[float], object], within_s: float = 2 * CALL_TIMEOUT_S) -> None:
+    """Make a call of the transaction protocol; one that ran out of time is resumed by calling again.
+
+    Raises KafkaException for an error of another kind, or once `within_s` have passed.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            call(CALL_TIMEOUT_S)
+        except KafkaException as error:
+            if not error.args[0].retriable() or time.monotonic() > deadline:
+                raise
+        else:
+            return
+
+
 class FencedError(DeliveryError):
     """Another process writes under the name now; nothing that this one had under way is in the log."""
 
@@ -61,7 +77,7 @@ class FencedProducer:
             }
         )
         try:
-            self._call(self._producer.init_transactions, time.monotonic() + START_TIMEOUT_S)
+            resumed(self._producer.init_transactions, START_TIMEOUT_S)
         except KafkaException as error:
             try:
                 check_access(kafka)
@@ -82,9 +98,12 @@ class FencedProducer:
                 try:
                     return self._transaction(topic, values, deadline)
                 except KafkaException as error:
-                    if not _cause(error).txn_requires_abort() or time.monotonic() > deadline:
+                    if not error.args[0].txn_requires_abort() or time.monotonic() > deadline:
                         raise self._explained(error) from error
-                    self._abort(deadline)
+                    try:
+                        resumed(self._producer.abort_transaction, deadline - time.monotonic())
+                    except KafkaException as failure:
+                        raise self._explained(failure) from failure
 
     def _transaction(self, topic: Topic, values: Sequence[tuple[bytes, bytes]], deadline: float) -> list[Position]:
         positions: dict[int, Position] = {}
@@ -101,29 +120,12 @@ class FencedProducer:
             self._producer.produce(self._names.of(topic), value, key=key, on_delivery=delivered(place))
         # A record that was not delivered makes the commit fail, and the transaction is begun again.
         self._producer.flush(CALL_TIMEOUT_S)
-        self._call(self._producer.commit_transaction, deadline)
+        resumed(self._producer.commit_transaction, deadline - time.monotonic())
         self._producer.poll(0)
         return [positions[place] for place in range(len(values))]
 
-    def _abort(self, deadline: float) -> None:
-        try:
-            self._call(self._producer.abort_transaction, deadline)
-        except KafkaException as error:
-            raise self._explained(error) from error
-
-    def _call(self, call: Callable[[float], None], deadline: float) -> None:
-        """Make a call of the transaction protocol; one that ran out of time is resumed by calling again."""
-        while True:
-            try:
-                call(CALL_TIMEOUT_S)
-            except KafkaException as error:
-                if not _cause(error).retriable() or time.monotonic() > deadline:
-                    raise
-            else:
-                return
-
     def _explained(self, error: KafkaException) -> DeliveryError:
-        cause = _cause(error)
+        cause: KafkaError = error.args[0]
         if cause.code() in FENCED:
             return FencedError(
                 f"another process has begun to write as {self._name}, so this process can write nothing more: "
@@ -131,8 +133,3 @@ class FencedProducer:
                 "process continue"
             )
         return DeliveryError(f"the log did not take what {self._name} wrote: {cause}")
-
-
-def _cause(error: KafkaException) -> KafkaError:
-    cause: KafkaError = error.args[0]
-    return cause

@@ -15,8 +15,8 @@ from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import check_access
-from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, consumer_settings
-from tidemill.schemas.log.consumed import ConsumedRecord, Partition, consumed_record
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, Partition, consumer_settings
+from tidemill.schemas.log.consumed import ConsumedRecord, consumed_record
 from tidemill.schemas.log.guard import ReadingGuard
 
 
@@ -53,11 +53,8 @@ class GroupConsumer:
         # Left to itself, librdkafka would take a partition without a committed offset for one that is out of range.
         for found in consumer.committed(partitions, timeout=METADATA_TIMEOUT_S) if partitions else []:
             self._next[found.topic, found.partition] = found.offset if found.offset >= 0 else None
-        consumer.incremental_assign([self._start(tp.topic, tp.partition) for tp in partitions])
-
-    def _start(self, topic: str, partition: int) -> TopicPartition:
-        offset = self._next[topic, partition]
-        return TopicPartition(topic, partition, OFFSET_BEGINNING if offset is None else offset)
+        begin = [(tp.topic, tp.partition, self._next[tp.topic, tp.partition]) for tp in partitions]
+        consumer.incremental_assign([TopicPartition(t, p, OFFSET_BEGINNING if o is None else o) for t, p, o in begin])
 
     def _let_go(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         for tp in partitions:
@@ -71,7 +68,7 @@ class GroupConsumer:
         Raises:
             RetentionGap: the log deleted records of a partition after the committed offset. The member stands at the
                 first one that is kept: a caller that can do without goes on polling.
-            TopicMadeAnew: the committed offset lies behind a partition's end.
+            LookupError: the committed offset lies behind a partition's end.
             ReadingStalled: records wait and the client delivers none of them for `kafka.stall_timeout_s`.
             AccessRefused: the brokers let nobody in with these settings.
         """

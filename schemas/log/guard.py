@@ -11,14 +11,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Mapping, Set
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import raise_lasting
-from tidemill.schemas.log.consumed import Partition
+from tidemill.schemas.log.client_settings import Partition, raise_lasting
 from tidemill.schemas.log.watermarks import EndsClient, watermarks
 
 LOG = logging.getLogger(__name__)
@@ -46,16 +44,6 @@ class RetentionGap(LookupError):
         """Next offset to read."""
         self.first = first
         """First offset that the log keeps."""
-
-
-class TopicMadeAnew(LookupError):
-    """The next offset to read lies behind the end of the log."""
-
-    def __init__(self, topic: str, partition: int, wanted: int, end: int) -> None:
-        super().__init__(
-            f"{topic}[{partition}]: the reader is at offset {wanted} and the log ends at {end}: the topic was "
-            "deleted and created again, or the log lost records. The state of the reader does not belong to this log"
-        )
 
 
 class Stillness(Generic[K]):
@@ -86,23 +74,6 @@ class Stillness(Generic[K]):
     def forget(self) -> None:
         """Begin anew: nobody could move meanwhile."""
         self._seen.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionStall:
-    """A partition with records that nobody reads."""
-
-    partition: Partition
-    position: int
-    end: int
-    seconds: float
-
-    def __str__(self) -> str:
-        topic, partition = self.partition
-        return (
-            f"{topic}[{partition}] is stalled: {self.end - self.position} records wait at offset {self.position} and "
-            f"none was read for {self.seconds:.0f} s (`kafka.stall_timeout_s` sets how long is too long)"
-        )
 
 
 class ReadingWatch:
@@ -139,10 +110,15 @@ class ReadingWatch:
         """Nothing is read on purpose."""
         self._still.forget()
 
-    def observe(self, partition: Partition, position: int, end: int, now_s: float) -> PartitionStall | None:
-        """The log answered: a partition's next offset to read, and its end."""
+    def observe(self, partition: Partition, position: int, end: int, now_s: float) -> str:
+        """The log answered: a partition's next offset to read, and its end. Returns why it is stalled, else nothing."""
         seconds = self._still.observe(partition, position, end > position, now_s)
-        return None if seconds is None else PartitionStall(partition, position, end, seconds)
+        if seconds is None:
+            return ""
+        return (
+            f"{partition[0]}[{partition[1]}] is stalled: {end - position} records wait at offset {position} and none "
+            f"was read for {seconds:.0f} s (`kafka.stall_timeout_s` sets how long is too long)"
+        )
 
     def answered(self, now_s: float) -> float | None:
         """The log answered for every partition; how long it had not, when that was told."""
@@ -165,10 +141,6 @@ class ReadingWatch:
 
 class ReadingStalled(RuntimeError):
     """Records wait, the log answers, and the client delivers none: its process must be started again."""
-
-    def __init__(self, stall: PartitionStall) -> None:
-        super().__init__(f"{stall}; start this process again")
-        self.stall = stall
 
 
 class ReadingGuard:
@@ -210,7 +182,13 @@ class ReadingGuard:
                 self._troubles.append(RetentionGap(*partition, wanted, low))
             return low
         if wanted > high:
-            self._troubles.append(TopicMadeAnew(*partition, wanted, high))
+            self._troubles.append(
+                LookupError(
+                    f"{partition[0]}[{partition[1]}]: the reader is at offset {wanted} and the log ends at {high}: the "
+                    "topic was deleted and created again, or the log lost records. The state of the reader does not "
+                    "belong to this log"
+                )
+            )
         return min(wanted, high)
 
     @property
@@ -219,7 +197,8 @@ class ReadingGuard:
         return bool(self._troubles)
 
     def check(self) -> None:
-        """Raises RetentionGap or TopicMadeAnew, one at a time, for each partition that was found out of range."""
+        """Raises LookupError, one at a time, for each partition that was found out of range: RetentionGap where the
+        log deleted records, else the partition ends before the next offset."""
         if self._troubles:
             raise self._troubles.pop(0)
 
@@ -233,7 +212,13 @@ class ReadingGuard:
         try:
             ends = self._ends.ends(positions, LOOK_TIMEOUT_S)
         except KafkaException as error:
-            self._say_unanswered(positions, error)
+            silent_s = self._watch.unanswered(time.monotonic())
+            if silent_s is not None:
+                where = ", ".join(f"{topic}[{p}] at {offset}" for (topic, p), offset in sorted(positions.items()))
+                LOG.error(
+                    "%s: no progress for %.0f s, the log does not answer (%s). When it does, reading continues from: "
+                    "%s", self._name, silent_s, error, where,
+                )  # fmt: skip
             return
         now_s = time.monotonic()
         silent_s = self._watch.answered(now_s)
@@ -241,9 +226,9 @@ class ReadingGuard:
             LOG.warning("%s: the log answers again, after %.0f s; nothing was lost", self._name, silent_s)
         for partition, end in ends.items():
             stall = self._watch.observe(partition, positions[partition], end, now_s)
-            if stall is not None and partition[0] not in may_have_holes:
-                raise ReadingStalled(stall)
-            if stall is not None and partition not in self._warned:
+            if stall and partition[0] not in may_have_holes:
+                raise ReadingStalled(f"{stall}; start this process again")
+            if stall and partition not in self._warned:
                 self._warned.add(partition)
                 LOG.warning("%s: %s; what waits may be what compaction left of the log's end", self._name, stall)
 
@@ -254,12 +239,3 @@ class ReadingGuard:
     def close(self) -> None:
         """Give its connection back."""
         self._ends.close()
-
-    def _say_unanswered(self, positions: Mapping[Partition, int], error: KafkaException) -> None:
-        silent_s = self._watch.unanswered(time.monotonic())
-        if silent_s is not None:
-            where = ", ".join(f"{topic}[{p}] at {offset}" for (topic, p), offset in sorted(positions.items()))
-            LOG.error(
-                "%s: no progress for %.0f s, the log does not answer (%s). When it does, reading continues from: %s",
-                self._name, silent_s, error, where,
-            )  # fmt: skip

@@ -78,19 +78,17 @@ class Liveness:
         while not self._ended.wait(self._look_s):
             faulthandler.dump_traceback_later(NATIVE_TIMEOUTS * self._timeout_s, exit=True, file=STDERR)
             silent_s = self._deadline.overdue(time.monotonic())
-            if silent_s is not None:
-                self._end(silent_s)
+            if silent_s is None:
+                continue
+            message = (
+                f"{self._role} hangs: no progress for {silent_s:.0f} s, the last thing it did was: {self._activity}. "
+                f"The process ends with status {EXIT_HUNG}, to be started again (`kafka.stall_timeout_s` sets how long "
+                "is too long). Its threads:\n"
+            )
+            os.write(STDERR, message.encode())
+            faulthandler.dump_traceback(STDERR, all_threads=True)
+            os._exit(EXIT_HUNG)
         faulthandler.cancel_dump_traceback_later()
-
-    def _end(self, silent_s: float) -> None:
-        message = (
-            f"{self._role} hangs: no progress for {silent_s:.0f} s, the last thing it did was: {self._activity}. The "
-            f"process ends with status {EXIT_HUNG}, to be started again (`kafka.stall_timeout_s` sets how long is too "
-            "long). Its threads:\n"
-        )
-        os.write(STDERR, message.encode())
-        faulthandler.dump_traceback(STDERR, all_threads=True)
-        os._exit(EXIT_HUNG)
 
     def __enter__(self) -> Self:
         if self._timeout_s:

@@ -22,8 +22,8 @@ from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import check_access
-from tidemill.schemas.log.client_settings import groupless_settings
-from tidemill.schemas.log.consumed import ConsumedRecord, Partition, Position, consumed_record
+from tidemill.schemas.log.client_settings import Partition, groupless_settings
+from tidemill.schemas.log.consumed import ConsumedRecord, Position, consumed_record
 from tidemill.schemas.log.guard import ReadingGuard
 from tidemill.schemas.log.watermarks import offset_since, partitions_of, watermarks
 
@@ -92,7 +92,7 @@ class PartitionReader:
         self.client.assign([TopicPartition(*partition, offset) for partition, offset in self._next.items()])
 
     def check(self) -> None:
-        """Raise RetentionGap or TopicMadeAnew for what was found out of range and not told yet."""
+        """Raise LookupError for what was found out of range and not told yet."""
         self._guard.check()
 
     def poll(self, timeout_s: float, max_records: int) -> list[Message]:
@@ -232,7 +232,9 @@ class LogReader:
         self._partitions: dict[Topic, list[int]] = {}
         try:
             followed = [(t, p) for t in topics for p in self.partitions(t) if p % share[1] == share[0]]
-            self._log.assign({self._full(*place): _start_offset(start, place) for place in followed})
+            named = {"beginning": OFFSET_BEGINNING, "end": OFFSET_END}
+            whole, begin = (named[start], {}) if isinstance(start, str) else (OFFSET_BEGINNING, start)
+            self._log.assign({self._full(*place): begin.get(place, whole) for place in followed})
             self._log.check()
         except KafkaException:
             self.close()
@@ -255,7 +257,7 @@ class LogReader:
         Raises:
             RetentionGap: the log deleted the next record of a partition before it was read. The reader stands at the
                 first one that is kept: a caller that can do without goes on polling.
-            TopicMadeAnew: a partition ends before its next record.
+            LookupError: a partition ends before its next record.
             ReadingStalled: records wait and the client delivers none of them for `kafka.stall_timeout_s`.
         """
         return self._consumed(self._log.poll(timeout_s, max_records))
@@ -359,9 +361,3 @@ class LogReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _start_offset(start: str | Mapping[tuple[Topic, int], int], place: tuple[Topic, int]) -> int:
-    if isinstance(start, str):
-        return {"beginning": OFFSET_BEGINNING, "end": OFFSET_END}[start]
-    return start.get(place, OFFSET_BEGINNING)

@@ -13,8 +13,13 @@ from typing import TypeVar
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, RETRY_S, TRANSIENT, groupless_settings
-from tidemill.schemas.log.consumed import Partition
+from tidemill.schemas.log.client_settings import (
+    METADATA_TIMEOUT_S,
+    RETRY_S,
+    TRANSIENT,
+    Partition,
+    groupless_settings,
+)
 
 Asked = TypeVar("Asked")
 

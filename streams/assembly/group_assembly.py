@@ -12,95 +12,55 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import CloseReason, Group, GroupMember, Rollout, RolloutStatus, Tick
-from tidemill.streams.assembly import group_state
-from tidemill.streams.assembly.group_state import AssemblyHead, DoneGroup, GroupHeader, Member, OpenGroup
-from tidemill.streams.machine import Emit, Output, Rejected
-from tidemill.streams.state import NO_IDENTIFIER, Changes, MachineState, TimedEntries
+from tidemill.streams.assembly.group_state import (
+    AssemblyHead,
+    DoneGroup,
+    Entry,
+    GroupBytes,
+    GroupHeader,
+    Member,
+    OpenGroup,
+)
+from tidemill.streams.config import StreamSettings
+from tidemill.streams.machine import Emit, OneTopicMachine
+from tidemill.streams.state import NO_IDENTIFIER, MachineState, TimedEntries
 
-NOT_BEGUN = -1
 REWARD_LIMIT = 1e15
 """Rewards beyond are broken ones: sums of them would overflow or lose every smaller reward of the group."""
 
 
-@dataclass(frozen=True, slots=True)
-class AssemblyRules:
-    """The settings that decide outcomes."""
-
-    run_id: str
-    done_ttl_us: int
-    min_completed: int = 1
-    shuffle_rewards: bool = False
-
-
-class GroupAssembler:
+class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
     """The groups of one partition of the rollouts topic."""
 
-    def __init__(self, partition: int, rules: AssemblyRules, state: MachineState | None = None) -> None:
+    def __init__(
+        self, partition: int, run_id: str, settings: StreamSettings, state: MachineState | None = None
+    ) -> None:
         """Raises StateError."""
-        self._partition = partition
-        self._rules = rules
-        state = state or MachineState()
-        head = group_state.decode_head(state.head) if state.head is not None else AssemblyHead(partition, NOT_BEGUN, 0)
-        self._offset, self._clock_us = head.offset, head.clock_us
-        self._outputs: list[Output] = []
-        """What the record at hand decides."""
-        self._store: TimedEntries[OpenGroup | DoneGroup] = TimedEntries(
-            state,
-            group_state.encode,
-            lambda key, data: group_state.decode(key, data, rules.done_ttl_us),
-            lambda entry: isinstance(entry, OpenGroup),
-        )
+        self._partition, self._run_id, self._settings = partition, run_id, settings
+        self._done_ttl_us = to_us(settings.done_ttl_s)
+        store = TimedEntries(state, GroupBytes(self._done_ttl_us), lambda entry: isinstance(entry, OpenGroup))
+        super().__init__(store, AssemblyHead(partition))
 
-    def next_offset(self, topic: Topic = Topic.ROLLOUTS) -> int:
-        """The first offset that is not decided yet."""
-        return self._offset + 1
-
-    def clock_us(self, topic: Topic = Topic.ROLLOUTS) -> int:
-        """Event time: the newest record timestamp seen, microseconds."""
-        return self._clock_us
-
-    def next_deadline_us(self) -> int | None:
-        """The earliest deadline among open groups."""
-        return self._store.next_awaited_us()
-
-    def observe(self, located: ConsumedRecord) -> list[Output]:
-        """Decide one record; a record at or below the head was decided before and gives nothing."""
-        if located.offset <= self._offset:
-            return []
-        self._offset = located.offset
-        self._clock_us = max(self._clock_us, located.timestamp_ms * 1_000)
-        self._outputs = []
-        self._fall_due()
-        problem = ""
+    def decide(self, located: ConsumedRecord) -> str:
         match located.record:
             case Rollout() as rollout:
                 problem = broken_contract(located.key, rollout)
-                if not problem and rollout.run_id == self._rules.run_id:
-                    problem = self._admit(located, rollout)
+                return self._admit(located, rollout) if not problem and rollout.run_id == self._run_id else problem
             case Tick():
-                pass
+                return ""
             case None:
-                problem = located.error
+                return located.error
             case other:
-                problem = f"{type(other).__name__} is no record of this topic"
-        if problem:
-            self._outputs.append(Rejected(located, problem))
-        return self._outputs
+                return f"{type(other).__name__} is no record of this topic"
 
-    def take_changes(self) -> Changes:
-        """What changed since the last call."""
-        head = AssemblyHead(self._partition, self._offset, self._clock_us)
-        return self._store.changes(group_state.encode_head(head))
-
-    def _fall_due(self) -> None:
+    def fall_due(self) -> None:
         """Close the groups whose deadline has passed; forget those that closed long ago."""
-        for entry in self._store.due(self._clock_us):
+        for entry in self._store.due(self._head.clock_us):
             if isinstance(entry, OpenGroup):
                 self._close(entry, CloseReason.DEADLINE)
             else:
@@ -143,19 +103,22 @@ class GroupAssembler:
         else:
             self._store.save(group)
             # A group that opens past its deadline has no other record to wait for.
-            self._fall_due()
+            self.fall_due()
         return ""
 
     def _close(self, group: OpenGroup, reason: CloseReason) -> None:
-        done = DoneGroup(group.key, self._partition, self._clock_us, set(group.members), self._rules.done_ttl_us)
+        done = DoneGroup(group.key, self._partition, self._head.clock_us, set(group.members), self._done_ttl_us)
         self._store.save(done)
         self._put_out(group, reason)
 
     def _put_out(self, group: OpenGroup, reason: CloseReason) -> None:
         members = [group.members[name] for name in sorted(group.members)]
-        rewards = _rewards(group.key, members, self._rules.shuffle_rewards)
-        completed = [reward for reward in rewards if reward is not None]
-        mean = math.fsum(completed) / len(completed) if len(completed) >= self._rules.min_completed else None
+        completed = [member.reward for member in members if member.reward is not None]
+        mean = math.fsum(completed) / len(completed) if len(completed) >= self._settings.min_completed else None
+        if self._settings.shuffle_rewards:
+            random.Random(group.key).shuffle(completed)
+        drawn = iter(completed)
+        rewards = [None if member.reward is None else next(drawn) for member in members]
         times = [member.timestamp_us for member in members]
         header = group.header
         record = Group(
@@ -184,8 +147,8 @@ class GroupAssembler:
             ],
             mean_reward=mean,
             opened_at=min(times),
-            closed_at=self._clock_us if reason is CloseReason.DEADLINE else max(times),
-            rewards_shuffled=self._rules.shuffle_rewards,
+            closed_at=self._head.clock_us if reason is CloseReason.DEADLINE else max(times),
+            rewards_shuffled=self._settings.shuffle_rewards,
         )
         # A group lies in the partition with the number of its rollouts' partition.
         self._outputs.append(Emit(Topic.GROUPS, record.group_id, record, self._partition))
@@ -205,13 +168,3 @@ def broken_contract(key: bytes | None, rollout: Rollout) -> str:
     if rollout.reward is None or not abs(rollout.reward) <= REWARD_LIMIT:
         return f"a completed rollout needs a reward within ±{REWARD_LIMIT:g}, not {rollout.reward}"
     return ""
-
-
-def _rewards(group_id: str, members: Sequence[Member], shuffle: bool) -> list[float | None]:
-    """The members' rewards, in their order; None where a member failed. Shuffled among the completed on request."""
-    if not shuffle:
-        return [member.reward for member in members]
-    completed = [member.reward for member in members if member.reward is not None]
-    random.Random(group_id).shuffle(completed)
-    drawn = iter(completed)
-    return [None if member.reward is None else next(drawn) for member in members]

@@ -1,7 +1,7 @@
 """The entries of group assembly and their bytes: open groups, closed groups, and how far a partition is decided.
 
-Each entry is one kind byte and an Avro body. Invariant: `decode` of `encode` is the same entry, and bytes that are none
-raise `StateError`.
+Each entry is one kind byte and an Avro body. A group is written again with each of its rollouts, so that the bytes of
+those that it has are kept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from tidemill.schemas.avro_code import write_long
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Mode, Rollout, RolloutStatus
-from tidemill.streams.state import StateBytes, StateError
+from tidemill.streams.state import EntryBytes, StateBytes, StateError
 
 
 @record(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class OpenGroup:
     header: GroupHeader
     members: dict[str, Member] = field(default_factory=dict)
     packed: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
-    """The bytes of its members, once they were made: a group is written again with each of them."""
+    """The bytes of its members, once they were made."""
     begun: bytes = field(default=b"", compare=False, repr=False)
     """The bytes before those of its members, once they were made."""
 
@@ -92,21 +92,16 @@ class DoneGroup:
         return self.closed_clock_us + self.ttl_us
 
 
-@record(frozen=True, slots=True)
+Entry = OpenGroup | DoneGroup
+
+
+@record(slots=True)
 class AssemblyHead:
     """How far a partition was decided: everything up to `offset` is in the state, at event time `clock_us`."""
 
     partition: int
-    offset: int
-    clock_us: int
-
-
-@record(frozen=True, slots=True)
-class _BeginBytes:
-    """The bytes of an open group begin with these; its members follow, as an Avro array of one block."""
-
-    partition: int
-    header: GroupHeader
+    offset: int = -1
+    clock_us: int = 0
 
 
 @record(frozen=True, slots=True)
@@ -123,37 +118,40 @@ class _DoneBytes:
     rollout_ids: list[str]
 
 
-_BEGIN, _MEMBER, _OPEN, _DONE = (
-    StateBytes(_BeginBytes),
-    StateBytes(Member),
-    StateBytes(_OpenBytes),
-    StateBytes(_DoneBytes),
-)
-_HEAD = StateBytes(AssemblyHead)
-encode_head, decode_head = _HEAD.write, _HEAD.read
+_MEMBER, _OPEN, _DONE = StateBytes(Member), StateBytes(_OpenBytes), StateBytes(_DoneBytes)
 
 
-def encode(entry: OpenGroup | DoneGroup) -> bytes:
-    """The bytes of an entry."""
-    if isinstance(entry, DoneGroup):
-        return _DONE.write(_DoneBytes(entry.partition, entry.closed_clock_us, sorted(entry.rollout_ids)), b"d")
-    packed = entry.packed
-    for name in entry.members.keys() - packed.keys():
-        packed[name] = _MEMBER.write(entry.members[name])
-    entry.begun = entry.begun or _BEGIN.write(_BeginBytes(entry.partition, entry.header), b"o")
-    if not packed:
-        return entry.begun + write_long(0)
-    return b"".join((entry.begun, write_long(len(packed)), *(packed[name] for name in sorted(packed)), write_long(0)))
+class GroupBytes(EntryBytes[Entry, AssemblyHead]):
+    """The bytes of group assembly's entries.
 
+    Args:
+        ttl_us: how long a closed group is remembered.
+    """
 
-def decode(key: str, data: bytes, ttl_us: int) -> OpenGroup | DoneGroup:
-    """The entry of `encode`d bytes; `ttl_us` is how long a closed group is remembered. Raises StateError."""
-    match data[:1]:
-        case b"o":
-            group = _OPEN.read(data, 1)
-            return OpenGroup(key, group.partition, group.header, {m.rollout_id: m for m in group.members})
-        case b"d":
-            done = _DONE.read(data, 1)
-            return DoneGroup(key, done.partition, done.closed_clock_us, set(done.rollout_ids), ttl_us)
-        case kind:
-            raise StateError(f"a group begins with b'o' or b'd', not {kind!r}")
+    def __init__(self, ttl_us: int) -> None:
+        super().__init__({}, AssemblyHead)
+        self._ttl_us = ttl_us
+
+    def encode(self, entry: Entry) -> bytes:
+        """The bytes of an entry."""
+        if isinstance(entry, DoneGroup):
+            return _DONE.write(_DoneBytes(entry.partition, entry.closed_clock_us, sorted(entry.rollout_ids)), b"d")
+        packed, end = entry.packed, write_long(0)
+        for name in entry.members.keys() - packed.keys():
+            packed[name] = _MEMBER.write(entry.members[name])
+        # The members are an Avro array: one block with their number, and the end.
+        entry.begun = entry.begun or _OPEN.write(_OpenBytes(entry.partition, entry.header, []), b"o").removesuffix(end)
+        count = write_long(len(packed)) if packed else b""
+        return b"".join((entry.begun, count, *(packed[name] for name in sorted(packed)), end))
+
+    def decode(self, key: str, data: bytes) -> Entry:
+        """The entry of `encode`d bytes. Raises StateError."""
+        match data[:1]:
+            case b"o":
+                group = _OPEN.read(data, 1)
+                return OpenGroup(key, group.partition, group.header, {m.rollout_id: m for m in group.members})
+            case b"d":
+                done = _DONE.read(data, 1)
+                return DoneGroup(key, done.partition, done.closed_clock_us, set(done.rollout_ids), self._ttl_us)
+            case kind:
+                raise StateError(f"a group begins with b'o' or b'd', not {kind!r}")

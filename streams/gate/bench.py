@@ -48,13 +48,11 @@ class BenchResult:
 
 def _at_most(successes: int, rollouts: int, rate: float) -> float:
     """P(binomial(rollouts, rate) <= successes), for a rate strictly between 0 and 1."""
-    terms = (_chance(count, rollouts, rate) for count in range(successes + 1))
+    terms = []
+    for count in range(successes + 1):
+        ways = math.lgamma(rollouts + 1) - math.lgamma(count + 1) - math.lgamma(rollouts - count + 1)
+        terms.append(math.exp(ways + count * math.log(rate) + (rollouts - count) * math.log1p(-rate)))
     return min(1.0, math.fsum(terms))
-
-
-def _chance(count: int, rollouts: int, rate: float) -> float:
-    ways = math.lgamma(rollouts + 1) - math.lgamma(count + 1) - math.lgamma(rollouts - count + 1)
-    return math.exp(ways + count * math.log(rate) + (rollouts - count) * math.log1p(-rate))
 
 
 def _crossing(holds: Callable[[float], bool]) -> float:

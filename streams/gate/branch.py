@@ -182,7 +182,7 @@ class Branch:
             self.watch = None
             means = _of_arm(decision.numbers, Arm.STABLE)
             if decision.version is not None and decision.version != before and means and self._gate.watch_seconds > 0:
-                self.watch = Watch(self._gate, decision.version, before, decision.at, means)
+                self.watch = Watch(self._gate, decision.version, decision.at, means)
         elif self.watch is not None and (decision.verdict in NAMES or self.watch.version in self.standing.rejected):
             self.watch = None
 

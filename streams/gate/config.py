@@ -12,7 +12,7 @@ from tidemill.streams.gate.guardrails import GUARDRAILS
 
 
 class OnAlert(StrEnum):
-    """What becomes of a candidate that sets off an alert."""
+    """What becomes of a candidate that sets off an alert: the verdict of the same name."""
 
     REJECT = "reject"
     HOLD = "hold"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
@@ -38,30 +37,32 @@ _SIGNALS = {
 }
 
 
-class Harm(Enum):
-    """Which way a guardrail must not move."""
-
-    UP = "up"
-    DOWN = "down"
-    EITHER = "either"
+WIDEST_RATIO = 8.0
+"""Ratios beyond count as this one: a single user must not decide."""
 
 
 class Guardrail(NamedTuple):
     """A measure that is watched beside the reward."""
 
     name: str
-    harm: Harm
+    harm: tuple[Side, ...]
+    """Which way it must not move."""
     ratio: bool
     """Compared by ratio, as a positive quantity; else by difference, as a rate from 0 to 1."""
 
+    def contrast(self) -> Contrast:
+        """How two arms are compared."""
+        return log_ratio(WIDEST_RATIO) if self.ratio else difference(1.0)
 
+
+UP, DOWN = Side.ABOVE, Side.BELOW
 GUARDRAILS = (
-    Guardrail(EDIT_RATE, Harm.DOWN, ratio=False),
-    Guardrail(QUESTION_RATE, Harm.UP, ratio=False),
-    Guardrail(TOOL_ERROR_RATE, Harm.UP, ratio=False),
-    Guardrail(TOKENS, Harm.EITHER, ratio=True),
-    Guardrail(LATENCY_MS, Harm.UP, ratio=True),
-    *(Guardrail(EXCLUDED + reason, Harm.EITHER, ratio=False) for reason in OutcomeExclusion),
+    Guardrail(EDIT_RATE, (DOWN,), ratio=False),
+    Guardrail(QUESTION_RATE, (UP,), ratio=False),
+    Guardrail(TOOL_ERROR_RATE, (UP,), ratio=False),
+    Guardrail(TOKENS, (UP, DOWN), ratio=True),
+    Guardrail(LATENCY_MS, (UP,), ratio=True),
+    *(Guardrail(EXCLUDED + reason, (UP, DOWN), ratio=False) for reason in OutcomeExclusion),
 )
 """What is watched beside the reward."""
 
@@ -79,10 +80,6 @@ def measures(outcome: Outcome, low: float, high: float) -> dict[str, float]:
     if outcome.reward is not None:
         found[REWARD] = min(high, max(low, outcome.reward))
     return found
-
-
-WIDEST_RATIO = 8.0
-"""Ratios beyond count as this one: a single user must not decide."""
 
 
 class Alert(NamedTuple):
@@ -115,70 +112,58 @@ class Tolerance:
         """What is watched."""
         return [guardrail for guardrail in GUARDRAILS if guardrail.name not in self.ignored]
 
-    def bound(self, guardrail: Guardrail) -> float:
-        """The tolerated contrast."""
-        return math.log(self.ratio) / math.log(WIDEST_RATIO) if guardrail.ratio else self.rate
+    def capitals(self, guardrail: Guardrail) -> list[Capital]:
+        """What bets that a contrast is beyond the tolerated one, on each side that does harm."""
+        bound = math.log(self.ratio) / math.log(WIDEST_RATIO) if guardrail.ratio else self.rate
+        return [Capital(side.value * bound, side) for side in guardrail.harm]
 
 
-class _Evidence:
-    """Evidence that a contrast is beyond its bound, on the side that does harm or on either."""
+class Guards:
+    """Measures that are watched, each with an alert.
 
-    def __init__(self, harm: Harm, bound: float) -> None:
-        self.capitals = []
-        if harm is not Harm.DOWN:
-            self.capitals.append(Capital(bound, Side.ABOVE))
-        if harm is not Harm.UP:
-            self.capitals.append(Capital(-bound, Side.BELOW))
+    Args:
+        alpha: chance of any alert where nothing is beyond tolerance.
+        capitals: what bets on each measure that is watched. The mean of two supermartingales is one.
+    """
+
+    def __init__(self, alpha: float, capitals: Mapping[str, Sequence[Capital]]) -> None:
+        self._capitals, self._measures = capitals, max(1, len(capitals))
+        self._threshold = math.log(self._measures / alpha)
+        self._alerts: dict[str, Alert] = {}
 
     @property
-    def log(self) -> float:
-        """The mean of two supermartingales is one."""
-        return log_mean_exp([capital.log_evidence for capital in self.capitals])
+    def alerts(self) -> list[Alert]:
+        """Measures that have moved, in the order in which they did."""
+        return list(self._alerts.values())
+
+    def look(self, name: str, means: Callable[[], tuple[float, float]]) -> None:
+        """Look at the evidence about a measure; `means`: candidate's and baseline's, asked for in an alert."""
+        evidence = log_mean_exp([capital.log_evidence for capital in self._capitals[name]])
+        if evidence >= self._threshold and name not in self._alerts:
+            self._alerts[name] = Alert(name, *means(), self._measures * math.exp(-evidence))
 
 
-class _Bell:
-    """Rings once for each measure."""
-
-    def __init__(self, alpha: float, measures: int) -> None:
-        self._measures = max(1, measures)
-        self._threshold = math.log(self._measures / alpha)
-        self.alerts: dict[str, Alert] = {}
-
-    def hear(self, name: str, log_evidence: float, means: Callable[[], tuple[float, float]]) -> None:
-        """`means`: candidate's and baseline's, asked for when it rings."""
-        if log_evidence >= self._threshold and name not in self.alerts:
-            self.alerts[name] = Alert(name, *means(), self._measures * math.exp(-log_evidence))
-
-
-class ArmGuards:
+class ArmGuards(Guards):
     """Every guardrail between a candidate and a baseline that are served at the same time."""
 
     def __init__(self, share: float, tolerance: Tolerance) -> None:
         watched = tolerance.guardrails()
-        self._bell = _Bell(tolerance.alpha, len(watched))
-        self._evidence = {guard.name: _Evidence(guard.harm, tolerance.bound(guard)) for guard in watched}
-        self._arms = {
-            guard.name: TwoArms(share, _contrast(guard), self._evidence[guard.name].capitals) for guard in watched
-        }
+        super().__init__(tolerance.alpha, {guard.name: tolerance.capitals(guard) for guard in watched})
+        self._arms = {guard.name: TwoArms(share, guard.contrast(), self._capitals[guard.name]) for guard in watched}
 
     def observe(self, arm: int, user_id: str, means: Mapping[str, float]) -> None:
         """Take a settled user in, or their corrected numbers."""
         for name, arms in self._arms.items():
             if name in means:
                 arms.observe(arm, user_id, means[name])
-                self._bell.hear(name, self._evidence[name].log, arms.means)
-
-    @property
-    def alerts(self) -> Sequence[Alert]:
-        """Measures that have moved, in the order in which they did."""
-        return list(self._bell.alerts.values())
+                self.look(name, arms.means)
 
     def means(self, arm: int) -> dict[str, float]:
         """Mean over an arm's users, by measure; without measures that nobody has."""
         return {name: arms.mean(arm) for name, arms in self._arms.items() if arms.count(arm)}
 
 
-class FrozenGuards:
+class FrozenGuards(Guards):
     """Measures of one version against numbers that were frozen before, the reward too where it is among them.
 
     Args:
@@ -192,41 +177,32 @@ class FrozenGuards:
         self, frozen: Mapping[str, float], tolerance: Tolerance, reward_width: float, reward_tolerance: float | None
     ) -> None:
         self._frozen = dict(frozen)
-        self._evidence = {g.name: _Evidence(g.harm, tolerance.bound(g)) for g in tolerance.guardrails()}
-        self._contrasts = {guard.name: _contrast(guard) for guard in tolerance.guardrails()}
+        capitals = {guard.name: tolerance.capitals(guard) for guard in tolerance.guardrails()}
+        self._contrasts = {guard.name: guard.contrast() for guard in tolerance.guardrails()}
         if reward_tolerance is not None:
-            self._evidence[REWARD] = _Evidence(Harm.DOWN, reward_tolerance / reward_width)
+            capitals[REWARD] = [Capital(-reward_tolerance / reward_width, Side.BELOW)]
             self._contrasts[REWARD] = difference(reward_width)
-        watched = self._evidence.keys() & self._frozen.keys()
-        self._bell = _Bell(tolerance.alpha, len(watched))
-        self._values: dict[str, dict[str, float]] = {name: {} for name in sorted(watched)}
+        watched = sorted(capitals.keys() & self._frozen.keys())
+        super().__init__(tolerance.alpha, {name: capitals[name] for name in watched})
+        self._values: dict[str, dict[str, float]] = {name: {} for name in watched}
 
     def observe(self, user_id: str, means: Mapping[str, float]) -> None:
         """Take a settled user in, or their corrected numbers."""
         for name, values in self._values.items():
             if name in means:
                 before, value = values.get(user_id), means[name]
-                contrast, frozen = self._contrasts[name], [self._frozen[name]]
-                for capital in self._evidence[name].capitals:
+                contrast, frozen = self._contrasts[name], self._frozen[name]
+                for capital in self._capitals[name]:
                     if before is None:
-                        capital.bet(contrast([value], frozen))
+                        capital.bet(contrast([value], [frozen]))
                     else:
-                        capital.correct(contrast([before], frozen), contrast([value], frozen))
+                        capital.correct(contrast([before], [frozen]), contrast([value], [frozen]))
                 values[user_id] = value
-                self._bell.hear(name, self._evidence[name].log, partial(self._means, name))
+                self.look(name, partial(self._means, name))
 
     def _means(self, name: str) -> tuple[float, float]:
         values = self._values[name].values()
         return math.fsum(values) / len(values), self._frozen[name]
-
-    @property
-    def alerts(self) -> Sequence[Alert]:
-        """Measures that have moved, in the order in which they did."""
-        return list(self._bell.alerts.values())
-
-
-def _contrast(guardrail: Guardrail) -> Contrast:
-    return log_ratio(WIDEST_RATIO) if guardrail.ratio else difference(1.0)
 
 
 def names(alerts: Iterable[Alert]) -> str:

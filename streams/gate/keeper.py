@@ -83,8 +83,12 @@ class Keeper:
             return [self._decision(GateVerdict.ROLL_BACK, hold.version, said, {})]
         if hold is not None:
             return []
-        steps = (self._admission, self._retreat, self._in_trial, self._open)
-        return next((decisions for step in steps if (decisions := list(step()))), [])
+        steps = (self._admission, self._retreat, self._in_trial)
+        decisions = next((found for step in steps if (found := list(step()))), [])
+        rested = self._seconds_since(self._branch.settled_at) >= self._gate.settle_s
+        if not decisions and self._branch.trial is None and rested:
+            decisions = list(self._open_newest("the newest version"))
+        return decisions
 
     def greatest_generation(self) -> float:
         """The generation of the last-started gate that decided; 0 before the first."""
@@ -180,11 +184,6 @@ class Keeper:
             return
         said = f"passed the bench with {result.rate:.3g}; to be compared with {trial.baseline} among users"
         yield self._decision(GateVerdict.CANARY, trial.version, said, {**numbers, CANARY_SHARE: gate.share})
-
-    def _open(self) -> Iterator[GateDecision]:
-        rested = self._seconds_since(self._branch.settled_at) >= self._gate.settle_s
-        if self._branch.trial is None and rested:
-            yield from self._open_newest("the newest version")
 
     def _open_newest(self, reason: str) -> Iterator[GateDecision]:
         version = self._branch.candidate()

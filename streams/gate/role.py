@@ -10,9 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
@@ -41,44 +39,32 @@ class SecondGate(RuntimeError):
     """Another gate of the branch started later, and decides from now on."""
 
 
-@dataclass(slots=True)
-class Rebuilt:
-    """A branch as the log tells it up to its end, and where each partition goes on."""
-
-    keeper: Keeper
-    next_offsets: dict[tuple[Topic, int], int] = field(default_factory=dict)
-
-
 def event_time(located: ConsumedRecord) -> int:
     """When a record happened, microseconds: a decision when it was decided, others by the log's timestamp."""
     return located.record.at if isinstance(located.record, GateDecision) else located.timestamp_ms * 1_000
 
 
-def rebuild(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, started_at: int) -> Rebuilt:
+def rebuild(
+    kafka: KafkaSettings, run: RunSettings, gate: GateSettings, started_at: int
+) -> tuple[Keeper, dict[tuple[Topic, int], int]]:
     """Read the log to its end, the topics merged by event time, as they were when the decisions were taken.
 
     Args:
         started_at: microseconds; the new gate's generation is this, or more where the log knows a later one.
 
-    Raises LookupError when a topic does not exist, TimeoutError when the log does not answer.
+    Returns the gate's keeper, and where each partition goes on. Raises LookupError when a topic does not exist,
+    TimeoutError when the log does not answer.
     """
-    rebuilt = Rebuilt(Keeper(run, gate, float(started_at)))
+    keeper = Keeper(run, gate, float(started_at))
     with ExitStack() as stack:
         readers = [stack.enter_context(LogReader(kafka, [topic], client_id=CLIENT_ID)) for topic in TOPICS]
-        streams = [_ordered(reader, rank) for rank, reader in enumerate(readers)]
-        for _, _, _, located in heapq.merge(*streams, key=lambda entry: entry[:3]):
+        # Of records of one moment, those of the earlier topic come first, and of one topic the earlier.
+        for located in heapq.merge(*(reader.read_to_end(REBUILD_S) for reader in readers), key=event_time):
             if located.record is not None:
-                rebuilt.keeper.observe(located.record, event_time(located))
-        for reader in readers:
-            rebuilt.next_offsets |= reader.next_offsets()
-    keeper = rebuilt.keeper
+                keeper.observe(located.record, event_time(located))
+        begin = {place: offset for reader in readers for place, offset in reader.next_offsets().items()}
     keeper.generation = max(keeper.generation, keeper.greatest_generation() + 1)
-    return rebuilt
-
-
-def _ordered(reader: LogReader, rank: int) -> Iterator[tuple[int, int, int, ConsumedRecord]]:
-    for place, located in enumerate(reader.read_to_end(REBUILD_S)):
-        yield event_time(located), rank, place, located
+    return keeper, begin
 
 
 class Gate:
@@ -88,8 +74,8 @@ class Gate:
         producer: writes the decisions.
     """
 
-    def __init__(self, rebuilt: Rebuilt, producer: RecordProducer) -> None:
-        self._keeper, self._producer = rebuilt.keeper, producer
+    def __init__(self, keeper: Keeper, producer: RecordProducer) -> None:
+        self._keeper, self._producer = keeper, producer
         self._awaited: Position | None = None
 
     def observe(self, located: ConsumedRecord) -> None:
@@ -127,15 +113,15 @@ def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: thread
     Raises SecondGate, DeliveryError, LookupError when a topic does not exist.
     """
     stop = stop or stop_on_signals()
-    rebuilt = rebuild(kafka, run, gate, now_us())
-    said = rebuilt.keeper.snapshot()
+    keeper, begin = rebuild(kafka, run, gate, now_us())
+    said = keeper.snapshot()
     LOG.info("gate of %s/%s: %s; version %d is served", run.run_id, run.branch, said.stage, said.promoted)
     with (
         RecordProducer(kafka, CLIENT_ID) as producer,
-        LogReader(kafka, TOPICS, start=rebuilt.next_offsets, client_id=CLIENT_ID) as reader,
+        LogReader(kafka, TOPICS, start=begin, client_id=CLIENT_ID) as reader,
         Liveness("the gate", kafka.stall_timeout_s) as liveness,
     ):
-        following = Gate(rebuilt, producer)
+        following = Gate(keeper, producer)
         while not stop.is_set():
             liveness.beat("following the log", LOG_WAIT_S)
             following.decide()

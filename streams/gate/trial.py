@@ -20,41 +20,34 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.records import Arm, GateVerdict, Outcome
-from tidemill.streams.gate.config import GateSettings, OnAlert
+from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.guardrails import REWARD, Alert, ArmGuards, FrozenGuards, Tolerance, measures, names
 from tidemill.streams.gate.sequential import BASELINE, CANDIDATE, Capital, Side, TwoArms, difference
 
 
-class Settled(NamedTuple):
-    """A user's numbers in one arm; a user who comes again is corrected."""
+@dataclass(slots=True)
+class User:
+    """A user in one arm of a test."""
 
     arm: str
     user_id: str
-    means: Mapping[str, float]
-    """By measure; without a measure that none of their outcomes has."""
-
-
-@dataclass(slots=True)
-class _User:
-    arm: str
     outcomes: dict[str, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
     """Revision and measures by interaction."""
     settled: bool = False
 
     def means(self) -> dict[str, float]:
-        every = [found for _, found in self.outcomes.values()]
-        names = sorted({name for found in every for name in found})
-        return {name: _mean([found[name] for found in every if name in found]) for name in names}
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
+        """By measure; without a measure that none of their outcomes has."""
+        values = defaultdict[str, list[float]](list)
+        for _, found in self.outcomes.values():
+            for name, value in found.items():
+                values[name].append(value)
+        return {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
 class Users:
@@ -67,14 +60,14 @@ class Users:
 
     def __init__(self, most: int, window_us: int) -> None:
         self._most, self._window_us = most, window_us
-        self._users: dict[str, _User] = {}
+        self._users: dict[str, User] = {}
         self._due: list[tuple[int, str]] = []
 
-    def observe(self, arm: str, name: str, outcome: Outcome, found: Mapping[str, float], at_us: int) -> list[Settled]:
+    def observe(self, arm: str, name: str, outcome: Outcome, found: Mapping[str, float], at_us: int) -> list[User]:
         """Take an outcome of the user `name` in, at an event time. Returns who is settled or corrected by it."""
         user = self._users.get(name)
         if user is None:
-            user = self._users[name] = _User(arm)
+            user = self._users[name] = User(arm, name)
             heapq.heappush(self._due, (at_us + self._window_us, name))
         if user.arm != arm:
             return []
@@ -82,31 +75,26 @@ class Users:
         if (known is None and user.settled) or (known is not None and known[0] >= outcome.revision):
             return []
         user.outcomes[outcome.interaction_id] = (outcome.revision, found)
-        if user.settled or len(user.outcomes) == self._most:
-            return [self._settle(name)]
-        return []
+        user.settled = user.settled or len(user.outcomes) == self._most
+        return [user] if user.settled else []
 
-    def advance(self, at_us: int) -> list[Settled]:
+    def advance(self, at_us: int) -> list[User]:
         """Event time has come to `at_us`: who is settled by it, in order."""
         found = []
         while self._due and self._due[0][0] <= at_us:
-            _, name = heapq.heappop(self._due)
-            if name in self._users and not self._users[name].settled:
-                found.append(self._settle(name))
+            user = self._users.get(heapq.heappop(self._due)[1])
+            if user is not None and not user.settled:
+                user.settled = True
+                found.append(user)
         return found
 
-    def settle_all(self) -> list[Settled]:
+    def settle_all(self) -> list[User]:
         """Settle everybody who was seen, in the order of their windows' ends."""
         return self.advance(max((due for due, _ in self._due), default=0))
 
     def forget(self, name: str) -> None:
         """Let go of a user's outcomes. Their settled means stand: a sum cannot be asked for one of its terms."""
         self._users.pop(name, None)
-
-    def _settle(self, name: str) -> Settled:
-        user = self._users[name]
-        user.settled = True
-        return Settled(user.arm, name, user.means())
 
 
 _NUMBER = {Arm.CANARY: CANDIDATE, Arm.STABLE: BASELINE}
@@ -161,7 +149,7 @@ class ArmComparison:
     @property
     def alerts(self) -> list[Alert]:
         """Every alert so far, those against the first baseline last."""
-        return [*self._guards.alerts, *self._drift.alerts]
+        return self._guards.alerts + self._drift.alerts
 
     def observe(self, outcome: Outcome, at_us: int) -> None:
         """Take an outcome in, at an event time; what belongs to neither arm is left alone."""
@@ -213,15 +201,15 @@ class ArmComparison:
         arm = Arm(outcome.arm)
         return arm if outcome.version_min == outcome.version_max == self._version_of[arm] else None
 
-    def _take(self, settled: Iterable[Settled]) -> None:
+    def _take(self, settled: Iterable[User]) -> None:
         for user in settled:
             if self.conclusion is None:
-                arm = Arm(user.arm)
-                if REWARD in user.means:
-                    self._rewards.observe(_NUMBER[arm], user.user_id, user.means[REWARD])
-                self._guards.observe(_NUMBER[arm], user.user_id, user.means)
+                arm, means = Arm(user.arm), user.means()
+                if REWARD in means:
+                    self._rewards.observe(_NUMBER[arm], user.user_id, means[REWARD])
+                self._guards.observe(_NUMBER[arm], user.user_id, means)
                 if arm is Arm.CANARY:
-                    self._drift.observe(user.user_id, user.means)
+                    self._drift.observe(user.user_id, means)
                 self.conclusion = self._judge()
 
     def _judge(self) -> Conclusion | None:
@@ -230,10 +218,10 @@ class ArmComparison:
             return Conclusion(GateVerdict.REJECT, f"worse than the baseline by more than {self._gate.margin:g}")
         if self._guards.alerts:
             said = f"a guardrail has moved: {names(self._guards.alerts)}"
-            return Conclusion(_verdict(self._gate.on_alert), said)
+            return Conclusion(GateVerdict(self._gate.on_alert.value), said)
         if self._drift.alerts:
             said = f"drifted away from the first baseline: {names(self._drift.alerts)}"
-            return Conclusion(_verdict(self._gate.on_drift), said)
+            return Conclusion(GateVerdict(self._gate.on_drift.value), said)
         if not self._enough_users():
             return None
         if self.better.log_evidence >= threshold:
@@ -271,25 +259,18 @@ def drift_tolerance(gate: GateSettings) -> Tolerance:
     return Tolerance(gate.drift_rate_tolerance, gate.drift_ratio_tolerance, gate.guard_alpha, gate.ignored)
 
 
-def _verdict(wanted: OnAlert) -> GateVerdict:
-    return GateVerdict.HOLD if wanted is OnAlert.HOLD else GateVerdict.REJECT
-
-
 class Watch:
     """A promoted version against what its predecessor did, ready to be rolled back.
 
     Args:
         gate: the settings.
         version: the promoted version.
-        fallback: its predecessor.
         since: event time of the promotion, microseconds.
         before: the predecessor's means in the comparison that promoted the version; empty where there was none.
     """
 
-    def __init__(
-        self, gate: GateSettings, version: int, fallback: int, since: int, before: Mapping[str, float]
-    ) -> None:
-        self._gate, self.version, self.fallback, self.since = gate, version, fallback, since
+    def __init__(self, gate: GateSettings, version: int, since: int, before: Mapping[str, float]) -> None:
+        self._gate, self.version, self.since = gate, version, since
         self._users = Users(gate.outcomes_per_user, to_us(gate.user_window_s))
         self._guards = FrozenGuards(before, drift_tolerance(gate), gate.reward_width, gate.watch_margin)
         self.users = 0
@@ -302,7 +283,7 @@ class Watch:
     @property
     def alerts(self) -> list[Alert]:
         """What has collapsed."""
-        return list(self._guards.alerts)
+        return self._guards.alerts
 
     def observe(self, outcome: Outcome, at_us: int) -> None:
         """Take an outcome in; only what the version served after its promotion counts, within the window."""
@@ -320,7 +301,7 @@ class Watch:
         """Let go of what a user said, as far as they are not counted yet."""
         self._users.forget(user_id)
 
-    def _take(self, settled: Iterable[Settled]) -> None:
+    def _take(self, settled: Iterable[User]) -> None:
         for user in settled:
             self.users += 1
-            self._guards.observe(user.user_id, user.means)
+            self._guards.observe(user.user_id, user.means())

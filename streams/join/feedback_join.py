@@ -18,10 +18,10 @@ from collections import Counter
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.records import Outcome, OutcomeExclusion, SignalKind, SignalUse, UserRequest, UserWish
-from tidemill.streams.join import join_input, join_state
+from tidemill.schemas.records import Feedback, Outcome, OutcomeExclusion, SignalKind, SignalUse, UserRequest, UserWish
+from tidemill.streams.join import join_input
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.join.join_input import AnswerToJoin, Item, Tombstone, Vote
+from tidemill.streams.join.join_input import Item
 from tidemill.streams.join.join_state import Case, Early, Held, JoinHead, JoinStore, Wish
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
 from tidemill.streams.machine import Emit, Output, Rejected
@@ -55,9 +55,8 @@ class FeedbackJoin:
         self._close_on = frozenset(settings.close_on)
         self._too_many = f"the interaction has {settings.max_signals} signals already"
         self._horizons_us = {kind: to_us(self._map.horizon_s(kind)) for kind in SignalKind}
-        state = state or MachineState()
         self._store = JoinStore(partition, state)
-        head = join_state.decode_head(state.head) if state.head is not None else JoinHead({}, {})
+        head = self._store.head or JoinHead({}, {})
         self._merge: Merge[Item] = Merge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
         self.counts = Counter(head.counts)
         """Records that left no outcome of their own, by why."""
@@ -84,21 +83,21 @@ class FeedbackJoin:
         """Take one record of either topic; what is decided by it."""
         if self._merge.has_read(located.topic, located.offset):
             return []
-        item = join_input.read(located, self._clock_skew_us)
+        item = join_input.read(located, self._run_id, self._clock_skew_us)
         self._merge.read(located.topic, located.offset, located.timestamp_ms * 1_000, item)
         self._outputs = []
         while (step := self._merge.take()) is not None:
-            at_us, offset, item = step
+            at_us, _offset, item = step
             self._advance(at_us)
             match item:
-                case AnswerToJoin():
+                case Case():
                     self._admit(item, at_us)
-                case Vote():
-                    self._hear(item, offset, at_us)
-                case UserRequest():
-                    self._heed(item, at_us)
-                case Tombstone():
-                    self._erase(item.key, at_us)
+                case ConsumedRecord(record=Feedback() as feedback):
+                    self._hear(item, feedback, at_us)
+                case ConsumedRecord(record=UserRequest() as request):
+                    self._heed(request, at_us)
+                case ConsumedRecord():
+                    self._erase((item.key or b"").decode(), at_us)
                 case Rejected():
                     self._outputs.append(item)
             # What falls due at once is not told by `next_deadline_us`: no tick would come for it.
@@ -108,7 +107,7 @@ class FeedbackJoin:
     def take_changes(self) -> Changes:
         """What changed since the last call."""
         marks = {topic.value: mark for topic, mark in self._merge.marks.items()}
-        return self._store.changes(join_state.encode_head(JoinHead(marks, dict(self.counts))))
+        return self._store.changes(JoinHead(marks, dict(self.counts)))
 
     def _advance(self, time_us: int) -> None:
         """Everything that falls due up to a time, in the order of time."""
@@ -135,8 +134,7 @@ class FeedbackJoin:
 
     # Records
 
-    def _admit(self, answer: AnswerToJoin, at_us: int) -> None:
-        case = answer.case
+    def _admit(self, case: Case, at_us: int) -> None:
         if self._store.case(case.interaction_id) is not None:
             self.counts["duplicate_interaction"] += 1
             return
@@ -145,7 +143,7 @@ class FeedbackJoin:
         early = self._store.early(case.interaction_id)
         if early is not None:
             self._store.forget(early)
-        if answer.run_id != self._run_id:
+        if case.sealed:
             # Remembered, so that its feedback is passed over as well, and is not one of an unknown interaction.
             self.counts["other_run"] += 1
             self._seal(case, at_us + self._done_ttl_us)
@@ -159,17 +157,17 @@ class FeedbackJoin:
         for held in early.held if early else ():
             self._add(case, held, at_us)
 
-    def _hear(self, vote: Vote, offset: int, at_us: int) -> None:
-        feedback = vote.feedback
+    def _hear(self, located: ConsumedRecord, feedback: Feedback, at_us: int) -> None:
         signal = Signal(
             event_id=feedback.event_id,
             kind=feedback.kind,
             value=feedback.value,
             observed_at=feedback.observed_at,
             corrects=feedback.corrects,
-            offset=offset,
+            offset=located.offset,
         )
-        held = Held(at_us, feedback.user_id, signal, vote.key, vote.value, vote.timestamp_ms)
+        kept = located.key or b"", located.value or b"", located.timestamp_ms
+        held = Held(at_us, feedback.user_id, signal, *kept)
         case = self._store.case(feedback.interaction_id)
         if case is not None:
             if not case.sealed and signal.event_id not in case.signals:

@@ -8,56 +8,32 @@ from tidemill.schemas import signals
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import to_s
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Feedback, Interaction, Tick, UserRequest
 from tidemill.streams.join.join_state import Case
 from tidemill.streams.machine import Rejected
 from tidemill.streams.state import NO_IDENTIFIER
 
-
-@record(frozen=True, slots=True)
-class AnswerToJoin:
-    """An interaction, as far as it is joined: without its tokens, which stay in the log."""
-
-    run_id: str
-    case: Case
-    """How long it is waited for is not known yet."""
+Item = Case | ConsumedRecord | Rejected | None
+"""An interaction without its tokens, which stay in the log; feedback, a user's request or a tombstone; None: only the
+clock moves."""
 
 
-@record(frozen=True, slots=True)
-class Vote:
-    """Feedback, with its bytes: it is a dead letter when its interaction never comes."""
-
-    feedback: Feedback
-    key: bytes
-    value: bytes
-    timestamp_ms: int
-
-
-@record(frozen=True, slots=True)
-class Tombstone:
-    """The record under this key is erased."""
-
-    key: str
-
-
-Item = AnswerToJoin | Vote | UserRequest | Tombstone | Rejected | None
-"""None: only the clock moves."""
-
-
-def read(located: ConsumedRecord, clock_skew_us: int) -> Item:
-    """The item of a record of `interactions` or `feedback`."""
+def read(located: ConsumedRecord, run_id: str, clock_skew_us: int) -> Item:
+    """The item of a record of `interactions` or `feedback`; the case of another run's interaction is sealed."""
     topic, record = located.topic, located.record
     if isinstance(record, Feedback) and topic is Topic.FEEDBACK:
         problem = broken_feedback(located.key, record)
-        vote = Vote(record, located.key or b"", located.value or b"", located.timestamp_ms)
-        return Rejected(located, problem) if problem else vote
+        return Rejected(located, problem) if problem else located
     if isinstance(record, Interaction) and topic is Topic.INTERACTIONS:
         problem = broken_interaction(located, record, clock_skew_us)
-        return Rejected(located, problem) if problem else AnswerToJoin(record.run_id, Case.of(record, located.offset))
+        if problem:
+            return Rejected(located, problem)
+        case = Case.of(record, located.offset)
+        case.sealed = record.run_id != run_id
+        return case
     if isinstance(record, UserRequest) and topic is Topic.INTERACTIONS:
         problem = "" if record.user_id and record.request_id else "a user's request names no user or has no id"
-        return Rejected(located, problem) if problem else record
+        return Rejected(located, problem) if problem else located
     if isinstance(record, Tick):
         return None
     if record is not None:
@@ -67,7 +43,7 @@ def read(located: ConsumedRecord, clock_skew_us: int) -> Item:
             key = (located.key or b"").decode()
         except UnicodeDecodeError:
             return Rejected(located, f"the key {located.key!r} of a tombstone is no text")
-        return None if key.startswith(NO_IDENTIFIER) else Tombstone(key)
+        return None if key.startswith(NO_IDENTIFIER) else located
     return Rejected(located, located.error)
 
 

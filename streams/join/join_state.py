@@ -1,7 +1,6 @@
 """What the feedback join remembers, and its bytes: interactions, early feedback, users, and how far it decided.
 
-Each entry has a timer, `due_at`: the event time at which it is looked at again without a record. Invariant: `decode` of
-`encode` is the same entry under its key, and bytes that are not one raise `StateError`.
+Each entry has a timer, `due_at`: the event time at which it is looked at again without a record.
 """
 
 from __future__ import annotations
@@ -166,20 +165,20 @@ class JoinHead:
 Entry = Case | Early | Wishes | Activity
 
 
-_BYTES: EntryBytes[Entry, JoinHead] = EntryBytes({b"c": Case, b"e": Early, b"w": Wishes, b"a": Activity}, JoinHead)
-encode, decode = _BYTES.encode, _BYTES.decode
-encode_head, decode_head = _BYTES.encode_head, _BYTES.decode_head
+BYTES: EntryBytes[Entry, JoinHead] = EntryBytes({b"c": Case, b"e": Early, b"w": Wishes, b"a": Activity}, JoinHead)
 
 
-class JoinStore(TimedEntries[Entry]):
+class JoinStore(TimedEntries[Entry, JoinHead]):
     """What one partition remembers of interactions, feedback and users."""
 
-    def __init__(self, partition: int, state: MachineState) -> None:
+    def __init__(self, partition: int, state: MachineState | None) -> None:
         """Raises StateError."""
         self._partition = partition
         self._of_user: dict[str, set[str]] = defaultdict(set)
         # An outcome follows, or feedback is rejected.
-        super().__init__(state, encode, decode, lambda e: isinstance(e, Early) or (isinstance(e, Case) and e.open))
+        super().__init__(
+            state, BYTES, lambda entry: isinstance(entry, Early) or (isinstance(entry, Case) and entry.open)
+        )
 
     def case(self, interaction_id: str) -> Case | None:
         """An interaction, open or ended."""
@@ -203,11 +202,11 @@ class JoinStore(TimedEntries[Entry]):
 
     def cases_of(self, user_id: str) -> list[Case]:
         """The interactions of a user, by id."""
-        return [entry for entry in self._data_of(user_id) if isinstance(entry, Case)]
+        return [entry for entry in self._of(user_id) if isinstance(entry, Case)]
 
     def early_of(self, user_id: str) -> list[Early]:
         """Where feedback of a user waits, by interaction."""
-        return [entry for entry in self._data_of(user_id) if isinstance(entry, Early)]
+        return [entry for entry in self._of(user_id) if isinstance(entry, Early)]
 
     def save(self, entry: Entry) -> None:
         """An entry is new or has changed."""
@@ -236,5 +235,5 @@ class JoinStore(TimedEntries[Entry]):
         if not keys:
             self._of_user.pop(user_id, None)
 
-    def _data_of(self, user_id: str) -> list[Entry | None]:
+    def _of(self, user_id: str) -> list[Entry | None]:
         return [self.get(key) for key in sorted(self._of_user.get(user_id, ()))]

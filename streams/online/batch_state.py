@@ -3,14 +3,12 @@
 A batch is a selection: short answers and angry users come back first, and some users consent more than others. A tally
 sums those that were served, or those that are trained; its figures are means and shares, so that both can be put beside
 each other.
-
-Invariant: `decode` of `encode` is the same entry under its key, and bytes that are not one raise `StateError`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field
 from enum import StrEnum
 from typing import ClassVar
@@ -74,14 +72,6 @@ class Tally:
         found |= {f"signal_share/{kind}": n / self.interactions for kind, n in sorted(self.kinds.items())}
         found |= {f"arm_share/{arm}": n / self.interactions for arm, n in sorted(self.arms.items())}
         return found
-
-
-def compared(served: Mapping[str, float], trained: Mapping[str, float]) -> dict[str, float]:
-    """Both sides' numbers, as `served/...` and `trained/...`."""
-    return {
-        **{f"served/{name}": value for name, value in served.items()},
-        **{f"trained/{name}": value for name, value in trained.items()},
-    }
 
 
 class Fate(StrEnum):
@@ -237,11 +227,9 @@ class BatchHead:
     """What was served since the batch before."""
 
 
-_BYTES: EntryBytes[Entry, BatchHead] = EntryBytes(
+BYTES: EntryBytes[Entry, BatchHead] = EntryBytes(
     {b"m": Judged, b"w": Waiting, b"o": OpenBatch, b"e": ErasedUser, b"u": ServedUser}, BatchHead
 )
-encode, decode = _BYTES.encode, _BYTES.decode
-encode_head, decode_head = _BYTES.encode_head, _BYTES.decode_head
 
 
 class WaitingRoom:

@@ -18,11 +18,10 @@ from dataclasses import replace
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.record_class import record
 from tidemill.schemas.records import BatchClose, OnlineBatch, Outcome, Tick, UserRequest, UserWish
-from tidemill.streams.machine import Emit, Output, Rejected
-from tidemill.streams.online import batch_state
+from tidemill.streams.machine import Emit, OneTopicMachine
 from tidemill.streams.online.batch_state import (
+    BYTES,
     BatchHead,
     Entry,
     ErasedUser,
@@ -34,11 +33,10 @@ from tidemill.streams.online.batch_state import (
     Tally,
     Waiting,
     WaitingRoom,
-    compared,
     within_share,
 )
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
-from tidemill.streams.state import NEVER, NO_IDENTIFIER, Changes, MachineState, TimedEntries
+from tidemill.streams.state import NEVER, NO_IDENTIFIER, MachineState, TimedEntries
 
 BATCHES_PARTITION = 0
 
@@ -55,65 +53,26 @@ CORRECTION = "correction"
 REPLACED = "replaced"
 
 
-@record(frozen=True, slots=True)
-class Accounting:
-    """What became of the outcomes that carried a reward, or changed one."""
-
-    read: int
-    batched: int
-    dropped: int
-    waiting: int
-
-
-class OnlineBatcher:
+class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
     """The online batches of one branch of one run."""
 
     def __init__(self, run_id: str, branch: str, settings: BatchSettings, state: MachineState | None = None) -> None:
         """Raises StateError."""
         self._run_id, self._branch = run_id, branch
         self._settings = settings
-        state = state or MachineState()
         # An open batch may close when it falls due.
-        self._store: TimedEntries[Entry] = TimedEntries(
-            state, batch_state.encode, batch_state.decode, lambda entry: isinstance(entry, OpenBatch)
-        )
-        self._head = batch_state.decode_head(state.head) if state.head is not None else BatchHead()
+        super().__init__(TimedEntries(state, BYTES, lambda entry: isinstance(entry, OpenBatch)), BatchHead())
         found = list(self._store.entries())
         self._room = WaitingRoom(entry for entry in found if isinstance(entry, Waiting))
         self._open = {entry.version: entry for entry in found if isinstance(entry, OpenBatch)}
-        self._outputs: list[Output] = []
-        """What the record at hand decides."""
         self._served_users = {entry.user_id: entry for entry in found if isinstance(entry, ServedUser)}
-
-    @property
-    def accounting(self) -> Accounting:
-        """Read = batched + dropped + waiting."""
-        return Accounting(self._head.read, self._head.batched, self._head.lost, len(self._room))
 
     @property
     def current_version(self) -> int | None:
         """The newest version among those that are served; None before the first outcome."""
         return max(map(int, self._head.last_served), default=None)
 
-    def next_offset(self, topic: Topic) -> int:
-        """The first offset that is not decided yet."""
-        return self._head.offset + 1
-
-    def clock_us(self, topic: Topic) -> int:
-        """Event time: the newest record timestamp seen."""
-        return self._head.clock_us
-
-    def next_deadline_us(self) -> int | None:
-        """When the next open batch is overdue."""
-        return self._store.next_awaited_us()
-
-    def observe(self, located: ConsumedRecord) -> list[Output]:
-        """Decide one record; a record at or below the head was decided before and gives nothing."""
-        if located.offset <= self._head.offset:
-            return []
-        self._head.offset = located.offset
-        self._head.clock_us = max(self._head.clock_us, located.timestamp_ms * 1_000)
-        self._outputs = []
+    def fall_due(self) -> None:
         for entry in self._store.due(self._head.clock_us):
             match entry:
                 case OpenBatch():
@@ -126,12 +85,14 @@ class OnlineBatcher:
                     self._mark(entry.interaction_id, entry.revision, entry.fate)
                 case _:
                     self._store.forget(entry)
-        problem = ""
+
+    def decide(self, located: ConsumedRecord) -> str:
         match located.record:
             case Outcome() as outcome:
                 problem = broken_outcome(located.key, outcome)
                 if not problem and (outcome.run_id, outcome.branch) == (self._run_id, self._branch):
                     self._take(outcome, located.offset)
+                return problem
             case UserRequest() as request if request.wish is UserWish.ERASE:
                 self._erase(request)
             case Tick() | UserRequest():
@@ -140,22 +101,15 @@ class OnlineBatcher:
                 try:
                     key = (located.key or b"").decode()
                 except UnicodeDecodeError:
-                    problem = f"the key {located.key!r} of a tombstone is no text"
-                else:
-                    erased = None if key.startswith(NO_IDENTIFIER) else self._waiting(key)
-                    if erased is not None:
-                        self._drop(erased, ERASED)
+                    return f"the key {located.key!r} of a tombstone is no text"
+                erased = None if key.startswith(NO_IDENTIFIER) else self._waiting(key)
+                if erased is not None:
+                    self._drop(erased, ERASED)
             case None:
-                problem = located.error
+                return located.error
             case other:
-                problem = f"{type(other).__name__} is no record of this topic"
-        if problem:
-            self._outputs.append(Rejected(located, problem))
-        return self._outputs
-
-    def take_changes(self) -> Changes:
-        """What changed since the last call."""
-        return self._store.changes(batch_state.encode_head(self._head))
+                return f"{type(other).__name__} is no record of this topic"
+        return ""
 
     def _erase(self, request: UserRequest) -> None:
         # A demand is never for a later time than the one at which it was read.
@@ -299,7 +253,10 @@ class OnlineBatcher:
         trained = Tally()
         for waiting in kept:
             trained.add(waiting.figures)
-        served = head.served.numbers(len(self._served_users))
+        sides = {
+            "served": head.served.numbers(len(self._served_users)),
+            "trained": trained.numbers(len({w.user_id for w in kept})),
+        }
         first = hashlib.sha256(named[0].interaction_id.encode()).hexdigest()[:12]
         made = OnlineBatch(
             batch_id=f"{self._run_id}.{self._branch}.{head.sequence:08d}-{first}",
@@ -311,7 +268,7 @@ class OnlineBatcher:
             tokens=sum(w.figures.tokens for w in named),
             closed_by=reason,
             dropped=dict(sorted(head.dropped.items())),
-            selection=compared(served, trained.numbers(len({w.user_id for w in kept}))),
+            selection={f"{side}/{name}": n for side, numbers in sides.items() for name, n in numbers.items()},
             map_version=batch.map_version,
             opened_at=batch.opened_at,
             closed_at=head.clock_us,

@@ -1,34 +1,32 @@
-"""The needs of every runner: topics and partitions before records flow, ticks for partitions that are idle, and the
-bytes of outputs, dead letters, states and ticks with their place."""
+"""The part of a worker that every runner shares: topics and partitions before records flow, machines, outputs and dead
+letters, and ticks for partitions that are idle."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from tidemill.schemas.catalogue import Names, Topic, co_partitioned, is_compacted, tick_key
+from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.admin import admin_client
+from tidemill.schemas.log.admin import admin_client, wait_until_led
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, Partition
+from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.producer import dead_letter_headers
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Tick
+from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Emit, Machine, Output, Processor, Rejected
-from tidemill.streams.runner.journal import Written
+from tidemill.streams.runner.journal import Journal
 
-METADATA_TIMEOUT_S = 20.0
-LEADER_POLL_S = 0.1
 STATE_TOPIC_CONFIG = {"segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"}
 """Short segments let compaction keep up, and with it the time that a recovery takes."""
+LOG = logging.getLogger("tidemill.streams")
 
 
 class StreamFailure(RuntimeError):
     """The stream worker cannot go on; the message says why and what to do."""
-
-
-def application_id(kafka: KafkaSettings, run: RunSettings, processor: Processor) -> str:
-    """Consumer group, and prefix of the state topic: one a processor, run and topic prefix."""
-    return f"{kafka.topic_prefix}{processor.name}.{run.run_id}"
 
 
 def checked_partitions(kafka: KafkaSettings, processor: Processor) -> int:
@@ -36,33 +34,24 @@ def checked_partitions(kafka: KafkaSettings, processor: Processor) -> int:
     names = Names(kafka.topic_prefix)
     topics = [*processor.inputs, *processor.outputs]
     wanted = [*map(names.of, topics), *map(names.dead_letter, processor.inputs)]
-    leaders = _leaders(kafka, wanted)
+    client = admin_client(kafka)
+    existing = client.list_topics(timeout=METADATA_TIMEOUT_S).topics
+    missing = " and ".join(name for name in wanted if name not in existing or not existing[name].partitions)
+    if missing:
+        raise StreamFailure(f"missing topics: {missing}. Create them with `tidemill topics --create`")
+    try:
+        # Leaders of new topics are elected within moments; a client that writes before would fail.
+        wait_until_led(client, set(wanted))
+    except TimeoutError as error:
+        raise StreamFailure(str(error)) from error
     # What lies in equal partitions by the catalogue must do so in the log: machines and their outputs go by number.
     aligned = [
         topic for topic in topics if topic in processor.inputs or co_partitioned(processor.inputs[0], topic, kafka)
     ]
-    counts = {names.of(topic): leaders[names.of(topic)] for topic in aligned}
+    counts = {names.of(topic): len(existing[names.of(topic)].partitions) for topic in aligned}
     if len(set(counts.values())) != 1:
         raise StreamFailure(f"records meet by partition number, so these topics need equal partition counts: {counts}")
     return next(iter(counts.values()))
-
-
-def _leaders(kafka: KafkaSettings, wanted: Sequence[str]) -> dict[str, int]:
-    """Partition count of each wanted topic, once all of their partitions have a leader."""
-    client = admin_client(kafka)
-    deadline = time.monotonic() + METADATA_TIMEOUT_S
-    while True:
-        topics = client.list_topics(timeout=METADATA_TIMEOUT_S).topics
-        leaders = {n: [p.leader for p in topics[n].partitions.values()] if n in topics else [] for n in wanted}
-        if all(found and min(found) >= 0 for found in leaders.values()):
-            return {name: len(found) for name, found in leaders.items()}
-        missing = " and ".join(name for name, found in leaders.items() if not found)
-        if missing:
-            raise StreamFailure(f"missing topics: {missing}. Create them with `tidemill topics --create`")
-        if time.monotonic() > deadline:
-            raise StreamFailure(f"partitions without a leader for {METADATA_TIMEOUT_S:g} s: {leaders}")
-        # Leaders of new topics are elected within moments; a client that writes before would fail.
-        time.sleep(LEADER_POLL_S)
 
 
 def check_position(topic: str, partition: int, offset: int, end: int | None) -> None:
@@ -72,30 +61,6 @@ def check_position(topic: str, partition: int, offset: int, end: int | None) -> 
             f"the state of {topic}[{partition}] goes to offset {offset}, the log ends at {end}: the topic was "
             "deleted and created again. Give the processor another `application` name, or delete its state topic too"
         )
-
-
-class IdleInputs:
-    """Where deadlines pass that no record reaches: each is told once, by a tick record."""
-
-    def __init__(self, inputs: Sequence[Topic]) -> None:
-        self._inputs = inputs
-        self._ticked_us: dict[tuple[Topic, int], int] = {}
-
-    def due(self, machines: Mapping[int, Machine], now_us: int) -> Iterator[tuple[Topic, int]]:
-        """The partitions, by topic, that need a tick of the time `now_us`; it counts as written."""
-        for partition, machine in machines.items():
-            deadline = machine.next_deadline_us()
-            if deadline is None or deadline > now_us:
-                continue
-            for topic in self._inputs:
-                # A tick that is in the log and not read yet is as good as a second one.
-                if max(machine.clock_us(topic), self._ticked_us.get((topic, partition), 0)) < deadline:
-                    self._ticked_us[topic, partition] = now_us
-                    yield topic, partition
-
-    def clear(self) -> None:
-        """Forget the ticks that were written: the machines are new."""
-        self._ticked_us.clear()
 
 
 @record(frozen=True, slots=True)
@@ -108,43 +73,72 @@ class Write:
     partition: int | None
     """None: the partition of the key, by murmur2."""
     headers: Mapping[str, bytes] | None = None
-    timestamp_s: float | None = None
+    timestamp_ms: int | None = None
 
 
-@record(frozen=True, slots=True)
-class Writes:
-    """Makes the records of one application."""
+class Runner:
+    """The part of a worker that every runner shares: its machines, the records that it writes, and ticks."""
 
-    names: Names
-    codec: Codec
-    application: str
+    def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
+        self._kafka, self._stream, self._processor = kafka, stream, processor
+        self._names = Names(kafka.topic_prefix)
+        self._codec = Codec(kafka.registry_url)
+        self._application = f"{kafka.topic_prefix}{processor.name}.{run.run_id}"
+        """Consumer group, and prefix of the state topic."""
+        self._machines: dict[int, Machine] = {}
+        self._journals: dict[int, Journal] = {}
+        self._ready = False
+        self._skipped = 0
+        self._ticked_us: dict[tuple[Topic, int], int] = {}
 
-    def output(self, output: Output) -> Write:
+    def write_of(self, output: Output) -> Write:
         """A record that a machine emits, or a dead letter."""
         match output:
             case Emit(topic, key, record, partition):
-                return Write(self.names.of(topic), key.encode(), self.codec.encode(record), partition)
+                return Write(self._names.of(topic), key.encode(), self._codec.encode(record), partition)
             case Rejected(located, reason):
-                headers = dead_letter_headers(self.names, located, reason, self.application)
-                topic_name = self.names.dead_letter(located.topic)
+                headers = dead_letter_headers(self._names, located, reason, self._application)
                 # aiokafka refuses a record without key and value; the reason still says that the value was a tombstone.
                 value = b"" if located.key is None and located.value is None else located.value
-                return Write(topic_name, located.key, value, None, headers)
+                return Write(self._names.dead_letter(located.topic), located.key, value, None, headers)
 
-    def tick(self, topic: Topic, partition: int, at_ms: int) -> Write:
-        """A record that only says how late it is in a partition."""
-        value = self.codec.encode(Tick(source=self.application, at=at_ms * 1000))
-        key = tick_key(partition).encode() if is_compacted(topic) else None
-        return Write(self.names.of(topic), key, value, partition, None, at_ms / 1000)
+    def due_ticks(self) -> Iterator[Write]:
+        """A tick for each partition in which a deadline has passed that no record reached; each counts as written."""
+        # Kafka keeps milliseconds: a tick must not fall short of the deadline that it is sent for.
+        now_ms = to_ms(now_us())
+        value = self._codec.encode(Tick(source=self._application, at=now_ms * 1000))
+        for partition, machine in self._machines.items():
+            deadline = machine.next_deadline_us()
+            if deadline is None or deadline > now_ms * 1000:
+                continue
+            for topic in self._processor.inputs:
+                # A tick that is in the log and not read yet is as good as a second one.
+                if max(machine.clock_us(topic), self._ticked_us.get((topic, partition), 0)) < deadline:
+                    self._ticked_us[topic, partition] = now_ms * 1000
+                    key = tick_key(partition).encode() if is_compacted(topic) else None
+                    yield Write(self._names.of(topic), key, value, partition, timestamp_ms=now_ms)
 
+    def owned(self, assigned: Collection[Partition]) -> set[int]:
+        """The partitions that this worker has of every input. Raises StreamFailure where they are not together."""
+        owned = [{p for topic, p in assigned if topic == self._names.of(t)} for t in self._processor.inputs]
+        if any(partitions != owned[0] for partitions in owned):
+            raise StreamFailure(f"the inputs' partitions are not assigned together: {sorted(assigned)}")
+        return owned[0]
 
-def state_steps(changelog: str, changes: Mapping[int, Sequence[Written]]) -> Iterator[Sequence[Write]]:
-    """The steps of each partition's changes as those of all: each is to be acknowledged before the next is sent."""
-    for step in zip(*changes.values(), strict=True):
-        writes = [
-            Write(changelog, key.encode(), value, partition)
-            for partition, written in zip(changes, step, strict=True)
-            for key, value in written.items()
-        ]
-        if writes:
-            yield writes
+    def make_machines(self, written: Mapping[int, Iterable[tuple[str, bytes]]]) -> dict[Partition, int]:
+        """Make the machines from keys and values of the state topic, by partition; where each reads on."""
+        self._ticked_us.clear()
+        self._journals = {partition: Journal(partition, found) for partition, found in written.items()}
+        self._machines = {p: self._processor.machine(p, journal.state) for p, journal in self._journals.items()}
+        return {
+            (self._names.of(topic), p): machine.next_offset(topic)
+            for p, machine in self._machines.items()
+            for topic in self._processor.inputs
+        }
+
+    def pass_over(self, gap: RetentionGap) -> None:
+        """Count the records that are missing; raise the gap where it is not accepted."""
+        if not self._stream.accept_gaps:
+            raise gap
+        self._skipped += gap.first - gap.wanted
+        LOG.error("%s. It is accepted (`stream.accept_gaps`): %d offsets skipped so far", gap, self._skipped)

@@ -54,7 +54,14 @@ def broker_credentials(kafka: KafkaSettings) -> Credentials | None:
     Raises SecurityError, also for an option that Faust would go without.
     """
     security = security_of(kafka)
-    _refuse_unknown(kafka)
+    given = security_options(kafka.client_options)
+    refused = sorted(name for name, value in given.items() if name not in TAKEN and value.lower() != ONLY.get(name))
+    if refused:
+        raise SecurityError(
+            f"kafka.client_options: a stream worker cannot follow {', '.join(refused)}. It takes "
+            f"{', '.join(sorted(TAKEN))}, and always verifies the broker's certificate and host name: leave the others "
+            "out of its configuration, and write certificates and keys to PEM files"
+        )
     context = _tls(security) if security.protocol.encrypted else None
     if not security.protocol.sasl:
         return SSLCredentials(context) if context else None
@@ -70,19 +77,6 @@ def broker_credentials(kafka: KafkaSettings) -> Credentials | None:
         ssl_context=context,
         mechanism=security.mechanism,
     )
-
-
-def _refuse_unknown(kafka: KafkaSettings) -> None:
-    given = security_options(kafka.client_options)
-    refused = sorted(
-        name for name, value in given.items() if name not in TAKEN and value.lower() != ONLY.get(name, None)
-    )
-    if refused:
-        raise SecurityError(
-            f"kafka.client_options: a stream worker cannot follow {', '.join(refused)}. It takes "
-            f"{', '.join(sorted(TAKEN))}, and always verifies the broker's certificate and host name: leave the others "
-            "out of its configuration, and write certificates and keys to PEM files"
-        )
 
 
 def _tls(security: Security) -> ssl.SSLContext:

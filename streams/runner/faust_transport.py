@@ -88,7 +88,7 @@ class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # f
     async def _fetch_records(self, consumer: Any, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - aiokafka's
         found = await super()._fetch_records(consumer, *arguments, **options)
         holes, inputs = self.transport.holes, self.transport.positions()
-        noted = {tp: holes.note(tp, [r.offset for r in found[tp]]) for tp in map(_own, found) if tp in inputs}
+        noted = {tp: holes.note(tp, [r.offset for r in found[tp]]) for tp in map(TP._make, found) if tp in inputs}
         stepped_over = {tp: expected for tp, expected in noted.items() if expected}
         if stepped_over:
             first = await consumer.beginning_offsets(list(stepped_over))
@@ -124,10 +124,6 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
         self.transport.holes.expect(tp, offset)
         if offset < first and not self.transport.accept_gaps:
             raise RetentionGap(tp.topic, tp.partition, offset, first)
-
-
-def _own(tp: Any) -> TP:  # noqa: ANN401 - aiokafka's
-    return TP(tp.topic, tp.partition)
 
 
 class PositionedTransport(driver.Transport):  # type: ignore[misc]  # faust is untyped here

@@ -27,58 +27,35 @@ from typing import Any
 import faust
 from faust.types import TP
 
-from tidemill.schemas.catalogue import Names, is_compacted
-from tidemill.schemas.clock import now_us, to_ms
-from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.catalogue import is_compacted
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.client_settings import Partition
+from tidemill.schemas.log.consumed import ConsumedRecord, decoded
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.liveness import EXIT_HUNG
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.machine import Machine, Output, Processor
-from tidemill.streams.runner.base import (
-    STATE_TOPIC_CONFIG,
-    IdleInputs,
-    StreamFailure,
-    Write,
-    Writes,
-    application_id,
-    checked_partitions,
-    state_steps,
-)
+from tidemill.streams.machine import Output, Processor
+from tidemill.streams.runner.base import LOG, STATE_TOPIC_CONFIG, Runner, StreamFailure, Write, checked_partitions
 from tidemill.streams.runner.faust_settings import checked_credentials, faust_settings, refuse_transactional_state
 from tidemill.streams.runner.faust_transport import PositionedTransport
-from tidemill.streams.runner.journal import Journal, partition_of_state
-from tidemill.streams.runner.watchdog import STOP_TIMEOUT_S, Progress, Stall, Watchdog
-
-LOG = logging.getLogger("tidemill.streams")
+from tidemill.streams.runner.journal import partition_of_state
+from tidemill.streams.runner.watchdog import STOP_TIMEOUT_S, Watchdog
 
 
-class FaustRunner:
+class FaustRunner(Runner):
     """As many partitions as the consumer group gives it, in one process."""
 
     def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
-        self._kafka = kafka
-        self._stream = stream
-        self._processor = processor
-        self._names = Names(kafka.topic_prefix)
-        self._codec = Codec(kafka.registry_url)
-        application = application_id(kafka, run, processor)
-        self._writes = Writes(self._names, self._codec, application)
-        self._machines: dict[int, Machine] = {}
-        self._journals: dict[int, Journal] = {}
+        super().__init__(kafka, run, stream, processor)
         self._next: dict[TP, int] = {}
         self._reading: set[TP] = set()
-        self._idle = IdleInputs(processor.inputs)
-        self._skipped = 0
         self._writing = asyncio.Lock()
         self._failure: BaseException | None = None
         self._ended = asyncio.Event()
         self._stopping = False
-        self._ready = False
         credentials = checked_credentials(kafka)
         partitions = checked_partitions(kafka, processor)
-        self.app = faust.App(application, **faust_settings(kafka, stream, partitions, credentials))
+        self.app = faust.App(self._application, **faust_settings(kafka, stream, partitions, credentials))
         self._transport = PositionedTransport(
             self.app.conf.broker_consumer,
             self.app,
@@ -131,22 +108,25 @@ class FaustRunner:
         generation = self.app.consumer_generation_id
         events = [event for event in batch if event.message.generation_id == generation]
         outputs = [output for event in events for output in self._observe(event.message)]
-        await self._write([self._writes.output(output) for output in outputs])
+        await self._write([self.write_of(output) for output in outputs])
         if not self._owns(generation):
             return
         partitions = sorted({event.message.partition for event in events})
         changes = {p: self._journals[p].redo(self._machines[p].take_changes()) for p in partitions}
-        for step in state_steps(self._table.changelog_topic_name, changes):
+        for step in zip(*changes.values(), strict=True):
             # The new owner of the partition may have written newer heads, and deletions that stand on them.
             if not self._owns(generation):
                 return
-            # The table's own setter would write the changelog without an acknowledgement to wait for.
-            for write in step:
-                if write.value is None:
-                    self._table.data.pop(write.key, None)
-                else:
-                    self._table.data[write.key] = write.value
-            await self._write(step)
+            writes = []
+            for partition, written in zip(changes, step, strict=True):
+                for key, value in written.items():
+                    writes.append(Write(self._table.changelog_topic_name, key.encode(), value, partition))
+                    # The table's own setter would write the changelog without an acknowledgement to wait for.
+                    if value is None:
+                        self._table.data.pop(key.encode(), None)
+                    else:
+                        self._table.data[key.encode()] = value
+            await self._write(writes)
         if self._owns(generation):
             for event in events:
                 await stream.ack(event)
@@ -165,16 +145,23 @@ class FaustRunner:
             self._step_over(tp, expected, offset)
         self._reading.add(tp)
         self._next[tp] = offset + 1
-        return self._machines[message.partition].observe(self._located(message))
+        record, error = decoded(self._codec, message.value)
+        located = ConsumedRecord(
+            topic=self._names.parse(message.topic),
+            partition=message.partition,
+            offset=offset,
+            timestamp_ms=round(message.timestamp * 1000),
+            key=message.key,
+            value=message.value,
+            record=record,
+            error=error,
+        )
+        return self._machines[message.partition].observe(located)
 
     def _step_over(self, tp: TP, expected: int, offset: int) -> None:
         first = self._transport.holes.first_kept(tp, expected)
         if first is not None:
-            gap = RetentionGap(tp.topic, tp.partition, expected, first)
-            if not self._stream.accept_gaps:
-                raise StreamFailure(str(gap)) from gap
-            self._skipped += offset - expected
-            LOG.error("%s. It is accepted (`stream.accept_gaps`): %d offsets skipped so far", gap, self._skipped)
+            self.pass_over(RetentionGap(tp.topic, tp.partition, expected, first))
         # The first record after a seek is what the log still has. From there on only compaction leaves records out.
         elif tp in self._reading and not self._transport.holes.take(tp, expected, offset):
             raise StreamFailure(
@@ -182,41 +169,22 @@ class FaustRunner:
                 "a transactional producer writes to this topic; start the worker again to read from its last position"
             )
 
-    def _located(self, message: Any) -> ConsumedRecord:  # noqa: ANN401 - a faust message
-        record, error = None, ""
-        try:
-            record = self._codec.decode(message.value)
-        except DecodeError as failure:
-            error = str(failure)
-        return ConsumedRecord(
-            topic=self._names.parse(message.topic),
-            partition=message.partition,
-            offset=message.offset,
-            timestamp_ms=round(message.timestamp * 1000),
-            key=message.key,
-            value=message.value,
-            record=record,
-            error=error,
-        )
-
     # Writing
 
     async def _write(self, writes: Sequence[Write]) -> None:
         """Send in order and wait for every acknowledgement."""
         async with self._writing:
             producer = self.app.producer
-            waiting: list[Awaitable[Any]] = [
-                await producer.send(w.topic, w.key, w.value, w.partition, w.timestamp_s, w.headers) for w in writes
-            ]
+            waiting: list[Awaitable[Any]] = []
+            for w in writes:
+                at_s = None if w.timestamp_ms is None else w.timestamp_ms / 1000
+                waiting.append(await producer.send(w.topic, w.key, w.value, w.partition, at_s, w.headers))
             for acknowledgement in waiting:
                 await acknowledgement
 
     async def _send_ticks(self) -> None:
         try:
-            # Kafka keeps milliseconds: a tick must not fall short of the deadline that it is sent for.
-            now_ms = to_ms(now_us())
-            due = list(self._idle.due(self._machines, now_ms * 1000))
-            await self._write([self._writes.tick(topic, partition, now_ms) for topic, partition in due])
+            await self._write(list(self.due_ticks()))
         except Exception as error:  # an error here would keep deadlines from passing, unseen
             self._fail(error)
             raise
@@ -225,7 +193,7 @@ class FaustRunner:
 
     async def _restore(self, *_sender: object, **_arguments: object) -> None:
         try:
-            self._make_machines()
+            self._begin()
         except Exception as error:  # Faust would try again for ever after any error here
             self._fail(error)
             raise
@@ -238,13 +206,14 @@ class FaustRunner:
         async with self._writing:
             return
 
-    def _make_machines(self) -> None:
-        """Build the machines of the partitions that this worker has now from the recovered table."""
+    def _begin(self) -> None:
+        """Make the machines of the partitions that this worker has now from the recovered table."""
         # Faust seeks next, and then empties the queues as it resumes the flow. A record delivered between the two would
         # be dropped and never fetched again, so nothing may flow until then.
         self.app.consumer.stop_flow()
         self.app.flow_control.suspend()
-        states: dict[int, list[tuple[str, bytes]]] = {partition: [] for partition in self._owned_partitions()}
+        owned = self.owned(self.app.consumer.assignment())
+        states: dict[int, list[tuple[str, bytes]]] = {partition: [] for partition in owned}
         for raw_key, value in list(self._table.data.items()):
             key = raw_key.decode()
             partition = partition_of_state(key, value)
@@ -252,23 +221,9 @@ class FaustRunner:
                 states[partition].append((key, value))
             else:
                 self._table.data.pop(raw_key, None)
-        self._journals = {p: Journal(p, found) for p, found in states.items()}
-        self._machines = {p: self._processor.machine(p, journal.state) for p, journal in self._journals.items()}
-        self._next = {
-            TP(self._names.of(topic), p): machine.next_offset(topic)
-            for p, machine in self._machines.items()
-            for topic in self._processor.inputs
-        }
+        self._next = {TP(*place): offset for place, offset in self.make_machines(states).items()}
         self._transport.holes.clear()
         self._reading.clear()
-        self._idle.clear()
-
-    def _owned_partitions(self) -> set[int]:
-        assignment = self.app.consumer.assignment()
-        owned = [{tp.partition for tp in assignment if tp.topic == self._names.of(t)} for t in self._processor.inputs]
-        if any(partitions != owned[0] for partitions in owned):
-            raise StreamFailure(f"the inputs' partitions are not assigned together: {sorted(assignment)}")
-        return owned[0]
 
     # Life
 
@@ -278,10 +233,15 @@ class FaustRunner:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._ended.set)
 
-        def stalled(stall: Stall) -> None:
-            loop.call_soon_threadsafe(self._fail, StreamFailure(str(stall)))
+        def stalled(stall: str) -> None:
+            loop.call_soon_threadsafe(self._fail, StreamFailure(stall))
 
-        watchdog = Watchdog(self._kafka, self._stream.stall_timeout_s, self._progress, stalled)
+        def progress() -> tuple[bool, dict[Partition, int]]:
+            ready = self._ready
+            offsets: Mapping[TP, int | None] = self._next if ready else self.app.tables.recovery.active_offsets
+            return ready, {(tp.topic, tp.partition): offset or 0 for tp, offset in list(offsets.items())}
+
+        watchdog = Watchdog(self._kafka, self._stream.stall_timeout_s, progress, stalled)
         watchdog.start()
         self.app.loop = loop
         self.app.finalize()
@@ -316,11 +276,6 @@ class FaustRunner:
         if not self._stopping:
             self._failure = self._failure or error
             self._ended.set()
-
-    def _progress(self) -> Progress:
-        ready = self._ready
-        offsets: Mapping[TP, int | None] = self._next if ready else self.app.tables.recovery.active_offsets
-        return Progress(ready, {(tp.topic, tp.partition): offset or 0 for tp, offset in list(offsets.items())})
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:

@@ -162,7 +162,15 @@ class Journal:
         self._sequence = found.sequence
         entries = {key: body for key, (kind, _, body) in bodies.items() if kind == _ENTRY}
         for index in range(found.parts):
-            for key, change in self._part(bodies, index).items():
+            part_key = self._part_key(self._sequence % 2, index)
+            part = _PARTS.read(bodies[part_key][2]) if part_key in bodies else None
+            if part is None or part.sequence != self._sequence:
+                raise StateError(
+                    f"partition {self._partition}: head {self._sequence} needs part {index} of its journal, but the "
+                    f"state topic has that of {part.sequence if part else 'none'}: records of the state topic are "
+                    "missing"
+                )
+            for key, change in part.entries.items():
                 if change is not None:
                     entries[key] = self._committed[key] = change
                     continue
@@ -170,13 +178,3 @@ class Journal:
                 entries.pop(key, None)
                 self._deleted[key] = None
         return MachineState(entries, found.body)
-
-    def _part(self, bodies: Mapping[str, tuple[bytes, int, bytes]], index: int) -> Written:
-        key = self._part_key(self._sequence % 2, index)
-        part = _PARTS.read(bodies[key][2]) if key in bodies else None
-        if part is None or part.sequence != self._sequence:
-            raise StateError(
-                f"partition {self._partition}: head {self._sequence} needs part {index} of its journal, but the state "
-                f"topic has that of {part.sequence if part else 'none'}: records of the state topic are missing"
-            )
-        return part.entries

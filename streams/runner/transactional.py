@@ -16,66 +16,59 @@ Ticks are written outside of transactions: they are no outputs, and inputs stay 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
 
-from tidemill.schemas.catalogue import Names
-from tidemill.schemas.clock import now_us, to_ms
-from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.access import AccessRefused, SecurityError, check_access, security_of
-from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
+from tidemill.schemas.log.admin import admin_client, create_missing
 from tidemill.schemas.log.client_settings import (
     METADATA_TIMEOUT_S,
+    Partition,
     consumer_settings,
     groupless_settings,
     producer_settings,
     raise_lasting,
 )
-from tidemill.schemas.log.consumed import Partition, consumed_record
-from tidemill.schemas.log.fenced_producer import FENCED
+from tidemill.schemas.log.consumed import consumed_record
+from tidemill.schemas.log.fenced_producer import CALL_TIMEOUT_S, FENCED, START_TIMEOUT_S, resumed
 from tidemill.schemas.log.guard import OUT_OF_RANGE, RetentionGap
 from tidemill.schemas.log.watermarks import watermarks
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.machine import Machine, Processor
+from tidemill.streams.machine import Processor
 from tidemill.streams.runner.base import (
+    LOG,
     STATE_TOPIC_CONFIG,
-    IdleInputs,
+    Runner,
     StreamFailure,
     Write,
-    Writes,
-    application_id,
     check_position,
     checked_partitions,
 )
-from tidemill.streams.runner.journal import Journal
-from tidemill.streams.runner.watchdog import Progress, Watchdog
+from tidemill.streams.runner.watchdog import Watchdog
 
 CLIENT = "tidemill-stream"
 TRANSACTION_TIMEOUT_MS = 15_000
 """After this the log aborts the transaction of a worker that is gone."""
-CALL_TIMEOUT_S = 10.0
-START_TIMEOUT_S = 60.0
 CHUNK = 500
 """Most records taken from the client at once."""
 IDLE_S = 0.1
 AGAIN_S = 0.5
 """Pause after an aborted transaction."""
-LOG = logging.getLogger("tidemill.streams")
 
 
 class _Stopped(Exception):
     """The worker is to end, and its state is not read to the end."""
 
 
-class TransactionalRunner:
+class TransactionalRunner(Runner):
     """As many partitions as the consumer group gives it, in one process and one thread."""
 
     def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
@@ -84,14 +77,8 @@ class TransactionalRunner:
             check_access(kafka)
         except (AccessRefused, SecurityError) as refused:
             raise StreamFailure(str(refused)) from refused
-        self._kafka, self._stream, self._processor = kafka, stream, processor
-        self._names = Names(kafka.topic_prefix)
-        self._codec = Codec(kafka.registry_url)
-        application = application_id(kafka, run, processor)
-        self._writes = Writes(self._names, self._codec, application)
-        self._changelog = f"{application}-{processor.table}-changelog"
-        self._machines: dict[int, Machine] = {}
-        self._journals: dict[int, Journal] = {}
+        super().__init__(kafka, run, stream, processor)
+        self._changelog = f"{self._application}-{processor.table}-changelog"
         self._next: dict[Partition, int] = {}
         self._found: dict[Partition, int] = {}
         """How far the state was read, while it is."""
@@ -99,15 +86,12 @@ class TransactionalRunner:
         """Partitions with records in the open transaction; empty while none is open."""
         self._taken = 0
         self._ends_at = self._tick_at = 0.0
-        self._skipped = 0
-        self._idle = IdleInputs(processor.inputs)
-        self._ready = False
         self._stop = threading.Event()
         self._failure: str | None = None
         self._make_changelog(checked_partitions(kafka, processor))
         self._consumer = Consumer(
             {
-                **consumer_settings(kafka, CLIENT, application),
+                **consumer_settings(kafka, CLIENT, self._application),
                 "auto.offset.reset": "error",
                 "partition.assignment.strategy": "range",
                 "fetch.wait.max.ms": stream.fetch_wait_ms,
@@ -124,7 +108,7 @@ class TransactionalRunner:
             {
                 **producer_settings(kafka, CLIENT),
                 # A worker that is started again under its name ends at once what the one before left open.
-                "transactional.id": f"{application}-{stream.instance or uuid.uuid4().hex}",
+                "transactional.id": f"{self._application}-{stream.instance or uuid.uuid4().hex}",
                 "transaction.timeout.ms": TRANSACTION_TIMEOUT_MS,
                 "delivery.timeout.ms": TRANSACTION_TIMEOUT_MS,
                 "linger.ms": 20,
@@ -137,13 +121,10 @@ class TransactionalRunner:
         client = admin_client(self._kafka)
         config = {"cleanup.policy": "compact", **STATE_TOPIC_CONFIG}
         topic = NewTopic(self._changelog, partitions, self._kafka.replication_factor, config=config)
-        (created,) = client.create_topics([topic], request_timeout=REQUEST_TIMEOUT_S).values()
         try:
-            created.result()
+            create_missing(client, [topic])
         except KafkaException as error:
-            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise StreamFailure(f"the state topic {self._changelog} cannot be made: {error.args[0]}") from error
-        wait_until_led(client, {self._changelog})
+            raise StreamFailure(f"the state topic {self._changelog} cannot be made: {error.args[0]}") from error
         found = len(client.list_topics(self._changelog, METADATA_TIMEOUT_S).topics[self._changelog].partitions)
         if found != partitions:
             raise StreamFailure(
@@ -159,12 +140,12 @@ class TransactionalRunner:
         watchdog = Watchdog(
             self._kafka,
             self._stream.stall_timeout_s,
-            lambda: Progress(self._ready, dict(self._next if self._ready else self._found)),
+            lambda: (self._ready, dict(self._next if self._ready else self._found)),
             self._end,
         )
         watchdog.start()
         try:
-            _call(self._producer.init_transactions, START_TIMEOUT_S)
+            resumed(self._producer.init_transactions, START_TIMEOUT_S)
             self._consumer.subscribe(
                 [self._names.of(topic) for topic in self._processor.inputs],
                 on_assign=self._assigned,
@@ -243,7 +224,7 @@ class TransactionalRunner:
         self._taken += 1
         self._next[topic, partition] = offset + 1
         for output in machine.observe(consumed_record(message, self._names, self._codec)):
-            self._write(self._writes.output(output))
+            self._write(self.write_of(output))
 
     def _kept(self, place: Partition, offset: int) -> int:
         """The first offset from `offset` that the log keeps. Raises RetentionGap, StreamFailure."""
@@ -254,11 +235,7 @@ class TransactionalRunner:
         if offset == 0:
             LOG.warning("%s[%d] is read from its beginning, which is now offset %d", *place, first)
             return first
-        gap = RetentionGap(*place, offset, first)
-        if not self._stream.accept_gaps:
-            raise gap
-        self._skipped += first - offset
-        LOG.error("%s. It is accepted (`stream.accept_gaps`): %d offsets skipped so far", gap, self._skipped)
+        self.pass_over(RetentionGap(*place, offset, first))
         return first
 
     # Writing
@@ -289,8 +266,8 @@ class TransactionalRunner:
         if self._producer.flush(TRANSACTION_TIMEOUT_MS / 1000):
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "the log did not take the transaction's records"))
         member = self._consumer.consumer_group_metadata()
-        _call(lambda timeout_s: self._producer.send_offsets_to_transaction(offsets, member, timeout_s))
-        _call(self._producer.commit_transaction)
+        resumed(lambda timeout_s: self._producer.send_offsets_to_transaction(offsets, member, timeout_s))
+        resumed(self._producer.commit_transaction)
         self._touched.clear()
 
     def _begin_again(self, error: KafkaException) -> None:
@@ -317,7 +294,7 @@ class TransactionalRunner:
         # comes first is of a transaction that it does not know, which costs the producer its life.
         self._producer.flush(CALL_TIMEOUT_S)
         try:
-            _call(self._producer.abort_transaction)
+            resumed(self._producer.abort_transaction)
         except KafkaException as error:
             # There may have been none; and a producer at its end has none, which the next call says.
             if error.args[0].code() != KafkaError._STATE and not error.args[0].fatal():
@@ -329,20 +306,15 @@ class TransactionalRunner:
                 # A deadline would pass unseen.
                 self._end(f"the log refused a tick: {error}")
 
-        # Kafka keeps milliseconds: a tick must not fall short of the deadline that it is sent for.
-        now_ms = to_ms(now_us())
-        for topic, partition in self._idle.due(self._machines, now_ms * 1000):
-            tick = self._writes.tick(topic, partition, now_ms)
-            self._ticks.produce(tick.topic, tick.value, tick.key, partition, timestamp=now_ms, on_delivery=written)
+        for tick in self.due_ticks():
+            place: dict[str, Any] = {"partition": tick.partition, "timestamp": tick.timestamp_ms}
+            self._ticks.produce(tick.topic, tick.value, tick.key, **place, on_delivery=written)
         self._ticks.poll(0)
 
     # Partitions
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        owned = [{tp.partition for tp in partitions if tp.topic == self._names.of(t)} for t in self._processor.inputs]
-        if any(found != owned[0] for found in owned):
-            raise StreamFailure(f"the inputs' partitions are not assigned together: {partitions}")
-        self._restore(owned[0])
+        self._restore(self.owned([(tp.topic, tp.partition) for tp in partitions]))
 
     def _revoked(self, consumer: Consumer, _partitions: list[TopicPartition]) -> None:
         try:
@@ -361,20 +333,14 @@ class TransactionalRunner:
     def _forget(self) -> None:
         for held in (self._machines, self._journals, self._next, self._touched, self._found):
             held.clear()
-        self._idle.clear()
         self._ready = False
 
     def _restore(self, partitions: Collection[int]) -> None:
         """Make the machines of these partitions from the log, and read on from where they stand."""
         self._forget()
         written = self._read_state(partitions)
-        self._journals = {partition: Journal(partition, written[partition].items()) for partition in partitions}
-        self._machines = {p: self._processor.machine(p, journal.state) for p, journal in self._journals.items()}
-        self._next = {
-            (name, p): self._kept((name, p), machine.next_offset(topic))
-            for p, machine in self._machines.items()
-            for topic, name in ((topic, self._names.of(topic)) for topic in self._processor.inputs)
-        }
+        begin = self.make_machines({partition: found.items() for partition, found in written.items()})
+        self._next = {place: self._kept(place, offset) for place, offset in begin.items()}
         self._consumer.assign([TopicPartition(*place, offset) for place, offset in self._next.items()])
         self._ready = True
 
@@ -405,19 +371,6 @@ class TransactionalRunner:
                     left.pop(partition, None)
         self._state_reader.unassign()
         return found
-
-
-def _call(call: Callable[[float], object], within_s: float = 2 * CALL_TIMEOUT_S) -> None:
-    """Make a call of the transaction protocol; one that ran out of time is resumed by calling again."""
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
-            call(CALL_TIMEOUT_S)
-        except KafkaException as error:
-            if not error.args[0].retriable() or time.monotonic() > deadline:
-                raise
-        else:
-            return
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:

@@ -12,12 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 from confluent_kafka import KafkaException
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import Partition
+from tidemill.schemas.log.client_settings import Partition
 from tidemill.schemas.log.guard import Stillness
 from tidemill.schemas.log.liveness import EXIT_HUNG
 from tidemill.schemas.log.watermarks import EndsClient
@@ -26,48 +25,11 @@ CHECKS_PER_TIMEOUT = 10
 REQUEST_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 20.0
 """Longest that a worker takes to end."""
-WORKER = "worker"
 LOG = logging.getLogger("tidemill.streams")
 
-
-@dataclass(frozen=True, slots=True)
-class Stall:
-    """There was work and none was done for `seconds`."""
-
-    seconds: float
-    waiting: int
-    """Records that wait; 0 when the worker never got to the point of reading."""
-
-    def __str__(self) -> str:
-        what = f"while {self.waiting} records wait" if self.waiting else "towards being ready to read"
-        return (
-            f"no progress for {self.seconds:.0f} s {what}: the worker is stalled and must be started again "
-            "(`stall_timeout_s` sets how long is too long)"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """One look at a worker."""
-
-    ready: bool
-    """Partitions are assigned and their state is recovered."""
-    positions: Mapping[Partition, int]
-    """Next offset by input partition when ready; before, by partition of the state topic."""
-
-
-class ProgressRule:
-    """Decides from successive looks whether the worker is stalled. Times are seconds of any monotonic clock."""
-
-    def __init__(self, timeout_s: float, now_s: float) -> None:
-        self._still: Stillness[str] = Stillness(timeout_s)
-        self._still.observe(WORKER, None, False, now_s)
-
-    def observe(self, now_s: float, progress: Progress, ends: Mapping[Partition, int]) -> Stall | None:
-        """One look, with the log's end by input partition; a partition without an end counts as read."""
-        waiting = sum(max(0, ends[p] - position) for p, position in progress.positions.items() if p in ends)
-        still_s = self._still.observe(WORKER, progress, bool(waiting) or not progress.ready, now_s)
-        return None if still_s is None else Stall(still_s, waiting)
+Progress = tuple[bool, Mapping[Partition, int]]
+"""Whether partitions are assigned and their state is recovered, and the next offset of each: then of the inputs, before
+of the state topic."""
 
 
 class Watchdog:
@@ -76,7 +38,7 @@ class Watchdog:
     Args:
         timeout_s: without progress for this long the worker is stalled. 0: nobody looks.
         progress: asks the worker how far it is; called from the watchdog's thread.
-        on_stall: called once, from the watchdog's thread.
+        on_stall: takes the message of a stall; called once, from the watchdog's thread.
     """
 
     def __init__(
@@ -84,9 +46,10 @@ class Watchdog:
         kafka: KafkaSettings,
         timeout_s: float,
         progress: Callable[[], Progress],
-        on_stall: Callable[[Stall], None],
+        on_stall: Callable[[str], None],
     ) -> None:
         self._timeout_s = timeout_s
+        self._still: Stillness[None] = Stillness(timeout_s)
         self._progress = progress
         self._on_stall = on_stall
         self._stopped = threading.Event()
@@ -105,15 +68,32 @@ class Watchdog:
             self._thread.join(REQUEST_TIMEOUT_S * 2)
         self._log.close()
 
+    def stalled(self, now_s: float, progress: Progress, ends: Mapping[Partition, int]) -> str:
+        """One look, with the log's end by input partition; why the worker is stalled, empty where it is not.
+
+        A partition without an end counts as read. `now_s` is of any monotonic clock.
+        """
+        ready, positions = progress
+        waiting = sum(max(0, ends[place] - position) for place, position in positions.items() if place in ends)
+        still_s = self._still.observe(None, progress, bool(waiting) or not ready, now_s)
+        if still_s is None:
+            return ""
+        what = f"while {waiting} records wait" if waiting else "towards being ready to read"
+        return (
+            f"no progress for {still_s:.0f} s {what}: the worker is stalled and must be started again "
+            "(`stall_timeout_s` sets how long is too long)"
+        )
+
     def _watch(self) -> None:
-        rule = ProgressRule(self._timeout_s, time.monotonic())
+        self._still.observe(None, None, False, time.monotonic())
         while not self._stopped.wait(self._timeout_s / CHECKS_PER_TIMEOUT):
-            progress, ends = self._progress(), {}
-            if progress.ready:
+            progress = ready, positions = self._progress()
+            ends: Mapping[Partition, int] = {}
+            if ready:
                 # Without a broker nobody can make progress, and a fresh worker could not either.
                 with suppress(KafkaException):
-                    ends = self._log.ends(progress.positions, REQUEST_TIMEOUT_S)
-            stall = rule.observe(time.monotonic(), progress, ends)
+                    ends = self._log.ends(positions, REQUEST_TIMEOUT_S)
+            stall = self.stalled(time.monotonic(), progress, ends)
             if stall:
                 LOG.error("%s", stall)
                 self._on_stall(stall)

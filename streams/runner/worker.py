@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
+from tidemill.streams.assembly.group_assembly import GroupAssembler
 from tidemill.streams.config import ProcessorName, RunnerName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin
@@ -41,15 +40,9 @@ class Rules:
 
 def group_assembly(run: RunSettings, stream: StreamSettings) -> Processor:
     """`rollouts` in, `groups` out, each group in the partition of its rollouts."""
-    rules = AssemblyRules(
-        run_id=run.run_id,
-        done_ttl_us=to_us(stream.done_ttl_s),
-        min_completed=stream.min_completed,
-        shuffle_rewards=stream.shuffle_rewards,
-    )
 
     def machine(partition: int, state: MachineState) -> GroupAssembler:
-        return GroupAssembler(partition, rules, state)
+        return GroupAssembler(partition, run.run_id, stream, state)
 
     return Processor(stream.application, "groups", (Topic.ROLLOUTS,), (Topic.GROUPS,), machine)
 

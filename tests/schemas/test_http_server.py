@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -127,6 +127,15 @@ def read_answer(connection: socket.socket) -> bytes:
     return found
 
 
+def send_slowly(connection: socket.socket, pieces: Iterable[bytes]) -> bytes:
+    """Send one piece after the other until the server answers or closes; what it says to the end."""
+    deadline, left = time.monotonic() + DEADLINE_S, iter(pieces)
+    while not wait([connection], SHORT_S / 10):
+        assert time.monotonic() < deadline
+        connection.send(next(left))
+    return read_to_end(connection)
+
+
 def status_of(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
@@ -148,22 +157,15 @@ def test_a_header_that_comes_byte_by_byte_is_not_waited_for(begun: bytes):
         connection = served.connect(begun)
         if begun:
             assert status_of(read_answer(connection)) == 200
-        deadline, letters = time.monotonic() + DEADLINE_S, chain(b"GET / HTTP/1.1\r\nx: ", repeat(ord("y")))
-        while not wait([connection], SHORT_S / 10):
-            assert time.monotonic() < deadline
-            connection.send(bytes([next(letters)]))
-        assert status_of(read_to_end(connection)) == 408
+        letters = chain(b"GET / HTTP/1.1\r\nx: ", repeat(ord("y")))
+        assert status_of(send_slowly(connection, (bytes([letter]) for letter in letters))) == 408
 
 
 @pytest.mark.parametrize("head", [b"content-length: 100", b"transfer-encoding: chunked"])
 def test_a_body_that_comes_byte_by_byte_is_not_waited_for(head: bytes):
     with serving(SHORT) as served:
         connection = served.connect(b"POST / HTTP/1.1\r\n" + head + b"\r\n\r\n")
-        deadline = time.monotonic() + DEADLINE_S
-        while not wait([connection], SHORT_S / 10):
-            assert time.monotonic() < deadline
-            connection.send(b"x" if b"length" in head else b"1\r\nx\r\n")
-        answer = read_to_end(connection)
+        answer = send_slowly(connection, repeat(b"x" if b"length" in head else b"1\r\nx\r\n"))
         assert status_of(answer) == 408 and b"the body did not arrive within 0.5 s" in answer
 
 
@@ -171,11 +173,7 @@ def test_a_body_that_comes_after_its_answer_is_not_waited_for_either():
     with serving(SHORT) as served:
         connection = served.connect(b"POST /early HTTP/1.1\r\ncontent-length: 100\r\n\r\n")
         assert status_of(read_answer(connection)) == 200
-        deadline = time.monotonic() + DEADLINE_S
-        while not wait([connection], SHORT_S / 10):
-            assert time.monotonic() < deadline
-            connection.send(b"x")
-        assert read_to_end(connection) == b"", "the request was answered already"
+        assert send_slowly(connection, repeat(b"x")) == b"", "the request was answered already"
 
 
 def test_a_connection_is_kept_for_a_further_request_for_a_while():

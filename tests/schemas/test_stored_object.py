@@ -1,4 +1,4 @@
-"""Stored objects come back whole or not at all, and a reader takes no more than the record names."""
+"""Stored objects and claimed bytes come back whole or not at all; a reader takes no more than the record names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import fsspec
 import pytest
 
 from tidemill.schemas.stored_object import (
+    ClaimError,
     StoredObject,
     StoredObjectError,
     StoreUnavailableError,
+    load_claim,
     object_pieces,
     put_object,
     read_object,
+    store_claim,
 )
 
 
@@ -39,9 +42,9 @@ def test_round_trip(folder, pieces):
 
 def test_a_relative_directory_is_named_absolutely(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    stored = put_object("store/one", [b"payload"])
+    stored, claim = put_object("store/one", [b"payload"]), store_claim("data/store", "one", b"payload")
     monkeypatch.chdir("/")
-    assert read_object(stored) == b"payload"
+    assert read_object(stored) == load_claim(claim) == b"payload"
 
 
 @pytest.mark.parametrize(
@@ -106,3 +109,26 @@ def test_nothing_is_left_open(tmp_path):
     read_object(stored)
     held = {Path(link).resolve() for link in Path("/proc/self/fd").iterdir()}
     assert tmp_path / "one" not in held
+
+
+@pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 5000])
+def test_claimed_bytes_come_back(folder: str, payload: bytes):
+    assert load_claim(store_claim(folder, "a/b", payload)) == payload
+
+
+@pytest.mark.parametrize("damage", [b"payloae", b"payloa", b"payload+"])
+def test_changed_claimed_bytes_are_refused(tmp_path: Path, damage: bytes):
+    claim = store_claim(str(tmp_path), "one", b"payload")
+    (tmp_path / "one").write_bytes(damage)
+    with pytest.raises(ClaimError, match="not the ones stored"):
+        load_claim(claim)
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [("{}/two", "gone"), ("{}", "gone"), ("memory://claims/two", "gone"), ("nowhere://one", "cannot be reached")],
+)
+def test_claimed_bytes_that_are_not_there_are_said_to_be_missing(tmp_path: Path, uri: str, said: str):
+    claim = store_claim(str(tmp_path), "one", b"payload")
+    with pytest.raises(ClaimError, match=said):
+        load_claim(replace(claim, uri=uri.format(tmp_path)))

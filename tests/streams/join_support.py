@@ -121,7 +121,7 @@ def join_of(settings: JoinSettings, state: MachineState | None = None) -> Feedba
     return FeedbackJoin(0, RUN_ID, settings, state)
 
 
-def joined(logs: TwoLogs, settings: JoinSettings | None = None) -> list[Output]:
-    """What an undisturbed join puts out, one topic read after the other."""
-    join = join_of(settings or settings_of())
-    return [output for records in logs.inputs.values() for record in records for output in join.observe(record)]
+def played(logs: TwoLogs, **changes: Any) -> tuple[FeedbackJoin, list[Output]]:
+    """An undisturbed join that has read one topic after the other, and what it put out."""
+    join = join_of(settings_of(**changes))
+    return join, [output for records in logs.inputs.values() for record in records for output in join.observe(record)]

@@ -103,8 +103,10 @@ def work(log: MachineLog, make: Make, turns: Sequence[int] = (), batch: int = 3)
     return machine
 
 
-def work_through_kills(log: MachineLog, make: Make, kills: Sequence[tuple[int, Sequence[int]]], batch: int) -> Machine:
-    """Work to the end, killed after each of so many writes, the topics taking other turns each time."""
+def work_through_kills(
+    log: MachineLog, make: Make, kills: Sequence[tuple[int, Sequence[int]]], batch: int, last: Sequence[int] = ()
+) -> Machine:
+    """Work to the end, killed after each of so many writes, the topics taking other turns each time and at last."""
     for writes, turns in kills:
         log.writes_left = writes
         try:
@@ -113,7 +115,28 @@ def work_through_kills(log: MachineLog, make: Make, kills: Sequence[tuple[int, S
             continue
         break
     log.writes_left = None
-    return work(log, make, (), batch)
+    return work(log, make, last, batch)
+
+
+def check_kills(
+    inputs: Mapping[Topic, Sequence[ConsumedRecord]],
+    make: Make,
+    kills: Sequence[tuple[int, Sequence[int]]],
+    batch: int,
+    atomic: bool,
+    last: Sequence[int] = (),
+) -> None:
+    """Assert that a worker killed anywhere, with other batches and turns, repeats outputs and changes nothing."""
+    undisturbed, disturbed = MachineLog(inputs), MachineLog(inputs, atomic=atomic)
+    whole = work(undisturbed, make, batch=1)
+    machine = work_through_kills(disturbed, make, kills, batch, last)
+    assert said(disturbed.outputs) == said(undisturbed.outputs)
+    assert not atomic or len(disturbed.outputs) == len(undisturbed.outputs)
+    for name in ("_head", "counts"):
+        assert getattr(machine, name, None) == getattr(whole, name, None)
+    assert {entry.key: entry for entry in machine._store.entries()} == {e.key: e for e in whole._store.entries()}
+    assert [machine.next_offset(topic) for topic in inputs] == [whole.next_offset(topic) for topic in inputs]
+    assert machine.next_deadline_us() == whole.next_deadline_us()
 
 
 def said(outputs: Iterable[Output]) -> list[tuple[str, object]]:

@@ -8,26 +8,29 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from generated_logs import timed_logs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine_log import MachineLog, said, work, work_through_kills
+from machine_log import MachineLog, check_kills, said, work
 from stream_support import CODEC, RUN_ID, located, rollout
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import CloseReason, Document, Group, Rollout, Tick
-from tidemill.streams.assembly import group_state
-from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
-from tidemill.streams.assembly.group_state import AssemblyHead, DoneGroup, GroupHeader, OpenGroup
+from tidemill.streams.assembly.group_assembly import GroupAssembler
+from tidemill.streams.assembly.group_state import DoneGroup, GroupBytes, GroupHeader, OpenGroup
+from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Emit, Output, Rejected
 from tidemill.streams.runner.journal import Journal
 from tidemill.streams.state import NO_IDENTIFIER, MachineState, StateError
 
-RULES = AssemblyRules(run_id=RUN_ID, done_ttl_us=3_600_000_000)
+
+def assembly(state: MachineState | None = None, **settings) -> GroupAssembler:
+    return GroupAssembler(0, RUN_ID, StreamSettings(**settings), state)
 
 
-def observe_all(records: list[ConsumedRecord], rules: AssemblyRules = RULES) -> list[Output]:
-    assembler = GroupAssembler(0, rules)
+def observe_all(records: list[ConsumedRecord], **settings) -> list[Output]:
+    assembler = assembly(**settings)
     return [output for record in records for output in assembler.observe(record)]
 
 
@@ -52,27 +55,21 @@ def test_closes_when_every_member_came():
     assert [m.advantage for m in group.members] == [-1.5, -0.5, 0.5, 1.5]
 
 
-def test_a_failed_member_counts_but_is_no_reward():
-    records = [located(rollout("g", i, reward=r), i) for i, r in enumerate((1.0, None, 0.0, None))]
-    (group,) = groups_of(observe_all(records))
-    assert group.mean_reward == 0.5
-    assert [m.advantage for m in group.members] == [0.5, None, -0.5, None]
-    assert [m.reward for m in group.members] == [1.0, None, 0.0, None]
-
-
-def test_a_group_of_failures_has_no_mean():
-    (group,) = groups_of(observe_all([located(rollout("g", i, reward=None), i) for i in range(4)]))
-    assert group.mean_reward is None
-    assert {m.advantage for m in group.members} == {None}
-
-
-def test_too_few_completed_members_have_no_advantage():
-    rewards = (1.0, None, None, None)
+@pytest.mark.parametrize(
+    ("rewards", "least", "mean", "advantages"),
+    [
+        ((1.0, None, 0.0, None), 1, 0.5, [0.5, None, -0.5, None]),
+        ((None,) * 4, 1, None, [None] * 4),
+        ((1.0, None, None, None), 2, None, [None] * 4),
+    ],
+    ids=["a failure is no reward", "failures have no mean", "too few completed"],
+)
+def test_failed_members_count_and_are_no_rewards(rewards, least, mean, advantages):
     records = [located(rollout("g", i, reward=r), i) for i, r in enumerate(rewards)]
-    (group,) = groups_of(observe_all(records, replace(RULES, min_completed=2)))
-    assert group.mean_reward is None
-    assert group.members[0].reward == 1.0
-    assert group.members[0].advantage is None
+    (group,) = groups_of(observe_all(records, min_completed=least))
+    assert group.mean_reward == mean
+    assert [m.advantage for m in group.members] == advantages
+    assert tuple(m.reward for m in group.members) == rewards
 
 
 def test_deadline_by_another_groups_rollout():
@@ -88,7 +85,7 @@ def test_deadline_by_another_groups_rollout():
 def test_deadline_by_a_tick_in_an_idle_partition():
     first = located(rollout("g", 0, deadline_at=5_000_000), 0, at_ms=4_000)
     tick = located(Tick(source="s", at=6_000_000), 1, at_ms=6_000)
-    assembler = GroupAssembler(0, RULES)
+    assembler = assembly()
     assert assembler.observe(first) == []
     assert assembler.next_deadline_us() == 5_000_000
     (group,) = groups_of(assembler.observe(tick))
@@ -97,10 +94,10 @@ def test_deadline_by_a_tick_in_an_idle_partition():
 
 
 def test_clock_never_goes_back():
-    assembler = GroupAssembler(0, RULES)
+    assembler = assembly()
     assembler.observe(located(Tick(source="s", at=0), 0, at_ms=9_000))
     assembler.observe(located(Tick(source="s", at=0), 1, at_ms=1_000))
-    assert assembler.clock_us() == 9_000_000
+    assert assembler.clock_us(Topic.ROLLOUTS) == 9_000_000
 
 
 def test_late_rollout_is_told_once_and_alone():
@@ -119,8 +116,7 @@ def test_a_group_that_opens_past_its_deadline_closes_at_once():
 
 
 def test_markers_are_forgotten_after_their_time():
-    rules = replace(RULES, done_ttl_us=1_000_000)
-    assembler = GroupAssembler(0, rules)
+    assembler = assembly(done_ttl_s=1)
     assembler.observe(located(rollout("g", 0, group_size=1), 0, at_ms=1_000))
     assert list(assembler.take_changes().entries) == ["g"]
     assembler.observe(located(Tick(source="s", at=0), 1, at_ms=1_999))
@@ -134,16 +130,15 @@ def test_other_runs_are_left_alone():
 
 
 def test_shuffled_rewards_are_the_same_rewards_and_the_same_each_time():
-    rules = replace(RULES, shuffle_rewards=True)
     rewards = [0.0, 1.0, 2.0, None, 4.0, 5.0, 6.0, 7.0]
     records = [located(rollout("g", i, group_size=8, reward=r), i) for i, r in enumerate(rewards)]
-    (group,) = groups_of(observe_all(records, rules))
+    (group,) = groups_of(observe_all(records, shuffle_rewards=True))
     drawn = [m.reward for m in group.members]
     assert group.rewards_shuffled
     assert sorted(r for r in drawn if r is not None) == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0]
     assert drawn[3] is None
     assert drawn != rewards
-    assert groups_of(observe_all(records, rules)) == [group]
+    assert groups_of(observe_all(records, shuffle_rewards=True)) == [group]
 
 
 BROKEN = {
@@ -166,7 +161,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_records_are_rejected_and_the_stream_goes_on(name):
-    assembler = GroupAssembler(0, RULES)
+    assembler = assembly()
     (rejected,) = assembler.observe(BROKEN[name])
     assert isinstance(rejected, Rejected)
     assert rejected.reason
@@ -225,79 +220,28 @@ def test_output_bytes_do_not_depend_on_arrival_order(one, other):
 
     def assembled(order):
         # The offset guard is the log's order; here the same located records come in another one.
-        assembler = GroupAssembler(0, RULES)
+        assembler = assembly()
         outputs = []
         for i in order:
-            assembler._offset = -1
+            assembler._head.offset = -1
             outputs += assembler.observe(members[i])
         return [CODEC.encode(output.record) for output in outputs]
 
     assert assembled(one) == assembled(other)
 
 
-@st.composite
-def timed_logs(draw):
-    """Rollouts with deadlines, duplicates, ticks and junk, at uneven event times."""
-    records, at_ms = [], 1_000
-    for offset in range(draw(st.integers(1, 24))):
-        at_ms += draw(st.integers(-200, 1_000))
-        group = draw(st.integers(0, 3))
-        kind = draw(st.sampled_from(["rollout", "rollout", "rollout", "tick", "junk"]))
-        deadline = 1_000_000 * (2 + group)
-        record = {
-            "rollout": rollout(f"g{group}", draw(st.integers(0, 2)), group_size=3, deadline_at=deadline),
-            "tick": Tick(source="s", at=0),
-            "junk": None,
-        }[kind]
-        records.append(located(record, offset, at_ms=max(0, at_ms)))
-    return records
-
-
-def worked(records: list[ConsumedRecord], rules: AssemblyRules, batch: int) -> tuple[MachineLog, GroupAssembler]:
-    """The log and the machine after an undisturbed worker."""
-    log = MachineLog({Topic.ROLLOUTS: records})
-    machine = work(log, lambda state: GroupAssembler(0, rules, state), batch=batch)
-    assert isinstance(machine, GroupAssembler)
-    return log, machine
-
-
-def remembered(machine: GroupAssembler) -> tuple[object, ...]:
-    """Everything that decides what a machine does next."""
-    entries = {entry.key: entry for entry in machine._store.entries()}
-    return entries, machine.next_offset(), machine.clock_us(), machine.next_deadline_us()
-
-
 @settings(max_examples=300)
-@given(
-    timed_logs(),
-    st.lists(st.integers(0, 40), max_size=6),
-    st.integers(1, 7),
-    st.integers(0, 4_000_000),
-    st.booleans(),
-)
-def test_a_worker_killed_anywhere_repeats_groups_but_changes_none(records, kills, batch, ttl_us, atomic):
-    rules = replace(RULES, done_ttl_us=10_000_000 + ttl_us)
-    undisturbed, whole = worked(records, rules, batch)
-    log = MachineLog({Topic.ROLLOUTS: records}, atomic=atomic)
-    machine = work_through_kills(log, lambda s: GroupAssembler(0, rules, s), [(n, ()) for n in kills], batch)
-    assert isinstance(machine, GroupAssembler)
-    assert said(log.outputs) == said(undisturbed.outputs)
-    assert not atomic or len(log.outputs) == len(undisturbed.outputs)
-    assert remembered(machine) == remembered(whole)
-
-
-@given(timed_logs(), st.integers(1, 24), st.integers(1, 7))
-def test_batching_does_not_change_the_outcome(records, one, other):
-    (first, machine), (second, again) = worked(records, RULES, one), worked(records, RULES, other)
-    assert first.outputs == second.outputs
-    assert remembered(machine) == remembered(again)
+@given(timed_logs(), st.lists(st.integers(0, 40), max_size=6), st.integers(1, 7), st.floats(10, 14), st.booleans())
+def test_a_worker_killed_anywhere_repeats_groups_but_changes_none(records, kills, batch, ttl_s, atomic):
+    inputs = {Topic.ROLLOUTS: records}
+    check_kills(inputs, lambda state: assembly(state, done_ttl_s=ttl_s), [(n, ()) for n in kills], batch, atomic)
 
 
 @given(timed_logs(), st.integers(0, 24), st.integers(0, 24))
 def test_a_state_of_before_one_format_goes_on(records, head_at, entries_at):
     """Bare values under the groups' keys, by a worker that may have been killed between them and their head."""
     head_at, entries_at = sorted((head_at % (len(records) + 1), entries_at % (len(records) + 1)))
-    assembler = GroupAssembler(0, RULES)
+    assembler = assembly()
     written: dict[str, bytes] = {}
     before: list[Output] = []
     for done, record in enumerate(records[:entries_at], 1):
@@ -310,7 +254,7 @@ def test_a_state_of_before_one_format_goes_on(records, head_at, entries_at):
             for key in [key for key, body in changes.entries.items() if body is None]:
                 written.pop(key, None)
     log = MachineLog({Topic.ROLLOUTS: records}, list(before), written)
-    work(log, lambda state: GroupAssembler(0, RULES, state))
+    work(log, assembly)
     assert said(log.outputs) == said(observe_all(records))
 
 
@@ -325,26 +269,24 @@ def test_no_rollout_is_lost_and_none_is_in_two_groups(records):
 
 
 def test_states_survive_their_bytes():
+    group_bytes = GroupBytes(7)
     open_group = OpenGroup("g", 3, GroupHeader.of(rollout("g", 0)))
-    assembler = GroupAssembler(0, RULES)
+    for entry in (open_group, DoneGroup("h", 1, 2, {"a", "b"}, 7)):
+        assert group_bytes.decode(entry.key, group_bytes.encode(entry)) == entry
+    assembler = assembly()
     assembler.observe(located(rollout("g", 0), 0))
     assembler.observe(located(rollout("h", 0, group_size=1, reward=None), 1))
-    changes = assembler.take_changes()
-    for entry in (open_group, DoneGroup("h", 1, 2, {"a", "b"}, 7)):
-        assert group_state.decode(entry.key, group_state.encode(entry), 7) == entry
-    head = AssemblyHead(1, 2, 3)
-    assert group_state.decode_head(group_state.encode_head(head)) == head
-    for key, data in changes.entries.items():
+    for key, data in assembler.take_changes().entries.items():
         assert data is not None
-        assert group_state.encode(group_state.decode(key, data, 7)) == data
+        assert group_bytes.encode(group_bytes.decode(key, data)) == data
 
 
 @given(st.binary(max_size=60))
 def test_hostile_state_bytes_raise_one_error(data):
     with suppress(StateError):
-        group_state.decode("g", data, 7)
+        GroupBytes(7).decode("g", data)
     with suppress(StateError):
-        GroupAssembler(0, RULES, MachineState({}, data))
+        assembly(MachineState({}, data))
     for key in ("g", "\x00head/0", "\x00head/x"):
         with suppress(StateError):
-            GroupAssembler(0, RULES, Journal(0, [(key, data)]).state)
+            assembly(Journal(0, [(key, data)]).state)

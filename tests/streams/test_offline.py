@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from generated_logs import TURNS, timed_logs, two_logs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from join_support import SECOND_US, TwoLogs, feedback, interaction, settings_of
+from join_support import TwoLogs, settings_of
 from machine_log import MachineLog, said, work_through_kills
 from stream_support import RUN_ID, located, rollout
 
@@ -17,25 +18,16 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Group, RewardComponent, Tick
-from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.join.feedback_join import INPUTS
 from tidemill.streams.machine import Emit, Output, Processor
-from tidemill.streams.offline import (
-    Change,
-    Decided,
-    OfflineRun,
-    Reweighted,
-    deadline_shift,
-)
+from tidemill.streams.offline import Change, Decided, OfflineRun, Reweighted, deadline_shift
 from tidemill.streams.runner.worker import feedback_join, group_assembly
 
-RULES = AssemblyRules(run_id=RUN_ID, done_ttl_us=3_600_000_000)
+RUN = RunSettings(run_id=RUN_ID)
 
 
-def assembly(rules: AssemblyRules = RULES) -> Processor:
-    processor = group_assembly(RunSettings(run_id=RUN_ID), StreamSettings())
-    return replace(processor, machine=lambda partition, state: GroupAssembler(partition, rules, state))
+def assembly(**settings) -> Processor:
+    return group_assembly(RUN, StreamSettings(**settings))
 
 
 def offline(processor: Processor, records: Sequence[ConsumedRecord], *changes: Change) -> list[Decided]:
@@ -64,55 +56,13 @@ def groups_of(decided: Sequence[Decided]) -> list[Group]:
     return [record for record in emitted if isinstance(record, Group)]
 
 
-@st.composite
-def rollout_logs(draw):
-    """One partition: members of three groups with deadlines, some twice, ticks and junk, at uneven event times."""
-    records, at_ms = [], 1_000
-    for offset in range(draw(st.integers(1, 24))):
-        at_ms += draw(st.integers(-200, 1_000))
-        group = draw(st.integers(0, 2))
-        record = draw(
-            st.sampled_from(
-                [
-                    rollout(f"g{group}", draw(st.integers(0, 2)), group_size=3, deadline_at=1_000_000 * (2 + group)),
-                    Tick(source="s", at=0),
-                    None,
-                ]
-            )
-        )
-        records.append(located(record, offset, at_ms=max(at_ms, 0), value=b"%d" % offset))
-    return records
-
-
-@given(rollout_logs(), st.lists(st.integers(0, 40), max_size=5), st.integers(1, 7))
+@given(timed_logs(), st.lists(st.integers(0, 40), max_size=5), st.integers(1, 7))
 def test_assembly_offline_is_what_a_worker_wrote_however_often_it_was_killed(records, kills, batch):
     log = MachineLog({Topic.ROLLOUTS: records})
     work_through_kills(log, lambda state: assembly().machine(0, state), [(writes, ()) for writes in kills], batch)
     decided = offline(assembly(), records)
     assert said(outputs_of(decided)) == said(log.outputs)
     assert len(said(outputs_of(decided))) == len(decided)
-
-
-@st.composite
-def two_topics(draw) -> TwoLogs:
-    """Three interactions, votes on them before and after, corrections and ticks, in about a minute."""
-    logs, at_s, votes = TwoLogs(), 100.0, 0
-    for _ in range(draw(st.integers(1, 20))):
-        at_s = max(0.0, at_s + draw(st.sampled_from([0.0, 0.1, 1.0, 6.0, -0.5])))
-        seen = round((at_s - draw(st.sampled_from([0.0, 0.4, 2.0]))) * SECOND_US)
-        name = draw(st.sampled_from("abc"))
-        match draw(st.sampled_from(["serve", "vote", "vote", "tick", "junk"])):
-            case "serve":
-                logs.write(at_s, interaction(name, served_at=max(seen, 0)))
-            case "vote":
-                votes += 1
-                value = draw(st.sampled_from([-1.0, 1.0]))
-                logs.write(at_s, feedback(name, f"e{votes % 4}", value=value, observed_at=max(seen, 0)))
-            case "tick":
-                logs.tick(at_s)
-            case _:
-                logs.write(at_s, None, draw(st.sampled_from(INPUTS)))
-    return logs
 
 
 def merged(logs: TwoLogs, turns: Sequence[int]) -> list[ConsumedRecord]:
@@ -125,14 +75,11 @@ def merged(logs: TwoLogs, turns: Sequence[int]) -> list[ConsumedRecord]:
     return found
 
 
-TURNS = st.lists(st.integers(0, 1), max_size=30)
-
-
 @settings(max_examples=60)
-@given(two_topics(), TURNS, st.lists(st.tuples(st.integers(0, 40), TURNS), max_size=4), st.integers(1, 7))
+@given(two_logs(), TURNS, st.lists(st.tuples(st.integers(0, 40), TURNS), max_size=4), st.integers(1, 7))
 def test_the_join_offline_is_what_a_worker_wrote_in_any_order_of_reading(logs, turns, kills, batch):
     rules = settings_of()
-    processor = feedback_join(RunSettings(run_id=RUN_ID), rules)
+    processor = feedback_join(RUN, rules)
     log = MachineLog(logs.inputs)
     work_through_kills(log, lambda states: processor.machine(0, states), kills, batch)
     decided = offline(processor, merged(logs, turns))
@@ -140,11 +87,11 @@ def test_the_join_offline_is_what_a_worker_wrote_in_any_order_of_reading(logs, t
     assert len(said(outputs_of(decided))) == len(decided)
 
 
-@given(two_topics(), TURNS)
+@given(two_logs(), TURNS)
 def test_the_order_does_not_depend_on_how_the_topics_were_read(logs, turns):
     def order(records: Sequence[ConsumedRecord]) -> list[ConsumedRecord]:
         given: list[ConsumedRecord] = []
-        offline(feedback_join(RunSettings(run_id=RUN_ID), settings_of()), records, lambda r: given.append(r) or r)
+        offline(feedback_join(RUN, settings_of()), records, lambda r: given.append(r) or r)
         return given
 
     one, other = order(merged(logs, turns)), order(merged(logs, [1] * 30))
@@ -238,5 +185,4 @@ def test_the_same_weights_give_the_recorded_reward_bit_for_bit():
 def test_rules_of_the_settings_are_what_decides():
     records = [located(rollout("g", i, reward=r, group_size=2), i) for i, r in enumerate((1.0, None))]
     for least, mean in ((1, 1.0), (2, None)):
-        processor = group_assembly(RunSettings(run_id=RUN_ID), StreamSettings(min_completed=least))
-        assert [g.mean_reward for g in groups_of(offline(processor, records))] == [mean]
+        assert [g.mean_reward for g in groups_of(offline(assembly(min_completed=least), records))] == [mean]

@@ -25,7 +25,7 @@ from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import OnlineBatch, Outcome
-from tidemill.streams.config import ProcessorName, StreamSettings
+from tidemill.streams.config import ProcessorName, RunnerName, StreamSettings
 from tidemill.streams.runner import faust_settings
 from tidemill.streams.runner.base import StreamFailure
 from tidemill.streams.runner.faust_settings import broker_credentials
@@ -56,15 +56,19 @@ def through(door: str, log: SecuredLog, prefix: str) -> KafkaSettings:
     return at(log.sasl, prefix, log.sasl_options(door))
 
 
-@pytest.mark.usefixtures("runner")
-@pytest.mark.parametrize("door", DOORS)
-def test_group_assembly_works_through_every_door(secured: SecuredLog, topic_prefix: str, tmp_path: Path, door: str):
+# What the transactional runner speaks with goes through every door in tests/schemas/log/test_access.py.
+@pytest.mark.parametrize(
+    ("door", "runner"), [*((door, RunnerName.FAUST) for door in DOORS), (DOORS[0], RunnerName.TRANSACTIONAL)]
+)
+def test_group_assembly_works_through_every_door(
+    secured: SecuredLog, topic_prefix: str, tmp_path: Path, door: str, runner: RunnerName
+):
     settings = through(door, secured, topic_prefix)
     create_topics(settings)
     with RecordProducer(settings, "test") as producer:
         for index in range(4):
             producer.send(Topic.ROLLOUTS, rollout("g", index), key="g")
-    with stream_process(settings, tmp_path) as worker, LogReader(settings, [Topic.GROUPS]) as groups:
+    with stream_process(settings, tmp_path, runner=runner) as worker, LogReader(settings, [Topic.GROUPS]) as groups:
         (found,) = read_records(groups, lambda read: len(read) >= 1, DEADLINE_S, worker)
         assert worker.stop() == 0
     assert len(group_of(found).members) == 4

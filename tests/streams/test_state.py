@@ -64,14 +64,14 @@ def test_a_state_survives_its_bytes_and_other_bytes_raise_one_error(kind: type):
 
 
 OTHERS = [
-    (join_state.decode, join_state.encode(join_state.Early("b", 1))),
-    (batch_state.decode, batch_state.encode(batch_state.ServedUser("b"))),
-    (lambda key, data: group_state.decode(key, data, 7), b"o"),
+    (join_state.BYTES, join_state.BYTES.encode(join_state.Early("b", 1))),
+    (batch_state.BYTES, batch_state.BYTES.encode(batch_state.ServedUser("b"))),
+    (group_state.GroupBytes(7), b"o"),
 ]
 
 
-@pytest.mark.parametrize(("decode", "other"), OTHERS, ids=["join", "batches", "assembly"])
-def test_an_entry_of_no_kind_or_under_another_key_is_refused(decode, other: bytes):
+@pytest.mark.parametrize(("entry_bytes", "other"), OTHERS, ids=["join", "batches", "assembly"])
+def test_an_entry_of_no_kind_or_under_another_key_is_refused(entry_bytes, other: bytes):
     for data in (b"", b"?", b"\0abc", other):
         with pytest.raises(StateError):
-            decode("early/a", data)
+            entry_bytes.decode("early/a", data)

@@ -5,41 +5,45 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from tidemill.schemas.config import KafkaSettings
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.runner.watchdog import Progress, ProgressRule
+from tidemill.streams.runner.watchdog import Watchdog
 
 PLACE = ("topic", 0)
 
 
+def stalls(looks) -> list[str]:
+    """The answer to each look of a watchdog of 10 s: (seconds, ready, position, end or None)."""
+    watchdog = Watchdog(KafkaSettings(), 10.0, lambda: (False, {}), lambda _stall: None)
+    return [
+        watchdog.stalled(now, (ready, {PLACE: position}), {} if end is None else {PLACE: end})
+        for now, ready, position, end in looks
+    ]
+
+
 def test_no_progress_while_records_wait_is_a_stall():
-    rule = ProgressRule(10.0, 0.0)
-    assert rule.observe(1.0, Progress(True, {PLACE: 5}), {PLACE: 9}) is None
-    assert rule.observe(10.9, Progress(True, {PLACE: 5}), {PLACE: 9}) is None
-    stall = rule.observe(11.0, Progress(True, {PLACE: 5}), {PLACE: 9})
-    assert stall is not None
-    assert (stall.seconds, stall.waiting) == (10.0, 4)
-    assert "4 records wait" in str(stall)
+    first, second, third = stalls([(1.0, True, 5, 9), (10.9, True, 5, 9), (11.0, True, 5, 9)])
+    assert (first, second) == ("", "")
+    assert third.startswith("no progress for 10 s while 4 records wait: the worker is stalled")
 
 
-def test_progress_and_idleness_are_no_stall():
-    rule = ProgressRule(10.0, 0.0)
-    for now in range(0, 100, 5):
-        assert rule.observe(now, Progress(True, {PLACE: now}), {PLACE: 1000}) is None
-    for now in range(100, 200, 5):
-        assert rule.observe(now, Progress(True, {PLACE: 1000}), {PLACE: 1000}) is None
+@pytest.mark.parametrize(
+    "looks",
+    [
+        [(now, True, now, 1000) for now in range(0, 100, 5)],
+        [(now, True, 1000, 1000) for now in range(0, 100, 5)],
+        [(now, False, now, None) for now in range(0, 100, 5)],
+        [(now, True, 5, None) for now in range(0, 100, 5)],
+    ],
+    ids=["it reads", "it is at the end", "it recovers", "the broker does not answer"],
+)
+def test_progress_and_idleness_are_no_stall(looks):
+    assert not any(stalls(looks))
 
 
-def test_a_long_recovery_is_progress_and_a_stuck_one_is_not():
-    rule = ProgressRule(10.0, 0.0)
-    for now in range(0, 100, 5):
-        assert rule.observe(now, Progress(False, {PLACE: now}), {}) is None
-    assert rule.observe(105.0, Progress(False, {PLACE: 95}), {}) is not None
-
-
-def test_an_unreachable_broker_is_no_stall():
-    rule = ProgressRule(10.0, 0.0)
-    for now in range(0, 100, 5):
-        assert rule.observe(now, Progress(True, {PLACE: 5}), {}) is None
+def test_a_stuck_recovery_is_a_stall():
+    first, second = stalls([(95.0, False, 95, None), (105.0, False, 95, None)])
+    assert (first, "towards being ready to read" in second) == ("", True)
 
 
 def test_settings_refuse_what_cannot_work():

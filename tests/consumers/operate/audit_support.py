@@ -23,7 +23,8 @@ from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
-from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
+from tidemill.streams.assembly.group_assembly import GroupAssembler
+from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Emit, Rejected
 
 RUN = "run"
@@ -175,7 +176,7 @@ class RunLog(WrittenLog):
 
     def __init__(self) -> None:
         super().__init__()
-        self.assembler = GroupAssembler(0, AssemblyRules(RUN, done_ttl_us=3600 * SECOND))
+        self.assembler = GroupAssembler(0, RUN, StreamSettings())
         self.fingerprints = {0: "w0"}
         self.group_offsets: dict[str, list[int]] = defaultdict(list)
         self.put(self.manifest_of(0, None), at=START_US)

@@ -46,20 +46,17 @@ def polled(watch: ReadingWatch, begin: float, end: float) -> float:
 
 def test_a_stall_names_the_partition_its_position_and_its_end():
     watch = ReadingWatch(20.0, 0.0)
-    assert watch.observe(HERE, 5, 9, polled(watch, 0, 6)) is None
-    assert watch.observe(HERE, 5, 9, polled(watch, 6, 24)) is None
-    stall = watch.observe(HERE, 5, 9, polled(watch, 24, 31))
-    assert stall is not None
-    assert (stall.partition, stall.position, stall.end) == (HERE, 5, 9)
-    assert "topic[3] is stalled: 4 records wait at offset 5" in str(stall)
+    assert not watch.observe(HERE, 5, 9, polled(watch, 0, 6))
+    assert not watch.observe(HERE, 5, 9, polled(watch, 6, 24))
+    assert "topic[3] is stalled: 4 records wait at offset 5" in watch.observe(HERE, 5, 9, polled(watch, 24, 31))
 
 
 def test_a_reader_that_is_not_polled_is_not_stalled():
     watch = ReadingWatch(20.0, 0.0)
     watch.observe(HERE, 5, 9, polled(watch, 0, 6))
     assert watch.due(3600.0), "whoever polls was busy for an hour"
-    assert watch.observe(HERE, 5, 9, 3600.0) is None
-    assert watch.observe(HERE, 5, 9, polled(watch, 3600, 3619)) is None
+    assert not watch.observe(HERE, 5, 9, 3600.0)
+    assert not watch.observe(HERE, 5, 9, polled(watch, 3600, 3619))
 
 
 def test_a_log_that_does_not_answer_is_told_once_and_so_is_its_return():
@@ -70,7 +67,7 @@ def test_a_log_that_does_not_answer_is_told_once_and_so_is_its_return():
     assert watch.unanswered(polled(watch, 20, 32)) == pytest.approx(24.0, abs=6.0)
     assert watch.unanswered(polled(watch, 32, 60)) is None
     assert watch.answered(60.0) == pytest.approx(54.0)
-    assert watch.observe(HERE, 5, 9, 60.0) is None, "nothing could be read meanwhile"
+    assert not watch.observe(HERE, 5, 9, 60.0), "nothing could be read meanwhile"
     assert watch.answered(61.0) is None
 
 

@@ -12,6 +12,7 @@ from tests.streams.gate.hack_toy import MAPS, course
 
 def last_of(accounting):
     seen = list(course(MAPS[accounting]))
+    assert seen[0][0].on_hard["edit"] == pytest.approx(0.71), "every course starts alike"
     rung = {alert.name for _, found in seen for alert in found}
     return seen[-1][0].on_hard, rung
 
@@ -32,9 +33,3 @@ def test_an_accounting_without_an_escape_teaches_to_edit_and_rings_nothing():
     shares, rung = last_of("every answer counts")
     assert shares["edit"] > 0.95
     assert rung == set()
-
-
-@pytest.mark.parametrize("accounting", list(MAPS))
-def test_every_course_starts_alike(accounting):
-    first = next(course(MAPS[accounting]))[0]
-    assert first.on_hard["edit"] == pytest.approx(0.71)

@@ -31,7 +31,7 @@ ALPHA = 0.05
 
 def take(users, arm, name, number, value, at=0, revision=0):
     made = outcome(number, arm, 1, at, value, name, revision=revision)
-    return [(s.user_id, dict(s.means)) for s in users.observe(arm, name, made, {"x": value}, at)]
+    return [(s.user_id, s.means()) for s in users.observe(arm, name, made, {"x": value}, at)]
 
 
 def test_a_user_counts_once_by_the_mean_of_his_first_outcomes():
@@ -66,6 +66,8 @@ def test_a_user_belongs_to_the_arm_where_he_was_first_seen():
 def alarms(by_user, runs=60, people=60, answers=8):
     """A/A tests in which users differ: how often two directions together raise an alarm."""
     random, found = np.random.default_rng(11), 0
+    made = {(person, number): outcome(100 * person + number, str(person % 2), 1, 0, 0.0)
+            for person in range(people) for number in range(answers)}  # fmt: skip
     for _ in range(runs):
         capitals = (Capital(0.0, Side.ABOVE), Capital(0.0, Side.BELOW))
         arms, users = TwoArms(0.5, difference(1.0), capitals), Users(answers, 1)
@@ -73,9 +75,8 @@ def alarms(by_user, runs=60, people=60, answers=8):
             arm, taste = str(person % 2), float(random.random() < 0.5)
             for number in range(answers):
                 if by_user:
-                    for settled in users.observe(arm, str(person), outcome(100 * person + number, arm, 1, 0, taste),
-                                                 {"x": taste}, 0):  # fmt: skip
-                        arms.observe(int(arm), settled.user_id, settled.means["x"])
+                    for settled in users.observe(arm, str(person), made[person, number], {"x": taste}, 0):
+                        arms.observe(int(arm), settled.user_id, settled.means()["x"])
                 else:
                     arms.observe(int(arm), f"{person}/{number}", taste)
         found += any(capital.p_value <= ALPHA for capital in capitals)
