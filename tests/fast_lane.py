@@ -70,14 +70,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[KEY].cleanup()
 
 
-def is_slow(item: pytest.Item) -> bool:
-    """Whether a test stands in what `SLOW` names."""
+def is_left_out(item: pytest.Item) -> bool:
+    """Whether a test needs a broker or vLLM, or stands in what `SLOW` names."""
     name = f"{os.path.relpath(item.path, ROOT)}::{item.name}"
-    return any(name == slow or name.startswith((f"{slow}/", f"{slow}::", f"{slow}[")) for slow in SLOW)
+    needs = LEFT_OUT & set(getattr(item, "fixturenames", ()))
+    return bool(needs) or any(name == slow or name.startswith((f"{slow}/", f"{slow}::", f"{slow}[")) for slow in SLOW)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a broker, vLLM or much time."""
-    left_out = [item for item in items if LEFT_OUT & set(getattr(item, "fixturenames", ())) or is_slow(item)]
+    left_out = [item for item in items if is_left_out(item)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
