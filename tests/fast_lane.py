@@ -25,19 +25,23 @@ SLOW: tuple[str, ...] = (
     "compose/test_plan.py::test_the_formula_is_within_15_percent_of_a_process_that_took_two_steps",
     "compose/test_readme.py::test_a_script_that_does_not_start_is_seen",
     "compose/test_readme.py::test_every_bench_explains_itself_from_any_directory",
+    "compose/test_weights.py::test_nothing_of_it_needs_an_engine",
+    "consumers/test_query.py::test_every_named_query_answers_on_empty_tables",
     "consumers/view/test_browser.py",
     "gpu/test_run.py::test_a_rehearsal_runs_every_check",
     "kernels/test_triton.py",
+    "kernels/test_vectors.py::test_a_processor_without_vectors_makes_the_same_bytes",
     "producers/environments/test_process.py",
+    "schemas/log/test_stall.py::test_a_process_that_was_stopped_and_goes_on_is_not_hung",
     "system",
     "test_static.py::test_types_are_checked",
     "trainer/test_interrupted.py",
     "trainer/test_ranks.py",
     "trainer/test_step.py::test_two_processes_get_the_same_weights_bit_for_bit",
 )
-"""Folders, files and tests below tests/ that keep a processor busy for long: whole demonstrations and trainings, mypy,
-Triton's interpreter, every view in a browser (22 s), a process for each bench, and one or more for each hostile
-environment (some 2 s a test)."""
+"""Folders, files and tests below tests/ that take long: whole demonstrations and trainings, mypy, Triton's interpreter,
+every view in a browser (22 s), every query, kernels compiled anew, a process for each bench, one that stands still, and
+one or more for each hostile environment (some 2 s a test)."""
 
 REFUSAL = "the fast lane starts no {0}: let the test use the fixture `{0}`, by which the lane leaves it out"
 JAVA = f"""#!/bin/sh
@@ -70,14 +74,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[KEY].cleanup()
 
 
-def is_slow(item: pytest.Item) -> bool:
-    """Whether a test stands in what `SLOW` names."""
+def is_left_out(item: pytest.Item) -> bool:
+    """Whether a test needs a broker or vLLM, or stands in what `SLOW` names."""
     name = f"{os.path.relpath(item.path, ROOT)}::{item.name}"
-    return any(name == slow or name.startswith((f"{slow}/", f"{slow}::", f"{slow}[")) for slow in SLOW)
+    needs = LEFT_OUT & set(getattr(item, "fixturenames", ()))
+    return bool(needs) or any(name == slow or name.startswith((f"{slow}/", f"{slow}::", f"{slow}[")) for slow in SLOW)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what needs a broker, vLLM or much time."""
-    left_out = [item for item in items if LEFT_OUT & set(getattr(item, "fixturenames", ())) or is_slow(item)]
+    left_out = [item for item in items if is_left_out(item)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)

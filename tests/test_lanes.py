@@ -80,13 +80,15 @@ def test_files_that_look_at_one_demonstration_are_one_unit_and_any_other_file_is
     assert all(unit_of(f"{file}::test_it") == file for file in {*files, "tests/test_lanes.py"} - sharing)
 
 
-def test_the_whole_loop_comes_first_and_is_the_work_of_one(tmp_path: Path):
-    """In a tree with the names of this one, two workers and three units: the loop is not the one that is left over."""
+def test_the_whole_loop_comes_first_and_is_the_work_of_one_and_what_takes_long_comes_next(tmp_path: Path):
+    """In a tree with the names of this one, two workers and four units: what is left over is a short one."""
     test = "import os\ndef test_{0}(): print(os.environ['PYTEST_XDIST_WORKER'], __file__, file=open('ran', 'a'))\n"
-    for file in ("tests/compose/test_one.py", "tests/compose/test_other.py", *WHOLE_LOOP):
+    broker = "import pytest\n@pytest.fixture(autouse=True)\ndef broker(): ...\n"
+    short, long = ("tests/compose/test_one.py", "tests/compose/test_other.py"), "tests/compose/test_with_a_broker.py"
+    for file in (*short, long, *WHOLE_LOOP):
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(test.format(number) for number in range(3)))
+        path.write_text(broker * (file == long) + "".join(test.format(number) for number in range(3)))
     options = ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "--import-mode=importlib"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "tests.workers", "-n", "2", "--no-loadscope-reorder", *options, "tests"],
@@ -97,6 +99,6 @@ def test_the_whole_loop_comes_first_and_is_the_work_of_one(tmp_path: Path):
     for line in (tmp_path / "ran").read_text().splitlines():
         worker, file = line.split()
         by_worker.setdefault(worker, []).append(Path(file).relative_to(tmp_path).as_posix())
-    (files,) = (files for files in by_worker.values() if WHOLE_LOOP & set(files))
+    files, others = sorted(by_worker.values(), key=lambda files: not WHOLE_LOOP & set(files))
     loop = 3 * len(WHOLE_LOOP)
-    assert set(files[:loop]) == WHOLE_LOOP and sum(map(len, by_worker.values())) == loop + 6
+    assert set(files[:loop]) == WHOLE_LOOP and others[0] == long and len(files) + len(others) == loop + 9

@@ -1,12 +1,15 @@
-"""The code base as a whole: lint, format, types and the import rules of the design."""
+"""The code base as a whole: lint, format, types, which folder may import which, and names that nobody uses."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,111 @@ MAY_IMPORT = {
     "consumers": {"schemas", "kernels", "kernels.weights"},
     "compose": {"schemas", "kernels", "kernels.weights", "producers", "streams", "trainer", "consumers"},
 }
+Trees = Mapping[str, ast.Module]
+"""The parsed modules, by dotted name; a package by its own."""
+
+
+@cache
+def parsed() -> Trees:
+    """The whole source. Not read when the module is: every process of a parallel run collects it."""
+    found: dict[str, ast.Module] = {}
+    for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
+        name = ".".join(("tidemill", *path.relative_to(ROOT).with_suffix("").parts))
+        found[name] = ast.parse(path.read_text("utf-8"))
+    return found
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """What a module imports, wherever in it; of `from a import b` both `a` and `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "relative imports hide which folder is meant"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer_of(module: str) -> str:
+    """The most specific layer that a module, named from its folder on, belongs to."""
+    return max((layer for layer in MAY_IMPORT if f"{module}.".startswith(f"{layer}.")), key=len, default=module)
+
+
+def forbidden(layer: str, tree: ast.Module) -> set[str]:
+    """The layers that a module of `layer` imports and may not."""
+    ours = {layer_of(name.removeprefix("tidemill.")) for name in imports(tree) if name.startswith("tidemill.")}
+    return ours - MAY_IMPORT[layer] - {layer}
+
+
+def folder_of(module: str) -> str:
+    """The folder of a module: `tidemill.a.b.c` and `tidemill.a.b.__init__` are in `a/b`."""
+    return "/".join(module.split(".")[1:-1])
+
+
+def circles(trees: Trees) -> set[tuple[str, ...]]:
+    """Groups of folders each of which leads to each other of the group, sub-folders to their folder as well."""
+    modules = {name.removesuffix(".__init__"): folder_of(name) for name in trees}
+    edges: dict[str, set[str]] = {folder: set() for folder in modules.values()}
+    for name, tree in trees.items():
+        edges[folder_of(name)] |= {modules[found] for found in imports(tree) if found in modules} - {folder_of(name)}
+    reached = {folder: reach(edges, folder) for folder in edges}
+    groups = ({other for other in found if folder in reached[other]} for folder, found in reached.items())
+    return {tuple(sorted(group)) for group in groups if group}
+
+
+def reach(edges: Mapping[str, Set[str]], start: str) -> set[str]:
+    """Folders that a folder leads to; itself only in a circle."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = edges[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def twice(trees: Trees) -> set[str]:
+    """Class names with several definitions."""
+    names = Counter(node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return {name for name, count in names.items() if count > 1}
+
+
+def public_names(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes and values of a module that others may use."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [] if node.decorator_list and not isinstance(node, ast.ClassDef) else [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+        else:
+            names = []
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def unused(trees: Trees, named_elsewhere: Set[str] = frozenset()) -> set[str]:
+    """Public names, as `folder/module.py:name`, that are read nowhere in the source.
+
+    A name counts as read wherever it is spelt the same: as a name, an attribute, an imported name or a whole string.
+    A decorated function is used by its decorator.
+    """
+    read = set(named_elsewhere)
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                read.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                read.add(node.attr)
+            elif isinstance(node, ast.ImportFrom):
+                read.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read.update(re.findall(r"\w+", node.value) if len(node.value) < 100 and "\n" not in node.value else ())
+    return {
+        f"{folder_of(module)}/{module.rsplit('.', 1)[1]}.py:{name}"
+        for module, tree in trees.items()
+        for name in public_names(tree)
+        if name not in read
+    }
 
 
 def run(*command: str) -> None:
@@ -41,53 +149,34 @@ def test_types_are_checked():
 
 def test_every_package_is_installed():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
-    modules = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    packages = {"tidemill." + ".".join(path.parent.relative_to(ROOT).parts) for path in modules}
     # compose/main is there twice: the namespace itself has a __main__.py.
-    assert set(listed) == packages | {"tidemill"}
-
-
-def imports_of(source: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "relative imports hide which folder is meant"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def layer_of(module: str) -> str:
-    """The most specific layer that a module, named from its folder on, belongs to."""
-    return max((layer for layer in MAY_IMPORT if f"{module}.".startswith(f"{layer}.")), key=len, default=module)
-
-
-def forbidden(layer: str, source: str) -> list[str]:
-    allowed = MAY_IMPORT[layer] | {layer}
-    ours = [layer_of(name.removeprefix("tidemill.")) for name in imports_of(source) if name.startswith("tidemill.")]
-    return [name for name in ours if name not in allowed]
+    assert set(listed) == {name.rpartition(".")[0] for name in parsed()} | {"tidemill"}
 
 
 @pytest.mark.parametrize("layer", sorted(MAY_IMPORT))
 def test_import_rules(layer: str):
-    paths = (path.relative_to(ROOT) for path in (ROOT / layer.replace(".", "/")).rglob("*.py"))
-    files = [path for path in paths if layer_of(".".join(path.with_suffix("").parts)) == layer]
-    assert files
-    broken = {str(path): found for path in files if (found := forbidden(layer, (ROOT / path).read_text("utf-8")))}
-    assert not broken
+    trees = {name: tree for name, tree in parsed().items() if layer_of(name.removeprefix("tidemill.")) == layer}
+    assert trees
+    assert not {name: found for name, tree in trees.items() if (found := forbidden(layer, tree))}
 
 
-def test_the_import_rule_can_fail():
-    assert forbidden("producers", "from tidemill.trainer.step import x") == ["trainer"]
-    assert forbidden("trainer", "import tidemill.producers.outbox") == ["producers"]
-    assert forbidden("trainer", "from tidemill.kernels import delta") == []
-    assert forbidden("trainer", "from tidemill.kernels.weights import anchor") == []
-    assert (
-        forbidden("kernels.weights", "from tidemill.schemas import records, codec\nimport tidemill.kernels.delta") == []
-    )
-    assert forbidden("kernels", "from tidemill.schemas.records import Manifest") == ["schemas"]
-    assert forbidden("kernels", "from tidemill.kernels.weights import anchor") == ["kernels.weights"]
-    assert forbidden("kernels.weights", "import tidemill.consumers.replica.role") == ["consumers"]
-    assert forbidden("producers", "from tidemill.kernels.weights import anchor") == ["kernels.weights"]
+@pytest.mark.parametrize(
+    ("layer", "source", "found"),
+    [
+        ("producers", "from tidemill.trainer.step import x", {"trainer"}),
+        ("trainer", "import tidemill.producers.outbox", {"producers"}),
+        ("trainer", "from tidemill.kernels import delta", set()),
+        ("trainer", "from tidemill.kernels.weights import anchor", set()),
+        ("kernels.weights", "from tidemill.schemas import records, codec\nimport tidemill.kernels.delta", set()),
+        ("kernels", "from tidemill.schemas.records import Manifest", {"schemas"}),
+        ("kernels", "from tidemill.kernels.weights import anchor", {"kernels.weights"}),
+        ("kernels", "from tidemill.kernels import weights", {"kernels.weights"}),
+        ("kernels.weights", "import tidemill.consumers.replica.role", {"consumers"}),
+        ("producers", "from tidemill.kernels.weights import anchor", {"kernels.weights"}),
+    ],
+)
+def test_a_broken_import_rule_is_found(layer: str, source: str, found: set[str]):
+    assert forbidden(layer, ast.parse(source)) == found
 
 
 def test_the_producer_side_and_the_command_line_need_no_torch():
@@ -104,7 +193,46 @@ def test_topics_are_named_in_the_catalogue_alone():
     from tidemill.schemas.catalogue import Topic
 
     dotted = {topic.value for topic in Topic if "." in topic.value}
-    for path in (p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")):
-        strings = {n.value for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Constant)}
+    for module, tree in parsed().items():
+        strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         named = {s for s in strings if isinstance(s, str) and s.removeprefix("tidemill.") in dotted}
-        assert not named or path.name == "catalogue.py", f"{path}: {named}"
+        assert not named or module == "tidemill.schemas.catalogue", f"{module}: {named}"
+
+
+def test_no_folders_import_each_other():
+    assert circles(parsed()) == set()
+
+
+def test_a_circle_of_folders_is_found():
+    made = {
+        "tidemill.t.a": "import tidemill.t.s.b",
+        "tidemill.t.s.b": "from tidemill.u import c",
+        "tidemill.u.c": "def f():\n    from tidemill.t import d",
+        "tidemill.t.d": "",
+        "tidemill.v.e": "from tidemill.t import a",
+    }
+    assert circles({name: ast.parse(source) for name, source in made.items()}) == {("t", "t/s", "u")}
+    del made["tidemill.u.c"]
+    assert circles({name: ast.parse(source) for name, source in made.items()}) == set()
+
+
+def test_no_class_name_stands_for_two_classes():
+    assert twice(parsed()) == set()
+
+
+def test_a_class_name_that_stands_twice_is_found():
+    one, other = ast.parse("class A: ...\nclass B: ..."), ast.parse("def f():\n    class A: ...")
+    assert twice({"tidemill.t.a": one, "tidemill.u.b": other}) == {"A"}
+
+
+def test_no_public_name_is_unused():
+    entry_points = set(re.findall(r"\w+", (ROOT / "pyproject.toml").read_text("utf-8")))
+    assert unused(parsed(), entry_points) == set()
+
+
+def test_an_unused_public_name_is_found():
+    one = ast.parse(
+        "A = 1\n_B = 2\ndef f(): return A\ndef g(): ...\n@command\ndef h(): ...\nclass C: ...\nclass D: ..."
+    )
+    other = ast.parse("from tidemill.t.a import f\nx = tidemill.t.a.C")
+    assert unused({"tidemill.t.a": one, "tidemill.u.b": other}, {"D"}) == {"t/a.py:g", "u/b.py:x"}

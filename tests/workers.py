@@ -8,7 +8,8 @@ imported meanwhile; the order of the tests is the same for all.
 
 A worker takes a file at a time. The files of `WHOLE_LOOP` are one unit of work, since their tests look at one
 demonstration that has ended, and the first: they take longest, and wait for other processes half of the time, in which
-the other workers have the cores.
+the other workers have the cores. Then come the files with tests that the fast lane leaves out, which take long, and
+then the rest, so that no worker ends with a long file while the others have nothing left.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+
+from tests.fast_lane import is_left_out
 
 WHOLE_LOOP = frozenset(f"tests/system/test_{name}.py" for name in ("chaos", "demo", "real_time", "replay"))
 UNIT = "tests/system"
@@ -51,5 +54,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Units:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files of the whole loop first, and the others in one order for all workers."""
-    items.sort(key=lambda item: (unit_of(item.nodeid) != UNIT, item.path.parent, item.path.name))
+    """Put the files of the whole loop first, then those with tests that take long; one order for all workers."""
+    long = {item.path for item in items if is_left_out(item)}
+    items.sort(key=lambda item: (unit_of(item.nodeid) != UNIT, item.path not in long, item.path.parent, item.path.name))

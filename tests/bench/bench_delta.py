@@ -33,8 +33,6 @@ from recency import BYTES_PER_ELEMENT, RecencyContexts
 from safetensors.torch import save_file
 from synthetic import synthetic_change, synthetic_steps
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from tests.kernels.encoding import encode_delta, encode_tensor
 from tidemill.kernels.comparison import DeltaReport, compare
 from tidemill.kernels.delta import BLOCK_ELEMENTS, CodecSettings, TensorChange, apply_change, decode_delta, resolve

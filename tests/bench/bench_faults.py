@@ -10,15 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
-import tempfile
 import time
 import uuid
 from pathlib import Path
 
-from measuring import log_at
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from measuring import scratch_log
 
 from tests.consumers.replica_faults import STORIES, Site
 from tidemill.schemas.config import KafkaSettings
@@ -44,13 +40,11 @@ def main() -> None:
     parser.add_argument("--bootstrap", default="")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
-        root = Path(name)
-        with log_at(arguments.bootstrap, root / "stack") as bootstrap:
-            for fault in STORIES:
-                directory = root / fault.replace(" ", "-")
-                directory.mkdir()
-                tell(fault, bootstrap, directory)
+    with scratch_log(arguments.bootstrap) as (bootstrap, root):
+        for fault in STORIES:
+            directory = root / fault.replace(" ", "-")
+            directory.mkdir()
+            tell(fault, bootstrap, directory)
 
 
 if __name__ == "__main__":

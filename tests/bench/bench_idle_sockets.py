@@ -20,15 +20,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import aiohttp
 import uvicorn
-from measuring import free_port, log_at, until_up
+from measuring import free_port, scratch_log, until_up
 from pydantic import SecretStr
 
 from tidemill.producers.config import GatewaySettings
@@ -195,7 +193,7 @@ def main() -> None:
     if arguments.be == "sockets":
         asyncio.run(hold(arguments.port, arguments.sockets))
         return
-    with tempfile.TemporaryDirectory() as directory, log_at(arguments.bootstrap, Path(directory)) as bootstrap:
+    with scratch_log(arguments.bootstrap) as (bootstrap, _):
         kafka = kafka.model_copy(update={"bootstrap": bootstrap})
         create_topics(kafka)
         for kind in ("plain", "bounded"):

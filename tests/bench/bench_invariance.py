@@ -15,9 +15,7 @@ turn with it; `speed` is the median ratio to it.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,11 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(Path(__file__).parent), str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
+from bench_prefix import groups_of, model_of, sizes
+from measuring import relay, say
 
-from bench_prefix import groups_of, model_of, sizes  # noqa: E402
-from measuring import say  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "consumers"))
 
 WAYS = (False, True)
 
@@ -138,9 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         words = make_model(Path(root), options)
         for dtype in options.dtypes:
-            command = [sys.executable, __file__, "--engine", root, dtype, str(words), *sys.argv[1:]]
-            made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-            print("\n".join(line for line in made.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
+            relay("--engine", root, dtype, str(words), *sys.argv[1:])
     if options.shapes:
         logprobs(options)
     for shape in options.shapes:

@@ -18,20 +18,17 @@ of its streams to the host.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from measuring import say
 
 from tests.kernels.encoding import encode_delta
 from tidemill.kernels.backend import CPU_BACKEND, KernelBackend, triton_obstacle
@@ -74,12 +71,6 @@ class Work:
     name: str
     n_bytes: int
     run: Callable[[], Any]
-
-
-def report(figure: str, **values: object) -> None:
-    """Print one JSON line; numbers with four significant digits."""
-    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
-    print(json.dumps({"figure": figure, **rounded}), flush=True)
 
 
 def make_step(kind: ElementType, n: int, density: float, seed: int) -> Step:
@@ -214,7 +205,7 @@ def measure_block_formats(device: str, values: torch.Tensor, timed: Callable[[Ca
     for name, work in quantise_works(values):
         seconds = timed(work.run)
         speed = work.n_bytes / seconds / 1e9
-        report(work.name, device=device, format=name, elements=values.numel(), bytes=work.n_bytes,
+        say(work.name, device=device, format=name, elements=values.numel(), bytes=work.n_bytes,
                milliseconds=seconds * 1e3, gb_s=speed, copy_gb_s=copy_speed, of_copy=speed / copy_speed)  # fmt: skip
 
 
@@ -261,7 +252,7 @@ def measure(device: str, todo: list[Work], step: Step, timed: Callable[[Callable
         seconds = timed(work.run)
         speed = work.n_bytes / seconds / 1e9
         copy_speed = copy_speed or speed
-        report(
+        say(
             work.name,
             device=device,
             dtype=step.kind.name,
@@ -281,7 +272,7 @@ def on_gpu(chosen: argparse.Namespace) -> None:
     from tidemill.kernels.backend import triton_backend
 
     kernels, device = triton_backend(), torch.cuda.get_device_name()
-    report("device", name=device, torch=torch.__version__, memory_gb=torch.cuda.mem_get_info()[1] / 1e9)
+    say("device", name=device, torch=torch.__version__, memory_gb=torch.cuda.mem_get_info()[1] / 1e9)
 
     def place(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).cuda()
@@ -291,10 +282,10 @@ def on_gpu(chosen: argparse.Namespace) -> None:
             step = make_step(BY_NAME[name], CHECKED, density, chosen.seed)
             check(kernels, step, place)
             check_stream(step, place)
-    report("equal_to_cpu", device=device, elements=CHECKED, dtypes=chosen.dtypes, equal=True)
+    say("equal_to_cpu", device=device, elements=CHECKED, dtypes=chosen.dtypes, equal=True)
     if torch.cuda.mem_get_info()[0] > 24e9 and not chosen.near:
         check_far_offsets(kernels)
-        report("equal_beyond_2**32", device=device, equal=True)
+        say("equal_beyond_2**32", device=device, equal=True)
     scratch = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
 
     def timed(run: Callable[[], object]) -> float:
@@ -307,7 +298,7 @@ def on_gpu(chosen: argparse.Namespace) -> None:
             copy = Work("torch_copy", 2 * step.old.nbytes, lambda t=target, s=source: t.copy_(s))
             measure(device, [copy, *works(kernels, step, place), split_on_device(step, place)], step, timed)
     check_block_formats(matrix(CHECKED))
-    report("block_formats_equal_to_cpu", device=device, elements=CHECKED, formats=list(BLOCK_FORMATS), equal=True)
+    say("block_formats_equal_to_cpu", device=device, elements=CHECKED, formats=list(BLOCK_FORMATS), equal=True)
     measure_block_formats(device, matrix(chosen.elements).cuda(), timed)
 
 
@@ -317,7 +308,7 @@ def on_cpu(chosen: argparse.Namespace, reason: str) -> None:
     def timed(run: Callable[[], object]) -> float:
         return seconds_on_cpu(run, chosen.runs)
 
-    report("no_gpu", reason=reason, note="Triton's kernels are not timed; these are their twins on the CPU")
+    say("no_gpu", reason=reason, note="Triton's kernels are not timed; these are their twins on the CPU")
     for name in chosen.dtypes:
         for density in chosen.densities:
             step = make_step(BY_NAME[name], chosen.elements, density, chosen.seed)

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -27,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import say
+from measuring import relay, say
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer")]
 
 PROMPT, VOCABULARY = 12, 160
 View = dict[str, np.ndarray]
@@ -185,9 +183,7 @@ def main() -> None:
             routings = options.routings if model == "experts" else ["off"]
             for lag, routing, form, noise in product(options.lags, routings, options.formats, options.noise):
                 one = {"model": model, "lag": lag, "routing": routing, "format": form, "noise": noise, "seed": seed}
-                command = [sys.executable, __file__, *sys.argv[1:], "--run", json.dumps(one | {"directory": directory})]
-                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-                print("\n".join(line for line in done.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
+                relay(*sys.argv[1:], "--run", json.dumps(one | {"directory": directory}))
 
 
 if __name__ == "__main__":

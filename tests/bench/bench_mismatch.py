@@ -10,18 +10,14 @@ between (`trainer.score_older_every`). `mismatch.measure`: the record alone, of 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "trainer"), str(Path(__file__).parents[2])]
-
-from bench_prefix import groups_of, model_of, sizes  # noqa: E402
-from measuring import say  # noqa: E402
+from bench_prefix import groups_of, model_of, sizes
+from measuring import say
 
 
 def step(options: argparse.Namespace) -> Any:

@@ -30,7 +30,7 @@ import numpy as np
 from measuring import say
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer")]
 
 FORMATS = ("bf16", "fp8_blocks", "mxfp8", "nvfp4")
 PROMPTS = 4

@@ -26,9 +26,7 @@ from typing import Any
 import numpy as np
 from measuring import say
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "trainer"), str(Path(__file__).parents[2])]
-
-from conftest import make_trainable  # noqa: E402
+from tests.trainer.conftest import make_trainable
 
 SMOLLM2_135M = {
     "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "head_dim": 64,

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import say
+from measuring import relay, say
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer")]
 
 PROMPT = 32
 
@@ -139,9 +139,7 @@ def compare(options: argparse.Namespace, seed: int, root: Path) -> None:
     sizes += ["--rounds", str(options.rounds)]
     for engine in ("bfloat16", "float32"):
         if "capture" in options.figures:
-            command = [sys.executable, __file__, "--capture", str(root / "model"), engine, *sizes]
-            made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-            print("\n".join(line for line in made.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
+            relay("--capture", str(root / "model"), engine, *sizes)
         if "mismatch" in options.figures:
             command = [sys.executable, __file__, "--sample", str(root / "model"), engine, str(root / "sampled.npz")]
             subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))

@@ -14,15 +14,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import sys
-import tempfile
 import uuid
 from pathlib import Path
 
 import numpy as np
-from measuring import log_at, say
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from measuring import say, scratch_log
 
 from tests.system.serving_load import Served, serving
 from tidemill.schemas.config import KafkaSettings
@@ -64,11 +60,9 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=4, help="how often the phases alternate")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
-        root = Path(name)
-        with log_at(options.bootstrap, root / "stack") as address:
-            kafka = KafkaSettings(bootstrap=address, topic_prefix=f"b{uuid.uuid4().hex[:8]}.")
-            asyncio.run(measure(kafka, root, options))
+    with scratch_log(options.bootstrap) as (address, root):
+        kafka = KafkaSettings(bootstrap=address, topic_prefix=f"b{uuid.uuid4().hex[:8]}.")
+        asyncio.run(measure(kafka, root, options))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What benchmarks share: a JSON line a figure, a log and a demonstration to measure, the peak of a process."""
+"""What benchmarks share: a JSON line a figure, a log and a demonstration to measure, the peak of a process.
+
+Import this before what stands in `tests`, whose folder it makes known.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +21,8 @@ import aiohttp
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.http_room import bind
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 UP_S = 60.0
 
@@ -38,6 +44,20 @@ def log_at(bootstrap: str | None, data_dir: Path) -> Iterator[str]:
         yield stack.up(lambda _: None).bootstrap
     finally:
         stack.down(lambda _: None)
+
+
+@contextmanager
+def scratch_log(bootstrap: str | None) -> Iterator[tuple[str, Path]]:
+    """`log_at` with its data in a directory of the context's own; the address, and that directory."""
+    scratch = tempfile.TemporaryDirectory(prefix="tidemill-bench-")
+    with scratch as root, log_at(bootstrap, Path(root, "stack")) as address:
+        yield address, Path(root)
+
+
+def relay(*arguments: str) -> None:
+    """Run the benchmark that was started once more, with these arguments, and print the figures that it says."""
+    done = subprocess.run([sys.executable, sys.argv[0], *arguments], check=True, stdout=subprocess.PIPE, text=True)
+    print("\n".join(line for line in done.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
 
 
 def demonstration(data_dir: Path, name: str, *arguments: str) -> dict[str, Any]:

@@ -14,15 +14,12 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from measuring import log_at
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from measuring import scratch_log
 
 from tests.consumers.replica_role import Acks, RoleProcess, Trainer
 from tidemill.kernels.weights.config import PublishSettings
@@ -107,10 +104,8 @@ def main() -> None:
     parser.add_argument("--fraction", type=float, default=0.01, help="share of each tensor's elements that change")
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds for the replicas to come up at an end")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
-        root = Path(name)
-        with log_at(None, root / "stack") as bootstrap:
-            result = soak(arguments, KafkaSettings(bootstrap=bootstrap, topic_prefix="soak."), root)
+    with scratch_log(None) as (bootstrap, root):
+        result = soak(arguments, KafkaSettings(bootstrap=bootstrap, topic_prefix="soak."), root)
     print(json.dumps(result), flush=True)
     sys.exit(1 if result["unequal"] else 0)
 

@@ -19,8 +19,9 @@ import psutil
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.query import ask
 
-STEPS = 5
+STEPS = 4
 GROUPS = 4
+GROUP_SIZE = 8
 DEADLINE_S = 1200.0
 SMALL = [
     "midtrain.steps=80",
@@ -28,6 +29,7 @@ SMALL = [
     "feed.eval_tasks=8",
     "feed.eval_every=0",
     f"run.groups_per_step={GROUPS}",
+    f"feed.group_size={GROUP_SIZE}",
     "run.skip_no_signal=false",
     "trainer.publish.anchor_every=3",
     # Threads that wait for each other keep the cores from what runs beside.

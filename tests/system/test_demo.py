@@ -15,6 +15,7 @@ import pytest
 from demonstration import (
     ABOUT_USERS,
     DEADLINE_S,
+    GROUP_SIZE,
     GROUPS,
     SMALL,
     STEPS,
@@ -39,7 +40,7 @@ def test_the_summary_holds_what_scripts_need(finished: Finished):
     assert summary["refusals"] == 0
     assert summary["audit_sound"] is True and summary["audit"].startswith("sound, ")
     assert 0 <= summary["max_policy_lag"] <= summary["policy_lag_bound"]
-    assert summary["groups"] >= STEPS * GROUPS and summary["rollouts_trained"] == STEPS * GROUPS * 16
+    assert summary["groups"] >= STEPS * GROUPS and summary["rollouts_trained"] == STEPS * GROUPS * GROUP_SIZE
     assert 0.0 <= summary["held_out_before"] <= 1.0 and summary["held_out_rollouts"] == 8 * 4
     assert 0 < summary["pause_ms"]["p50"] <= summary["pause_ms"]["p95"]
     assert 0 < summary["step_to_served_s"]["p50"] <= summary["step_to_served_s"]["p95"]
