@@ -25,6 +25,7 @@ SLOW: tuple[str, ...] = (
     "compose/test_plan.py::test_the_formula_is_within_15_percent_of_a_process_that_took_two_steps",
     "compose/test_readme.py::test_a_script_that_does_not_start_is_seen",
     "compose/test_readme.py::test_every_bench_explains_itself_from_any_directory",
+    "consumers/test_clickhouse_server.py",
     "consumers/view/test_browser.py",
     "gpu/test_run.py::test_a_rehearsal_runs_every_check",
     "kernels/test_triton.py",
@@ -36,8 +37,8 @@ SLOW: tuple[str, ...] = (
     "trainer/test_step.py::test_two_processes_get_the_same_weights_bit_for_bit",
 )
 """Folders, files and tests below tests/ that keep a processor busy for long: whole demonstrations and trainings, mypy,
-Triton's interpreter, every view in a browser (22 s), a process for each bench, and one or more for each hostile
-environment (some 2 s a test)."""
+Triton's interpreter, every named query on a ClickHouse server (70 s), every view in a browser (22 s), a process for each
+bench, and one or more for each hostile environment (some 2 s a test)."""
 
 REFUSAL = "the fast lane starts no {0}: let the test use the fixture `{0}`, by which the lane leaves it out"
 JAVA = f"""#!/bin/sh
