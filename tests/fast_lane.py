@@ -26,6 +26,7 @@ SLOW: tuple[str, ...] = (
     "compose/test_readme.py::test_a_script_that_does_not_start_is_seen",
     "compose/test_readme.py::test_every_bench_explains_itself_from_any_directory",
     "compose/test_weights.py::test_nothing_of_it_needs_an_engine",
+    "consumers/test_clickhouse_server.py",
     "consumers/test_query.py::test_every_named_query_answers_on_empty_tables",
     "consumers/view/test_browser.py",
     "gpu/test_run.py::test_a_rehearsal_runs_every_check",
@@ -40,8 +41,8 @@ SLOW: tuple[str, ...] = (
     "trainer/test_step.py::test_two_processes_get_the_same_weights_bit_for_bit",
 )
 """Folders, files and tests below tests/ that take long: whole demonstrations and trainings, mypy, Triton's interpreter,
-every view in a browser (22 s), every query, kernels compiled anew, a process for each bench, one that stands still, and
-one or more for each hostile environment (some 2 s a test)."""
+every view in a browser (22 s), every query (on a ClickHouse server 70 s), kernels compiled anew, a process for each
+bench, one that stands still, and one or more for each hostile environment (some 2 s a test)."""
 
 REFUSAL = "the fast lane starts no {0}: let the test use the fixture `{0}`, by which the lane leaves it out"
 JAVA = f"""#!/bin/sh

@@ -79,7 +79,7 @@ def routes(site: Site) -> list[BaseRoute]:
                 raise QueryFailed(f"rows come as json or csv, not as {ending!r}")
             if not question.sql.strip():
                 raise QueryFailed("there is no question: write SQL, or choose a named query")
-            result = await site.tables.ask(question.sql, given)
+            result = await site.tables.ask(await site.tables.checked(question.sql), given)
         except QueryFailed as error:
             if ending:
                 return PlainTextResponse(f"{error}\n", 400)

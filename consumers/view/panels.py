@@ -65,12 +65,13 @@ class Page:
 
 
 ABOUT_RUN = """
-    held_out_by_version reward_by_environment accounting lag_by_step overlap_by_step policy_lag_histogram mismatch
-    mismatch_by_step delta_by_version served_by_replica replicas refusals"""
+    held_out_by_version reward_by_environment lag_by_step policy_lag_histogram mismatch mismatch_by_step
+    delta_by_version served_by_replica accounting overlap_by_step replicas refusals"""
 ABOUT_USERS = """
     reward_by_arm outcomes_by_reason online_accounting gate_timeline gate_evidence feedback_to_served arms
     interaction_list"""
-ABOUT_LOG = "log_topics log_rates log_results log_dead_letters failures log_gaps log_prefixes"
+ABOUT_LOG = "log_topics log_rates log_dead_letters failures log_gaps log_prefixes log_results"
+"""Panels in the order in which they are seen. A browser reads those in sight, so the slowest queries come late."""
 PAGES = (
     Page("run", "Run", tuple(ABOUT_RUN.split())),
     Page("rollouts", "Rollouts", ()),

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.engine import QueryError, check, refused_functions
 from tidemill.consumers.sink.query import FORMAT, QueryFailed, asked, read_state
 from tidemill.consumers.view.config import ViewSettings
 
@@ -79,6 +80,8 @@ class Tables:
         self._sink, self._view = sink, view
         self._client = httpx.AsyncClient(timeout=view.query_seconds + EXTRA_S)
         self._kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
+        self._refused: frozenset[str] = frozenset()
+        """Functions of a server that its statements may not call; empty until it has been asked."""
         self._reading_state = asyncio.Lock()
         self._known: tuple[float, Any] = (-math.inf, None)
         """When it was asked how far the tables have read, and the answer."""
@@ -130,6 +133,23 @@ class Tables:
                 at, state = time.monotonic(), (await self.ask(STATE)).rows[0][0]
                 self._known = at, state
             return state
+
+    async def checked(self, sql: str) -> str:
+        """A statement of a person, if it reads tables alone. Raises QueryFailed.
+
+        The embedded engine's endpoint checks each statement. A server in `readonly = 1` lets KILL and the function
+        `file` through: its statements are checked here, as the server's parser prints them.
+        """
+        if self._sink.embedded:
+            return sql
+        if not self._refused:
+            known = await self.ask("SELECT name FROM system.table_functions", most=10_000)
+            self._refused = refused_functions(row[0] for row in known.rows)
+        printed = await self.ask("SELECT formatQuerySingleLine({statement:String})", {"statement": sql})
+        try:
+            return check(printed.rows[0][0], self._refused).sql
+        except QueryError as error:
+            raise QueryFailed(str(error)) from error
 
     async def ask(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
         """The rows of one reading statement.

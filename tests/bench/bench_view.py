@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -217,16 +218,25 @@ def shares(milliseconds: list[float]) -> dict[str, float]:
 
 @contextmanager
 def opened(folder: Path, rollouts: int, seed: int) -> Iterator[tuple[Any, Writer, str, Browser]]:
-    """Filled tables that this process has open, the address of their engine, and a browser."""
+    """Filled tables that this process has open, the address of their engine, and a browser.
+
+    The tables are a copy of those in the parent of `folder`, which are made at the first time.
+    """
     sink = SinkSettings(path=str(folder / "tables"), http_port=0)
+    kept = folder.parent / f"tables-{rollouts}-{seed}"
+    if kept.is_dir():
+        shutil.copytree(kept, sink.directory, symlinks=True)
     client = connect(sink)
     try:
         writer = Writer(client, sink.database, sink.table_engine)
         with query_server(sink) as server, sync_playwright() as driver:
             write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
-            filled = timed(lambda: fill(client, rollouts, seed))
-            merging = "SELECT count() FROM system.merges"
-            until(lambda: client.query(merging).result_rows[0][0] == 0, MERGED_S)
+            filled = 0.0
+            if not kept.is_dir():
+                filled = timed(lambda: fill(client, rollouts, seed))
+                merging = "SELECT count() FROM system.merges"
+                until(lambda: client.query(merging).result_rows[0][0] == 0, MERGED_S)
+                shutil.copytree(sink.directory, kept, symlinks=True)
             size = client.query("SELECT sum(bytes_on_disk) FROM system.parts WHERE active").result_rows[0][0]
             say(
                 figure="tables",
@@ -362,18 +372,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--periods", type=int, default=8, help="even: half of them are watched")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of a period")
-    parser.add_argument("--directory", type=Path, help="where the tables are made, in place of a temporary directory")
+    parser.add_argument("--directory", type=Path, help="where filled tables are kept for later runs")
     options = parser.parse_args()
     if options.periods % 2:
         parser.error("--periods must be even: half of them are watched")
     if not browser_path():
         parser.error("there is no browser: install Debian's package `chromium`")
-    for rollouts in options.rollouts:
-        with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-            if options.what == "views":
-                measure_views(rollouts, options.seed, options.times, Path(folder))
-            else:
-                measure_cost(rollouts, options.seed, options.periods, options.seconds, Path(folder))
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = (options.directory or Path(temporary)).resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        for rollouts in options.rollouts:
+            with tempfile.TemporaryDirectory(dir=directory) as folder:
+                if options.what == "views":
+                    measure_views(rollouts, options.seed, options.times, Path(folder))
+                else:
+                    measure_cost(rollouts, options.seed, options.periods, options.seconds, Path(folder))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ WITH
             countIf(status = 'completed') AS finished,
             countIf(status = 'failed') AS failed,
             countIf(success) AS solved
-        FROM (SELECT run_id, version_max, status, success FROM rollouts WHERE mode = 'eval' LIMIT 1 BY run_id, rollout_id)
+        FROM (SELECT run_id, version_max, status, success FROM rollouts WHERE mode = 'eval' LIMIT 1 BY cityHash64(run_id, rollout_id))
         GROUP BY run_id, version
     ),
     shuffled AS (SELECT DISTINCT run_id FROM `groups` WHERE rewards_shuffled),

@@ -19,18 +19,24 @@ from tidemill.consumers.sink.rows import Row
 from tidemill.consumers.sink.service import open_tables
 
 
+def placed(rows: list[Row], reached: dict[str, int]) -> list[Row]:
+    """The rows with the next offset of each topic; `reached` goes on with them."""
+    found = []
+    for row in rows:
+        offset = reached.get(row.topic, 0)
+        reached[row.topic] = offset + 1
+        found.append(replace(row, partition=0, offset=offset))
+    return found
+
+
 def main(directory: str) -> None:
     """Write the run; serve it until the end of standard input."""
     with open_tables(SinkSettings(path=directory, http_port=0)) as (writer, _url):
         reached: dict[str, int] = {}
 
         def write(rows: list[Row]) -> None:
-            placed = []
-            for row in rows:
-                offset = reached.get(row.topic, 0)
-                reached[row.topic] = offset + 1
-                placed.append(replace(row, partition=0, offset=offset))
-            writer.write(placed, {(topic, 0): offset for topic, offset in reached.items()})
+            fresh = placed(rows, reached)
+            writer.write(fresh, {(topic, 0): offset for topic, offset in reached.items()})
             print("ok", flush=True)
 
         loop = SimulatedLoop()
