@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from enum import Enum
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from tidemill.kernels.fingerprint import TensorKey, fingerprint
+from tidemill.kernels.weights.bits import WeightLike, as_weight
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.records import Group, GroupMember, Manifest, Rollout, Task, TrainStep, WeightAck
+from tidemill.schemas.records import Group, GroupMember, Manifest, Rollout, Task, TensorInfo, TrainStep, WeightAck
 
 R = TypeVar("R")
 
@@ -99,3 +101,12 @@ def member_of(played: Rollout, partition: int = 0, offset: int = 0, **given: Any
     advantage = None if played.reward is None else 0.0
     of_rollout = {name: getattr(played, name) for name in same}
     return build(GroupMember, **{"advantage": advantage, **place, **of_rollout, **given})
+
+
+def tensor_infos(weights: Mapping[str, WeightLike]) -> list[TensorInfo]:
+    """Name, type, shape and fingerprint of each weight, in their order."""
+    typed = {name: as_weight(name, value) for name, value in weights.items()}
+    return [
+        TensorInfo(name, dtype, list(bits.shape), fingerprint(bits, TensorKey.of(name)).hex())
+        for name, (dtype, bits) in typed.items()
+    ]

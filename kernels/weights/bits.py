@@ -6,7 +6,7 @@ the way. Tensors of several types make up one version, such as fp8 matrices besi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels.elements import BY_NAME, flat_row
-from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey, fingerprint
+from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint
 from tidemill.schemas.records import TensorInfo
 
 PLAIN = {np.dtype(np.uint16): "bfloat16", np.dtype(np.uint32): "float32"}
@@ -75,15 +75,6 @@ def as_weight(name: str, value: WeightLike) -> Weight:
     if value.dtype not in PLAIN:
         raise TypeError(f'{name}: an array of {value.dtype} does not say what it holds: give Weight("int8", bits)')
     return Weight(PLAIN[value.dtype], value)
-
-
-def tensor_infos(weights: Mapping[str, WeightLike]) -> list[TensorInfo]:
-    """Name, type, shape and fingerprint of each weight, in their order. Raises like `as_weight`."""
-    found = []
-    for name, value in weights.items():
-        dtype, bits = as_weight(name, value)
-        found.append(TensorInfo(name, dtype, list(bits.shape), fingerprint(bits, TensorKey.of(name)).hex()))
-    return found
 
 
 def total_fingerprint(tensors: Iterable[TensorInfo]) -> Fingerprint:

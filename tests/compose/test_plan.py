@@ -56,8 +56,8 @@ def test_eight_billion_parameters_fit_on_sixteen_gpus_and_not_on_one(models):
     # Masters 4, moments 8, gradients 4 and the reference's 2 bytes a parameter.
     names = ("weights", "masters", "moments", "gradients", "reference")
     assert sum(one["bytes"][name] for name in names) == 18 * found["model"]["parameters"]
-    # Neither the format's values nor masters that are gathered in fp32 are rounded by the gathering.
-    for changed, more in (("serving_format=mxfp8", 4), ("compute=float32", 6)):
+    # Values of the format, and masters that are gathered in fp32, are not rounded by the gathering.
+    for changed, more in (("serving_format=mxfp8", 6), ("compute=float32", 6)):
         other = planned("--model", models["8b"], "--gpus", "16x80", "--set", f"trainer.{changed}")["trainer"][0]
         assert (
             other["ranks"] == 1

@@ -24,10 +24,11 @@ import numpy as np
 import torch
 
 from tests.consumers import bit_flip
+from tests.records import tensor_infos
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.weights.anchor import write_anchor
-from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
+from tidemill.kernels.weights.bits import total_fingerprint
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, specs_of
 from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.mirror import Draft, Mirror

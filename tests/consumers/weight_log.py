@@ -14,10 +14,10 @@ import numpy as np
 import xxhash
 
 from tests.kernels.encoding import encode_delta
-from tests.records import build
+from tests.records import build, tensor_infos
 from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.weights.anchor import finish_anchor, put_file
-from tidemill.kernels.weights.bits import Weight, tensor_infos, total_fingerprint
+from tidemill.kernels.weights.bits import Weight, total_fingerprint
 from tidemill.kernels.weights.checkpoint import save_checkpoint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings

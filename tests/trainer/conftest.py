@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from tests.records import build, member_of
-from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
+from tests.records import build, member_of, tensor_infos
+from tidemill.kernels.weights.bits import total_fingerprint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (

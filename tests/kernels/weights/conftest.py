@@ -14,9 +14,10 @@ import pytest
 import torch.distributed as dist
 import xxhash
 
+from tests.records import tensor_infos
 from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
 from tidemill.kernels.weights.anchor import anchor_weights
-from tidemill.kernels.weights.bits import Weight, tensor_infos, total_fingerprint
+from tidemill.kernels.weights.bits import Weight, total_fingerprint
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.kernels.weights.ranks import Ranks, open_ranks
 from tidemill.kernels.weights.tensor_table import with_tensors

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.consumers.replica_support import base_directory
 from tests.kernels.encoding import encode_delta
-from tests.records import build
+from tests.records import build, tensor_infos
 from tidemill.kernels.delta import CodecSettings, TensorChange
 from tidemill.kernels.weights.anchor import write_anchor
-from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
+from tidemill.kernels.weights.bits import total_fingerprint
 from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph
 from tidemill.kernels.weights.mirror import Draft, Mirror

@@ -16,9 +16,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.kernels.weights.conftest import read_anchor
+from tests.records import tensor_infos
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.anchor import AnchorError, write_anchor
-from tidemill.kernels.weights.bits import Weight, tensor_infos
+from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.tensor_parts import (

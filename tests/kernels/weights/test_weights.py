@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.records import tensor_infos
 from tidemill.kernels.delta import CodecSettings, apply_change, decode_delta, resolve_all
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights import tensor_parts
-from tidemill.kernels.weights.bits import Weight, as_weight, tensor_infos, total_fingerprint
+from tidemill.kernels.weights.bits import Weight, as_weight, total_fingerprint
 from tidemill.kernels.weights.config import CodecChoice, PublishSettings
 from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.graph import VersionError
