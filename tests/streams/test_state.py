@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 
 import pytest
@@ -17,29 +18,31 @@ from tidemill.streams.runner.journal import JournalHead, JournalPart
 from tidemill.streams.state import StateBytes, StateError, _schema_of
 
 SCHEMAS: dict[type, str] = {
-    JournalHead: "57919a8f6708d2c1",
-    JournalPart: "829895cb81b4e1d5",
-    group_state._OpenBytes: "6116b70a7831ec8f",
+    JournalHead: "849e914703a55eaa",
+    JournalPart: "723d7ae933328952",
+    group_state._OpenBytes: "054e7344d257de92",
     group_state._DoneBytes: "2d9a931fa772e8ff",
-    group_state.AssemblyHead: "215dc3121113d29d",
-    join_state.Case: "e3adc38702e592e9",
-    join_state.Early: "a21488f7a90ad6ec",
-    join_state.Wishes: "78cd92148216b42f",
-    join_state.Activity: "3d3eeea86124c40d",
-    join_state.JoinHead: "6b4f514c91278545",
-    batch_state.Judged: "89eef1fbcdf3c4d9",
-    batch_state.Waiting: "f7d24edb2442a469",
-    batch_state.OpenBatch: "9d2b047370ab1a31",
-    batch_state.ErasedUser: "f9e37a1c1a491dc1",
-    batch_state.ServedUser: "45c2c538f943f096",
-    batch_state.BatchHead: "0ee19680cd6bd5d3",
+    group_state.AssemblyHead: "1a40ca37704a5fd3",
+    join_state.Case: "9442d49a1bd6b3cd",
+    join_state.Early: "c5b8e22bdc4d18b3",
+    join_state.Wishes: "4b2a8bb005c98de3",
+    join_state.Activity: "211ee75e7475afea",
+    join_state.JoinHead: "53325abcfd24b8f1",
+    batch_state.Judged: "6d1bf3a1b3606f12",
+    batch_state.Waiting: "1badf3fadf0de509",
+    batch_state.OpenBatch: "705f049b1b6dac5d",
+    batch_state.ErasedUser: "c04e543b28221a47",
+    batch_state.ServedUser: "bf827022d3e3a6f2",
+    batch_state.BatchHead: "b91040985d354fde",
 }
 """Fingerprints of the schemas that follow from the annotations."""
 
 
 @pytest.mark.parametrize("kind", SCHEMAS, ids=lambda kind: kind.__name__)
 def test_what_was_written_stays_readable(kind: type):
-    assert fingerprint(to_parsing_canonical_form(_schema_of(kind)), "CRC-64-AVRO") == SCHEMAS[kind], (
+    # The bytes hold no schema, so the names of classes are free.
+    form = re.sub(r'"[A-Z]\w*"', '"Record"', to_parsing_canonical_form(_schema_of(kind)))
+    assert fingerprint(form, "CRC-64-AVRO") == SCHEMAS[kind], (
         "states in the log were written with other fields, and a worker ends at the first of them: leave the fields as "
         "they are, or give the changed class a kind byte of its own, and read both"
     )
