@@ -12,7 +12,8 @@ What it keeps true:
 - no more groups wait than `full` allows: the caller reads no further then;
 - no batch has more exclusions than a record can name: those that are left over go with the next one;
 - `in_order`, a batch is a function of the groups before it alone: each group is decided at the version that all full
-  batches before it lead to, whenever it is read, and read again;
+  batches before it lead to, whenever it is read, and read again. (The reason of an exclusion that is left over and
+  decided again can be another one, if the id that it repeats was forgotten since: `trainer.remembered_groups`);
 - `progress()` after a batch was closed says where to go on reading, so that nothing is trained twice or skipped.
 
 A trainer that is started over a copy of another run's topics may set every group aside and wait for ever. It is told
@@ -29,7 +30,7 @@ from functools import cached_property
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.records import CloseReason, Exclusion, Group, Mode, StepExclusion
+from tidemill.schemas.records import CloseReason, Exclusion, Group, Mode, StepExclusion, StepInput
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.choices import AdvantageKind
 from tidemill.trainer.config import TrainerSettings
@@ -165,10 +166,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
             return False
         if group.mode is Mode.TRAIN and group.expected_size < 2 and self._advantage is not AdvantageKind.RAW:
             raise GroupTooSmallError(self._advantage.value, group.expected_size)
-        if self._settings.in_order:
-            # One that is decided again after a stop: only groups that were trained have ended behind it.
-            behind = len(self._ended_at_start) - bisect(self._ended_at_start, place.offset)
-            version -= -(-behind // self._run.groups_per_step)
+        version -= -(-self._trained_behind(place) // self._run.groups_per_step)
         checks = (
             (Exclusion.REPLAYED, self.refuses(read.replay_id)),
             (Exclusion.LATE, group.closed_by is CloseReason.LATE),
@@ -200,6 +198,9 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         elif not self._settings.accept_other_sampling and (how := other_sampling(candidate.rollouts)):
             self._set_aside.otherwise[how] += 1
             reason = Exclusion.OTHER_SAMPLING
+        elif self._trained_behind(candidate.place):
+            # It was excluded before the stop, and only the id of the group that it repeats is forgotten since.
+            reason = Exclusion.DUPLICATE
         if reason is None:
             self._waiting.append(candidate)
         else:
@@ -227,6 +228,13 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         chosen, self._waiting = self._waiting[:size], self._waiting[size:]
         self._set_aside = SetAside()
         return StepBatch(chosen, self.name_exclusions((candidate.place for candidate in chosen), most))
+
+    def _trained_behind(self, place: StepInput) -> int:
+        """`in_order`, how many groups behind this one were trained before a stop: above 0 for a group that no step has
+        named yet, and that is decided again. Exclusions are named in order, so that none is behind it."""
+        if not self._settings.in_order:
+            return 0
+        return len(self._ended_at_start) - bisect(self._ended_at_start, place.offset)
 
     @cached_property
     def _ended_at_start(self) -> list[int]:

@@ -99,14 +99,30 @@ def trained(log: list[Group], actions: list[int | str], most: int = MOST_EXCLUSI
 )
 @settings(max_examples=300)
 def test_whatever_the_polls_and_stops_the_batches_are_the_same(kinds, actions, most) -> None:
-    """Also where a step cannot name all exclusions, and those that are left over are decided again after a stop."""
-    log = synthetic(kinds)
-    straight = trained(log, [], most)
-    assert trained(log, actions, most) == straight
+    """Also where a step cannot name all exclusions, and those that are left over are decided again after a stop; then
+    no id may be forgotten meanwhile."""
+    log, changes = synthetic(kinds), {} if most == MOST_EXCLUSIONS else {"remembered_groups": 100}
+    straight = trained(log, [], most, **changes)
+    assert trained(log, actions, most, **changes) == straight
     assert all(len(exclusions) <= most for _, exclusions in straight)
     ids = [name for inputs, _ in straight for name in inputs]
     assert all(len(inputs) == SIZE for inputs, _ in straight)
     assert len(ids) <= len([g for g in log if g.run_id == "run" and g.mode is Mode.TRAIN])
+
+
+def test_a_copy_that_was_left_over_is_not_trained_after_a_stop_though_its_group_is_forgotten() -> None:
+    builder = builder_of(in_order=True, remembered_groups=1)
+    for step, offsets in enumerate(((0, 1), (3, 4)), 1):
+        inputs = [StepInput(f"g{offset}", "groups", 0, offset) for offset in offsets]
+        builder.observe_step(build(StepPlan, step=step, inputs=inputs))
+    for offset in (2, 5):
+        group = bare_group("g0" if offset == 2 else "g5")
+        place = StepInput(group.group_id, "groups", 0, offset)
+        assert builder.wants(Reference(place, group), 2)
+        builder.accept(TrainableGroup(place, group, ()))
+    batch = builder.take(SIZE)
+    assert [each.place.offset for each in batch.groups] == [5]
+    assert [(each.offset, each.reason) for each in batch.exclusions] == [(2, "duplicate")]
 
 
 def test_without_it_the_batches_depend_on_when_is_read() -> None:
