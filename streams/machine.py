@@ -116,7 +116,9 @@ class OneTopicMachine(ABC, Generic[E, Head]):
         if located.offset <= head.offset:
             return []
         head.offset = located.offset
-        head.clock_us = max(head.clock_us, located.timestamp_ms * 1_000)
+        at_us = located.timestamp_ms * 1_000
+        if at_us > head.clock_us:
+            head.clock_us = at_us
         self._outputs = []
         self.fall_due()
         problem = self.decide(located)

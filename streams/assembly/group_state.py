@@ -118,6 +118,8 @@ class _DoneBytes:
     rollout_ids: list[str]
 
 
+_END = write_long(0)
+"""The end of an Avro array."""
 _MEMBER, _OPEN, _DONE = StateBytes(Member), StateBytes(_OpenBytes), StateBytes(_DoneBytes)
 
 
@@ -136,13 +138,13 @@ class GroupBytes(EntryBytes[Entry, AssemblyHead]):
         """The bytes of an entry."""
         if isinstance(entry, DoneGroup):
             return _DONE.write(_DoneBytes(entry.partition, entry.closed_clock_us, sorted(entry.rollout_ids)), b"d")
-        packed, end = entry.packed, write_long(0)
+        packed = entry.packed
         for name in entry.members.keys() - packed.keys():
             packed[name] = _MEMBER.write(entry.members[name])
         # The members are an Avro array: one block with their number, and the end.
-        entry.begun = entry.begun or _OPEN.write(_OpenBytes(entry.partition, entry.header, []), b"o").removesuffix(end)
+        entry.begun = entry.begun or _OPEN.write(_OpenBytes(entry.partition, entry.header, []), b"o").removesuffix(_END)
         count = write_long(len(packed)) if packed else b""
-        return b"".join((entry.begun, count, *(packed[name] for name in sorted(packed)), end))
+        return b"".join((entry.begun, count, *(packed[name] for name in sorted(packed)), _END))
 
     def decode(self, key: str, data: bytes) -> Entry:
         """The entry of `encode`d bytes. Raises StateError."""

@@ -32,7 +32,7 @@ from tidemill.streams.gate.sequential import BASELINE, CANDIDATE, Capital, Side,
 
 
 @dataclass(slots=True)
-class User:
+class TrialUser:
     """A user in one arm of a test."""
 
     arm: str
@@ -60,14 +60,14 @@ class Users:
 
     def __init__(self, most: int, window_us: int) -> None:
         self._most, self._window_us = most, window_us
-        self._users: dict[str, User] = {}
+        self._users: dict[str, TrialUser] = {}
         self._due: list[tuple[int, str]] = []
 
-    def observe(self, arm: str, name: str, outcome: Outcome, found: Mapping[str, float], at_us: int) -> list[User]:
+    def observe(self, arm: str, name: str, outcome: Outcome, found: Mapping[str, float], at_us: int) -> list[TrialUser]:
         """Take an outcome of the user `name` in, at an event time. Returns who is settled or corrected by it."""
         user = self._users.get(name)
         if user is None:
-            user = self._users[name] = User(arm, name)
+            user = self._users[name] = TrialUser(arm, name)
             heapq.heappush(self._due, (at_us + self._window_us, name))
         if user.arm != arm:
             return []
@@ -78,7 +78,7 @@ class Users:
         user.settled = user.settled or len(user.outcomes) == self._most
         return [user] if user.settled else []
 
-    def advance(self, at_us: int) -> list[User]:
+    def advance(self, at_us: int) -> list[TrialUser]:
         """Event time has come to `at_us`: who is settled by it, in order."""
         found = []
         while self._due and self._due[0][0] <= at_us:
@@ -88,7 +88,7 @@ class Users:
                 found.append(user)
         return found
 
-    def settle_all(self) -> list[User]:
+    def settle_all(self) -> list[TrialUser]:
         """Settle everybody who was seen, in the order of their windows' ends."""
         return self.advance(max((due for due, _ in self._due), default=0))
 
@@ -201,7 +201,7 @@ class ArmComparison:
         arm = Arm(outcome.arm)
         return arm if outcome.version_min == outcome.version_max == self._version_of[arm] else None
 
-    def _take(self, settled: Iterable[User]) -> None:
+    def _take(self, settled: Iterable[TrialUser]) -> None:
         for user in settled:
             if self.conclusion is None:
                 arm, means = Arm(user.arm), user.means()
@@ -301,7 +301,7 @@ class Watch:
         """Let go of what a user said, as far as they are not counted yet."""
         self._users.forget(user_id)
 
-    def _take(self, settled: Iterable[User]) -> None:
+    def _take(self, settled: Iterable[TrialUser]) -> None:
         for user in settled:
             self.users += 1
             self._guards.observe(user.user_id, user.means())

@@ -166,8 +166,8 @@ class FeedbackJoin:
             corrects=feedback.corrects,
             offset=located.offset,
         )
-        kept = located.key or b"", located.value or b"", located.timestamp_ms
-        held = Held(at_us, feedback.user_id, signal, *kept)
+        key, value = located.key or b"", located.value or b""
+        held = Held(at_us, feedback.user_id, signal, key, value, located.timestamp_ms)
         case = self._store.case(feedback.interaction_id)
         if case is not None:
             if not case.sealed and signal.event_id not in case.signals:
