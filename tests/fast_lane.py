@@ -37,8 +37,8 @@ SLOW: tuple[str, ...] = (
     "trainer/test_step.py::test_two_processes_get_the_same_weights_bit_for_bit",
 )
 """Folders, files and tests below tests/ that keep a processor busy for long: whole demonstrations and trainings, mypy,
-Triton's interpreter, every named query on a ClickHouse server (70 s), every view in a browser (22 s), a process for each
-bench, and one or more for each hostile environment (some 2 s a test)."""
+Triton's interpreter, every named query on a ClickHouse server (70 s), every view in a browser (22 s), a process for
+each bench, and one or more for each hostile environment (some 2 s a test)."""
 
 REFUSAL = "the fast lane starts no {0}: let the test use the fixture `{0}`, by which the lane leaves it out"
 JAVA = f"""#!/bin/sh
