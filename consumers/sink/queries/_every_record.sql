@@ -1,46 +1,46 @@
     held AS
     (
-        SELECT _topic, _partition, _offset, _timestamp FROM documents
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM documents
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM tasks
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM tasks
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM rollouts
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM rollouts
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM ticks
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM ticks
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM rollouts_progress
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM rollouts_progress
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM turns
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM turns
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM `groups`
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM `groups`
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM weights_deltas
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM weights_deltas
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM weights_manifests
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM weights_manifests
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM skip_deltas
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM skip_deltas
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM weights_acks
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM weights_acks
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM train_steps
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM train_steps
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM train_mismatch
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM train_mismatch
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM step_plans
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM step_plans
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM staleness
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM staleness
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM gate_decisions
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM gate_decisions
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM interactions
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM interactions
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM feedback
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM feedback
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM outcomes
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM outcomes
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM online_batches
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM online_batches
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM user_requests
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM user_requests
         UNION ALL
-        SELECT _topic, _partition, _offset, _timestamp FROM dead_letters
+        SELECT _topic, _partition, _offset, _timestamp, _key FROM dead_letters
     ),

@@ -163,3 +163,13 @@ def test_a_hostile_rollout_is_text(view: View, look_as: Callable[..., Look], rol
     assert not set(shown) & set("\x1b\x00\u202e\u2066")
     assert rollout != "g5-0-1" or '<script>document.title = "taken"</script>' in shown.replace("\n", "")
     look.shoot(f"hostile-{rollout}-{'phone' if options else 'wide'}")
+
+
+def test_a_first_look_reads_the_panels_in_sight(view: View, look: Look):
+    asked: list[str] = []
+    look.page.on("request", lambda request: asked.append(request.url))
+    look.open(f"{view.url}/run")
+    assert any("/panel/held_out_by_version" in url for url in asked)
+    assert not any("/panel/refusals" in url for url in asked)
+    with look.page.expect_request("**/panel/refusals*"):
+        look.page.get_by_role("region", name="Refused versions").scroll_into_view_if_needed()
