@@ -50,13 +50,6 @@ SIZE = (512, 1024)
 DENSITY = 0.16
 
 
-@pytest.fixture(scope="module")
-def namespaces() -> None:
-    """Where this machine can make none, the test is skipped: asked when one runs, since it takes processes."""
-    if reason := why_not():
-        pytest.skip(reason)
-
-
 @dataclass
 class Followed:
     """What the replicas said so far, by region."""
@@ -76,18 +69,39 @@ class Followed:
         return self.acks[region][-1].serving_version if region in self.acks else -1
 
 
-@contextmanager
-def broker(regions: Regions, directory: Path) -> Iterator[tuple[str, tuple[str, int]]]:
-    """A broker of its own: its address on this host, and the one that the regions use."""
-    with socket.socket() as free:
-        free.bind((regions.hub, 0))
-        outside = free.getsockname()
-    settings = StackSettings(data_dir=directory, heap_mb=256, network_listeners=(f"{outside[0]}:{outside[1]}",))
-    stack = LocalStack(settings)
-    try:
-        yield stack.up().bootstrap, outside
-    finally:
-        stack.down()
+@dataclass(frozen=True)
+class Hub:
+    """The hub of the regions, and a broker that they reach."""
+
+    regions: Regions
+    bootstrap: str
+    """The broker's address on this host."""
+    outside: tuple[str, int]
+    """The one that the regions use."""
+
+    def topics(self, **settings: float) -> KafkaSettings:
+        """Topics of a test's own."""
+        prefix = f"t{uuid.uuid4().hex[:12]}."
+        made = KafkaSettings(bootstrap=self.bootstrap, topic_prefix=prefix, partitions=2, **settings)
+        create_topics(made)
+        return made
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Hub]:
+    """A hub without regions yet. Where this machine can make no namespaces, the test is skipped."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with Regions() as regions:
+        with socket.socket() as free:
+            free.bind((regions.hub, 0))
+            host, port = free.getsockname()
+        directory = tmp_path_factory.mktemp("stack")
+        stack = LocalStack(StackSettings(data_dir=directory, heap_mb=256, network_listeners=(f"{host}:{port}",)))
+        try:
+            yield Hub(regions, stack.up().bootstrap, (host, port))
+        finally:
+            stack.down()
 
 
 @contextmanager
@@ -124,55 +138,42 @@ def weights(previous: np.ndarray | None, seed: int) -> np.ndarray:
     return np.where(random.random(SIZE) < DENSITY, random.integers(0, 1 << 14, SIZE, dtype=np.uint16), previous)
 
 
-@pytest.mark.usefixtures("namespaces")
-def test_regions_follow_through_the_broker_alone(tmp_path: Path):
+def test_regions_follow_through_the_broker_alone(hub: Hub, tmp_path: Path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    with Regions() as regions:
-        print(f"links are shaped by {regions.backend}")
-        named = {name: regions.add(name, shape) for name, shape in SHAPES.items()}
-        with broker(regions, tmp_path / "stack") as (bootstrap, outside):
-            kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=2)
-            create_topics(kafka)
-            manifests, followed, elapsed, remotes = publish_and_follow(kafka, outside, named, tmp_path)
-        carried = {name: region.close() for name, region in named.items()}
+    print(f"links are shaped by {hub.regions.backend}")
+    named = {name: hub.regions.add(name, shape) for name, shape in SHAPES.items()}
+    manifests, followed, elapsed, remotes = publish_and_follow(hub.topics(), hub.outside, named, tmp_path)
+    carried = {name: region.close() for name, region in named.items()}
     head = manifests[-1]
     for name in SHAPES:
         last = followed.acks[name][-1]
         assert (last.serving_version, last.fingerprint) == (head.version, head.fingerprint), name
         assert all(ack.status is not AckStatus.REFUSED for ack in followed.acks[name]), name
         assert followed.lags[name][-1] == 0, name
-        assert remotes[name] == {outside}, name
+        assert remotes[name] == {hub.outside}, name
     # The next version was published as soon as the near region served the last one: it is never behind.
     assert max(followed.lags["near"]) == 0
     assert max(followed.lags["thin"]) > 0
     sent = sum(manifest.delta_bytes for manifest in manifests)
     assert elapsed > 8 * sent / THIN_BITS_PER_SECOND, "the thin link let more through than it has room for"
-    if regions.backend == "userspace":
+    if hub.regions.backend == "userspace":
         assert all(counts["down"]["n_bytes"] > sent for counts in carried.values())
         assert carried["far"]["down"]["lost"] + carried["far"]["up"]["lost"] > 0
 
 
-@pytest.mark.usefixtures("namespaces")
-def test_a_chunk_comes_over_a_link_that_is_slower_than_the_looks_for_stalls(tmp_path: Path):
+def test_a_chunk_comes_over_a_link_that_is_slower_than_the_looks_for_stalls(hub: Hub):
     """A look is due every 3 s and waits 2 s for its answer, the chunk takes more than 5 s."""
     rate = 1.5e6
     payload = bytes(np.random.default_rng(0).integers(0, 256, (1 << 20) - 4096, np.uint8))
-    with Regions() as regions:
-        region = regions.add("slow", LinkShape(delay_ms=5.0, bits_per_second=rate))
-        with broker(regions, tmp_path / "stack") as (bootstrap, outside):
-            kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", stall_timeout_s=12.0)
-            create_topics(kafka)
-            with RecordProducer(kafka, "test") as producer:
-                producer.send_acked(
-                    Topic.DELTAS, [("0", build(DeltaChunk, run_id="r", version=1, total=1, payload=payload))]
-                )
-            inside = kafka.model_copy(update={"bootstrap": f"{outside[0]}:{outside[1]}"})
-            config = {"kafka": inside.model_dump(), "deadline_s": 4 * 8 * len(payload) / rate}
-            reader = region.start(
-                [str(HERE / "region_reader.py"), json.dumps(config)], stdout=subprocess.PIPE, text=True
-            )
-            output, _ = reader.communicate(timeout=DEADLINE_S)
+    region = hub.regions.add("slow", LinkShape(delay_ms=5.0, bits_per_second=rate))
+    kafka = hub.topics(stall_timeout_s=12.0)
+    with RecordProducer(kafka, "test") as producer:
+        producer.send_acked(Topic.DELTAS, [("0", build(DeltaChunk, run_id="r", version=1, total=1, payload=payload))])
+    inside = kafka.model_copy(update={"bootstrap": f"{hub.outside[0]}:{hub.outside[1]}"})
+    config = {"kafka": inside.model_dump(), "deadline_s": 4 * 8 * len(payload) / rate}
+    reader = region.start([str(HERE / "region_reader.py"), json.dumps(config)], stdout=subprocess.PIPE, text=True)
+    output, _ = reader.communicate(timeout=DEADLINE_S)
     assert reader.returncode == 0
     assert float(output) > 8 * len(payload) / rate > 5
 
