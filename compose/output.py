@@ -1,4 +1,4 @@
-"""What a command prints: rows of data, points in time, and progress for a person.
+"""The output of a command: rows of data, points in time, and progress for a person.
 
 Rows are a table on a terminal, tab-separated values in a pipe, JSON or CSV. Progress is shown on standard error,
 silent where nobody watches.
@@ -91,7 +91,7 @@ def print_rows(
         _show(heads, values, formats or {})
 
 
-def print_told(document: object, lines: Iterable[str], as_json: bool) -> None:
+def print_document(document: object, lines: Iterable[str], as_json: bool) -> None:
     """Print what a command found: lines for a person, or the document as JSON."""
     if as_json:
         print_json(document)

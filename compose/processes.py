@@ -199,7 +199,7 @@ def _signal_group(role: Role, number: signal.Signals) -> None:
 DONE = "done"
 
 
-class Guard:
+class ChildGuard:
     """The guard of this process, for the length of a block."""
 
     def __init__(self, stack: Path, grace_s: float = GRACE_S) -> None:

@@ -98,7 +98,7 @@ def is_on_host(array: AnyArray) -> bool:
 
 @functools.cache
 def triton_obstacle() -> str | None:
-    """What keeps Triton from running kernels here, found by running one; None if nothing does."""
+    """The reason why Triton cannot run kernels here, found by running one; None if it can."""
     try:
         import torch
 

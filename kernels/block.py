@@ -133,7 +133,7 @@ DIGESTS: tuple[DigestChoice, ...] = ("xxh3", "blake3")
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What a block says of itself before its payload is read."""
+    """The header of a block, read before its payload."""
 
     several: bool
     """Whether the block covers several tensors."""
@@ -161,7 +161,7 @@ class EncodedBlock:
     """A block whose digest and bounds have been checked; whether it fits some weights is for `resolve`."""
 
     parts: tuple[BlockPart, ...]
-    """What it covers."""
+    """The parts that the block covers."""
     dtype: str
     n: int
     """Elements that it covers."""
@@ -173,7 +173,7 @@ class EncodedBlock:
     """Fingerprint of the block's elements after it."""
     encoding: int
     payload: memoryview
-    """What is written, for `kernels.payload` to read beside the old bits."""
+    """The encoded changes, for `kernels.payload` to read beside the old bits."""
 
     @property
     def names(self) -> tuple[str, ...]:

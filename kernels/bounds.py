@@ -34,7 +34,7 @@ LEADING_BITS = 12
 
 @dataclass(frozen=True, slots=True)
 class DeltaBounds:
-    """What a change costs at least under each model."""
+    """The least cost of a change under each model."""
 
     elements: int
     changed: int

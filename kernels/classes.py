@@ -46,7 +46,7 @@ Masks = npt.NDArray[np.uint64]
 
 
 class Tile(NamedTuple):
-    """What is known of a tile, written by `mark` and read until the next one."""
+    """The numbers of a tile, written by `mark` and read until the next one."""
 
     exponents: Bytes
     """u1[16384], of each element."""

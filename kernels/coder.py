@@ -269,7 +269,7 @@ def encode_streams(streams: ClassStreams, choice: CoderChoice) -> tuple[int, byt
 
 @compiled
 def _gap_costs(gaps: Values, counts: Counts, lanes: Counts) -> tuple[int, int]:
-    """What the gaps cost if they are geometric, class by class, and if their orders of magnitude are counted."""
+    """The cost of the gaps if they are geometric, class by class, and if their orders of magnitude are counted."""
     geometric, binned = 0, 0
     i = np.uint64(0)
     for count in counts:

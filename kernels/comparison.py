@@ -1,4 +1,4 @@
-"""What a delta between two sets of weights costs: its size, the bounds, the speed, and what other formats would take.
+"""The cost of a delta between two sets of weights: its size, the bounds, the speed, and the size in other formats.
 
 Every block is encoded, decoded, resolved and applied as a replica would, and the result compared bit for bit. Tensors
 are taken one after the other and blocks one by one: beyond the tensors that it is given, which may be mapped from
@@ -166,7 +166,7 @@ class DeltaSize:
 
 @dataclass(frozen=True, slots=True)
 class FormatReport:
-    """What another format takes for the same change."""
+    """The size of the same change in another format."""
 
     name: str
     wire_bytes: int

@@ -186,7 +186,7 @@ class FingerprintMismatch(DeltaError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockChange:
-    """What one block writes, checked against the weights that it changes."""
+    """The changes of one block, checked against the weights that it changes."""
 
     name: str
     dtype: str
@@ -206,7 +206,7 @@ class BlockChange:
 
 
 def resolve(block: EncodedBlock, bits: AnyArray, offset: int | None = None) -> BlockChange | None:
-    """What a block of one tensor changes in the weights `bits` (uN, any shape), or None where its target is there.
+    """The change of a block of one tensor in the weights `bits` (uN, any shape), or None if they have it already.
 
     `bits` is the whole tensor, or, with `offset`, its local part that begins at flat element `offset` and holds
     the block. Nothing is written.
@@ -222,7 +222,7 @@ def resolve(block: EncodedBlock, bits: AnyArray, offset: int | None = None) -> B
 
 
 def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[BlockChange, ...]:
-    """What a block changes in whole tensors, by name; nothing where its target is there already. Nothing is written.
+    """The changes of a block in whole tensors, by name; empty if they have them already. Nothing is written.
 
     Raises like `resolve`, and DeltaError for a tensor that is not among them.
     """
@@ -250,7 +250,7 @@ def apply_change(change: BlockChange, bits: AnyArray, offset: int = 0) -> None:
 
 
 def _resolve(block: EncodedBlock, rows: list[AnyArray]) -> tuple[BlockChange, ...]:
-    """What a block changes in its parts, of which `rows` are the patterns."""
+    """The changes of a block in its parts; `rows` are the patterns of these."""
     kernels = backend_for(rows[0])
     keys = [TensorKey.of(part.name) for part in block.parts]
     held = [kernels.fingerprint(row, key, part.start) for part, key, row in zip(block.parts, keys, rows, strict=True)]

@@ -137,7 +137,7 @@ ZERO, ONE = np.uint64(0), np.uint64(1)
 
 
 def form_of(kind: ElementType) -> Form:
-    """What the loops need to know of an element type."""
+    """Parameters of an element type for the loops."""
     top = kind.width - 1
     sign, ones = 1 << top, (2 << top) - 1
     flips = {Order.SIGN_MAGNITUDE: (sign, ones ^ sign), Order.TWOS_COMPLEMENT: (sign, 0), Order.UNSIGNED: (0, 0)}

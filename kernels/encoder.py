@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """What changed in a run, and what that means for its fingerprint."""
+    """The changes of a run, and their effect on its fingerprint."""
 
     part: BlockPart
     changes: ElementChanges

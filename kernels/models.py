@@ -1,4 +1,4 @@
-"""What entropy coding rests on: costs in whole numbers, frequencies of gaps and of steps. The same on every machine.
+"""Models for entropy coding: costs in whole numbers, frequencies of gaps and of steps. The same on every machine.
 
 Costs are in fixed point, so that encoders on every machine reckon, and so choose, alike.
 

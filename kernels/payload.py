@@ -1,4 +1,4 @@
-"""What is inside a block: the changed elements as bytes, in the smallest of the ways to say them.
+"""The payload of a block: the changed elements as bytes, in the smallest of several encodings.
 
     RAW        u1 0: the new patterns of all elements, little-endian; 1: a frame of their byte planes
     CONSTANT   u1 0: all elements of the block become one pattern; 1: all take one folded step; then that as u4
@@ -89,7 +89,7 @@ def pack(kind: ElementType, old: AnyArray, changes: ElementChanges, coder: Coder
 def unpack(
     encoding: int, payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int
 ) -> ElementChanges:
-    """What a payload changes in the block `old` (uN[n], contiguous), as indices + `start`, old and new patterns.
+    """The changes of a payload in the block `old` (uN[n], contiguous), as indices + `start`, old and new patterns.
 
     Raises DeltaError when the payload does not change exactly `n_changed` elements.
     """
@@ -204,7 +204,7 @@ def _activate(indices: Indices, active: Active) -> None:
 CLASS_COST = 10 * BIT
 """A class's boundary and its count."""
 STREAM_COST = 22 * BIT
-"""What a class with changes adds: its gap code, a longer count, its share of a table of steps."""
+"""The cost that a class with changes adds: its gap code, a longer count, its share of a table of steps."""
 
 
 def choose_table(elements: Counts, changed: Counts) -> ClassTable:

@@ -76,7 +76,7 @@ class ClassPlan(NamedTuple):
 
 
 class Reciprocals(NamedTuple):
-    """What an encoder multiplies by and adds, for each symbol of each table (u8[tables, symbols])."""
+    """The factors and summands of an encoder for each symbol of each table (u8[tables, symbols])."""
 
     frequency: Table
     factor: Table

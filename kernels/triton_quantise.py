@@ -21,7 +21,7 @@ TILE_COLUMNS = 128
 WARPS = 8
 
 CARRY = tl.constexpr(0x1FFFFF)
-"""What carries into the exponent when a fraction is beyond that of 448 = 1.75 x 2**8."""
+"""The summand that carries into the exponent if a fraction is above that of 448 = 1.75 x 2**8."""
 LEAST = tl.constexpr(LEAST_EXPONENT)
 E2M1_GREATEST = tl.constexpr(6.0)
 

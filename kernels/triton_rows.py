@@ -205,7 +205,7 @@ def scatter_patterns(
 
 
 def changed_elements(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `kernels.compare.changed_elements` says of the same arrays, contiguous."""
+    """The result of `kernels.compare.changed_elements` for the same arrays, contiguous."""
     indices = compare_and_compact(old, new)
     return indices, take(old, indices), take(new, indices)
 

@@ -1,4 +1,4 @@
-"""Who writes first: the feedback SDK and gateway, the router, the task feeder, the rollout workers."""
+"""The first writers: the feedback SDK and gateway, the router, the task feeder, the rollout workers."""
 
 from __future__ import annotations
 

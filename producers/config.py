@@ -14,7 +14,7 @@ from tidemill.schemas.config import CLAIM_CHECK_BYTES, HttpSettings, Section
 
 
 class FeedSettings(Section):
-    """What the task feeder issues, and how far ahead of the trainer it may run."""
+    """Settings of the task feeder: the tasks that it issues, and how far ahead of the trainer it may run."""
 
     sync: bool = False
     """Issue one step's groups, then wait until that step's version is served: admission with a policy lag of 0."""
@@ -168,11 +168,11 @@ class EdgeSettings(Section):
     """Address to listen at. It speaks plain HTTP: beyond this machine, put it behind a proxy that speaks TLS."""
 
     http: HttpSettings = HttpSettings()
-    """What it bears from clients' connections."""
+    """Limits on clients' connections."""
 
     api_keys: dict[str, str] = Field(default_factory=dict)
-    """Who may use it: a name of each of the product's backends, and the SHA-256 of its key in hex. The gateway writes
-    the name into each record as its source."""
+    """The clients that may use it: a name of each of the product's backends, and the SHA-256 of its key in hex. The
+    gateway writes the name into each record as its source."""
 
     @field_validator("api_keys")
     @classmethod
@@ -207,7 +207,7 @@ class EdgeSettings(Section):
 
 
 class LogFailure(StrEnum):
-    """What to do with a request whose answer the log does not acknowledge."""
+    """The treatment of a request if the log does not acknowledge its answer."""
 
     REFUSE = "refuse"
     """Answer 503, and end a stream with an error: nothing is served that is not recorded."""
@@ -216,7 +216,7 @@ class LogFailure(StrEnum):
 
 
 class OtherSampling(StrEnum):
-    """What to do with a request whose sampling parameters are not those that the trainer assumes."""
+    """The treatment of a request if its sampling parameters are not those that the trainer assumes."""
 
     REFUSE = "refuse"
     """Answer 400 and name them."""
@@ -261,10 +261,10 @@ class RouterSettings(ReplicaRequests, EdgeSettings):
     """Whether an answer may be trained on when the request does not say (header `x-tidemill-consent`)."""
 
     on_log_failure: LogFailure = LogFailure.REFUSE
-    """What to do when the log does not acknowledge an interaction."""
+    """The treatment of a request if the log does not acknowledge the interaction."""
 
     other_sampling: OtherSampling = OtherSampling.REFUSE
-    """What to do with a temperature other than 1, a top_p below 1, penalties and the like."""
+    """The treatment of a temperature other than 1, a top_p below 1, penalties and the like."""
 
     log_timeout_s: float = Field(default=10.0, gt=0)
     """Longest wait for the log's acknowledgement of one interaction."""

@@ -33,7 +33,7 @@ SPAN_BYTES = 30
 
 
 @dataclass(frozen=True, slots=True)
-class _Letter:
+class _OutgoingRecord:
     topic: Topic
     key: str
     record: Record
@@ -49,7 +49,7 @@ class Outbox:
 
     def __init__(self, producer: RecordProducer, topic: Topic, prepare: Callable[[Record], Record]) -> None:
         self._producer, self._topic, self._prepare = producer, topic, prepare
-        self._waiting: list[_Letter] = []
+        self._waiting: list[_OutgoingRecord] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tidemill-outbox")
         self._sending: asyncio.Task[None] | None = None
         self._posting: asyncio.TimerHandle | None = None
@@ -64,13 +64,13 @@ class Outbox:
             failure, self._failure = self._failure, None
             raise failure
         written = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Letter(topic or self._topic, key, record, written))
+        self._waiting.append(_OutgoingRecord(topic or self._topic, key, record, written))
         self._begin()
         await written
 
     def post(self, key: str, record: Record, topic: Topic | None = None) -> None:
         """Write one record soon, and wait for nothing. What goes wrong is raised by the next `write`, or by `drain`."""
-        self._waiting.append(_Letter(topic or self._topic, key, record, None))
+        self._waiting.append(_OutgoingRecord(topic or self._topic, key, record, None))
         if self._posting is None:
             self._posting = asyncio.get_running_loop().call_later(POST_S, self._begin)
 
@@ -119,7 +119,7 @@ class Outbox:
             if failure is not None and not waiting:
                 self._failure = failure
 
-    def _send(self, batch: list[_Letter]) -> None:
+    def _send(self, batch: list[_OutgoingRecord]) -> None:
         for letter in batch:
             self._producer.send(letter.topic, self._prepare(letter.record), key=letter.key)
         self._producer.flush()

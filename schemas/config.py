@@ -73,7 +73,7 @@ class KafkaSettings(Section):
 
 
 class HttpSettings(Section):
-    """What an HTTP server bears from its clients' connections."""
+    """Limits of an HTTP server on its clients' connections."""
 
     max_connections: int = Field(default=1024, ge=1)
     """Connections at a time; fewer where the process may not open so many files. For one more, the one that has waited
@@ -157,7 +157,7 @@ class RunSettings(Section):
     """Root of all randomness of the run."""
 
     environments: list[EnvironmentEntry] = Field(default=[EnvironmentEntry(name="ledger")], min_length=1)
-    """What the policy practises. The feeder and the rollout workers need the same list."""
+    """The environments that the policy practises. The feeder and the rollout workers need the same list."""
 
     held_out_one_in: int = Field(default=HELD_OUT_ONE_IN, ge=2)
     """Hold out one question in this many; a hash of its text decides which. With few questions, hold out a greater

@@ -2,7 +2,7 @@
 
 uvicorn waits for ever for a header, for a body, and for a client to take its answer, and counts connections that say
 nothing like those that work. Its `http` setting takes a protocol class: the one below is uvicorn's own, with deadlines
-and a place in a `Room`. Every server that Tidemill starts with uvicorn has its configuration from here.
+and a place in a `ConnectionTable`. Every server that Tidemill starts with uvicorn has its configuration from here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from tidemill.schemas.config import HttpSettings
-from tidemill.schemas.http_room import Room
+from tidemill.schemas.http_connections import ConnectionTable
 
 _WATCH_S = 0.2
 
@@ -55,7 +55,7 @@ class BoundedConfig(uvicorn.Config):
             timeout_graceful_shutdown=round(grace_s),
         )
         self.settings = settings
-        self.room = Room(settings)
+        self.room = ConnectionTable(settings)
 
 
 class ThreadServer:
@@ -96,10 +96,10 @@ class ThreadServer:
 
 
 class _Phase(Enum):
-    """What a connection is at."""
+    """The state of a connection."""
 
     HEADER = auto()
-    """Nothing or a part of a request's header has come."""
+    """A part of a request's header has arrived, or nothing."""
     BODY = auto()
     """The header has come, the body has not."""
     ANSWER = auto()
@@ -133,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Whether a connection that waits does so for nothing but what its client sends."""
         return not self.flow.read_paused and not self.transport.get_write_buffer_size()
 
-    def give_way(self) -> None:
+    def close_for_another(self) -> None:
         """Close, for another one's sake."""
         self._end("it waited longest for its client when there was no place left")
 

@@ -19,7 +19,7 @@ from tidemill.schemas.record_class import record
 
 
 class Mode(StrEnum):
-    """What a task, rollout or group is for. Only `train` ever reaches an optimizer step."""
+    """The purpose of a task, rollout or group. Only `train` ever reaches an optimizer step."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -41,7 +41,7 @@ class CloseReason(StrEnum):
 
 
 class AckStatus(StrEnum):
-    """What a replica says of a version: proved from its live tensors, refused, or re-synced from an anchor."""
+    """The state of a version on a replica: proved from its live tensors, refused, or loaded again from an anchor."""
 
     PROVED = "proved"
     REFUSED = "refused"
@@ -49,7 +49,7 @@ class AckStatus(StrEnum):
 
 
 class GateVerdict(StrEnum):
-    """What was decided about which version a branch serves."""
+    """The decision about the version that a branch serves."""
 
     PROMOTE = "promote"
     """Serve this version to everyone."""
@@ -80,7 +80,7 @@ class Arm(StrEnum):
 
 
 class SignalKind(StrEnum):
-    """What a user did, or what the product saw, about one interaction. `Feedback.value` is read by kind."""
+    """An act of a user, or an observation of the product, about one interaction. `Feedback.value` is read by kind."""
 
     THUMB = "thumb"
     """A vote: 1 up, -1 down."""
@@ -107,7 +107,7 @@ class SignalKind(StrEnum):
 
 
 class UserWish(StrEnum):
-    """What a user demands of their data."""
+    """A demand of a user about their data."""
 
     OPT_OUT = "opt_out"
     """Do not learn from me from now on."""
@@ -547,9 +547,9 @@ class GateDecision:
     """The version spoken of; None for a release."""
     reason: str
     decided_by: str
-    """Who decided: a person's name, or the name of the gate."""
+    """The author of the decision: a person's name, or the name of the gate."""
     numbers: dict[str, float]
-    """What decided it, by metric."""
+    """The numbers that the decision rests on, by metric."""
     at: int
 
 
@@ -655,7 +655,7 @@ class StepPlan:
     seed: int
     config_hash: str
     metrics: dict[str, float]
-    """What the step's record will say that is known before it is taken."""
+    """The numbers of the step's record that are known before the step is taken."""
     incarnation: str
     trainer: str
     """The process that began it; another one when the trainer was started again."""
@@ -688,7 +688,7 @@ class MismatchSlice:
     """Which part of the difference: `all` of it; `engines`, of equal weights; `staleness`, what the weights learnt
     since they sampled; `lagged`, all of it for tokens of older weights."""
     dimension: str
-    """What the tokens have in common: "all" of them, or their environment, replica, lag, position, turn, place or
+    """The common property of the tokens: "all" of them, or their environment, replica, lag, position, turn, place or
     probability."""
     value: str
     """Its value for these tokens."""
@@ -837,7 +837,7 @@ class Feedback:
     observed_at: int
     """When it happened, as the product's clock says."""
     source: str
-    """Who reports it: an SDK's or an API key's name, or the observer that judged."""
+    """The reporter: an SDK's or an API key's name, or the observer that judged."""
     corrects: str | None = None
     """The `event_id` that this one replaces."""
 
@@ -862,7 +862,7 @@ class SignalUse:
     event_id: str
     value: float
     contribution: float
-    """What it added to the reward."""
+    """The amount that it added to the reward."""
     topic: str
     partition: int
     offset: int
@@ -893,7 +893,7 @@ class Outcome:
     exclusion: str
     """Why it is not trained; empty when it has a reward."""
     signals: list[SignalUse]
-    """What the reward was made of, in order of event id."""
+    """The signals that make up the reward, in order of event id."""
     observed: dict[str, float]
     """Every signal that was seen, by kind, whether the map gives it weight or not: guardrails read it."""
     map_version: str

@@ -64,7 +64,7 @@ LEGAL: Mapping[SignalKind, OneOf | Between] = {
 
 
 def check(kind: SignalKind, value: float) -> str:
-    """What is wrong with a signal's value; empty when nothing is."""
+    """The fault of a signal's value; empty if there is none."""
     if math.isfinite(value) and LEGAL[kind].holds(value):
         return ""
     return f"a signal of kind {kind.value!r} has the value {LEGAL[kind]}, not {value:g}"

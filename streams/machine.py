@@ -19,11 +19,11 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Record
-from tidemill.streams.state import Changes, MachineState, Timed, TimedEntries
+from tidemill.streams.state import Changes, MachineState, TimedEntries, TimedEntry
 
 
 @record(frozen=True, slots=True)
-class Emit:
+class OutputRecord:
     """A record to write."""
 
     topic: Topic
@@ -41,7 +41,7 @@ class Rejected:
     reason: str
 
 
-Output = Emit | Rejected
+Output = OutputRecord | Rejected
 
 
 class Machine(Protocol):
@@ -71,7 +71,7 @@ class Machine(Protocol):
         ...
 
     def take_changes(self) -> Changes:
-        """What changed since the last call."""
+        """The changes since the last call."""
         ...
 
 
@@ -84,7 +84,7 @@ class TopicHead(Protocol):
     """Event time there."""
 
 
-E = TypeVar("E", bound=Timed)
+E = TypeVar("E", bound=TimedEntry)
 Head = TypeVar("Head", bound=TopicHead)
 
 
@@ -96,7 +96,7 @@ class OneTopicMachine(ABC, Generic[E, Head]):
         self._store = store
         self._head = store.head if store.head is not None else begin
         self._outputs: list[Output] = []
-        """What the record at hand decides."""
+        """The outputs that the current record decides."""
 
     def next_offset(self, topic: Topic) -> int:
         """The first offset that is not decided yet."""
@@ -127,7 +127,7 @@ class OneTopicMachine(ABC, Generic[E, Head]):
         return self._outputs
 
     def take_changes(self) -> Changes:
-        """What changed since the last call."""
+        """The changes since the last call."""
         return self._store.changes(self._head)
 
     @abstractmethod

@@ -48,7 +48,7 @@ class _Input(Generic[Item]):
     waiting: deque[Step[Item]] = field(default_factory=deque)
 
 
-class Merge(Generic[Item]):
+class TopicMerge(Generic[Item]):
     """The common order of some topics' equal partitions. Of records of equal time, the earlier topic's come first."""
 
     def __init__(self, topics: Sequence[Topic], marks: Mapping[Topic, SourceMark]) -> None:

@@ -25,19 +25,19 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, OnlineBatch, Outcome, Rollout
-from tidemill.streams.machine import Emit, Machine, Output, Processor, Rejected
-from tidemill.streams.merge import Merge
+from tidemill.streams.machine import Machine, Output, OutputRecord, Processor, Rejected
+from tidemill.streams.merge import TopicMerge
 from tidemill.streams.state import MachineState
 
 CHANGES_EVERY = 500
 """Records after which a machine's changes are taken and thrown away, so that it does not gather them for ever."""
 
 Change = Callable[[ConsumedRecord], ConsumedRecord]
-"""What is different about a record in a replay; the same record where nothing is."""
+"""The change of a record in a replay; gives the same record if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class DecidedOutput:
     """An output, and the record by which it was decided: the last one that its machine was given."""
 
     output: Output
@@ -61,13 +61,13 @@ class OfflineRun:
         self._changes = changes
         partitions = sorted({partition for _, partition in spans})
         self._machines: dict[int, Machine] = {p: processor.machine(p, MachineState()) for p in partitions}
-        self._orders: dict[int, Merge[ConsumedRecord]] = {p: Merge(processor.inputs, {}) for p in partitions}
+        self._orders: dict[int, TopicMerge[ConsumedRecord]] = {p: TopicMerge(processor.inputs, {}) for p in partitions}
         for (topic, partition), span in spans.items():
             if not span:
                 self._orders[partition].end(topic)
         self._observed = 0
 
-    def take(self, located: ConsumedRecord) -> list[Decided]:
+    def take(self, located: ConsumedRecord) -> list[DecidedOutput]:
         """One record, in the order of its partition; what is decided by it and by those that it lets through."""
         span, order = self._spans[located.topic, located.partition], self._orders[located.partition]
         if located.offset not in span:
@@ -77,21 +77,21 @@ class OfflineRun:
             order.end(located.topic)
         return self._decided(order)
 
-    def finish(self) -> list[Decided]:
-        """What the records decide that wait for others; none comes after it."""
+    def finish(self) -> list[DecidedOutput]:
+        """The outputs of records that wait for others, at the end of the input."""
         for topic, partition in self._spans:
             self._orders[partition].end(topic)
         return [decided for order in self._orders.values() for decided in self._decided(order)]
 
-    def _decided(self, order: Merge[ConsumedRecord]) -> list[Decided]:
-        found: list[Decided] = []
+    def _decided(self, order: TopicMerge[ConsumedRecord]) -> list[DecidedOutput]:
+        found: list[DecidedOutput] = []
         while (step := order.take()) is not None:
             _, _, located = step
             changed, machine = located, self._machines[located.partition]
             for change in self._changes:
                 changed = change(changed)
             outputs = machine.observe(changed)
-            found += [Decided(output, located.position, located.timestamp_ms) for output in outputs]
+            found += [DecidedOutput(output, located.position, located.timestamp_ms) for output in outputs]
             self._observed += 1
             if self._observed % CHANGES_EVERY == 0:
                 machine.take_changes()
@@ -102,10 +102,10 @@ CLIENT = "tidemill-replay"
 
 
 @dataclass(frozen=True, slots=True)
-class Emitted:
+class EmittedRecord:
     """A record that a processor writes, and the input record by which it was decided."""
 
-    emit: Emit
+    emit: OutputRecord
     cause: Position
     at_ms: int
     """The cause's timestamp."""
@@ -113,9 +113,9 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a processor makes of the log."""
+    """The outputs of a processor for the log."""
 
-    emitted: list[Emitted] = field(default_factory=list)
+    emitted: list[EmittedRecord] = field(default_factory=list)
     """In the order in which they were decided."""
     rejected: int = 0
     """Records that are dead letters, each as often as it was rejected."""
@@ -128,7 +128,7 @@ class Replayed:
 def recorded_outputs(
     kafka: KafkaSettings, run: RunSettings, processor: Processor, timeout_s: float
 ) -> list[ConsumedRecord]:
-    """What is in the processor's output topics of this run, and branch where there is one.
+    """The records in the processor's output topics of this run, and branch if there is one.
 
     Raises LookupError without the topics, TimeoutError when their ends are not reached in time.
     """
@@ -161,12 +161,14 @@ def replay(
         names = Names(kafka.topic_prefix)
         cut = [f"{names.of(topic)}[{p}] begins at offset {s.start}" for (topic, p), s in spans.items() if s.start]
         total = sum(map(len, spans.values()))
-        emitted: list[Emitted] = []
+        emitted: list[EmittedRecord] = []
         rejected = records = 0
         # What each record decides, and last what is left.
         steps = chain(map(run.take, reader.read_to_end(timeout_s)), (run.finish() for _ in range(1)))
         for decided in steps:
-            emitted += [Emitted(d.output, d.cause, d.at_ms) for d in decided if isinstance(d.output, Emit)]
+            emitted += [
+                EmittedRecord(d.output, d.cause, d.at_ms) for d in decided if isinstance(d.output, OutputRecord)
+            ]
             rejected += sum(isinstance(d.output, Rejected) for d in decided)
             progress(records, total)
             records += 1
@@ -186,7 +188,7 @@ def deadline_shift(by_us: int) -> Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Reweighted:
+class ReweightRewards:
     """A rollout's reward is summed again from its recorded components, some of which weigh otherwise.
 
     A component that `weights` does not name keeps the weight of the record. A rollout without a reward keeps none.

@@ -32,7 +32,7 @@ class StateError(ValueError):
 
 @record(frozen=True, slots=True)
 class Changes:
-    """What changed in a machine's state since the last call."""
+    """The changes in a machine's state since the last call."""
 
     entries: Mapping[str, bytes | None]
     """New values by key; None deletes. A key is unique over all partitions of a processor."""
@@ -41,7 +41,7 @@ class Changes:
 
 @record(frozen=True, slots=True)
 class MachineState:
-    """What a machine goes on from: all that it ever handed out, as of the newest head."""
+    """The state from which a machine continues: everything that it ever handed out, as of the newest head."""
 
     entries: Mapping[str, bytes] = field(default_factory=dict)
     head: bytes | None = None
@@ -92,7 +92,7 @@ class StateBytes(Generic[T]):
             raise StateError(f"unreadable {self._name}: {type(error).__name__}: {error}") from error
 
 
-class Timed(Protocol):
+class TimedEntry(Protocol):
     """An entry of a machine's state."""
 
     @property
@@ -106,7 +106,7 @@ class Timed(Protocol):
         ...
 
 
-E = TypeVar("E", bound=Timed)
+E = TypeVar("E", bound=TimedEntry)
 Head = TypeVar("Head")
 
 

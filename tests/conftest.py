@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.secured_log import SecuredLog, secured_log
-from tidemill.compose.processes import Guard
+from tidemill.compose.processes import ChildGuard
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.config import KafkaSettings
@@ -76,7 +76,7 @@ def kafka(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Ka
     directory = tmp_path_factory.mktemp("stack")
     stack = LocalStack(StackSettings(data_dir=directory, heap_mb=320))
     # The guard stops the broker of a test run that is killed.
-    with Guard(directory):
+    with ChildGuard(directory):
         try:
             yield Kafka(stack.up(print).bootstrap)
         finally:

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tidemill.compose.processes import Guard
+from tidemill.compose.processes import ChildGuard
 from tidemill.compose.stack.config import HOST, StackError, StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.compose.stack.process import check_free, pick_ports
@@ -163,7 +163,7 @@ def secured_log(directory: Path) -> Iterator[SecuredLog]:
             },
         )
     )
-    with Guard(directory / "stack"):
+    with ChildGuard(directory / "stack"):
         try:
             plain = stack.up(print).bootstrap
             _create_users(plain)

@@ -137,7 +137,7 @@ _HARMLESS = frozenset(
     {"cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"}
     | {"past_key_values", "position_ids", "return_dict", "use_cache"}
 )
-"""What models hand to an attention function without changing what it computes."""
+"""Arguments that models hand to an attention function and that do not change its result."""
 _KNOWN = {
     "attention_mask": "a mask or bias of its own on the attention scores, such as ALiBi",
     "block_indices": "sparse attention",

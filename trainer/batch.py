@@ -291,7 +291,7 @@ class InvalidRoutingError(InvalidRolloutError):
 
 @dataclass(frozen=True, slots=True)
 class RoutedShape:
-    """What expert ids of a model look like."""
+    """The shape of a model's expert ids."""
 
     layers: int
     """Decoder layers, with experts and without."""

@@ -53,7 +53,7 @@ NAMED = 3
 
 
 @dataclass(slots=True)
-class SetAside:
+class ExclusionCounts:
     """Groups since the last batch that were set aside, by why."""
 
     of_others: int = 0
@@ -126,7 +126,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         self._run, self._settings, self._incarnation = run, settings, incarnation
         self._advantage = advantage_of(run, settings)
         self._abandoned: frozenset[int] = frozenset()
-        self._set_aside = SetAside()
+        self._set_aside = ExclusionCounts()
 
     def missed(self, version: int) -> str:
         """Which groups were set aside that the next batch lacks, why, and what to do; empty while it would not be full
@@ -226,7 +226,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         named yet."""
         self._waiting.sort(key=lambda one: (one.group.closed_at, one.place.partition, one.place.offset))
         chosen, self._waiting = self._waiting[:size], self._waiting[size:]
-        self._set_aside = SetAside()
+        self._set_aside = ExclusionCounts()
         return StepBatch(chosen, self.name_exclusions((candidate.place for candidate in chosen), most))
 
     def _trained_behind(self, place: StepInput) -> int:

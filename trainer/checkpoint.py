@@ -43,7 +43,7 @@ class TrainerCheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """What a checkpoint says beside its tensors."""
+    """The fields of a checkpoint beside its tensors."""
 
     run_id: str
     branch: str

@@ -109,8 +109,9 @@ class StepMachine:
         return self.ranks > 1 or self.compute != "float32"
 
     def arithmetic(self) -> dict[str, Any]:
-        """What of it belongs in a hash. Empty for one process on a CPU in float32, whose steps keep the hash that they
-        had when there was no other machine."""
+        """The part of it that belongs in a hash. Empty for one process on a CPU in float32, whose steps keep the hash
+        that they had when there was no other machine.
+        """
         plain = asdict(ONE_PROCESS)
         return {name: value for name, value in asdict(self).items() if value != plain[name]}
 

@@ -41,9 +41,9 @@ class OnlineSettings(Section):
     """Take a step when an online batch is there, and not whenever enough groups are; follow `gate.decisions`."""
 
     baseline: BaselineKind = BaselineKind.LEAVE_ONE_OUT
-    """What is subtracted from an interaction's reward: `leave_one_out`, the mean of the others' rewards; `arm`, the
-    same among the interactions of its experiment arm; `mean`, the mean of the batch; `none`, which is right where the
-    rewards are already balanced around a target rate (accepted 1 - rate, rejected -rate)."""
+    """The number that is subtracted from an interaction's reward: `leave_one_out`, the mean of the others' rewards;
+    `arm`, the same among the interactions of its experiment arm; `mean`, the mean of the batch; `none`, which is
+    right where the rewards are already balanced around a target rate (accepted 1 - rate, rejected -rate)."""
 
     simulated_groups_per_batch: int = Field(default=0, ge=0)
     """Simulated groups that join each online batch, at most; 0: none. What the feeder issues beyond grows stale."""

@@ -76,7 +76,7 @@ def machine_of(settings: TrainerSettings, place: RankPlace, ranks: int) -> StepM
 
 
 def backend() -> str:
-    """What ranks talk by, for torch's process groups."""
+    """The name of the backend of torch's process groups for the ranks."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 

@@ -47,7 +47,7 @@ def read_history(kafka: KafkaSettings, run_id: str) -> tuple[list[TrainStep], St
     return steps, plans[-1] if plans else None
 
 
-def way_back(version: int, steps: dict[int, TrainStep], saved: set[int]) -> tuple[int, list[TrainStep]]:
+def path_back(version: int, steps: dict[int, TrainStep], saved: set[int]) -> tuple[int, list[TrainStep]]:
     """The nearest version on the line of `version` that is in `saved`, else 0, and the steps from it on, in order.
 
     `steps` are by the version that each made.
@@ -71,14 +71,14 @@ class RecordedInputs:
     ) -> None:
         self._vocab_size = vocab_size
         self.routed = routed
-        """What expert ids of the model look like, where tokens are routed by them."""
+        """The shape of the model's expert ids, if tokens are routed by them."""
         self._groups = ReferenceLog(kafka, Group, "end")
         self._rollouts = RolloutLog(kafka, limit_bytes)
         self._batches = ReferenceLog(kafka, OnlineBatch, "end")
         self._interactions = InteractionLog(kafka, vocab_size)
 
     def of(self, record: DecidedStep) -> StepBatch:
-        """What a step is trained on, without what was excluded when that was decided.
+        """The inputs of a step, without those that were excluded when it was planned.
 
         Raises MissingRolloutError, InvalidRolloutError or LookupError for what the log no longer holds,
         NotRepeatableError for interactions.

@@ -78,12 +78,14 @@ class Job:
         self._calls.from_first(lambda: call)
 
     def told(self) -> Call | None:
-        """What the first rank tells; waits for it. For the other ranks. Raises RanksLostError when it is gone."""
+        """Wait for the next call of the first rank. For the other ranks. Raises RanksLostError if the first rank is
+        gone.
+        """
         nothing: Call | None = None
         return self._calls.from_first(lambda: nothing)
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns, in which the ranks wait for each other.
+        """The result of `work`, in which the ranks wait for each other.
 
         Raises what it raises by itself here. Where it ends because of another rank, RanksLostError, which names that
         rank, with its reason if it gave one.
@@ -99,14 +101,14 @@ class Job:
                 self._say(f"{type(error).__name__}: {error}")
                 raise
             self._say(_LOST)
-            raise RanksLostError(f"{self._blamed()} ({error})") from error
+            raise RanksLostError(f"{self._failed_ranks()} ({error})") from error
 
     def _say(self, what: str) -> None:
         with suppress(dist.DistError):
             self._store.set(_SAID.format(self.ranks.rank), what)
 
-    def _blamed(self) -> str:
-        """What the ranks say that failed, else which ones say nothing any more."""
+    def _failed_ranks(self) -> str:
+        """Name the failure that the ranks report, else the ranks that no longer answer."""
         deadline, said = time.monotonic() + ANSWERS_S, dict[int, str]()
         while len(said) < self.ranks.size and time.monotonic() < deadline:
             try:

@@ -191,7 +191,7 @@ def _hold_in(weight: Tensor, form: BlockFormat) -> None:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, in the same memory: rows of a sharded one, else all of it."""
+    """The part of a tensor that this process holds, in the same memory: rows of a sharded one, else all of it."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 

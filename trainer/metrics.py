@@ -1,4 +1,4 @@
-"""What one optimizer step reports, from the tensors it trained on: pure functions."""
+"""The metrics of one optimizer step, from the tensors it trained on: pure functions."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def online_metrics(batch: TrainableBatch, advantages: Tensor, traces: Sequence[T
 
 
 def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """What the simulated groups beside an online batch earned."""
+    """The rewards of the simulated groups beside an online batch."""
     return {
         "simulated/reward": _mean([float(reward) for group in groups for reward in group.rewards()]),
         "simulated/groups": float(len(groups)),

@@ -89,7 +89,7 @@ def _row(pieces: Sequence[Sequence[int]]) -> DocumentRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class MidtrainResult:
     """A trained model with its tokenizer and the course of the loss."""
 
     model: PreTrainedModel
@@ -160,7 +160,7 @@ def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> tuple[list[
     return texts, until
 
 
-def midtrain(texts: Sequence[str], settings: MidtrainSettings, seed: int) -> Result:
+def midtrain(texts: Sequence[str], settings: MidtrainSettings, seed: int) -> MidtrainResult:
     """Train a tokenizer, then a model from random weights. Deterministic in its arguments; sets torch's threads."""
     torch.set_num_threads(settings.threads)
     tokenizer = train_tokenizer(texts[: settings.tokenizer.training_documents], settings.tokenizer)
@@ -187,7 +187,7 @@ def midtrain(texts: Sequence[str], settings: MidtrainSettings, seed: int) -> Res
                 "seconds": round(time.monotonic() - began, 4),
             }
             _log.info("midtrain %s", json.dumps(progress))
-    return Result(model, tokenizer, losses, tokens)
+    return MidtrainResult(model, tokenizer, losses, tokens)
 
 
 def learning_rate(step: int, settings: MidtrainSettings) -> float:

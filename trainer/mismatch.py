@@ -194,7 +194,7 @@ def alarms(slices: Sequence[MismatchSlice]) -> dict[str, float]:
 
 
 def warning(found: Mapping[str, float]) -> str:
-    """What to tell of alarms, and what to do."""
+    """The text of a warning about alarms: their numbers, and the advice."""
     bounds = {name: ALARMS[name.split("/")[1]] for name in found}
     told = ", ".join(f"{name} is {value:.3g} (alarm from {bounds[name]:g} on)" for name, value in found.items())
     return (

@@ -57,7 +57,7 @@ class InteractionLog:
         self._log = LogReader(kafka, client_id=INTERACTIONS_CLIENT, codec=self._codec)
 
     def fetch(self, members: Iterable[OnlineMember]) -> dict[Position, Found]:
-        """What lies where each member points to, checked.
+        """The records that the members point to, checked.
 
         Raises TimeoutError when the broker does not deliver, KafkaException for an error that lasts.
         """

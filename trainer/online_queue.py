@@ -170,7 +170,7 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
     def settle(
         self, waiting: Reference[OnlineBatch], found: Mapping[Position, Interaction | Exclusion], current: int
     ) -> TrainableBatch | Exclusion:
-        """What is left of a batch at version `current`, or why nothing is.
+        """The trainable rest of a batch at version `current`, or the reason why there is none.
 
         Args:
             found: the checked interaction of each member by its position, or why there is none.

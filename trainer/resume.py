@@ -18,7 +18,7 @@ from tidemill.trainer.batch import InvalidRolloutError
 from tidemill.trainer.batch_builder import BatchBuilder, advantage_of
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_history, read_steps, way_back
+from tidemill.trainer.history import NotRepeatableError, RecordedInputs, path_back, read_history, read_steps
 from tidemill.trainer.online_queue import OnlineQueue, WeightLine
 from tidemill.trainer.session import DECISIONS, Session
 from tidemill.trainer.trained_weights import TrainedWeights
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class OpenRun:
+class ResumedRun:
     """A run after its last recorded step, everything up to it published."""
 
     kafka: KafkaSettings
@@ -64,7 +64,7 @@ class OpenRun:
         LookupError when the steps after the nearest checkpoint cannot be made again.
         """
         steps = {record.version: record for record in read_steps(self.kafka, self.run_id)}
-        begin, path = way_back(version, steps, set(self.checkpoints.steps()))
+        begin, path = path_back(version, steps, set(self.checkpoints.steps()))
         _log.info("going back to version %d: from the weights of version %d over %d steps", version, begin, len(path))
         self.session.go_back(begin)
         if begin:
@@ -117,7 +117,7 @@ def open_session(
     checkpoints: CheckpointStore,
     commits: AckedWriter,
     weights: TrainedWeights,
-) -> OpenRun:
+) -> ResumedRun:
     """A session after the last recorded step, everything up to it published, and what goes on from there.
 
     `weights` are those that the run starts from; `commits` writes `train.steps`, and lets no other trainer do so.
@@ -134,7 +134,7 @@ def open_session(
         _require_recorded(session, steps[saved.step - 1])
     session.publish_start()
     line = WeightLine(run.run_id, run.branch)
-    opened = OpenRun(
+    opened = ResumedRun(
         kafka=kafka,
         run_id=run.run_id,
         settings=settings,

@@ -28,7 +28,7 @@ from tidemill.trainer.policy import REPLAY
 Scores = Callable[[Any, Tensor, Tensor], Tensor]
 """From a router, its logits [L, experts] and expert ids i8[L, top_k], the scores [L, top_k] of those experts."""
 Routed = tuple[Tensor, Tensor, Tensor]
-"""What a router answers: logits, scores and expert ids."""
+"""The outputs of a router: logits, scores and expert ids."""
 
 
 def _softmax_then_top_k(router: Any, logits: Tensor, ids: Tensor, normalised: bool | None = None) -> Tensor:  # noqa: ANN401 - transformers' routers have no common type

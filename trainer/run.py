@@ -28,7 +28,7 @@ from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.job import open_job
 from tidemill.trainer.log_input import CLIENT, LogInput
 from tidemill.trainer.online_input import OnlineInput
-from tidemill.trainer.resume import OpenRun, open_session
+from tidemill.trainer.resume import ResumedRun, open_session
 from tidemill.trainer.trained_weights import PUBLISH_LOOP_SECONDS, TrainedWeights, make_learner
 
 _log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def commit_name(kafka: KafkaSettings, run: RunSettings) -> str:
 class _Loop:
     def __init__(
         self,
-        opened: OpenRun,
+        opened: ResumedRun,
         groups: LogInput,
         online: OnlineInput | None,
         checkpoints: CheckpointStore,
@@ -187,7 +187,7 @@ class _Loop:
 
 
 def summary(record: TrainStep) -> dict[str, float]:
-    """What a step's log line says."""
+    """The text of a step's log line."""
     metrics = {name: round(record.metrics[name], 5) for name in REPORTED if name in record.metrics}
     return {
         "step": record.step,

@@ -95,7 +95,7 @@ class Session:
 
     @property
     def routed(self) -> RoutedShape | None:
-        """What expert ids of the model look like, where tokens are routed by them."""
+        """The shape of the model's expert ids, if tokens are routed by them."""
         return self._weights.routed
 
     def difference(self, recorded: str) -> str:

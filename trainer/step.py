@@ -73,7 +73,7 @@ from `advantages.batch_advantages`."""
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step reports of itself; the new weights are in the model."""
+    """The report of a step; the new weights are in the model."""
 
     metrics: dict[str, float]
     """Known to the first rank."""
@@ -88,7 +88,7 @@ class StepOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Anchored:
+class _AnchoredRow:
     """A row with the logprobs that do not change within the step; None where the settings need none."""
 
     row: PackedRow
@@ -99,12 +99,12 @@ class _Anchored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _UpdatePart:
     """The rows of one part of an optimizer update, with the advantage of each of its n rollouts (f4[n])."""
 
     packed: Sequence[PackedRow]
     """Of all ranks."""
-    rows: list[_Anchored]
+    rows: list[_AnchoredRow]
     """Of this rank."""
     advantages: Tensor
     tokens: int
@@ -232,7 +232,7 @@ class Learner:
         groups: Sequence[TrainableGroup],
         online: TrainableBatch | None,
         lag: list[LagCount],
-        updates: Sequence[Sequence[_Part]],
+        updates: Sequence[Sequence[_UpdatePart]],
         seen: Sequence[_Seen],
     ) -> dict[str, float]:
         traces, parts = _traces(seen), [part for parts in updates for part in parts]
@@ -259,7 +259,7 @@ class Learner:
                 found |= {"simulated/loss": _loss(one), "simulated/tokens": float(parts[1].tokens)}
         return found
 
-    def _simulated(self, groups: Sequence[TrainableGroup], weight: float) -> _Part:
+    def _simulated(self, groups: Sequence[TrainableGroup], weight: float) -> _UpdatePart:
         kl, rollouts = self._settings.kl, _rollouts(groups)
         packed, rows = self._rows(rollouts, [ids for group in groups for ids in group.expert_ids])
         divergence = self._divergence(rows, len(rollouts))
@@ -272,7 +272,7 @@ class Learner:
             start += len(rewards)
         return self._part(packed, rows, np.concatenate(values), self._recipe, weight)
 
-    def _online(self, batch: TrainableBatch) -> _Part:
+    def _online(self, batch: TrainableBatch) -> _UpdatePart:
         kl = self._settings.kl
         packed, rows = self._rows(batch.interactions)
         coefficient = 0.0 if kl.in_loss else kl.coefficient
@@ -282,7 +282,7 @@ class Learner:
 
     def _rows(
         self, sampled: Sequence[Trajectory], expert_ids: Sequence[ExpertIds] = ()
-    ) -> tuple[Sequence[PackedRow], list[_Anchored]]:
+    ) -> tuple[Sequence[PackedRow], list[_AnchoredRow]]:
         """The rows of all ranks, and this rank's."""
         settings, kl, vocab_size = self._settings, self._settings.kl, self.model.config.vocab_size
         if self.replay is not None and len(expert_ids) != len(sampled):
@@ -301,16 +301,16 @@ class Learner:
             row = dealt.to(self._device)
             old = frozen_logprobs(self.model, row) if needs_old else None
             reference = frozen_logprobs(self._reference, row) if kl.coefficient and self._reference else None
-            rows.append(_Anchored(row, counts, old, reference))
+            rows.append(_AnchoredRow(row, counts, old, reference))
         return packed, rows
 
     def _part(
-        self, packed: Sequence[PackedRow], rows: list[_Anchored], advantages: Rewards, recipe: Recipe, weight: float
-    ) -> _Part:
+        self, packed: Sequence[PackedRow], rows: list[_AnchoredRow], advantages: Rewards, recipe: Recipe, weight: float
+    ) -> _UpdatePart:
         tokens, values = sum(len(row.targets) for row in packed), torch.from_numpy(advantages).float()
-        return _Part(packed, rows, values, tokens, recipe, options_of(self._settings, recipe), weight)
+        return _UpdatePart(packed, rows, values, tokens, recipe, options_of(self._settings, recipe), weight)
 
-    def _update(self, parts: Sequence[_Part], learning_rate: float) -> _Seen:
+    def _update(self, parts: Sequence[_UpdatePart], learning_rate: float) -> _Seen:
         """Add up the gradients of all parts, and apply them."""
         found = []
         for part in parts:
@@ -320,7 +320,7 @@ class Learner:
             found.append([one for dealt in zip_longest(*hands) for one in dealt if one is not None])
         return found, self.masters.update(learning_rate)
 
-    def _accumulate(self, anchored: _Anchored, part: _Part) -> metrics.TokenTrace:
+    def _accumulate(self, anchored: _AnchoredRow, part: _UpdatePart) -> metrics.TokenTrace:
         row, reference, correction = anchored.row, anchored.reference, self._settings.correction
         logprobs, entropy = sampled_logprobs(self.model, row)
         old, sampler = logprobs.detach() if anchored.old is None else anchored.old, row.sampler_logprobs
@@ -351,7 +351,7 @@ class Learner:
             experts=experts,
         )
 
-    def _divergence(self, rows: Sequence[_Anchored], n: int) -> Rewards:
+    def _divergence(self, rows: Sequence[_AnchoredRow], n: int) -> Rewards:
         """f8[n]: log pi_old - log pi_ref summed over each rollout's sampled tokens; 0 without a reference."""
         total = torch.zeros(n, dtype=torch.float64)
         for anchored in rows:

@@ -88,7 +88,7 @@ class InputQueue(Generic[W]):
         self._topic, self._limit, self._accept_replays = topic, remembered, frozenset(accept_replays)
         self._waiting: list[W] = []
         self._excluded: list[StepExclusion] = []
-        """What ended untrained, and no step has named yet."""
+        """The exclusions that no step record has named yet."""
         self._excluded_ids: set[str] = set()
         """Theirs, but for those that only said again what another record had said."""
         self._read = dict(progress.next_offsets)
@@ -214,11 +214,11 @@ class TrainableBatch:
     place: StepInput
     batch: OnlineBatch
     members: tuple[OnlineMember, ...]
-    """What is trained, in the order of the record."""
+    """The interactions that are trained, in the order of the record."""
     interactions: tuple[Interaction, ...]
     """Theirs, with their segments."""
     excluded: tuple[StepExclusion, ...] = ()
-    """What of the record is not trained; only these exclusions of a step are of interactions."""
+    """The members of the record that are not trained; only these exclusions of a step are of interactions."""
 
     def rewards(self) -> npt.NDArray[np.float64]:
         """f8[n]: the members' rewards; of a correction, what the reward changed by."""

@@ -86,7 +86,7 @@ class TrainedWeights:
 
     @property
     def routed(self) -> RoutedShape | None:
-        """What expert ids of the model look like, where tokens are routed by them."""
+        """The shape of the model's expert ids, if tokens are routed by them."""
         return None if self._learner.replay is None else self._learner.replay.shape
 
     def do(self, name: str, work: Callable[[], T], args: Sequence[Any], options: Mapping[str, Any]) -> T:

@@ -30,8 +30,8 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Arm, GateDecision, GateVerdict, WeightAck
 
 if TYPE_CHECKING:
-    from tidemill.consumers.weights.chain import Following
-    from tidemill.streams.gate.keeper import Snapshot
+    from tidemill.consumers.weights.chain import DecisionFollowers
+    from tidemill.streams.gate.controller import Snapshot
 
 
 VersionArgument = Annotated[str, typer.Argument(help="Version, for instance 40 or v40.")]
@@ -81,7 +81,7 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
     settings = with_reachable_log(settings_of(given(run__branch=options["branch"])))
     dry_run, wait_s, decided_by = options["dry_run"], options["wait_s"], options["decided_by"]
     from tidemill.consumers.weights.builder import anchor_exists
-    from tidemill.consumers.weights.chain import Following, decision, read_chain
+    from tidemill.consumers.weights.chain import DecisionFollowers, decision, read_chain
     from tidemill.schemas.clock import now_us, to_us
     from tidemill.schemas.log.producer import RecordProducer
     from tidemill.schemas.log.reader import LogReader
@@ -93,7 +93,7 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
             decided_by = str(os.getuid())
     chain = read_chain(settings.kafka, settings.run)
     made = decision(chain, verdict, version, options["reason"], decided_by, now_us(), anchor_exists)
-    following = Following(made, chain.head.version, to_us(options["recent_s"]))
+    following = DecisionFollowers(made, chain.head.version, to_us(options["recent_s"]))
     for ack in chain.replicas.values():
         following.observe(ack)
     if not dry_run:
@@ -114,7 +114,7 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
     raise typer.Exit(1 if waited and following.behind else 0)
 
 
-def _show(made: GateDecision, following: Following, *, written: bool, waited: bool, as_json: bool) -> None:
+def _show(made: GateDecision, following: DecisionFollowers, *, written: bool, waited: bool, as_json: bool) -> None:
     if as_json:
         document = {"decision": made, "written": written, "serving": following.serving}
         print_json({**document, "behind": sorted(following.behind)})

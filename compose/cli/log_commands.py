@@ -22,7 +22,7 @@ from tidemill.compose.options import (
     with_local_log,
     with_reachable_log,
 )
-from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows, print_told, utc, working
+from tidemill.compose.output import CsvOption, JsonOption, print_document, print_json, print_rows, utc, working
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.admin import check_topics, create_topics
 
@@ -159,7 +159,7 @@ def trace(
         reader = TraceReader(settings.kafka, bar.records)
         path = reader.trace(name or "") if user is None else reader.user(pseudonym_of(settings, user, is_pseudonym))
     lines = user_lines if user is not None else rollout_lines if "rollout_id" in path else path_lines
-    print_told(path, lines(path), as_json)
+    print_document(path, lines(path), as_json)
 
 
 def path_lines(path: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ import typer
 from tidemill.compose.cli.replay_copy import replay_app
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
-from tidemill.compose.output import JsonOption, moment_us, print_told, working
+from tidemill.compose.output import JsonOption, moment_us, print_document, working
 from tidemill.consumers.operate.replay.differences import (
     Difference,
     DifferenceKind,
@@ -35,7 +35,7 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.streams.config import ProcessorName
 
 if TYPE_CHECKING:
-    from tidemill.streams.offline import Change, Emitted, Replayed
+    from tidemill.streams.offline import Change, EmittedRecord, Replayed
 
 
 ShowOption = Annotated[int, typer.Option("--show", min=1, help="How many differing records to name.")]
@@ -76,7 +76,7 @@ def diff(
     if order is not None:
         lines.append(f"the order differs from {order[0]} and {order[1]} on")
     document = {"topic": topic.value, **comparison_document(found, show), "out_of_order": order}
-    print_told(document, lines, as_json)
+    print_document(document, lines, as_json)
     raise typer.Exit(1 if found.differences or order is not None else 0)
 
 
@@ -211,9 +211,9 @@ def stage(
         from tidemill.consumers.operate.replay.target import check_prefix
 
         check_prefix(settings.kafka.topic_prefix, into)
-    from tidemill.streams.offline import Reweighted, deadline_shift
+    from tidemill.streams.offline import ReweightRewards, deadline_shift
 
-    reweighted = Reweighted(weights, reward_version) if weights else None
+    reweighted = ReweightRewards(weights, reward_version) if weights else None
     changes: list[Change] = [deadline_shift(to_us(deadline))] if deadline else []
     changes += [reweighted] if reweighted is not None else []
     topic, replayed, comparison = _run(settings, processor, changes, window, timeout_s)
@@ -238,7 +238,7 @@ def stage(
         "into": into,
         "replay_id": replay_id,
     }
-    print_told(document, lines, as_json)
+    print_document(document, lines, as_json)
     raise typer.Exit(1 if comparison.differences else 0)
 
 
@@ -251,9 +251,9 @@ def _run(
 ) -> tuple[Topic, Replayed, OutputComparison]:
     """The output of a stage, what a replay of it made, and how that differs from what the log recorded."""
     from tidemill.streams.offline import recorded_outputs, replay
-    from tidemill.streams.runner.worker import Rules, processor_of
+    from tidemill.streams.runner.worker import ProcessorSettings, processor_of
 
-    processor = processor_of(name, Rules(settings.run, settings.stream, settings.join, settings.batches))
+    processor = processor_of(name, ProcessorSettings(settings.run, settings.stream, settings.join, settings.batches))
     names, codec = Names(settings.kafka.topic_prefix), Codec(settings.kafka.registry_url)
     with working(f"replaying {name}") as progress:
         recorded = recorded_outputs(settings.kafka, settings.run, processor, timeout_s)
@@ -273,7 +273,7 @@ def _run(
     return topic, replayed, compare(there, here, *window)
 
 
-def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[Emitted], prefix: str) -> str:
+def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[EmittedRecord], prefix: str) -> str:
     """Write results into `topic` under `prefix`, as partitioned as the live one; the id of the replay.
 
     Their timestamps are those of the records by which they were decided, so that two replays write the same.

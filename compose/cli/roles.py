@@ -26,7 +26,7 @@ from tidemill.streams.config import ProcessorName
 
 
 class Phase(StrEnum):
-    """What `tidemill train` does."""
+    """The phases of `tidemill train`."""
 
     RL = "rl"
     MIDTRAIN = "midtrain"
@@ -143,9 +143,9 @@ def stream(
     `stream.runner` chooses how it writes: faust (at least once) or transactional (once; each batch is a transaction).
     """
     settings = begin_role(settings_of)
-    from tidemill.streams.runner.worker import Rules, processor_of, run
+    from tidemill.streams.runner.worker import ProcessorSettings, processor_of, run
 
-    rules = Rules(settings.run, settings.stream, settings.join, settings.batches)
+    rules = ProcessorSettings(settings.run, settings.stream, settings.join, settings.batches)
     run(settings.kafka, settings.run, settings.stream, processor_of(processor, rules))
 
 

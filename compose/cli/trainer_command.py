@@ -24,7 +24,7 @@ import typer
 from tidemill.compose.config import load_settings
 from tidemill.compose.options import ConfigOption
 from tidemill.compose.output import CsvOption, JsonOption, print_rows, working
-from tidemill.compose.processes import Guard
+from tidemill.compose.processes import ChildGuard
 from tidemill.compose.stack.kafka import LocalStack, require_tools
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -67,7 +67,7 @@ def check(
 
     # The broker is detached from this process, so that ending without unwinding would leave it behind.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    with tempfile.TemporaryDirectory(prefix="tidemill-trainer-") as root, Guard(Path(root, "kafka")) as guard:
+    with tempfile.TemporaryDirectory(prefix="tidemill-trainer-") as root, ChildGuard(Path(root, "kafka")) as guard:
         broker = LocalStack(stack.model_copy(update={"data_dir": Path(root, "kafka")}))
         try:
             with working("checking the trainer") as progress:

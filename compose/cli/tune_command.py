@@ -102,7 +102,7 @@ class LoadFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What each request asks for."""
+    """The content of each request."""
 
     address: str
     """http://host:port."""
@@ -114,7 +114,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadLevel:
-    """What was measured with so many requests at a time."""
+    """The measurements with so many requests at a time."""
 
     concurrency: int
     requests: int

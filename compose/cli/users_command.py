@@ -16,12 +16,12 @@ import typer
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import SettingsOf, begin_role, with_reachable_log, with_settings
-from tidemill.compose.output import JsonOption, print_told, utc, working
+from tidemill.compose.output import JsonOption, print_document, utc, working
 from tidemill.schemas.records import UserWish
 
 if TYPE_CHECKING:
-    from tidemill.compose.demo.simulated_users.role import Seen
-    from tidemill.consumers.operate.rights.erase import Erasure, LettersHeld
+    from tidemill.compose.demo.simulated_users.role import UserActivity
+    from tidemill.consumers.operate.rights.erase import Erasure, HeldDeadLetters
     from tidemill.schemas.records import UserRequest
 
 UserArgument = Annotated[str, typer.Argument(help="The product's id of the user.")]
@@ -54,7 +54,7 @@ def erase(
     user_id = pseudonym_of(settings, user, is_pseudonym)
     with working("reading the log") as bar:
         done = erase_user(settings.kafka, settings.store, user_id, requested_by, dry_run=dry_run, progress=bar.records)
-    print_told(done, erasure_lines(done), as_json)
+    print_document(done, erasure_lines(done), as_json)
     raise typer.Exit(1 if done.left or done.claims.foreign else 0)
 
 
@@ -73,7 +73,9 @@ def choosing(wish: UserWish, explained: str) -> Callable[..., None]:
 
         made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
         request, said = made["request"], "holds already" if made["carried_on"] else "written"
-        print_told(made, [f"user {request.user_id}: {_request(request)} {said}, with {made['copies']} copies"], as_json)
+        print_document(
+            made, [f"user {request.user_id}: {_request(request)} {said}, with {made['copies']} copies"], as_json
+        )
 
     command.__name__, command.__doc__ = wish.value, explained
     return command
@@ -114,11 +116,13 @@ def show(
         *(["requests, the last one holds:", *requests] if requests else ["no requests"]),
         *_letters(found["dead_letters"]),
     ]
-    print_told(found, lines, as_json)
+    print_document(found, lines, as_json)
 
 
 def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> str:
-    """What the log calls a user. Raises ValueError for an id that cannot be one, or without the product's keys."""
+    """The pseudonym of a user in the log. Raises ValueError for an id that cannot be one, or without the product's
+    keys.
+    """
     from tidemill.consumers.operate.rights.records import checked_pseudonym
 
     if is_pseudonym:
@@ -129,7 +133,7 @@ def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> s
 
 
 def erasure_lines(done: Erasure) -> list[str]:
-    """What an erasure did, and what it could not do."""
+    """The result of an erasure, and its limits."""
     lines = [f"user {done.user_id}: the log held {_counts(done.found)}"]
     if done.request is None:
         return [*lines, "nothing was written: this was a dry run", *_letters(done.dead_letters)]
@@ -150,7 +154,7 @@ def _request(request: UserRequest) -> str:
     return f"{request.wish.value} {request.request_id} by {request.requested_by} at {utc(request.at)} UTC"
 
 
-def _letters(letters: LettersHeld) -> list[str]:
+def _letters(letters: HeldDeadLetters) -> list[str]:
     if letters.gone_at_ms is None:
         return []
     until = f"{utc(letters.gone_at_ms * 1_000)} UTC"
@@ -190,7 +194,7 @@ def simulate(
 
     asked = questions(settings.users, held_out_only=measure is not None, one_in=settings.run.held_out_one_in)
 
-    def say(seen: Seen) -> None:
+    def say(seen: UserActivity) -> None:
         if as_json:
             print(json.dumps(asdict(seen)), flush=True)
             return

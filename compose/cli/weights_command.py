@@ -13,7 +13,7 @@ import typer
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import SettingsOf, given, with_reachable_log, with_settings
-from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows, print_told, working
+from tidemill.compose.output import CsvOption, JsonOption, print_document, print_json, print_rows, working
 
 if TYPE_CHECKING:
     from tidemill.consumers.weights.chain import VersionRow
@@ -117,7 +117,7 @@ def verify(
     if report.expired_skips:
         lines.append(f"{report.expired_skips} skip-deltas are expired and were passed over")
     lines.append("the chain is sound" if report.offender is None else f"not sound: {report.offender}")
-    print_told({"sound": report.offender is None, **asdict(report)}, lines, as_json)
+    print_document({"sound": report.offender is None, **asdict(report)}, lines, as_json)
     raise typer.Exit(0 if report.offender is None else 1)
 
 
@@ -151,7 +151,7 @@ def checkout(
         f"version {made.version} in {made.directory}: {made.n_bytes:,} bytes, built from {made.way}",
         f"fingerprint {made.fingerprint}, read back from the files",
     ]
-    print_told(made, lines, as_json)
+    print_document(made, lines, as_json)
 
 
 def print_chain(rows: Sequence[VersionRow], head: int, as_csv: bool) -> None:
@@ -255,7 +255,7 @@ Loaded = tuple[Mapping[str, "Weight"], float | None]
 def _load(
     operands: Sequence[VersionOperand | Path], settings: Callable[[], TidemillSettings], timeout_s: float
 ) -> list[Loaded]:
-    """What the operands name; the log is opened only where one of them is a version."""
+    """Load the operands; the log is opened only if one of them is a version."""
     from tidemill.consumers.weights.builder import open_builder, version_tensors
     from tidemill.consumers.weights.chain import read_chain
     from tidemill.kernels.weights.checkpoint import map_checkpoint

@@ -25,7 +25,7 @@ from rich.live import Live
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan, RoleArguments
 from tidemill.compose.demo.simulated_users.people import Satisfaction
-from tidemill.compose.demo.simulated_users.role import Seen
+from tidemill.compose.demo.simulated_users.role import UserActivity
 from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.compose.demo.summary import OnlineSummary, summarise_online
 from tidemill.compose.demo.view import online_screen, screen
@@ -110,7 +110,7 @@ class DemoStage:
                     f"{what}: not within {timeout_s:.0f} s; the roles' logs are in {self.plan.log_directory}"
                 )
 
-    def report(self, name: str) -> Seen | None:
+    def report(self, name: str) -> UserActivity | None:
         """The newest report of users."""
         return newest_report(self.plan.log_directory / f"{name}.log")
 
@@ -231,7 +231,7 @@ def _open(stage: DemoStage) -> None:
         stage.wait(is_up, limit_s, "the router does not answer")
 
 
-def _measure(stage: DemoStage, name: str, text: str) -> Seen | None:
+def _measure(stage: DemoStage, name: str, text: str) -> UserActivity | None:
     stage.start_product(stage.plan.measuring_role(name))
     with spinner(stage.console, text) as say:
 
@@ -292,7 +292,7 @@ def promote_first(settings: TidemillSettings, version: int, decided_by: str) -> 
         producer.send_acked(Topic.GATE, [(run.branch, decision)])
 
 
-def newest_report(log: Path) -> Seen | None:
+def newest_report(log: Path) -> UserActivity | None:
     """The last whole report in a log of `tidemill users simulate --json`; None before the first."""
     if not log.exists():
         return None
@@ -301,10 +301,10 @@ def newest_report(log: Path) -> Seen | None:
     if newest is None:
         return None
     document = json.loads(newest)
-    return Seen(**document | {"satisfaction": [Satisfaction(**each) for each in document["satisfaction"]]})
+    return UserActivity(**document | {"satisfaction": [Satisfaction(**each) for each in document["satisfaction"]]})
 
 
-def rate_of(seen: Seen | None, version: int | None) -> Satisfaction | None:
+def rate_of(seen: UserActivity | None, version: int | None) -> Satisfaction | None:
     """How satisfied held-out users were with a version; None where they were not asked about it."""
     found = seen.satisfaction if seen is not None else []
     return next((each for each in found if each.version == version), None)

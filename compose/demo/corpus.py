@@ -70,7 +70,7 @@ def corpus(
 _MUMBLES = ("add", "sub", "add total", "total", "answer", "credit", "debit")
 
 
-class Slip(StrEnum):
+class DemonstrationFault(StrEnum):
     """The ways in which a turn goes wrong."""
 
     SKIP = "skip"
@@ -102,23 +102,23 @@ class Demonstrator(Policy):
         max_tokens: int | None = None,
         trained: bool = True,
     ) -> Reply:
-        slip = self._rng.choice(list(Slip)) if self._rng.random() < self._slip_rate else None
+        slip = self._rng.choice(list(DemonstrationFault)) if self._rng.random() < self._slip_rate else None
         message = self._turn(slip, len(messages))
         self.conversation = [*messages, message]
         return Reply(message, "tool_calls" if "tool_calls" in message else "stop")
 
-    def _turn(self, slip: Slip | None, number: int) -> Message:
-        if slip is Slip.MUMBLE:
+    def _turn(self, slip: DemonstrationFault | None, number: int) -> Message:
+        if slip is DemonstrationFault.MUMBLE:
             return {"role": "assistant", "content": self._rng.choice(_MUMBLES)}
-        if slip is Slip.SKIP:
+        if slip is DemonstrationFault.SKIP:
             self._next += 1
-        if slip is Slip.REPEAT:
+        if slip is DemonstrationFault.REPEAT:
             self._next = max(self._next - 1, 0)
-        believed = self._rng.randint(0, CEILING) if slip is Slip.CARRY else self._total
-        if slip is Slip.EARLY or self._next >= len(self._entries):
+        believed = self._rng.randint(0, CEILING) if slip is DemonstrationFault.CARRY else self._total
+        if slip is DemonstrationFault.EARLY or self._next >= len(self._entries):
             return {"role": "assistant", "content": f"answer {believed}{' thanks' if self._polite else ''}"}
         entry = self._entries[self._next]
-        credit = (entry > 0) != (slip is Slip.SIGN)
+        credit = (entry > 0) != (slip is DemonstrationFault.SIGN)
         self._next += 1
         self._total = believed + abs(entry) if credit else believed - abs(entry)
         function = {"name": "add" if credit else "sub", "arguments": json.dumps({"a": believed, "b": abs(entry)})}

@@ -1,4 +1,4 @@
-"""What the demonstration will run: its directory, the configuration that every role gets, and each role's arguments.
+"""The plan of the demonstration: its directory, the configuration that every role gets, and each role's arguments.
 
 The keys of the product's side are made for one demonstration and given to its processes in their environment; no file
 holds them.
@@ -24,7 +24,7 @@ from tidemill.schemas.records import Arm
 CONFIG_NAME = "settings.toml"
 ONLINE_CONFIG_NAME = "settings-online.toml"
 SECRETS: Mapping[str, Any] = {"product": True, "router": {"api_keys"}, "users": {"api_key"}, "gateway": {"api_keys"}}
-"""What of the settings no file holds, beside the log's passwords."""
+"""The settings that no file holds, beside the log's passwords."""
 PASSWORD = "password"
 """The end of the names of `kafka.client_options` that are one."""
 STABLE = "stable-0"
@@ -144,12 +144,12 @@ class DemoPlan:
         (self.directory / ONLINE_CONFIG_NAME).write_text(tomli_w.dumps(tree), "utf-8")
 
     def log_environment(self) -> dict[str, str]:
-        """What every role finds in its environment: the log's passwords, where there are any."""
+        """The environment variables of every role: the log's passwords, if there are any."""
         hidden = {name: value for name, value in self.settings.kafka.client_options.items() if name.endswith(PASSWORD)}
         return {"TIDEMILL_KAFKA__CLIENT_OPTIONS": json.dumps(hidden)} if hidden else {}
 
     def product_environment(self) -> dict[str, str]:
-        """What the router and the users find in their environment: the product's keys."""
+        """The environment variables of the router and the users: the product's keys."""
         return {
             **self.product.environment(),
             "TIDEMILL_ROUTER__API_KEYS": json.dumps({BACKEND: key_hash(self.api_key)}),

@@ -25,7 +25,7 @@ from tidemill.compose.demo.view import closing
 from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.options import with_address
 from tidemill.compose.output import spinner
-from tidemill.compose.processes import Guard, Supervisor
+from tidemill.compose.processes import ChildGuard, Supervisor
 from tidemill.compose.stack.kafka import LocalStack, require_tools
 from tidemill.consumers.operate.audit.audit import AuditReport, audit_log
 from tidemill.consumers.operate.audit.endings import AuditRules
@@ -37,7 +37,7 @@ QUERIES = {
     Act.ONE: ("held_out_by_version", "policy_lag_histogram", "accounting"),
     Act.TWO: ("online_accounting", "feedback_to_served", "gate"),
 }
-"""What to look up when an act has been played."""
+"""The named queries to suggest when an act has been played."""
 
 
 def run_demo(settings: TidemillSettings, console: Console) -> Summary:
@@ -51,7 +51,7 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
         directory = fetch(settings.demo.model, DIRECTORY, console)
         settings = settings.model_copy(update={"demo": settings.demo.model_copy(update={"model": str(directory)})})
     plan = DemoPlan.of(settings)
-    with Guard(plan.stack_directory) as guard, _log(settings, plan, console) as located:
+    with ChildGuard(plan.stack_directory) as guard, _log(settings, plan, console) as located:
         plan = plan.with_log_of(located)
         with Supervisor(
             plan.log_directory,

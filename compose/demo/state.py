@@ -1,4 +1,4 @@
-"""What the demonstration knows of the loop, and of learning from users: pure folds over the records of the log.
+"""The demonstration's view of the loop, and of learning from users: pure folds over the records of the log.
 
 Every number that the screen and the summary show comes from here, and so from the log; nothing is asked of a process.
 Only how satisfied users are is not in the log: they alone know (`satisfaction`).
@@ -272,7 +272,7 @@ class OnlineState:
         return dict(sorted(Counter(decision.verdict.value for decision in self.decisions).items()))
 
     def stage(self) -> str:
-        """What the gate is doing, by its newest decision about what is served."""
+        """The current stage of the gate, by its newest decision about the served version."""
         trial, settled = self.branch.trial, self.branch.settled
         if trial is not None:
             tried = f"is compared among {trial.share:.0%} of the users" if trial.share else "is benched"

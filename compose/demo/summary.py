@@ -21,7 +21,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class OnlineSummary:
-    """What learning from users showed. Times in seconds."""
+    """The results of learning from users. Times in seconds."""
 
     satisfaction_before: float
     satisfaction_after: float
@@ -64,7 +64,7 @@ class OnlineSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a demonstration showed. Times in the unit of their name."""
+    """The results of a demonstration. Times in the unit of their name."""
 
     run_id: str
     seed: int

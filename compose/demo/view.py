@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.compose.demo.simulated_users.role import Seen
+from tidemill.compose.demo.simulated_users.role import UserActivity
 from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.compose.demo.summary import Percentiles, Summary, percentiles
 
@@ -56,7 +56,7 @@ def screen(state: LoopState, *, steps: int, bound: int, elapsed_s: float, stage:
     return Panel(Lines(learning, weights), title=title, border_style="cyan")
 
 
-def online_screen(online: OnlineState, seen: Seen | None, batches: int, elapsed_s: float) -> RenderableType:
+def online_screen(online: OnlineState, seen: UserActivity | None, batches: int, elapsed_s: float) -> RenderableType:
     users = Table.grid(padding=(0, 2))
     rates = seen.satisfaction if seen is not None else []
     said = ", ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in rates[-4:]) or "waiting"

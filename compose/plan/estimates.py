@@ -1,4 +1,4 @@
-"""What a step computes and what its delta weighs: estimates, each with what it assumes."""
+"""Estimates for a step's computation and the size of its delta, each with its assumptions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Bits = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step is trained on, and how."""
+    """The work of one step."""
 
     rollouts: int
     prompt: int

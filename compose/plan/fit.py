@@ -1,4 +1,4 @@
-"""What fits on which devices, what to change where nothing does, and how a plan is shown: for a person, and as JSON."""
+"""A plan: the devices that fit, the changes where none fit, and the output for a person and as JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RoleMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PlanChange:
     """Something to change, and the memory of a device then."""
 
     role: str
@@ -50,7 +50,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class FitPlan:
-    """What was found for one model on some devices."""
+    """The plan for one model on some devices."""
 
     trainers: list[RoleMemory]
     replicas: list[RoleMemory]
@@ -62,7 +62,7 @@ class FitPlan:
     """Replicas beside that trainer; 0 where there is no room for one."""
     shared: bool
     """Trainer and replica lie on the same devices."""
-    changes: list[Change]
+    changes: list[PlanChange]
 
     @property
     def parts(self) -> list[RoleMemory]:
@@ -95,14 +95,14 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
         side = next((pair for pair in pairs if pair[0].total + pair[1].total <= devices.usable), None)
         if not count and side is not None:
             (best, served), count, shared = side, 1, True
-    changes: list[Change] = []
+    changes: list[PlanChange] = []
     if best is None:
         changes += _trainer_changes(size, devices, replace(trainer, ranks=devices.count))
     if served is None:
         changes += _replica_changes(size, devices, tried[-1] if tried else cases[0])
     if best is not None and served is not None and not count:
         needed = best.devices + served.devices
-        changes.append(Change("both", f"{needed} devices", max(best.total, served.total) / GIB, True))
+        changes.append(PlanChange("both", f"{needed} devices", max(best.total, served.total) / GIB, True))
     return FitPlan(trainers, replicas, best, served, count, shared, changes)
 
 
@@ -113,8 +113,8 @@ def part_of(size: ModelSize, case: TrainerCase | ReplicaCase) -> RoleMemory:
     return RoleMemory("replica", case, replica_bytes(size, case))
 
 
-def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> Iterator[Change]:
-    """What makes the trainer smaller, each by itself and all together, then how many ranks it takes as it is."""
+def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> Iterator[PlanChange]:
+    """Changes that make the trainer smaller, each by itself and all together, then the sufficient number of ranks."""
     smaller: dict[str, TrainerCase] = {}
     every = case
     if case.reference:
@@ -143,7 +143,7 @@ def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> It
         yield _changed(devices, f"{enough.devices} ranks, each on a device of its own", enough)
 
 
-def _replica_changes(size: ModelSize, devices: Devices, case: ReplicaCase) -> Iterator[Change]:
+def _replica_changes(size: ModelSize, devices: Devices, case: ReplicaCase) -> Iterator[PlanChange]:
     """As many requests as there is room for, then how many devices it takes as it is."""
     engines = case.data_parallel
     least, two = (part_of(size, replace(case, requests=n * engines)).total for n in (1, 2))
@@ -158,8 +158,8 @@ def _replica_changes(size: ModelSize, devices: Devices, case: ReplicaCase) -> It
         yield _changed(devices, f"{enough.devices} devices for each replica", enough)
 
 
-def _changed(devices: Devices, what: str, part: RoleMemory) -> Change:
-    return Change(part.role, what, part.total / GIB, part.total <= devices.usable)
+def _changed(devices: Devices, what: str, part: RoleMemory) -> PlanChange:
+    return PlanChange(part.role, what, part.total / GIB, part.total <= devices.usable)
 
 
 def _powers(most: int) -> Iterator[int]:

@@ -140,7 +140,8 @@ def _encoder(size: ModelSize, case: TrainerCase) -> float:
 
 
 def _gathered(size: ModelSize, case: TrainerCase, begun: float) -> float:
-    """What is gathered from the ranks and summed over them, where `begun` bytes belong to a backward pass that begins.
+    """The bytes that are gathered from the ranks and summed over them; `begun` bytes belong to a backward pass that
+    begins.
 
     The parameters outside the layers stay gathered from a row's first pass to its last, and the reference's for good.
     Of the layers two are gathered, and one has its gradients and the input of their sum. Last, when nothing else is

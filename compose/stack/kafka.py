@@ -27,7 +27,7 @@ from tidemill.compose.stack.cluster import (
 )
 from tidemill.compose.stack.config import StackError, StackSettings
 from tidemill.compose.stack.jars import Progress, find_java, find_maven, jars_present, resolve_jars
-from tidemill.compose.stack.process import Detached, check_free, exclusive, pick_ports, stop_all
+from tidemill.compose.stack.process import DetachedProcess, check_free, exclusive, pick_ports, stop_all
 
 LOG4J = Path(__file__).with_name("log4j2.properties")
 FORMAT_TIMEOUT_S = 120.0
@@ -35,7 +35,7 @@ LOG_TAIL_LINES = 20
 
 
 class NodeState(StrEnum):
-    """What a node is doing: serving; running but not serving; stopped on purpose; gone without being stopped."""
+    """The state of a node: serving; running but not serving; stopped on purpose; gone without being stopped."""
 
     READY = "ready"
     UNREADY = "unready"
@@ -96,7 +96,7 @@ class LocalStack:
             stop_all([self._process(node) for node in nodes], self._settings.stop_timeout_s, progress)
 
     def status(self) -> StackStatus:
-        """What runs now, asked of the processes and of the brokers."""
+        """The running nodes, as the processes and the brokers report them."""
         cluster = load_cluster(self._data_dir)
         if cluster is None:
             return StackStatus(str(self._data_dir), "", ())
@@ -207,9 +207,9 @@ class LocalStack:
             ]
             raise StackError("\n".join([str(error), *tails])) from error
 
-    def _process(self, node: Node) -> Detached:
+    def _process(self, node: Node) -> DetachedProcess:
         home = node.directory(self._data_dir)
-        return Detached(home / "kafka.pid", f"-Dtidemill.node={home}")
+        return DetachedProcess(home / "kafka.pid", f"-Dtidemill.node={home}")
 
 
 def require_tools(settings: StackSettings) -> Path:

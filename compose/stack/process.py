@@ -26,7 +26,7 @@ KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Detached:
+class DetachedProcess:
     """A process known by a pid file and by a marker, one whole argument of its command line."""
 
     pid_file: Path
@@ -67,7 +67,7 @@ class Detached:
             return False
 
 
-def stop_all(detached: Sequence[Detached], timeout_s: float, progress: Callable[[str], None]) -> None:
+def stop_all(detached: Sequence[DetachedProcess], timeout_s: float, progress: Callable[[str], None]) -> None:
     """SIGTERM to every process, SIGKILL to those left after `timeout_s` seconds; pid files go with the processes."""
     running = [process for each in detached if (process := each.find()) is not None]
     for process in running:

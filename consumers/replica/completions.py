@@ -29,7 +29,7 @@ from vllm.exceptions import GenerationError
 from vllm.inputs import EngineInput
 from vllm.outputs import RequestOutput
 
-from tidemill.consumers.replica.versions import IncarnationOf, SpanNews, incarnation_said, said
+from tidemill.consumers.replica.versions import IncarnationOf, SpanUpdates, incarnation_said, said
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.chat.protocol import CHAT_FIELDS, chat_request, json_object, usage
 from tidemill.schemas.chat.serving import FILL_CONTEXT, ChatServer, ChatTurn
@@ -85,7 +85,7 @@ class VersionedCompletion(_Versioned):
         **options: Any,  # noqa: ANN401 - passed through to vLLM
     ) -> AsyncIterator[str]:
         """vLLM's events, with the `weight_versions` of the choices that there is news of."""
-        news = SpanNews(self.incarnation_of)
+        news = SpanUpdates(self.incarnation_of)
 
         async def watched() -> AsyncGenerator[tuple[int, RequestOutput], None]:
             async for prompt, result in result_generator:
@@ -115,7 +115,7 @@ class ChatCompletion(_Versioned):
         assert num_prompts == request.n == 1, "a chat has one prompt and one answer"
         head = {"id": request_id, "created": created_time, "model": model_name}
         at_end, always = should_include_usage(request.stream_options, self.enable_force_include_usage)
-        news, prompt, count = SpanNews(self.incarnation_of), list[int](), 0
+        news, prompt, count = SpanUpdates(self.incarnation_of), list[int](), 0
         try:
             async for _, result in result_generator:
                 (output,) = result.outputs

@@ -22,7 +22,7 @@ FETCH_BYTES = 4 << 20
 
 
 class KvPolicy(StrEnum):
-    """What a running request does with keys and values that older weights computed."""
+    """The treatment of keys and values that older weights computed, in a running request."""
 
     STALE = "stale"
     """Keep them: no recomputation, later tokens attend to a slightly older prefix."""
@@ -108,7 +108,7 @@ class ReplicaSettings(Section):
     port: int = Field(default=8000, ge=0, le=65535)
     """TCP port of the HTTP server; 0 lets the system choose one, which the log line and the status name."""
     http: HttpSettings = HttpSettings()
-    """What the HTTP server bears from clients' connections."""
+    """Limits of the HTTP server on clients' connections."""
     served_model: str = "tidemill"
     """Model name of the OpenAI-compatible endpoints."""
     dtype: EngineDtype = EngineDtype.FLOAT32
@@ -144,7 +144,7 @@ class ReplicaSettings(Section):
     threads: int = Field(default=1, ge=1)
     """Compute threads of each rank."""
     kv_policy: KvPolicy = KvPolicy.STALE
-    """What running requests do with older keys and values when the weights change."""
+    """The treatment of older keys and values by running requests when the weights change."""
     log_stats: bool = False
     """Export vLLM's engine statistics on `/metrics`; costs a few percent of the server's time."""
     staging_dir: Path | None = None

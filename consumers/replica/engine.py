@@ -33,7 +33,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tidemill.consumers.replica.config import KvPolicy
 from tidemill.consumers.replica.ledger import Applied, Proof, WriteRefusedError
 from tidemill.consumers.replica.plugin import hide_llvmlite_from_kernel_search, register, tell_spans_before_the_end
-from tidemill.consumers.replica.ranks import Holdings, handed_over, told
+from tidemill.consumers.replica.ranks import RankCoverage, handed_over, told
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange
@@ -53,7 +53,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
     """Times that the weights were written: a version that is served again after a roll-back has another salt, because
     requests that were admitted under the first one went on under other weights."""
     kv_policy: KvPolicy
-    holdings: Holdings
+    holdings: RankCoverage
     """Which elements the ranks hold, engine core by engine core."""
 
     @classmethod
@@ -111,8 +111,8 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         cores = await self._cores("tidemill_install", specs, self.version, expert_ids)
         if not self._together:
             for boxes in cores:
-                Holdings(tensors, boxes)  # each engine is whole by itself
-        self.holdings = Holdings(tensors, [held for boxes in cores for held in boxes])
+                RankCoverage(tensors, boxes)  # each engine is whole by itself
+        self.holdings = RankCoverage(tensors, [held for boxes in cores for held in boxes])
 
     @property
     def _together(self) -> bool:
@@ -120,7 +120,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         return len(self.engine_core.core_engines) > 1 and bool(self.model_config.is_moe)
 
     async def _cores(self, method: str, *arguments: Any) -> list[Any]:  # noqa: ANN401 - vLLM's untyped utility calls
-        """What every engine core answers. Raises vLLM's EngineDeadError where one has died."""
+        """The answers of all engine cores. Raises vLLM's EngineDeadError if one has died."""
         asked: asyncio.Future[list[Any]] = asyncio.ensure_future(
             self.engine_core.call_utility_all_async(method, *arguments)
         )
@@ -134,7 +134,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             asked.cancel()
 
     async def _done(self, method: str, *arguments: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - vLLM's utility calls
-        """What every engine core answers, once the work that was begun is done."""
+        """The answers of all engine cores, once the work that was begun is done."""
         wait_s = _FIRST_LOOK_S
         while None in (answers := await self._cores(method, *arguments)):
             await asyncio.sleep(wait_s)
@@ -206,7 +206,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Nothing is computed meanwhile where the engine cores compute together; else they go on."""
+        """Pause computation if the engine cores compute together; else they continue."""
         if not self._together:
             yield
             return

@@ -1,4 +1,4 @@
-"""What the replica adds to each worker of vLLM: its rank's weights, staged in a thread, written between two steps.
+"""The replica's extension of each worker of vLLM: its rank's weights, staged in a thread, written between two steps.
 
 vLLM mixes `ReplicaExtension` into its workers (`worker_extension_cls`); the engine core (`plugin`) calls the methods on
 all ranks at once. A worker answers one call at a time and computes nothing meanwhile, so that long work is begun by one
@@ -216,7 +216,7 @@ class ReplicaExtension:
         return {}
 
     def tidemill_answer(self) -> Answer | None:
-        """What became of the work that was begun; None while it goes on."""
+        """The result of the work that was begun; None while it continues."""
         work = self._tidemill.work
         if work is None:
             return {"fault": "nothing was begun"}

@@ -1,4 +1,5 @@
-"""What the replica adds to vLLM's engine core: an update of all ranks that is atomic for every request, and its proof.
+"""The replica's extension of vLLM's engine core: an update of all ranks that is atomic for every request, and its
+proof.
 
 A plugin of vLLM (entry point `vllm.general_plugins`), which vLLM loads in each of its processes. It
 
@@ -51,7 +52,7 @@ _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _WINDOW_S, _KEPT = 5.0, 1024
 Answer = dict[str, Any]
-"""What a rank says: `fault` (empty when there is none), and what its method says besides."""
+"""The answer of a rank: `fault` (empty if there is none), and the values that its method returns."""
 
 
 class CoreUpdates:
@@ -109,7 +110,7 @@ def _begin(core: EngineCore, work: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def _answers(core: EngineCore) -> dict[str, Any] | None:
-    """What became of the work that was begun: None while a rank is at it, else `refused` or what the ranks found.
+    """The result of the work that was begun: None while a rank works on it, else `refused` or the ranks' findings.
 
     A staging says `stage_ms`. A proof says `prints`, the `ranks.BoxPrints` of each rank, `proof_ms`, and `damage`:
     why there are none, else empty.
@@ -181,7 +182,7 @@ def _undo(core: EngineCore) -> dict[str, Any]:
 
 
 def _ranks(core: EngineCore, method: str, *arguments: Any) -> list[Any]:  # noqa: ANN401 - passed to vLLM
-    """What every rank answers. Raises RuntimeError, naming them, where ranks have died."""
+    """The answers of all ranks. Raises RuntimeError, naming them, if ranks have died."""
     try:
         answers: list[Any] = core.collective_rpc(method, args=arguments)
     except RuntimeError as error:

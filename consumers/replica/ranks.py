@@ -1,4 +1,4 @@
-"""What the server and the ranks of its engines give each other: changes handed over, elements held, proofs added up.
+"""The messages between the server and the ranks of its engines: changes handed over, elements held, proofs added up.
 
 Changes. The server decodes a delta once and puts it into one anonymous file in memory, which every rank maps and reads
 beside its decoding of tokens. It is whole or refused: a rank checks the digest before it uses an element. It has no
@@ -80,7 +80,7 @@ BoxPrints = npt.NDArray[np.uint64]
 """u8[boxes, 2] of one rank: the fingerprint of each box, low lane and high lane."""
 
 
-class Holdings:
+class RankCoverage:
     """Which elements each rank holds.
 
     Raises:

@@ -24,7 +24,7 @@ from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
 from tidemill.consumers.replica.ledger import Ledger, ReplicaStatus, Write
 from tidemill.consumers.replica.server import build_replica_app, make_server, server_arguments
-from tidemill.consumers.replica.staging import FOLLOWED, Joined, Staging, join
+from tidemill.consumers.replica.staging import FOLLOWED, StartVersion, UpdateStaging, join
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault, Subscriber, follow
 from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of
@@ -33,7 +33,7 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
-from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_connections import bind
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
@@ -56,7 +56,7 @@ async def running_replica(
     run: RunSettings,
     chat: ChatSettings,
     state: ReplicaState,
-    joined: Joined,
+    joined: StartVersion,
     directory: Path,
     surroundings: Callable[[], tuple[ShardSource, Write]],
 ) -> AsyncIterator[Running]:
@@ -97,7 +97,7 @@ async def running_replica(
             await engine.require_invariance()
         shards, say = surroundings()
         ledger = Ledger(status, say, now_us, lambda: state.head)
-        staging = Staging(shards, directory, settings.decode_threads)
+        staging = UpdateStaging(shards, directory, settings.decode_threads)
         subscriber = Subscriber(engine, state, joined.mirror, staging, ledger)
         stack.callback(subscriber.close)
         await subscriber.begin(joined.manifest, joined.reason)
@@ -137,7 +137,7 @@ class Replica:
             if joined is not None:
                 await self._serve(joined, listener)
 
-    async def _serve(self, joined: Joined, listener: socket.socket) -> None:
+    async def _serve(self, joined: StartVersion, listener: socket.socket) -> None:
         kafka, settings, name = self._kafka, self._settings, self._settings.replica_id
         with ExitStack() as stack:
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.state import Move, ReplicaState
+from tidemill.consumers.replica.state import ReplicaState, UpdateAction
 from tidemill.kernels.weights.anchor import MARKER
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, ShardSource, open_fetcher
 from tidemill.kernels.weights.mirror import Draft, ElementChange, Mirror
@@ -38,12 +38,12 @@ DENSE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedUpdate:
     """A checked move: the mirror is at its target, the engine not yet."""
 
     draft: Draft
     changes: tuple[ElementChange, ...]
-    """What leads the engine there; empty for `whole`."""
+    """The changes that bring the engine there; empty for `whole`."""
     whole: bool
     """Whether so much changes that the whole version is better written."""
     anchor: Path | None
@@ -52,14 +52,14 @@ class Prepared:
     decode_ms: float
 
 
-class Staging:
+class UpdateStaging:
     """Where moves are prepared: a fetcher of chunks, threads to decode them, a private directory for checkpoints."""
 
     def __init__(self, fetcher: ShardSource, directory: Path, decode_threads: int = 2) -> None:
         self._directory = directory
         self._rebuilder = Rebuilder(fetcher, decode_threads, directory)
 
-    def prepare(self, move: Move, mirror: Mirror) -> Prepared:
+    def prepare(self, move: UpdateAction, mirror: Mirror) -> PreparedUpdate:
         """Take the mirror to the move's target, checked step by step, and say what that changes.
 
         Raises:
@@ -81,7 +81,7 @@ class Staging:
         whole = draft.fresh or DENSE * sum(change.indices.size for change in changes) > mirror.n_elements
         fetch_ms, elapsed = followed.fetch_ms, 1e3 * (time.monotonic() - begun)
         changes = () if whole else changes
-        return Prepared(draft, changes, whole, followed.anchor, fetch_ms, max(0.0, elapsed - fetch_ms))
+        return PreparedUpdate(draft, changes, whole, followed.anchor, fetch_ms, max(0.0, elapsed - fetch_ms))
 
     def save(self, mirror: Mirror) -> Path:
         """Write the mirror's version where the engine can read it whole."""
@@ -101,7 +101,7 @@ def save_whole(mirror: Mirror, anchor: Path, directory: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class StartVersion:
     """The version to start with, and where the manifests are to be read on from."""
 
     manifest: Manifest
@@ -115,7 +115,7 @@ class Joined:
 
 def join(
     kafka: KafkaSettings, settings: ReplicaSettings, state: ReplicaState, directory: Path, stopped: Callable[[], bool]
-) -> Joined | None:
+) -> StartVersion | None:
     """The version that `state` goes to from nothing, now or as soon as there is one; None when stopped.
 
     Raises:
@@ -128,7 +128,7 @@ def join(
         open_fetcher(
             kafka, settings.fetch_timeout_s, settings.fetch_connections, chunks_id, settings.fetch_bytes
         ) as fetcher,
-        closing(Staging(fetcher, directory, settings.decode_threads)) as staging,
+        closing(UpdateStaging(fetcher, directory, settings.decode_threads)) as staging,
     ):
         found: Iterable[ConsumedRecord] = records.read_to_end()
         said = False
@@ -155,7 +155,7 @@ def join(
     return None
 
 
-def _build(state: ReplicaState, staging: Staging, records: LogReader, directory: Path) -> Joined | None:
+def _build(state: ReplicaState, staging: UpdateStaging, records: LogReader, directory: Path) -> StartVersion | None:
     while (move := state.plan()) is not None:
         mirror = Mirror()
         try:
@@ -178,5 +178,5 @@ def _build(state: ReplicaState, staging: Staging, records: LogReader, directory:
                 save_whole(mirror, prepared.anchor, directory)
             else:
                 directory = prepared.anchor
-            return Joined(move.target, mirror, directory, records.next_offsets(), move.reason)
+            return StartVersion(move.target, mirror, directory, records.next_offsets(), move.reason)
     return None

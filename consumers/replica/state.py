@@ -1,4 +1,5 @@
-"""What a replica does about each record of the weight log: a pure state machine, without a clock, a network or weights.
+"""The reaction of a replica to each record of the weight log: a pure state machine, without a clock, a network or
+weights.
 
 It holds the version graph of a branch, what the gate lets it serve, and what it serves. The shell hands it the records,
 asks it where to go (`plan`), does that and reports: `proved`, `delta_refused`, `anchor_refused`. What stays true:
@@ -30,7 +31,7 @@ from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, SkipDe
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class UpdateAction:
     """Go to `target` over `path`."""
 
     target: Manifest
@@ -129,7 +130,7 @@ class ReplicaState:
             case GateDecision():
                 return self._gate.observe(record)
 
-    def plan(self) -> Move | None:
+    def plan(self) -> UpdateAction | None:
         """Where to go now; None to stay. The same answer until something is observed or reported."""
         serving, notice = self.serving, self._gate.notice(self.serving)
         for version in self._wanted(notice):
@@ -147,7 +148,7 @@ class ReplicaState:
                 reason = f"re-synced from {path}"
             elif not reason and (len(path.deltas) != 1 or path.deltas[0].skips):
                 reason = f"caught up from version {serving} over {path}"
-            return Move(self._graph.manifests[version], path, reason)
+            return UpdateAction(self._graph.manifests[version], path, reason)
         return None
 
     def _wanted(self, notice: str) -> Iterator[int]:

@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tidemill.consumers.replica.ledger import Applied, Ledger, WriteRefusedError
-from tidemill.consumers.replica.staging import Prepared, Staging
-from tidemill.consumers.replica.state import Move, ReplicaState, Said
+from tidemill.consumers.replica.staging import PreparedUpdate, UpdateStaging
+from tidemill.consumers.replica.state import ReplicaState, Said, UpdateAction
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
 from tidemill.kernels.weights.mirror import Mirror
 from tidemill.kernels.weights.rebuild import RefusedAnchorError, RefusedDeltaError
@@ -42,7 +42,7 @@ IDLE_S = 0.25
 BATCH = 500
 
 
-class Patience:
+class Backoff:
     """Waits twice as long after each failure in a row."""
 
     def __init__(self) -> None:
@@ -68,13 +68,13 @@ class Subscriber:
     """Carries out the plans for one engine. `receive` at any time, `advance` one at a time, in one event loop."""
 
     def __init__(
-        self, engine: ReplicaEngine, state: ReplicaState, mirror: Mirror, staging: Staging, ledger: Ledger
+        self, engine: ReplicaEngine, state: ReplicaState, mirror: Mirror, staging: UpdateStaging, ledger: Ledger
     ) -> None:
         self._engine, self._state, self._mirror = engine, state, mirror
         self._staging, self._ledger = staging, ledger
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-staging")
-        self._patience = Patience()
-        self._late: Move | None = None
+        self._patience = Backoff()
+        self._late: UpdateAction | None = None
         """The move that only time can help."""
         self._write_whole: int | None = None
         """A version whose changed elements were written and could not be proved."""
@@ -119,7 +119,7 @@ class Subscriber:
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._staging.close()
 
-    async def _carry_out(self, move: Move) -> bool:
+    async def _carry_out(self, move: UpdateAction) -> bool:
         """Whether the state may be asked again: the move ended, well or not; False when only time can help."""
         loop = asyncio.get_running_loop()
         try:
@@ -140,7 +140,7 @@ class Subscriber:
             await self._serve(move, prepared)
         return True
 
-    async def _serve(self, move: Move, prepared: Prepared) -> None:
+    async def _serve(self, move: UpdateAction, prepared: PreparedUpdate) -> None:
         target, cost, fingerprint = move.target, Applied(), ""
         again = self._write_whole == target.version
         whole = prepared.whole or again
@@ -168,7 +168,7 @@ class Subscriber:
         finally:
             self._refuse(target, refusal, cost, fingerprint)
 
-    async def _take_back(self, target: Manifest, prepared: Prepared, whole: bool) -> None:
+    async def _take_back(self, target: Manifest, prepared: PreparedUpdate, whole: bool) -> None:
         """Return to the last proved version: by undoing the write, else by writing the whole mirror.
 
         Raises:

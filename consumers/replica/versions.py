@@ -44,8 +44,8 @@ def incarnation_said(spans: list[list[int]], incarnation_of: IncarnationOf) -> s
     return "+".join(dict.fromkeys(incarnation_of(version) for version, _, _ in spans))
 
 
-class SpanNews:
-    """What is to be told of each choice's spans."""
+class SpanUpdates:
+    """The spans of each choice that have not been sent yet."""
 
     def __init__(self, incarnation_of: IncarnationOf) -> None:
         self._incarnation_of = incarnation_of

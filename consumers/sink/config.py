@@ -22,7 +22,7 @@ class TableEngine(StrEnum):
 
 
 class MergeSettings(Section):
-    """What a merge of a table's parts holds at once. ClickHouse expects many small rows; the sink's are trajectories,
+    """The limits of a merge of a table's parts. ClickHouse expects many small rows; the sink's are trajectories,
     large long before they are many. Existing tables are changed to these."""
 
     vertical_rows: int = Field(default=1, ge=1)
@@ -71,7 +71,7 @@ class SinkSettings(Section):
     the log line and in the state file. Unused with a server, which answers for itself."""
 
     http: HttpSettings = HttpSettings()
-    """What the embedded engine's endpoint bears from clients' connections."""
+    """Limits of the embedded engine's endpoint on clients' connections."""
 
     merges: MergeSettings = MergeSettings()
     """How the parts of the tables are merged."""

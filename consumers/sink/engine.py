@@ -66,7 +66,7 @@ class QueryError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a query gave."""
+    """The result of a query."""
 
     body: bytes
     format: str
@@ -100,7 +100,7 @@ def connect(settings: SinkSettings) -> Client:
 
 
 def engine_options(settings: SinkSettings) -> dict[str, int]:
-    """What bounds the embedded engine's memory, by ClickHouse's names: a server would take gigabytes for each cache."""
+    """Limits of the embedded engine's memory, by ClickHouse's names: a server would take gigabytes for each cache."""
     return {
         "mark_cache_size": settings.cache_bytes,
         "primary_index_cache_size": settings.cache_bytes,

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import READONLY_CODE, QueryError, Reader
-from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
 
 EXCEPTION_CODE = "X-ClickHouse-Exception-Code"

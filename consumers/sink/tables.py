@@ -81,4 +81,4 @@ OWN_TABLES = {
     "    `end_offset` Int64,\n    `found_at` DateTime64(3, 'UTC') DEFAULT now64(3)\n)\n"
     "ENGINE = ReplacingMergeTree\nORDER BY (_topic, _partition, first_offset)",
 }
-"""What CREATE TABLE says of the sink's tables that hold no records, by name."""
+"""The definitions of the sink's tables that hold no records, for CREATE TABLE, by name."""

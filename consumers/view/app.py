@@ -31,7 +31,7 @@ from tidemill.consumers.view.config import ViewSettings, is_loopback
 from tidemill.consumers.view.panels import PAGES, Page
 from tidemill.consumers.view.site import HERE, MOST_VALUE, Site
 from tidemill.consumers.view.tables import Tables
-from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
 from tidemill.schemas.shutdown import stop_on_signals
 

@@ -54,7 +54,7 @@ class ViewSettings(Section):
     """Rows of an answer in Ask that are shown at most."""
 
     http: HttpSettings = HttpSettings()
-    """What the server bears from its clients' connections."""
+    """Limits of the server on its clients' connections."""
 
     @model_validator(mode="after")
     def _guarded(self) -> ViewSettings:

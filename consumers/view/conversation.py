@@ -67,7 +67,7 @@ class TokenTexts:
         return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in found if ids)]
 
     def role_at(self, ids: Sequence[int], place: int) -> str:
-        """Who speaks from the mark at `place` on: system, user, assistant or tool; empty where it begins no message."""
+        """The speaker from the mark at `place` on: system, user, assistant or tool; empty if it begins no message."""
         mark = self.marks.get(ids[place], "")
         name = mark.strip("<|｜>[]▁").lower()
         if name in _ROLES:
@@ -96,13 +96,13 @@ def token_texts(directory: str) -> TokenTexts | None:
 
 
 ASSISTANT, GIVEN = "assistant", "not sampled"
-"""Who speaks where the policy sampled, and where it did not and no mark tells who."""
+"""The names of the speaker: of sampled text, and of other text for which no mark names one."""
 END_TOKENS = 5
 """Most tokens that a template writes between a sampled turn and the next message."""
 
 
 @dataclass(frozen=True, slots=True)
-class SaidTokens:
+class MessageTokens:
     """One message: tokens [start, end), counted through all segments of the rollout."""
 
     segment: int
@@ -113,7 +113,7 @@ class SaidTokens:
 
 def said_tokens(
     ids: Sequence[int], mask: Sequence[int], lengths: Sequence[int], tokens: TokenTexts | None
-) -> list[SaidTokens]:
+) -> list[MessageTokens]:
     """The messages of a rollout in their order.
 
     Args:
@@ -123,11 +123,11 @@ def said_tokens(
         tokens: without them, messages end where the loss mask changes.
     """
     ends = [min(end, len(ids), len(mask)) for end in accumulate(lengths, initial=0)]
-    found = list[SaidTokens]()
+    found = list[MessageTokens]()
     for segment, (start, end) in enumerate(pairwise(ends)):
         begun = list(_begun(start, end, ids, mask, tokens))
         places = [place for place, _role in begun] + [end]
-        found += [SaidTokens(segment, role, place, places[n + 1]) for n, (place, role) in enumerate(begun)]
+        found += [MessageTokens(segment, role, place, places[n + 1]) for n, (place, role) in enumerate(begun)]
     return found
 
 
@@ -174,14 +174,14 @@ class TextRun:
 
 
 @dataclass(frozen=True, slots=True)
-class SaidText:
+class MessageText:
     """A stretch of a message: tool calls are told apart."""
 
     is_call: bool
     runs: list[TextRun]
 
 
-def said_texts(texts: Sequence[str], looks: Sequence[str], titles: Sequence[str], calls: bool) -> list[SaidText]:
+def said_texts(texts: Sequence[str], looks: Sequence[str], titles: Sequence[str], calls: bool) -> list[MessageText]:
     """A message for its reader: token texts, with the class and the title of each; `calls`: it may hold tool calls."""
     within, place, whole = list[bool](), 0, "".join(texts)
     # In the first family's form in which there is a tool call.
@@ -195,11 +195,11 @@ def said_texts(texts: Sequence[str], looks: Sequence[str], titles: Sequence[str]
         within.append(begin <= place < end)
         place += len(text)
     rows = list(zip(within, looks, titles, texts, strict=True))
-    found = list[SaidText]()
+    found = list[MessageText]()
     for is_call, stretch in groupby(rows, key=lambda row: row[0]):
         runs = [TextRun("".join(row[3] for row in alike), look, title)
                 for (look, title), alike in groupby(stretch, key=lambda row: row[1:3])]  # fmt: skip
-        found.append(SaidText(is_call, runs))
+        found.append(MessageText(is_call, runs))
     return found
 
 
@@ -211,7 +211,7 @@ COLOURS = {
     "mismatch": "difference to the trainer",
     "advantage": "advantage",
 }
-"""What tokens may be coloured by: the value in the address, and its words."""
+"""The ways to colour tokens: the value in the address, and its words."""
 BOUNDS = ((0.9, "0.9 or more"), (0.5, "0.5 to 0.9"), (0.1, "0.1 to 0.5"), (0.01, "0.01 to 0.1"), (0.0, "below 0.01"))
 """Least probability of each class, and its words."""
 DIFFERENCES = ((2.0, "2 or more"), (1.0, "1 to 2"), (0.5, "0.5 to 1"), (0.0, "below 0.5"))
@@ -221,7 +221,7 @@ HUES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Coloured:
+class TokenColours:
     """The class and the title of each token, and the words for the classes that there are."""
 
     looks: list[str]
@@ -229,15 +229,15 @@ class Coloured:
     legend: list[tuple[str, str]]
 
 
-def by_mask(mask: Sequence[int]) -> Coloured:
-    """What the policy sampled, and is trained on."""
+def by_mask(mask: Sequence[int]) -> TokenColours:
+    """The tokens that the policy sampled and is trained on."""
     looks = ["hue0" if sampled else "" for sampled in mask]
-    return Coloured(looks, [""] * len(mask), [("hue0", "sampled, in the loss"), ("", "given, not in the loss")])
+    return TokenColours(looks, [""] * len(mask), [("hue0", "sampled, in the loss"), ("", "given, not in the loss")])
 
 
 def by_version(
     mask: Sequence[int], first: int, lengths: Sequence[int], spans: Iterable[tuple[int, int, int, int]]
-) -> Coloured:
+) -> TokenColours:
     """The version that sampled each token.
 
     Args:
@@ -253,10 +253,10 @@ def by_version(
         for place in range(max(before[segment] + start, first), min(before[segment] + end, first + len(mask))):
             looks[place - first] = look if mask[place - first] else ""
     legend = [(f"hue{n % HUES}", f"version {version}") for n, version in enumerate(versions)]
-    return Coloured(looks, [""] * len(mask), legend)
+    return TokenColours(looks, [""] * len(mask), legend)
 
 
-def by_logprob(mask: Sequence[int], logprobs: Sequence[float | None]) -> Coloured:
+def by_logprob(mask: Sequence[int], logprobs: Sequence[float | None]) -> TokenColours:
     """How probable each sampled token was when it was sampled."""
     looks, titles = list[str](), list[str]()
     for sampled, logprob in zip(mask, logprobs, strict=True):
@@ -264,10 +264,12 @@ def by_logprob(mask: Sequence[int], logprobs: Sequence[float | None]) -> Coloure
         probability = math.exp(min(0.0, logprob)) if known and logprob is not None else -1.0
         looks.append(next((f"odds{n}" for n, (least, _words) in enumerate(BOUNDS) if probability >= least), ""))
         titles.append(f"logprob {logprob:.4f}" if known else "")
-    return Coloured(looks, titles, [(f"odds{n}", f"probability {words}") for n, (_least, words) in enumerate(BOUNDS)])
+    return TokenColours(
+        looks, titles, [(f"odds{n}", f"probability {words}") for n, (_least, words) in enumerate(BOUNDS)]
+    )
 
 
-def by_mismatch(n: int, first: int, lengths: Sequence[int], worst: Sequence[Sequence[float]]) -> Coloured:
+def by_mismatch(n: int, first: int, lengths: Sequence[int], worst: Sequence[Sequence[float]]) -> TokenColours:
     """How far the trainer's logprob is from the sampler's, where the log says it: on the worst tokens of each step.
 
     Args:
@@ -288,14 +290,14 @@ def by_mismatch(n: int, first: int, lengths: Sequence[int], worst: Sequence[Sequ
             titles[place] = f"sampler {sampler:.4f}, trainer {trainer:.4f}"
     legend = [(f"odds{len(DIFFERENCES) - at}", f"difference {words}") for at, (_, words) in enumerate(DIFFERENCES)]
     told = f"{known} of its tokens are among the worst of their step; the log has no others"
-    return Coloured(looks, titles, [*legend, ("", told)])
+    return TokenColours(looks, titles, [*legend, ("", told)])
 
 
-def by_advantage(mask: Sequence[int], advantage: float | None) -> Coloured:
+def by_advantage(mask: Sequence[int], advantage: float | None) -> TokenColours:
     """The advantage of the rollout within its group, on each token that it weights."""
     if advantage is None:
-        return Coloured([""] * len(mask), [""] * len(mask), [("", "no advantage: failed, or in no group yet")])
+        return TokenColours([""] * len(mask), [""] * len(mask), [("", "no advantage: failed, or in no group yet")])
     sign = "up" if advantage > 0 else "down" if advantage < 0 else ""
     words = {"up": "made more probable", "down": "made less probable", "": "left as they are"}[sign]
     legend = [(sign, f"advantage {advantage:+.4g}: sampled tokens are {words}")]
-    return Coloured([sign if sampled else "" for sampled in mask], [""] * len(mask), legend)
+    return TokenColours([sign if sampled else "" for sampled in mask], [""] * len(mask), legend)

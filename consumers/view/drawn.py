@@ -22,7 +22,7 @@ LINKS: dict[str, str] = {
 }
 """The beginning of the address of a value's own page, by column."""
 PARAMETER = "param_"
-"""What the name of a query's parameter begins with in the address of a question, as in ClickHouse's."""
+"""The prefix of a query parameter in the address of a question, as in ClickHouse's."""
 POSITIONS = tuple((f"{of}topic", f"{of}partition", f"{of}offset") for of in ("_", "", "source_"))
 """Columns that together name a record."""
 
@@ -133,7 +133,7 @@ PLACES = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Plotted:
+class PlotRows:
     """Rows to draw."""
 
     columns: list[str]
@@ -142,7 +142,7 @@ class Plotted:
     """One value of `x` in so many is drawn, the last of them among those."""
 
 
-def plotted(panel: Panel, result: TableRows) -> Plotted:
+def plotted(panel: Panel, result: TableRows) -> PlotRows:
     """The rows of a panel to draw."""
     drawn = ",".join(panel.drawn.get(key, "") for key in ("x", "y", "by", "low", "high"))
     named = ("run_id", *(name.strip() for name in drawn.split(",")))
@@ -152,7 +152,7 @@ def plotted(panel: Panel, result: TableRows) -> Plotted:
     known = sorted({row[x] for row in result.rows if row[x] is not None})
     every = -(-len(known) // PLACES)
     kept = set(known[::-1][::every]) if every > 1 else set(known)
-    return Plotted(columns, [[row[place] for place in places] for row in result.rows if row[x] in kept], max(1, every))
+    return PlotRows(columns, [[row[place] for place in places] for row in result.rows if row[x] in kept], max(1, every))
 
 
 WIDTH = 1000.0
@@ -185,7 +185,7 @@ class Flow:
 
     @property
     def missing(self) -> int:
-        """What the parts lack of the whole; 0 when they add up."""
+        """The difference between the whole and its parts; 0 if they add up."""
         return self.total - sum(part.count for part in self.parts)
 
 

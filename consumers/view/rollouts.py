@@ -23,7 +23,7 @@ FIELDS = {
     "run": str, "environment": str, "step": int, "version": int, "reward_min": float, "reward_max": float,
     "ending": str, "group": str, "text": str,
 }  # fmt: skip
-"""What is asked of the list, as the address has it."""
+"""The filters of the list, as in the address."""
 TOKENS = 2000
 """Tokens that are shown at a time; the query `rollout_tokens` reads as many logprobs."""
 CHARACTERS = 4000
@@ -177,7 +177,7 @@ def _messages(
     elif colour == "advantage":
         painted = talk.by_advantage(window, advantage)
     else:
-        painted = talk.Coloured([""] * len(window), [""] * len(window), [])
+        painted = talk.TokenColours([""] * len(window), [""] * len(window), [])
     messages = []
     for said in talk.said_tokens(ids, mask, lengths, known):
         if said.end <= begin or said.start >= end:

@@ -1,4 +1,4 @@
-"""What every view of the page is answered from: templates and panels."""
+"""The basis of every view of the page: templates and panels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READ_ROWS = 50_000
 
 
 class Site:
-    """What each address is answered from: the tables, the templates and the settings."""
+    """The tables, the templates and the settings from which each address is answered."""
 
     def __init__(self, tables: Tables, settings: ViewSettings) -> None:
         self.tables, self.settings = tables, settings

@@ -1,9 +1,9 @@
 """Builds versions in memory from the log and the object store, over any path of the graph that works, and as files.
 
 Keeps true: what is built has the fingerprints of its manifest; after each delta the fingerprints of the tensors that it
-changed are computed again from the weights themselves; what cannot be used raises `Unusable` with the reason. The
-directory of a checkpoint appears whole or not at all, and only after the tensors in its files were read back and have
-these fingerprints.
+changed are computed again from the weights themselves; what cannot be used raises `UnusableWeights` with the reason.
+The directory of a checkpoint appears whole or not at all, and only after the tensors in its files were read back and
+have these fingerprints.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ CONNECTIONS = 4
 """Connections to the log over which deltas come."""
 
 
-class Unusable(ValueError):
+class UnusableWeights(ValueError):
     """A delta or an anchor is damaged, gone, or not what its manifest names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltVersion:
     """A version in memory, and the path that led to it."""
 
     mirror: Mirror
@@ -86,12 +86,12 @@ class Builder:
     def check_anchor(self, manifest: Manifest) -> None:
         """Compare an anchor with its manifest, one tensor in memory at a time. Raises Unusable."""
         if manifest.anchor is None:
-            raise Unusable(f"version {manifest.version} has no anchor")
+            raise UnusableWeights(f"version {manifest.version} has no anchor")
         with _as_unusable():
             tensors = map_checkpoint(fetch_anchor(manifest.anchor.uri, self._directory))
             objection = fingerprint_objection(tensors, with_tensors(manifest))
         if objection:
-            raise Unusable(f"it is not version {manifest.version}: {objection}")
+            raise UnusableWeights(f"it is not version {manifest.version}: {objection}")
 
     def apply(self, delta: Delta, mirror: Mirror, *, keep: bool = True) -> None:
         """Bring a mirror to the delta's version, compare the weights that came out, and `keep` them, or go back.
@@ -103,7 +103,7 @@ class Builder:
             self._rebuilder.follow(UpdatePath(None, (delta,)), draft, recount=True)
         (draft.keep if keep else draft.revert)()
 
-    def build(self, graph: VersionGraph, version: int) -> Built:
+    def build(self, graph: VersionGraph, version: int) -> BuiltVersion:
         """A version over the best path that works; what turns out unusable is on no path of `graph` from then on.
 
         Raises UnknownVersion, Unreachable.
@@ -124,8 +124,8 @@ class Builder:
                 with _as_unusable():
                     followed = self._rebuilder.follow(path, Draft(mirror), recount=True, progress=begin)
                 assert followed.anchor is not None
-                return Built(mirror, path, followed.anchor)
-            except Unusable as error:
+                return BuiltVersion(mirror, path, followed.anchor)
+            except UnusableWeights as error:
                 step = begun[-1]
                 if isinstance(step, Delta):
                     graph.refuse_delta(step.base, step.version)
@@ -181,9 +181,9 @@ def _as_unusable() -> Iterator[None]:
     try:
         yield
     except (RefusedAnchorError, RefusedDeltaError, WeightFilesError, StoredObjectError) as error:
-        raise Unusable(str(error)) from error
+        raise UnusableWeights(str(error)) from error
     except (StoreUnavailableError, FetchTimeoutError) as error:
-        raise Unusable(f"it cannot be read now: {error}") from error
+        raise UnusableWeights(f"it cannot be read now: {error}") from error
 
 
 def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, Weight]:

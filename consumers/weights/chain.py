@@ -1,7 +1,7 @@
 """One branch as the log tells it: its versions, the decisions about them, and which replicas proved them; as rows.
 
 `Chain` is pure; `read_chain` fills one from the log as it is now. `decision` says what an operator may decide about the
-version that the branch serves, and `Following` who has followed it.
+version that the branch serves, and `DecisionFollowers` who has followed it.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def decision(
 
 
 @dataclass(slots=True)
-class Following:
+class DecisionFollowers:
     """Which replicas have followed a decision.
 
     Every replica whose last word is at most `recent_us` old when the decision is made is waited for, and every other

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tidemill.consumers.weights.builder import Builder, Unusable
+from tidemill.consumers.weights.builder import Builder, UnusableWeights
 from tidemill.consumers.weights.chain import Chain
 from tidemill.kernels.weights.graph import Unreachable, VersionError
 
@@ -19,7 +19,7 @@ Progress = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Offender:
+class FirstFault:
     """The first thing that is wrong."""
 
     version: int
@@ -33,7 +33,7 @@ class Offender:
 
 @dataclass(slots=True)
 class Verification:
-    """What was verified, up to the first offender."""
+    """The result of a verification, up to the first fault."""
 
     start: int
     end: int
@@ -47,7 +47,7 @@ class Verification:
     """Versions older than the start whose chunks the log no longer keeps."""
     expired_skips: int = 0
     """Skip-deltas passed over because the log no longer keeps their chunks."""
-    offender: Offender | None = None
+    offender: FirstFault | None = None
 
 
 def default_start(chain: Chain) -> int:
@@ -85,17 +85,17 @@ def verify_chain(
             progress(report.versions, f"version {version}")
             at = version, "manifest"
             if version in chain.forks:
-                raise Unusable(chain.forks[version])
+                raise UnusableWeights(chain.forks[version])
             if version != start and delta is None:
                 # One without a parent begins again from its anchor.
                 if manifest.anchor is None:
-                    raise Unusable("it has neither a parent nor an anchor")
+                    raise UnusableWeights("it has neither a parent nor an anchor")
                 at = version, "anchor"
                 mirror = builder.from_anchor(manifest)
             elif version != start and delta is not None:
                 at = version, "delta"
                 if expired := chain.expired(delta.shards):
-                    raise Unusable(f"{expired}; verify from {default_start(chain)} instead")
+                    raise UnusableWeights(f"{expired}; verify from {default_start(chain)} instead")
                 if mirror.version != delta.base:
                     mirror = builder.build(chain, delta.base).mirror
                 builder.apply(delta, mirror)
@@ -115,6 +115,6 @@ def verify_chain(
                 report.skip_deltas += 1
                 report.n_bytes += skip.n_bytes
             report.versions, report.end = report.versions + 1, version
-    except (Unusable, VersionError) as error:
-        report.offender = Offender(*at, str(error))
+    except (UnusableWeights, VersionError) as error:
+        report.offender = FirstFault(*at, str(error))
     return report

@@ -58,7 +58,7 @@ COPIED = (
     "vocab.txt",
     "merges.txt",
 )
-"""What is taken over from the base model beside its configuration, as glob patterns."""
+"""Files that an anchor copies from the base model beside its configuration, as glob patterns."""
 
 COMPUTE_TYPES = ("bfloat16", "float16", "float32")
 """Element types that a model's configuration can name as its own."""

@@ -18,7 +18,7 @@ from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint
 from tidemill.schemas.records import TensorInfo
 
 PLAIN = {np.dtype(np.uint16): "bfloat16", np.dtype(np.uint32): "float32"}
-"""What a plain array of bit patterns stands for; one byte a pattern could be several types, so it stands for none."""
+"""The element type of a plain array of bit patterns; one byte a pattern could be several types, so it has none."""
 
 
 class Weight(NamedTuple):

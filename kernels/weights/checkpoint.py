@@ -149,7 +149,7 @@ def data_pieces(bits: Bits) -> Iterator[memoryview]:
 
 
 def file_header(weights: Mapping[str, Weight], metadata: Mapping[str, str] | None = None) -> bytes:
-    """What a file begins with whose tensors are `weights`, in this order."""
+    """The header of a file with the tensors `weights`, in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, weight in weights.items():

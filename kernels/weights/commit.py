@@ -27,7 +27,7 @@ from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class VersionMark:
-    """What the trainer says of a version beside its weights."""
+    """The trainer's statements about a version, beside its weights."""
 
     version: int
     parent: int | None

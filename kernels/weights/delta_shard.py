@@ -73,7 +73,7 @@ class DeltaShard:
         self.n_changed = writer.changed
         """Changed elements."""
         self.change = writer.change
-        """What it adds to the fingerprint of the parent."""
+        """The shard's summand in the fingerprint, added to that of the parent."""
 
     def send(
         self, producer: RecordProducer, run: RunSettings, folder: str = "", limit_bytes: int | None = None

@@ -78,7 +78,7 @@ class Mirror:
         return self.weights[name].bits.reshape(-1)
 
     def resolve(self, block: EncodedBlock) -> tuple[BlockChange, ...]:
-        """What a block changes here; nothing where its target is there already. From any thread; nothing is written.
+        """The changes of a block in the mirror; empty if it has them already. From any thread; nothing is written.
 
         Raises DeltaError when the block is malformed or does not fit these weights.
         """
@@ -150,7 +150,7 @@ class Draft:
         self._steps += 1
 
     def resolve(self, block: EncodedBlock) -> tuple[BlockChange, ...]:
-        """What a block of the next delta changes, for `advance`; from any thread. Raises like `Mirror.resolve`.
+        """The changes of a block of the next delta, for `advance`; from any thread. Raises like `Mirror.resolve`.
 
         A draft of an empty mirror writes it now: what is given back holds the fingerprints alone.
         """
@@ -202,7 +202,7 @@ class Draft:
                 raise FingerprintMismatch(f"{name} became {made.hex()}, not {claimed.hex()}")
 
     def changes(self) -> tuple[ElementChange, ...]:
-        """What leads from the version before the draft to the mirror as it is now: each element at most once.
+        """The changes from the version before the draft to the mirror as it is now: each element at most once.
 
         Not for a draft of an empty mirror, which keeps nothing of the way.
         """

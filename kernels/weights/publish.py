@@ -102,7 +102,7 @@ class WeightPublisher:
         graph = self._ranks.from_first(lambda: read_versions(kafka, run))
         self._log = VersionLog(manifests or self._producer, run, store, graph, settings.incarnation)
         self.skips = SkipPublisher(kafka, run, settings, self._codec, self._folder, self._ranks)
-        """What makes the skip-deltas, with its counts."""
+        """The publisher of the skip-deltas, with its counts."""
         self._held: HeldVersion | None = None
         self._in_doubt = False
 
@@ -192,7 +192,7 @@ class WeightPublisher:
         self._read_again()
 
         def mark_of() -> VersionMark:
-            """What is said of the version beside its weights, unless it is neither there nor the next."""
+            """The statements about the version beside its weights, unless it is neither there nor the next."""
             mark = VersionMark(
                 version=version,
                 parent=parent if self._log.graph.newest is None or parent is not None else self._log.head,

@@ -49,7 +49,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first rank, pickled, on every rank. Raises what it raises, RanksLostError."""
+        """The result of `make` on the first rank, pickled, on every rank. Raises what it raises, RanksLostError."""
 
     @abstractmethod
     def gather(self, make: Callable[[], T]) -> list[T]:
@@ -59,7 +59,7 @@ class Ranks(ABC):
         """
 
     def on_first(self, make: Callable[[], T]) -> T | None:
-        """What `make` returns on the first rank, there alone. Raises what it raises, RanksLostError."""
+        """The result of `make` on the first rank, there alone. Raises what it raises, RanksLostError."""
         made: list[T] = []
         self.from_first(lambda: made.append(make()))
         return made[0] if made else None

@@ -42,7 +42,7 @@ Pieces = Callable[[Manifest, ShardPosition], Generator[bytes, None, None]]
 """The bytes of a shard, as `ChunkFetcher.pieces`."""
 
 Resolve = Callable[[EncodedBlock], tuple[BlockChange, ...]]
-"""What a block changes; called from several threads."""
+"""Gives the changes of a block; called from several threads."""
 
 
 class Decoder:

@@ -97,7 +97,7 @@ class ShardReport:
     n_changed: int
     """Changed elements."""
     change: Fingerprint
-    """What the shard adds to the version's fingerprint."""
+    """The shard's summand in the version's fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)

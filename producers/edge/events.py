@@ -36,7 +36,7 @@ from tidemill.producers.feedback.event import (
     LogUnreachable,
     NotServed,
 )
-from tidemill.producers.feedback.queue import Acknowledged
+from tidemill.producers.feedback.queue import AwaitedDeliveries
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.records import Feedback, SignalKind
 
@@ -84,7 +84,7 @@ class FeedbackIn(BaseModel):
     """The interaction token that the router returned with the answer."""
 
     kind: SignalKind
-    """What the user did, or what the product saw."""
+    """The act of the user, or the observation of the product."""
 
     value: Annotated[float, Field(strict=True, allow_inf_nan=False)] | None = None
     """Read by kind: a thumb is 1 or -1. Null withdraws the event that `corrects` names."""
@@ -127,7 +127,7 @@ class AcceptedOut(BaseModel):
 
 
 class ItemOut(BaseModel):
-    """What became of one event of a batch."""
+    """The result of one event of a batch."""
 
     status: int = Field(examples=[202])
     """As the status of `/v1/feedback` for this event alone."""
@@ -140,7 +140,7 @@ class ItemOut(BaseModel):
 
 
 class BatchOut(BaseModel):
-    """What became of each event, in the order of the request."""
+    """The result of each event, in the order of the request."""
 
     accepted: int
     results: list[ItemOut]
@@ -178,7 +178,7 @@ class EventIntake:
     """Takes events of known callers. Used from one event loop."""
 
     def __init__(
-        self, maker: FeedbackMaker, acknowledged: Acknowledged, settings: GatewaySettings, metrics: GatewayMetrics
+        self, maker: FeedbackMaker, acknowledged: AwaitedDeliveries, settings: GatewaySettings, metrics: GatewayMetrics
     ) -> None:
         self._maker, self._acknowledged = maker, acknowledged
         self._settings, self._metrics = settings, metrics

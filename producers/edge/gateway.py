@@ -56,10 +56,10 @@ from tidemill.producers.edge.metrics import GatewayMetrics
 from tidemill.producers.edge.problem import Problem, ProblemOut, answer, parse_json, read_body
 from tidemill.producers.feedback.event import FeedbackMaker, LogUnreachable
 from tidemill.producers.feedback.producer import FLUSH_S
-from tidemill.producers.feedback.queue import Acknowledged, FeedbackQueue
+from tidemill.producers.feedback.queue import AwaitedDeliveries, FeedbackQueue
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
 from tidemill.schemas.shutdown import stop_on_signals
 
@@ -116,7 +116,7 @@ class Health:
         self._wrong = ""
 
     async def wrong(self) -> str:
-        """What is wrong; empty when the log answers and has the topic."""
+        """The fault of the log; empty if it answers and has the topic."""
         async with self._asking:
             if time.monotonic() - self._asked_at > KEPT_S:
                 try:
@@ -272,7 +272,7 @@ async def _lifespan(app: FastAPI, *, kafka: KafkaSettings, maker: FeedbackMaker)
     # The client is told to send again what was not acknowledged by then: it is not kept for longer.
     kept_s = settings.acknowledge_timeout_s
     queue = FeedbackQueue(kafka, "gateway", settings.max_queued, settings.linger_ms, kept_s)
-    acknowledged = Acknowledged(queue)
+    acknowledged = AwaitedDeliveries(queue)
     app.state.metrics = GatewayMetrics(lambda: queue.counts.pending)
     app.state.health = Health(queue)
     app.state.intake = EventIntake(maker, acknowledged, settings, app.state.metrics)

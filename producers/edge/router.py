@@ -24,9 +24,16 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidemill.producers.config import LogFailure, RouterSettings
-from tidemill.producers.edge.ask import Refusal, RequestKind, bad_request, parse, refused_by_replica, unavailable
-from tidemill.producers.edge.exchange import APPLICATION, Exchange, Recorder, open_recorder
+from tidemill.producers.edge.completion_request import (
+    Refusal,
+    RequestKind,
+    bad_request,
+    parse,
+    refused_by_replica,
+    unavailable,
+)
 from tidemill.producers.edge.metrics import RouterMetrics
+from tidemill.producers.edge.request_handler import APPLICATION, Recorder, RequestHandler, open_recorder
 from tidemill.producers.edge.routing import CanaryShare, Replicas
 from tidemill.producers.outbox import anchor_of_run
 from tidemill.producers.product.settings import ProductSettings
@@ -36,7 +43,7 @@ from tidemill.producers.sampling.replicas import RequestRefused, open_replica_cl
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.liveness import Liveness
@@ -114,7 +121,7 @@ class Router:
         if scheme.lower() != "bearer" or self.settings.client_of(given.strip()) is None:
             raise Refusal(401, "no valid API key: send `Authorization: Bearer KEY`", "authentication_error")
 
-    async def _admit(self, request: Request, send: Send) -> Exchange:
+    async def _admit(self, request: Request, send: Send) -> RequestHandler:
         arrived, settings = time.monotonic(), self.settings
         said = request.headers.get(CONSENT_HEADER)
         if said is not None and said not in _CONSENT:
@@ -127,14 +134,14 @@ class Router:
         ask = parse(RequestKind(request.scope["path"]), bytes(body))
         consent = settings.consent_default if said is None else _CONSENT[said]
         try:
-            exchange = Exchange(self, ask, consent, send, arrived)
+            exchange = RequestHandler(self, ask, consent, send, arrived)
         except BadUserId as error:
             raise bad_request(str(error), "user") from error
         if settings.on_log_failure is LogFailure.REFUSE and not self.recorder.may_try():
             raise unavailable("answers cannot be recorded: try again later")
         return exchange
 
-    async def _run(self, exchange: Exchange, receive: Receive) -> None:
+    async def _run(self, exchange: RequestHandler, receive: Receive) -> None:
         async def departure() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass

@@ -37,7 +37,7 @@ _GAVE_UP = ("abort", "error")
 
 
 @dataclass(frozen=True, slots=True)
-class Lot:
+class ArmAssignment:
     """The arm that a user is in, and the probability with which they are."""
 
     arm: Arm
@@ -72,22 +72,24 @@ class CanaryShare:
             return f"a canary needs {wanted}, not {decision.version} and {said:g}"
         return objection
 
-    def lot(self, unit: str, salt: str) -> Lot:
+    def lot(self, unit: str, salt: str) -> ArmAssignment:
         """The arm of what is always in the same one: a pseudonym; without one, a conversation or a single request.
 
         `salt` is the experiment's.
         """
         digest = hashlib.sha256(f"{salt}\x00{self.version}\x00{unit}".encode()).digest()
         drawn = int.from_bytes(digest[:7]) / 2**56  # uniform in [0, 1)
-        return Lot(Arm.CANARY, self.share) if drawn < self.share else Lot(Arm.STABLE, 1.0 - self.share)
+        return (
+            ArmAssignment(Arm.CANARY, self.share) if drawn < self.share else ArmAssignment(Arm.STABLE, 1.0 - self.share)
+        )
 
 
-class NoPlace(ReplicaUnavailable):
+class NoReplicaAvailable(ReplicaUnavailable):
     """Every replica of a pool is being left alone after a failure."""
 
 
 Answer = tuple[ReplicaIdentity, AsyncIterator[dict[str, Any]]]
-"""Who answers, and the answer as it comes: the whole body as one document, or a document a chunk."""
+"""The replica that answers, and the answer as it comes: the whole body as one document, or a document a chunk."""
 
 
 class Replicas:
@@ -130,7 +132,7 @@ class Replicas:
             yield identity, rejoined()
 
     async def models(self) -> dict[str, Any]:
-        """What the stable pool serves, as OpenAI lists models. Raises ReplicaUnavailable, BadResponse."""
+        """The models of the stable pool, as OpenAI lists models. Raises ReplicaUnavailable, BadResponse."""
         async with (
             self._place(Arm.STABLE, wait=False) as address,
             self._client.request("GET", address, MODELS_PATH) as response,
@@ -147,7 +149,7 @@ class Replicas:
         pool, clock = self._pools[arm], asyncio.get_running_loop().time
         while (address := pool.pick(clock())) is None:
             if not wait:
-                raise NoPlace(f"no replica of the {arm} pool answers")
+                raise NoReplicaAvailable(f"no replica of the {arm} pool answers")
             await asyncio.sleep(max(0.001, pool.next_wake() - clock()))
         try:
             yield address

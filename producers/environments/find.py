@@ -62,7 +62,7 @@ class EnvironmentType:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class EnvironmentListing:
     """One line of the list of environments."""
 
     name: str
@@ -71,11 +71,11 @@ class Listed:
     """Why it is not offered; empty when it is."""
 
 
-class Family(ABC):
+class EnvironmentAdapter(ABC):
     """An adapter: environments of a library, under one entry point."""
 
     @abstractmethod
-    def members(self) -> Iterator[Listed]:
+    def members(self) -> Iterator[EnvironmentListing]:
         """Every member by its name within the family. Raises ImportError when the library is not installed."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ def environment_type(name: str) -> EnvironmentType:
     found = _entry_points().get(head)
     if found is not None:
         loaded = _loaded(found)
-        if isinstance(loaded, Family):
+        if isinstance(loaded, EnvironmentAdapter):
             if not member:
                 raise UnknownEnvironment(f"{name} is a family: name a member, {head}:NAME (`tidemill env list {head}`)")
             try:
@@ -129,21 +129,21 @@ def described(name: str, loaded: object) -> EnvironmentType:
     return EnvironmentType(name, about, kind.options_model, kind.isolation, kind.network, kind)
 
 
-def listed(family: str = "") -> Iterator[Listed]:
+def listed(family: str = "") -> Iterator[EnvironmentListing]:
     """Every installed environment, or those of one family."""
     for name, found in sorted(_entry_points().items()):
         if family not in ("", name):
             continue
         try:
             loaded = _loaded(found)
-            if isinstance(loaded, Family):
+            if isinstance(loaded, EnvironmentAdapter):
                 for each in loaded.members():
-                    yield Listed(f"{name}:{each.name}", each.about, each.problem)
+                    yield EnvironmentListing(f"{name}:{each.name}", each.about, each.problem)
             else:
-                yield Listed(name, described(name, loaded).about)
+                yield EnvironmentListing(name, described(name, loaded).about)
         except (ImportError, UnknownEnvironment) as error:
             missing = isinstance(error, ImportError) or isinstance(error.__cause__, ImportError)
-            yield Listed(name, "", f"{error}; install tidemill[environments]" if missing else str(error))
+            yield EnvironmentListing(name, "", f"{error}; install tidemill[environments]" if missing else str(error))
 
 
 def options_json(options: EnvironmentOptions) -> str:
@@ -169,7 +169,7 @@ def _loaded(point: EntryPoint) -> object:
         loaded = point.load()
     except (Exception, SystemExit) as error:  # importing runs foreign code, which raises anything
         raise UnknownEnvironment(f"{point.name}: {point.value} does not import: {error!r}") from error
-    return loaded() if isinstance(loaded, type) and issubclass(loaded, Family) else loaded
+    return loaded() if isinstance(loaded, type) and issubclass(loaded, EnvironmentAdapter) else loaded
 
 
 def check_member(family: str, kind: str, name: str, known: Iterable[str], problem: str) -> None:

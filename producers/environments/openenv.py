@@ -324,12 +324,12 @@ class OpenEnvEnvironment(base.Environment):
                 raise base.EnvironmentFailed(f"{url}/schema: it describes no action")
 
 
-class OpenEnv(find.Family):
+class OpenEnv(find.EnvironmentAdapter):
     """Running OpenEnv servers, by their addresses."""
 
-    def members(self) -> Iterator[find.Listed]:
+    def members(self) -> Iterator[find.EnvironmentListing]:
         """The form of a name; there is no list of servers."""
-        yield find.Listed("http://HOST:PORT", "the environment of a running OpenEnv server")
+        yield find.EnvironmentListing("http://HOST:PORT", "the environment of a running OpenEnv server")
 
     def member(self, name: str) -> find.EnvironmentType:
         """The server at an address. Raises UnknownEnvironment."""
@@ -359,7 +359,7 @@ async def listed_tools(session: OpenEnvSession) -> Tools:
 
 
 def said_by_tool(step: OpenEnvStep) -> str:
-    """What a tool answered: the texts of its result, or the result as JSON."""
+    """The answer of a tool: the texts of its result, or the result as JSON."""
     match step.observation:
         case {"error": {"message": str(text)}}:
             return f"error: {text}"

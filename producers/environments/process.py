@@ -52,7 +52,7 @@ class ProcessLost(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class OpenedEnvironment:
     """The first answer of a process: what it has opened."""
 
     process: int
@@ -81,7 +81,7 @@ class EpisodeProcess:
     """
 
     def __init__(
-        self, name: str, settings: RolloutSettings, spawned: SpawnedProcess, streams: Streams, hello: Hello
+        self, name: str, settings: RolloutSettings, spawned: SpawnedProcess, streams: Streams, hello: OpenedEnvironment
     ) -> None:
         self._name, self._spawned, self.hello = name, spawned, hello
         self._answer_s = settings.environment_timeout_s
@@ -399,12 +399,12 @@ class HostedEnvironment(base.Environment):
         return process
 
 
-def hello_of(name: str, line: bytes) -> Hello | None:
+def hello_of(name: str, line: bytes) -> OpenedEnvironment | None:
     """A process's first answer; None where there is none. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
     match json.loads(line) if line.endswith(b"\n") else None:
         case ["hello", learned]:
             try:
-                return msgspec.convert(learned, Hello)
+                return msgspec.convert(learned, OpenedEnvironment)
             except msgspec.ValidationError as error:
                 raise EnvironmentFailed(f"environment {name} declares what cannot be: {error}") from error
         case ["refused", str(kind), str(text), str(trace)]:

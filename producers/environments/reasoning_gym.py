@@ -158,10 +158,10 @@ class ReasoningGymEnvironment(base.Environment):
             raise base.TaskError(f"reasoning_gym:{self._task}: {said}") from error
 
 
-class ReasoningGym(find.Family):
+class ReasoningGym(find.EnvironmentAdapter):
     """The tasks of the installed reasoning-gym."""
 
-    def members(self) -> Iterator[find.Listed]:
+    def members(self) -> Iterator[find.EnvironmentListing]:
         """Every registered task, read from the library's source: importing it takes seconds."""
         spec = find_spec("reasoning_gym")
         if spec is None or not spec.submodule_search_locations:
@@ -172,7 +172,7 @@ class ReasoningGym(find.Family):
             if "\nregister_dataset(" in source:
                 found |= registered(source)
         for name, about in sorted(found.items()):
-            yield find.Listed(name, about, NOT_OFFERED.get(name, ""))
+            yield find.EnvironmentListing(name, about, NOT_OFFERED.get(name, ""))
 
     def member(self, name: str) -> find.EnvironmentType:
         """The task of a name. Raises UnknownEnvironment, ImportError."""

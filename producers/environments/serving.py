@@ -29,8 +29,8 @@ import msgspec
 from tidemill.producers.environments import base
 from tidemill.producers.environments.base import Messages
 from tidemill.producers.environments.confinement import OUT_OF_MEMORY, deny_network, limit_resources
+from tidemill.producers.environments.episode_marks import EPISODE, SIZE, EpisodeMarks, MarkingEventLoop
 from tidemill.producers.environments.find import environment_type, options_json
-from tidemill.producers.environments.marks import EPISODE, SIZE, MarkedLoop, Marks
 from tidemill.producers.environments.spawning import MESSAGE_BYTES, PORTABLE, encode, failure
 from tidemill.schemas.chat.messages import BadMessage, Message, Tool, checked_messages, checked_tools
 from tidemill.schemas.records import Task
@@ -164,7 +164,7 @@ def main() -> None:
     connection, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     connection.set_inheritable(False)
     os.register_at_fork(after_in_child=connection.close)  # a forked copy cannot speak for this process
-    marks = Marks(memory)
+    marks = EpisodeMarks(memory)
     with open(memory, "rb") as shared:
         shared.seek(SIZE)
         opening = json.load(shared)
@@ -184,7 +184,7 @@ def main() -> None:
     if opening["seed"] is not None:
         draw(connection, opening)
         return
-    with asyncio.Runner(loop_factory=lambda: MarkedLoop(marks)) as runner:
+    with asyncio.Runner(loop_factory=lambda: MarkingEventLoop(marks)) as runner:
         runner.run(play(connection, opening))
 
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.producers.environments.base import ContextFull, EnvironmentFailed, GenerationFailed, TaskError
 from tidemill.producers.environments.confinement import OUT_OF_MEMORY
+from tidemill.producers.environments.episode_marks import SIZE, EpisodeMarks
 from tidemill.producers.environments.find import UnknownEnvironment
-from tidemill.producers.environments.marks import SIZE, Marks
 from tidemill.schemas.chat.messages import BadMessage
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class SpawnedProcess:
         shared = os.memfd_create("tidemill-environment")
         os.truncate(shared, SIZE)
         os.pwrite(shared, opening, SIZE)
-        self.marks = Marks(shared)
+        self.marks = EpisodeMarks(shared)
         with theirs:
             self._keeper = subprocess.Popen(
                 keeper_command("environment", theirs.fileno(), shared),

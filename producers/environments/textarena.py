@@ -55,7 +55,7 @@ class TextArenaOptions(base.EnvironmentOptions):
 
 
 class TextArenaTask(BaseModel):
-    """What makes a game, beside the options."""
+    """The parameters of a game, beside the options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -73,7 +73,7 @@ class TextGame:
             self._game = made_game(name, settings)
             self._game.reset(num_players=1, seed=seed)
             self.opening = self._said()
-            """What the player reads first."""
+            """The first message to the player."""
         if kind_of(self._game.entry_point) in UNSEEN:
             self.opening += f"\n\nThis is game {seed}."
 
@@ -177,14 +177,16 @@ class TextArenaEnvironment(base.Environment):
         return copy.deepcopy(self._begun(base.read_payload(TextArenaTask, task.payload, "game of TextArena").seed))
 
 
-class TextArena(find.Family):
+class TextArena(find.EnvironmentAdapter):
     """The games of the installed TextArena."""
 
-    def members(self) -> Iterator[find.Listed]:
+    def members(self) -> Iterator[find.EnvironmentListing]:
         """Every game, and why those for several players and those that need more than the package are not offered."""
         for name, spec in sorted(_registry().items()):
             if not name.endswith(VIEWS):
-                yield find.Listed(name, f"TextArena's {kind_of(spec.entry_point)}", problem_of(name, spec.entry_point))
+                yield find.EnvironmentListing(
+                    name, f"TextArena's {kind_of(spec.entry_point)}", problem_of(name, spec.entry_point)
+                )
 
     def member(self, name: str) -> find.EnvironmentType:
         """The game of a name. Raises UnknownEnvironment, ImportError."""

@@ -21,7 +21,12 @@ from typing import Any
 from pydantic import Field
 
 from tidemill.producers.environments.base import Environment, EnvironmentOptions
-from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
+from tidemill.producers.environments.find import (
+    EnvironmentAdapter,
+    EnvironmentListing,
+    EnvironmentType,
+    UnknownEnvironment,
+)
 
 BUILT_IN = {
     "harbor": "its tasks run in containers",
@@ -56,19 +61,19 @@ class VerifiersOptions(EnvironmentOptions):
     """Reward from which a rollout counts as solved."""
 
 
-class Verifiers(Family):
+class Verifiers(EnvironmentAdapter):
     """Tasksets that are installed as modules."""
 
-    def members(self) -> Iterator[Listed]:
+    def members(self) -> Iterator[EnvironmentListing]:
         """Modules of installed distributions that require verifiers. Raises ImportError without verifiers."""
         _installed()
         for each in distributions():
             if each.name != "tidemill" and any(_REQUIRES.match(line) for line in each.requires or ()):
                 roots = {file.parts[0].removesuffix(".py") for file in each.files or () if file.suffix == ".py"}
                 for root in sorted(filter(str.isidentifier, roots)):
-                    yield Listed(root, str(each.metadata.json.get("summary", "")))
+                    yield EnvironmentListing(root, str(each.metadata.json.get("summary", "")))
         for name, problem in BUILT_IN.items():
-            yield Listed(name, "comes with verifiers", problem)
+            yield EnvironmentListing(name, "comes with verifiers", problem)
 
     def member(self, name: str) -> EnvironmentType:
         """The taskset of a module, which is not imported yet. Raises UnknownEnvironment, ImportError."""

@@ -1,4 +1,4 @@
-"""What touches verifiers: a taskset loaded offline, its episodes played with the policy, their traces made a score."""
+"""The adapter of verifiers: tasksets loaded offline, episodes played with the policy, traces turned into a score."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class VerifiersTaskset(base.Environment):
             # In a context of its own: the servers belong to no episode.
             self._serving = loop.create_task(self._serve(), context=Context())
         await asyncio.shield(self._up)
-        playing = _Playing(policy, loop.create_future())
+        playing = _RunningEpisode(policy, loop.create_future())
         traces: list[str] = []
 
         def begun(trace: vf.Trace) -> None:
@@ -237,7 +237,7 @@ def _judges(value: object, place: str) -> Iterator[tuple[str, Any]]:
 
 
 @dataclass(slots=True, eq=False)
-class _Playing:
+class _RunningEpisode:
     """One episode under way."""
 
     policy: base.Policy
@@ -259,7 +259,7 @@ class PolicyClient(vf.Client):  # type: ignore[misc]
         self._others_model = options.others_model
         if options.others_url:
             self._others = EvalClient(vf.EvalClientConfig(base_url=options.others_url, api_key_var="NONE"))
-        self.playing: dict[str, tuple[_Playing, vf.Trace]] = {}
+        self.playing: dict[str, tuple[_RunningEpisode, vf.Trace]] = {}
         """Episode and trace by the id of the trace."""
 
     async def get_response(
@@ -377,7 +377,7 @@ class LoopHarness(vf.Harness[LoopConfig]):  # type: ignore[misc]
 
 
 def asks(data: vf.TaskData) -> str:
-    """What a task asks in full."""
+    """The full question of a task."""
     if data.prompt is None:
         return str(data.model_dump_json(exclude_defaults=True, exclude={"idx", "id"}))
     told = data.prompt if isinstance(data.prompt, str) else [message_to_wire(message) for message in data.prompt]

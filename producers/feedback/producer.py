@@ -17,7 +17,7 @@ from tidemill.producers.feedback.event import (
     FeedbackNotDelivered,
     check_source,
 )
-from tidemill.producers.feedback.queue import Acknowledged, FeedbackCounts, FeedbackQueue
+from tidemill.producers.feedback.queue import AwaitedDeliveries, FeedbackCounts, FeedbackQueue
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 30.0
 Sent = TypeVar("Sent")
-"""What `send` gives back: an event id, or something to await for one."""
+"""The result of `send`: an event id, or something to await for one."""
 
 
 class QueueOptions(TypedDict, total=False):
     """Options of both producers."""
 
     source: str
-    """Who reports, for instance the name of the backend; it is written into each record. By default "sdk"."""
+    """The reporter, for instance the name of the backend; it is written into each record. By default "sdk"."""
     max_queued: int
     """Signals that wait for the log's acknowledgement at most: 100,000."""
     linger_ms: float
@@ -43,7 +43,7 @@ class QueueOptions(TypedDict, total=False):
     """Seconds after which an unacknowledged signal has failed: 120."""
 
 
-class Shorthand(ABC, Generic[Sent]):
+class FeedbackMethods(ABC, Generic[Sent]):
     """A producer's queue; thumbs and withdrawals in terms of `send`, whose arguments and errors they have."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Shorthand(ABC, Generic[Sent]):
         )
 
 
-class FeedbackProducer(Shorthand[str]):
+class FeedbackProducer(FeedbackMethods[str]):
     """Sends signals. Thread-safe; make one a process, after any fork, and keep it.
 
     `send` checks the signal, queues it and returns; the log's acknowledgement comes later. A signal that is not
@@ -164,7 +164,7 @@ class FeedbackProducer(Shorthand[str]):
         self.close()
 
 
-class AsyncFeedbackProducer(Shorthand[Coroutine[Any, Any, str]]):
+class AsyncFeedbackProducer(FeedbackMethods[Coroutine[Any, Any, str]]):
     """Sends signals and waits for the log without blocking the event loop. Make one a process, after any fork.
 
     Signals that are awaited at the same time share batches: `asyncio.gather(*(producer.send(...) for ...))`.
@@ -181,7 +181,7 @@ class AsyncFeedbackProducer(Shorthand[Coroutine[Any, Any, str]]):
         **options: Unpack[QueueOptions],
     ) -> None:
         super().__init__(kafka, product, deadline_s, options)
-        self._acknowledged = Acknowledged(self._queue)
+        self._acknowledged = AwaitedDeliveries(self._queue)
 
     async def send(
         self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]

@@ -1,8 +1,8 @@
 """The way of feedback records into the log: a bounded queue in memory that librdkafka empties in batches.
 
 What holds: a record is accepted or an error is raised, within the caller's deadline; each accepted record ends once, as
-delivered or as failed; librdkafka's own retries write none twice (the producer is idempotent). `Acknowledged` is the
-queue for asyncio: what is awaited has been acknowledged by the log.
+delivered or as failed; librdkafka's own retries write none twice (the producer is idempotent). `AwaitedDeliveries` is
+the queue for asyncio: what is awaited has been acknowledged by the log.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Waiter = asyncio.Future[str]
 
 @dataclass(frozen=True, slots=True)
 class FeedbackCounts:
-    """What became of the records so far."""
+    """Counts of the records so far, by their end."""
 
     accepted: int
     delivered: int
@@ -99,7 +99,7 @@ class FeedbackQueue:
 
     @property
     def counts(self) -> FeedbackCounts:
-        """What became of the records so far."""
+        """Counts of the records so far, by their end."""
         with self._counting:
             return FeedbackCounts(self._accepted, self._delivered, self._failed)
 
@@ -260,7 +260,7 @@ class FeedbackQueue:
             raise RuntimeError("this feedback producer is closed")
 
 
-class Acknowledged:
+class AwaitedDeliveries:
     """The awaited side of a queue, used from one event loop. Ends that come together take one wake-up of the loop."""
 
     def __init__(self, queue: FeedbackQueue) -> None:

@@ -1,1 +1,1 @@
-"""What the router, the feedback gateway and the feedback SDK share: keys, signed interactions, pseudonyms."""
+"""Shared by the router, the feedback gateway and the feedback SDK: keys, signed interactions, pseudonyms."""

@@ -95,5 +95,5 @@ class _Environment(BaseSettings):
 
 
 def key_hash(key: str) -> str:
-    """What the configuration holds of a key: its SHA-256 in hexadecimal."""
+    """The form of a key in the configuration: its SHA-256 in hexadecimal."""
     return hashlib.sha256(key.encode()).hexdigest()

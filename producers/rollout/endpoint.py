@@ -56,7 +56,7 @@ class _PostedResult(BaseModel):
 
 
 @dataclass(slots=True, eq=False)
-class _Guest:
+class _RolloutSession:
     """One rollout that a key opens."""
 
     policy: RolloutPolicy
@@ -76,7 +76,7 @@ class AgentEndpoint:
     """The endpoint of one worker, as an async context manager. It listens from the first rollout that asks for it."""
 
     def __init__(self) -> None:
-        self._guests: dict[str, _Guest] = {}
+        self._guests: dict[str, _RolloutSession] = {}
         self._base_url = ""
         self._serving: asyncio.Task[web.AppRunner] | None = None
         self._numbers = itertools.count(1)
@@ -99,7 +99,7 @@ class AgentEndpoint:
             self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
             self._serving = asyncio.get_running_loop().create_task(self._serve(listening))
         key = f"tidemill-{secrets.token_urlsafe(24)}"
-        self._guests[key] = _Guest(policy)
+        self._guests[key] = _RolloutSession(policy)
         return Endpoint(self._base_url, key)
 
     def close(self, policy: RolloutPolicy) -> None:
@@ -109,11 +109,11 @@ class AgentEndpoint:
                 turn.cancel()
 
     async def _serve(self, listening: socket.socket) -> web.AppRunner:
-        async def models(_request: web.Request, _guest: _Guest) -> web.Response:
+        async def models(_request: web.Request, _guest: _RolloutSession) -> web.Response:
             listed = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tidemill"}
             return _json({"object": "list", "data": [listed]})
 
-        async def nothing(request: web.Request, _guest: _Guest) -> web.Response:
+        async def nothing(request: web.Request, _guest: _RolloutSession) -> web.Response:
             raise _Refused(404, f"there is no {request.method} {request.path:.200} here")
 
         app = web.Application(client_max_size=LARGEST_BODY)
@@ -127,7 +127,7 @@ class AgentEndpoint:
         return runner
 
     def _answering(
-        self, answer: Callable[[web.Request, _Guest], Awaitable[web.Response]]
+        self, answer: Callable[[web.Request, _RolloutSession], Awaitable[web.Response]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         """A handler whose errors have OpenAI's form."""
 
@@ -147,7 +147,7 @@ class AgentEndpoint:
 
         return handler
 
-    async def _chat(self, request: web.Request, guest: _Guest) -> web.Response:
+    async def _chat(self, request: web.Request, guest: _RolloutSession) -> web.Response:
         asked = json_object(await request.read())
         wanted, stream = chat_request(asked), asked.get("stream") or False
         options, model = asked.get("stream_options") or {}, asked.get("model", MODEL)
@@ -162,7 +162,7 @@ class AgentEndpoint:
             return _events(head, reply, options.get("include_usage") is True)
         return _json(whole_answer(*head, reply.message, reply.finish, reply.tokens))
 
-    async def _reply(self, guest: _Guest, calling: Awaitable[Reply]) -> Reply:
+    async def _reply(self, guest: _RolloutSession, calling: Awaitable[Reply]) -> Reply:
         turn = asyncio.ensure_future(calling)
         guest.turns.add(turn)
         try:
@@ -182,7 +182,7 @@ class AgentEndpoint:
         finally:
             guest.turns.discard(turn)
 
-    async def _outcome(self, request: web.Request, guest: _Guest) -> web.Response:
+    async def _outcome(self, request: web.Request, guest: _RolloutSession) -> web.Response:
         try:
             given = _PostedResult.model_validate(json_object(await request.read()))
         except ValidationError as error:

@@ -50,7 +50,7 @@ REBALANCING = frozenset(
 """Why a commit may fail though nothing is wrong: the partitions are on their way to another member, or the group to
 another broker."""
 FENCED = frozenset({KafkaError.FENCED_INSTANCE_ID, KafkaError._FATAL, KafkaError._FENCED})
-"""What a static member is told when another one took its place."""
+"""The errors that a static member gets if another one took its place."""
 SKEW_US = 10_000_000
 """How far the clocks of those who write tasks, dispatches and rollouts may be apart."""
 
@@ -196,7 +196,7 @@ class TaskRecovery:
         self._begun = {place: begun for place, begun in self._begun.items() if place in owned}
 
 
-class Fenced(RuntimeError):
+class WorkerReplaced(RuntimeError):
     """Another worker joined under this one's name."""
 
 
@@ -233,7 +233,7 @@ class TaskIntake:
         except KafkaException as error:
             if error.args[0].code() not in FENCED:
                 raise
-            raise Fenced(
+            raise WorkerReplaced(
                 "another worker of this run joined under the same name: give every worker its own rollout.worker_id"
             ) from error
         owned = self._member.assignment()

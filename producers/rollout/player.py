@@ -141,7 +141,7 @@ class Player:
             raise EnvironmentFailed(f"task: {error}") from error
         except Exception as error:  # an environment's code raises any error, and the worker's other episodes go on
             if limit.expired() and policy.failure in ("", GIVEN_UP):
-                reason = f"timeout: no result within {limit_s:.1f} s; {policy.session.trouble()}"
+                reason = f"timeout: no result within {limit_s:.1f} s; {policy.session.failures_so_far()}"
                 raise EnvironmentFailed(reason) from error
             if policy.failure:
                 raise EnvironmentFailed(policy.failure) from error

@@ -26,7 +26,7 @@ from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import AttemptPolicy, ContextFull, Endpoint, GenerationFailed, Reply, Score
 from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling, checked_completion, read_choice
 from tidemill.producers.sampling.replicas import ReplicaIdentity, ReplicaSession
-from tidemill.schemas.chat.contexts import Asked, Context, Contexts, Origin
+from tidemill.schemas.chat.contexts import Context, Contexts, Origin, PendingTurn
 from tidemill.schemas.chat.format import ChatFormat
 from tidemill.schemas.chat.messages import BadMessage, Message, Tool, Tools, checked_messages, checked_tools
 from tidemill.schemas.chat.template import TemplateRefused
@@ -234,7 +234,7 @@ class RolloutPolicy(AttemptPolicy):
         except BadMessage:  # also where no message is new
             return checked_messages(messages)
 
-    def _ask(self, messages: Sequence[Message], tools: Tools, trained: bool) -> Asked[Completion]:
+    def _ask(self, messages: Sequence[Message], tools: Tools, trained: bool) -> PendingTurn[Completion]:
         most = self._settings.max_context_tokens * self._chat.longest_token
         if len(messages[-1]["content"]) > most:
             size = len(messages[-1]["content"])
@@ -245,12 +245,17 @@ class RolloutPolicy(AttemptPolicy):
             if trained:
                 return self.contexts.ask(messages, tools)
             ids, turns = self._chat.open(messages, tools), sum(each["role"] == "assistant" for each in messages)
-            return Asked(Context(tools, [], ids, count=turns), Origin.FRESH, ids, ())
+            return PendingTurn(Context(tools, [], ids, count=turns), Origin.FRESH, ids, ())
         except TemplateRefused as error:
             raise self._failed(f"chat template: {error}") from error
 
     async def _turn(
-        self, asked: Asked[Completion], messages: Sequence[Message], tools: Tools, max_tokens: int | None, trained: bool
+        self,
+        asked: PendingTurn[Completion],
+        messages: Sequence[Message],
+        tools: Tools,
+        max_tokens: int | None,
+        trained: bool,
     ) -> Reply:
         settings = self._settings
         room = settings.max_context_tokens - len(asked.ids)

@@ -70,7 +70,7 @@ def refusal(located: ConsumedRecord, settings: RolloutSettings) -> str | None:
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningTask:
     """A task whose episodes are in hand."""
 
     task: Task
@@ -92,7 +92,7 @@ class Worker:
         self._run, self._settings, self._worker_id = run, settings, worker_id
         self._names, self._player, self._outbox = names, player, outbox
         self._tracker = OffsetTracker()
-        self._jobs: dict[asyncio.Task[None], _Running] = {}
+        self._jobs: dict[asyncio.Task[None], _RunningTask] = {}
         self._moved = asyncio.Event()
 
     async def serve(self, intake: TaskIntake, stop: threading.Event, liveness: Liveness) -> None:
@@ -158,12 +158,12 @@ class Worker:
         task = located.record
         if reason is None and isinstance(task, Task) and task.run_id == self._run.run_id:
             indexes = [index for index in range(task.group_size) if index not in progress.ended]
-            running = _Running(task, partition, located.offset, progress, indexes, len(indexes))
+            running = _RunningTask(task, partition, located.offset, progress, indexes, len(indexes))
             self._jobs[asyncio.create_task(self._work(running))] = running
         else:
             self._tracker.finish(partition, located.offset)
 
-    async def _work(self, running: _Running) -> None:
+    async def _work(self, running: _RunningTask) -> None:
         task, progress, indexes = running.task, running.progress, running.indexes
 
         async def play(index: int) -> None:

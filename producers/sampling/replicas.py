@@ -47,7 +47,7 @@ class RequestRefused(BadResponse):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """Who answered."""
+    """The replica that answered."""
 
     replica_id: str
     region: str
@@ -124,7 +124,9 @@ class ReplicaClient:
             raise type(error)(f"{address}: {error}") from error
 
     async def identity(self, address: str) -> ReplicaIdentity:
-        """Who answers at an address, asked once for each replica. Raises ReplicaUnavailable, BadResponse."""
+        """The identity of the replica at an address, asked once for each replica. Raises ReplicaUnavailable,
+        BadResponse.
+        """
         if address not in self._identities:
             async with self.request("GET", address, STATUS_PATH) as response:
                 body = await read_body(response)
@@ -194,7 +196,7 @@ class ReplicaSession:
         self._client, self._pool = client, pool
         self._address: str | None = None
         self.identity = ReplicaIdentity("", "")
-        """Who was asked last; empty before the first request."""
+        """The replica that was asked last; empty before the first request."""
         self.retries = 0
         """Requests that had to be tried again."""
         self._last_error: ReplicaUnavailable | None = None
@@ -229,8 +231,8 @@ class ReplicaSession:
                 self._pool.succeeded(address)
                 return completion
 
-    def trouble(self) -> str:
-        """What went wrong so far, for a failed rollout's reason."""
+    def failures_so_far(self) -> str:
+        """The failures so far, for a failed rollout's reason."""
         if self._last_error is None:
             return "no request was tried again"
         return f"{self.retries} requests tried again, the last for: {self._last_error}"

@@ -46,7 +46,7 @@ def trainable(group: Group, run: RunSettings) -> bool:
 
 
 class ServedVersions:
-    """What the replicas serve, by their acks."""
+    """The versions that the replicas serve, from their acknowledgements."""
 
     def __init__(self, silence_us: int) -> None:
         self._silence_us = silence_us

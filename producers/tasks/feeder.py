@@ -41,7 +41,7 @@ from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.config import EnvironmentEntry, KafkaSettings, RunSettings
 from tidemill.schemas.log.client_settings import LOG_WAIT_S
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.guard import Stillness
+from tidemill.schemas.log.guard import IdleTimes
 from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
@@ -217,7 +217,7 @@ class Feeder:
     def __init__(self, run: RunSettings, feed: FeedSettings, source: TaskSource, producer: RecordProducer) -> None:
         self._state = FeederState(run, feed)
         self._source = source
-        self._still: Stillness[Topic] = Stillness(to_us(feed.stall_timeout_s))
+        self._still: IdleTimes[Topic] = IdleTimes(to_us(feed.stall_timeout_s))
         self._read: Counter[Topic] = Counter()
         """Records of each topic, so that a topic that is waited for and silent is named."""
         self._producer = producer

@@ -31,7 +31,7 @@ from tidemill.schemas.records import Group, Mode, Task
 
 
 class Stage(StrEnum):
-    """What a task is issued for."""
+    """The purpose of an issued task."""
 
     TRAIN = "train"
     EVAL_BEFORE = "eval-before"

@@ -70,7 +70,7 @@ class _End(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked(Generic[T]):
+class PendingTurn(Generic[T]):
     """A request with its context: sample behind `ids`, then hand the turn to `Contexts.said`."""
 
     context: Context[T]
@@ -92,7 +92,7 @@ class Contexts(Generic[T]):
         self.all: list[Context[T]] = []
         """Every context with a turn of its own, in order of the first turn; kept where `most` is None."""
 
-    def ask(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Asked[T]:
+    def ask(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> PendingTurn[T]:
         """The context of a request with checked messages. Raises TemplateRefused."""
         identities = tuple(map(identity, messages))
         keys = [hash(tools.identity)]
@@ -103,18 +103,18 @@ class Contexts(Generic[T]):
             turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
             head = list(messages[: turns[0] if turns else None])
             context = Context[T](tools, head, self._chat.open(messages, tools), count=len(turns), busy=True)
-            return Asked(context, Origin.FRESH, context.ids, identities, keys[-1])
+            return PendingTurn(context, Origin.FRESH, context.ids, identities, keys[-1])
         known, context, shared = len(found.identities), found.context, found.context.ids
         # A conversation shares the texts of its beginning: requests over HTTP bring copies of them.
         identities = found.identities + identities[known:]
         more = self._chat.extend(shared[found.length - 1], context.head, found.said, messages[known:], tools)
         if len(shared) == found.length and not context.busy:
             context.busy = True
-            return Asked(context, Origin.APPEND, [*shared, *more], identities, keys[-1])
+            return PendingTurn(context, Origin.APPEND, [*shared, *more], identities, keys[-1])
         fork = Context[T](tools, context.head, [*shared[: found.length], *more], count=found.count, busy=True)
-        return Asked(fork, Origin.FORK, fork.ids, identities, keys[-1])
+        return PendingTurn(fork, Origin.FORK, fork.ids, identities, keys[-1])
 
-    def said(self, asked: Asked[T], ids: Sequence[int], message: Message, made: T) -> None:
+    def said(self, asked: PendingTurn[T], ids: Sequence[int], message: Message, made: T) -> None:
         """The turn that was sampled behind a request's context."""
         context = asked.context
         start = len(asked.ids)
@@ -130,7 +130,7 @@ class Contexts(Generic[T]):
         while self._most is not None and len(self._ends) > self._most:
             self._ends.popitem(last=False)
 
-    def release(self, asked: Asked[T]) -> None:
+    def release(self, asked: PendingTurn[T]) -> None:
         """Let a later request extend the same end, whether a turn was sampled or not."""
         asked.context.busy = False
 

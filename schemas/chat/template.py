@@ -100,7 +100,7 @@ class ChatTemplate:
         self.closes: set[str] = set()
         """Texts of the special tokens that end a turn."""
         self.prompts: list[str] = []
-        """What stands before a turn: behind a question and, where calls are shown, behind a result."""
+        """The text before a turn: after a question and, where calls are shown, after a result."""
         # What a template can do, until a probe finds that it cannot.
         self.shows_system = self._shows_later_system = True
         self._no_user_after: set[str] = set()
@@ -264,7 +264,7 @@ class ChatTemplate:
         return [self.broken(item) for item in value] if isinstance(value, list) else value
 
     def _continued(self, whole: str) -> tuple[str, str]:
-        """What ends the marked turn of a conversation, and what follows. Raises TemplateRefused."""
+        """The text that ends the marked turn of a conversation, and the text after it. Raises TemplateRefused."""
         at = whole.find(self._mark)
         if at < 0:
             raise TemplateRefused("the chat template does not show earlier turns of the assistant, or alters them")

@@ -57,7 +57,7 @@ class Protocol(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """What the options say; empty where they say nothing."""
+    """The security that these options configure; empty if they configure none."""
 
     protocol: Protocol
     ca: str
@@ -76,7 +76,7 @@ def security_options(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def security_of(kafka: KafkaSettings) -> Security:
-    """What the settings say. Raises SecurityError when something is missing, or is not what it should be."""
+    """The security that the settings configure. Raises SecurityError if something is missing or not valid."""
     options = kafka.client_options
     name = options.get("security.protocol", Protocol.PLAINTEXT).upper()
     if name not in Protocol.__members__:
@@ -134,7 +134,7 @@ class AccessRefused(ConnectionError):
 
 @dataclass(slots=True)
 class _Found:
-    """What a client told of its connections so far."""
+    """The errors that a client has reported about its connections."""
 
     refusal: str = ""
     closed_early: bool = False

@@ -27,7 +27,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class TopicState:
-    """What a check found of one topic."""
+    """The result of the check of one topic."""
 
     name: str
     partitions: int

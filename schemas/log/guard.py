@@ -1,4 +1,4 @@
-"""What every consumer's reading is guarded against: records that are gone, and a client that reads no more.
+"""Guards of a consumer's reading: against deleted records, and against a client that no longer reads.
 
 librdkafka is told never to choose an offset by itself (`auto.offset.reset: error`): what is out of range is looked at
 here. After a gap was told the consumer stands at the first record that is kept, so that a caller that can do without
@@ -46,7 +46,7 @@ class RetentionGap(LookupError):
         """First offset that the log keeps."""
 
 
-class Stillness(Generic[K]):
+class IdleTimes(Generic[K]):
     """Since when each of several things has not moved while it had reason to.
 
     Args:
@@ -88,7 +88,7 @@ class ReadingWatch:
     def __init__(self, timeout_s: float, now_s: float) -> None:
         self._timeout_s = timeout_s
         self._interval_s = timeout_s / LOOKS_PER_TIMEOUT
-        self._still: Stillness[Partition] = Stillness(timeout_s)
+        self._still: IdleTimes[Partition] = IdleTimes(timeout_s)
         self._polled_at_s = self._looked_at_s = self._answered_at_s = now_s
         self._told_silence = False
 
@@ -107,7 +107,7 @@ class ReadingWatch:
         return True
 
     def rest(self) -> None:
-        """Nothing is read on purpose."""
+        """Reading is paused on purpose."""
         self._still.forget()
 
     def observe(self, partition: Partition, position: int, end: int, now_s: float) -> str:
@@ -192,7 +192,7 @@ class ReadingGuard:
         return min(wanted, high)
 
     @property
-    def troubled(self) -> bool:
+    def has_problem(self) -> bool:
         """Whether `check` has something to raise."""
         return bool(self._troubles)
 

@@ -100,7 +100,7 @@ class PartitionReader:
         self._guard.check()
         found: list[Message] = []
         n_bytes, deadline = 0, time.monotonic() + timeout_s
-        while len(found) < max_records and n_bytes < self._limit_bytes and not self._guard.troubled:
+        while len(found) < max_records and n_bytes < self._limit_bytes and not self._guard.has_problem:
             left_s = max(0.0, deadline - time.monotonic())
             messages = self.client.consume(min(AT_ONCE, max_records - len(found)), left_s)
             taken = [message for message in messages if self._take(message)]

@@ -27,7 +27,7 @@ from tidemill.streams.assembly.group_state import (
     OpenGroup,
 )
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.machine import Emit, OneTopicMachine
+from tidemill.streams.machine import OneTopicMachine, OutputRecord
 from tidemill.streams.state import NO_IDENTIFIER, MachineState, TimedEntries
 
 REWARD_LIMIT = 1e15
@@ -86,7 +86,7 @@ class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
             if name not in group.rollout_ids:
                 group.rollout_ids.add(name)
                 self._store.save(group)
-                self._put_out(OpenGroup(group.key, self._partition, header, {name: member}), CloseReason.LATE)
+                self._emit(OpenGroup(group.key, self._partition, header, {name: member}), CloseReason.LATE)
             return ""
         if group is None:
             group = OpenGroup(rollout.group_id, self._partition, header)
@@ -109,9 +109,9 @@ class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
     def _close(self, group: OpenGroup, reason: CloseReason) -> None:
         done = DoneGroup(group.key, self._partition, self._head.clock_us, set(group.members), self._done_ttl_us)
         self._store.save(done)
-        self._put_out(group, reason)
+        self._emit(group, reason)
 
-    def _put_out(self, group: OpenGroup, reason: CloseReason) -> None:
+    def _emit(self, group: OpenGroup, reason: CloseReason) -> None:
         members = [group.members[name] for name in sorted(group.members)]
         completed = [member.reward for member in members if member.reward is not None]
         mean = math.fsum(completed) / len(completed) if len(completed) >= self._settings.min_completed else None
@@ -151,7 +151,7 @@ class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
             rewards_shuffled=self._settings.shuffle_rewards,
         )
         # A group lies in the partition with the number of its rollouts' partition.
-        self._outputs.append(Emit(Topic.GROUPS, record.group_id, record, self._partition))
+        self._outputs.append(OutputRecord(Topic.GROUPS, record.group_id, record, self._partition))
 
 
 def broken_contract(key: bytes | None, rollout: Rollout) -> str:

@@ -16,7 +16,7 @@ from tidemill.streams.state import EntryBytes, StateBytes, StateError
 
 @record(frozen=True, slots=True)
 class GroupHeader:
-    """What every rollout of a group must agree on."""
+    """The fields in which all rollouts of a group must agree."""
 
     task_id: str
     run_id: str

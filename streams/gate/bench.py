@@ -41,7 +41,7 @@ class BenchResult:
             return 1.0
         return _crossing(lambda rate: _at_most(self.successes, self.rollouts, rate) < alpha)
 
-    def surely_worse(self, other: BenchResult, margin: float, alpha: float) -> bool:
+    def is_significantly_worse(self, other: BenchResult, margin: float, alpha: float) -> bool:
         """Whether the rate is below the other's by more than `margin`, but for a chance of `alpha`."""
         return self.upper(alpha / 2) < other.lower(alpha / 2) - margin
 
@@ -98,7 +98,7 @@ class Bench:
         return [(version, self.tally(version)) for version in done]
 
     def tally(self, version: int) -> BenchResult:
-        """What is in of a version so far."""
+        """The results of a version so far."""
         return self._tallies.get(version, BenchResult(0, 0))
 
     def complete(self, version: int) -> bool:

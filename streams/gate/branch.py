@@ -26,7 +26,7 @@ from tidemill.schemas.records import (
 )
 from tidemill.streams.gate.bench import Bench
 from tidemill.streams.gate.config import GateSettings
-from tidemill.streams.gate.trial import ArmComparison, Watch
+from tidemill.streams.gate.trial import ArmComparison, PromotionWatch
 
 
 class BranchVersions(BranchDecisions):
@@ -90,7 +90,7 @@ class Branch:
         self.standing = BranchVersions()
         self.bench = Bench(gate.bench_rollouts)
         self.trial: Trial | None = None
-        self.watch: Watch | None = None
+        self.watch: PromotionWatch | None = None
         self.clock = 0
         """The newest record timestamp seen, microseconds."""
         self.settled_at = 0
@@ -152,7 +152,7 @@ class Branch:
             case GateDecision():
                 self._take_decision(record)
 
-    def _parties(self) -> Iterator[ArmComparison | Watch]:
+    def _parties(self) -> Iterator[ArmComparison | PromotionWatch]:
         if self.trial is not None and self.trial.comparison is not None:
             yield self.trial.comparison
         if self.watch is not None:
@@ -182,7 +182,7 @@ class Branch:
             self.watch = None
             means = _of_arm(decision.numbers, Arm.STABLE)
             if decision.version is not None and decision.version != before and means and self._gate.watch_seconds > 0:
-                self.watch = Watch(self._gate, decision.version, decision.at, means)
+                self.watch = PromotionWatch(self._gate, decision.version, decision.at, means)
         elif self.watch is not None and (decision.verdict in NAMES or self.watch.version in self.standing.rejected):
             self.watch = None
 

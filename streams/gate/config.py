@@ -96,10 +96,10 @@ class GateSettings(Section):
     """As `ratio_tolerance`, against what the first baseline did."""
 
     on_alert: OnAlert = OnAlert.REJECT
-    """What becomes of a candidate that differs from the baseline by more than a tolerance."""
+    """The treatment of a candidate that differs from the baseline by more than a tolerance."""
 
     on_drift: OnAlert = OnAlert.HOLD
-    """What becomes of a candidate that differs from the first baseline by more than a tolerance. A release accepts the
+    """The treatment of a candidate that differs from the first baseline by more than a tolerance. A release accepts the
     change: the next comparison's baseline is then the first one."""
 
     ignored: frozenset[str] = frozenset()

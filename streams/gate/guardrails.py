@@ -64,7 +64,7 @@ GUARDRAILS = (
     Guardrail(LATENCY_MS, (UP,), ratio=True),
     *(Guardrail(EXCLUDED + reason, (UP, DOWN), ratio=False) for reason in OutcomeExclusion),
 )
-"""What is watched beside the reward."""
+"""The measures that are watched beside the reward."""
 
 
 def measures(outcome: Outcome, low: float, high: float) -> dict[str, float]:
@@ -97,7 +97,7 @@ class Alert(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What may be, before it is an alert."""
+    """The difference that is allowed before an alert."""
 
     rate: float
     """Difference of two rates."""
@@ -109,7 +109,7 @@ class Tolerance:
     """Measures without an alert."""
 
     def guardrails(self) -> list[Guardrail]:
-        """What is watched."""
+        """The measures that are watched."""
         return [guardrail for guardrail in GUARDRAILS if guardrail.name not in self.ignored]
 
     def capitals(self, guardrail: Guardrail) -> list[Capital]:

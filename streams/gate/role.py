@@ -24,7 +24,7 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.streams.gate.config import GateSettings
-from tidemill.streams.gate.keeper import Keeper
+from tidemill.streams.gate.controller import GateController
 
 LOG = logging.getLogger(__name__)
 TOPICS = (Topic.MANIFESTS, Topic.ACKS, Topic.GROUPS, Topic.OUTCOMES, Topic.GATE)
@@ -46,7 +46,7 @@ def event_time(located: ConsumedRecord) -> int:
 
 def rebuild(
     kafka: KafkaSettings, run: RunSettings, gate: GateSettings, started_at: int
-) -> tuple[Keeper, dict[tuple[Topic, int], int]]:
+) -> tuple[GateController, dict[tuple[Topic, int], int]]:
     """Read the log to its end, the topics merged by event time, as they were when the decisions were taken.
 
     Args:
@@ -55,7 +55,7 @@ def rebuild(
     Returns the gate's keeper, and where each partition goes on. Raises LookupError when a topic does not exist,
     TimeoutError when the log does not answer.
     """
-    keeper = Keeper(run, gate, float(started_at))
+    keeper = GateController(run, gate, float(started_at))
     with ExitStack() as stack:
         readers = [stack.enter_context(LogReader(kafka, [topic], client_id=CLIENT_ID)) for topic in TOPICS]
         # Of records of one moment, those of the earlier topic come first, and of one topic the earlier.
@@ -74,7 +74,7 @@ class Gate:
         producer: writes the decisions.
     """
 
-    def __init__(self, keeper: Keeper, producer: RecordProducer) -> None:
+    def __init__(self, keeper: GateController, producer: RecordProducer) -> None:
         self._keeper, self._producer = keeper, producer
         self._awaited: Position | None = None
 

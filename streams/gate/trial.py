@@ -103,7 +103,7 @@ _NUMBER = {Arm.CANARY: CANDIDATE, Arm.STABLE: BASELINE}
 
 @dataclass(frozen=True, slots=True)
 class Conclusion:
-    """What a trial has come to."""
+    """The result of a trial."""
 
     verdict: GateVerdict
     reason: str
@@ -175,7 +175,7 @@ class ArmComparison:
         self._users.forget(user_id)
 
     def numbers(self) -> dict[str, float]:
-        """What is known now, by name: `canary/...`, `stable/...`, and the evidence."""
+        """The numbers that are known now, by name: `canary/...`, `stable/...`, and the evidence."""
         found = {
             "p_worse": self.worse.p_value,
             "p_not_worse": self.not_worse.p_value,
@@ -245,7 +245,7 @@ class ArmComparison:
 
 
 def unit_of(outcome: Outcome) -> str:
-    """Who an outcome counts for; one without a user is a user of its own."""
+    """The user that an outcome counts for; one without a user is a user of its own."""
     return outcome.user_id or outcome.interaction_id
 
 
@@ -259,7 +259,7 @@ def drift_tolerance(gate: GateSettings) -> Tolerance:
     return Tolerance(gate.drift_rate_tolerance, gate.drift_ratio_tolerance, gate.guard_alpha, gate.ignored)
 
 
-class Watch:
+class PromotionWatch:
     """A promoted version against what its predecessor did, ready to be rolled back.
 
     Args:
@@ -282,7 +282,7 @@ class Watch:
 
     @property
     def alerts(self) -> list[Alert]:
-        """What has collapsed."""
+        """The measures that have collapsed."""
         return self._guards.alerts
 
     def observe(self, outcome: Outcome, at_us: int) -> None:

@@ -16,7 +16,7 @@ HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 
 
-class Reading(StrEnum):
+class ValueReading(StrEnum):
     """How a signal's value becomes a number to be weighted."""
 
     LINEAR = "linear"
@@ -28,15 +28,15 @@ class Reading(StrEnum):
 
 
 class SignalRule(Section):
-    """What one kind of signal is worth, and until when."""
+    """The worth of one kind of signal, and its horizon."""
 
     horizon_s: float = Field(gt=0)
     """A signal counts when it was observed at most this long after the answer was served."""
 
     weight: float = Field(default=0.0, allow_inf_nan=False)
-    """What the value, as read, is multiplied by. 0: seen and recorded, but no part of the reward."""
+    """The factor for the value, as read. 0: seen and recorded, but no part of the reward."""
 
-    reading: Reading = Reading.LINEAR
+    reading: ValueReading = ValueReading.LINEAR
     """How the value is read."""
 
     threshold: float = 0.5
@@ -87,8 +87,8 @@ def default_rules() -> dict[SignalKind, SignalRule]:
     """
     return {
         SignalKind.THUMB: SignalRule(horizon_s=HOUR_S, weight=1.0),
-        SignalKind.EDIT_KEPT_SOON: SignalRule(horizon_s=HOUR_S, weight=0.25, reading=Reading.THRESHOLD),
-        SignalKind.EDIT_KEPT_LATER: SignalRule(horizon_s=DAY_S, weight=0.5, reading=Reading.THRESHOLD),
+        SignalKind.EDIT_KEPT_SOON: SignalRule(horizon_s=HOUR_S, weight=0.25, reading=ValueReading.THRESHOLD),
+        SignalKind.EDIT_KEPT_LATER: SignalRule(horizon_s=DAY_S, weight=0.5, reading=ValueReading.THRESHOLD),
         SignalKind.RETRY: SignalRule(horizon_s=HOUR_S, weight=-0.5),
         SignalKind.UNDO: SignalRule(horizon_s=HOUR_S, weight=-0.5),
         SignalKind.ABANDONMENT: SignalRule(horizon_s=HOUR_S, weight=-0.25),
@@ -161,7 +161,7 @@ class RewardMap(Section):
         return max(self.horizon_s(kind) for kind in SignalKind if self.weighs(kind))
 
     def notes(self) -> list[str]:
-        """What is allowed here and deserves a second thought."""
+        """Warnings about settings that are allowed and probably not intended."""
         if [kind for kind in SignalKind if self.weighs(kind)] == [SignalKind.THUMB]:
             return [
                 f"reward map {self.name!r}: thumbs are the only reward, and a model learns to please from them; give "

@@ -22,10 +22,17 @@ from tidemill.schemas.records import Feedback, Outcome, OutcomeExclusion, Signal
 from tidemill.streams.join import join_input
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.join_input import Item
-from tidemill.streams.join.join_state import Case, Early, Held, JoinHead, JoinStore, Wish
+from tidemill.streams.join.join_state import (
+    DatedRequest,
+    EarlyFeedback,
+    InteractionState,
+    JoinHead,
+    JoinStore,
+    PendingSignal,
+)
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
-from tidemill.streams.machine import Emit, Output, Rejected
-from tidemill.streams.merge import Merge
+from tidemill.streams.machine import Output, OutputRecord, Rejected
+from tidemill.streams.merge import TopicMerge
 from tidemill.streams.state import NEVER, Changes, MachineState
 
 INPUTS = (Topic.INTERACTIONS, Topic.FEEDBACK)
@@ -57,11 +64,11 @@ class FeedbackJoin:
         self._horizons_us = {kind: to_us(self._map.horizon_s(kind)) for kind in SignalKind}
         self._store = JoinStore(partition, state)
         head = self._store.head or JoinHead({}, {})
-        self._merge: Merge[Item] = Merge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
+        self._merge: TopicMerge[Item] = TopicMerge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
         self.counts = Counter(head.counts)
         """Records that left no outcome of their own, by why."""
         self._outputs: list[Output] = []
-        """What the record at hand decides."""
+        """The outputs that the current record decides."""
 
     def next_offset(self, topic: Topic) -> int:
         """The first offset of a topic that is not decided yet."""
@@ -90,12 +97,12 @@ class FeedbackJoin:
             at_us, _offset, item = step
             self._advance(at_us)
             match item:
-                case Case():
+                case InteractionState():
                     self._admit(item, at_us)
                 case ConsumedRecord(record=Feedback() as feedback):
-                    self._hear(item, feedback, at_us)
+                    self._on_feedback(item, feedback, at_us)
                 case ConsumedRecord(record=UserRequest() as request):
-                    self._heed(request, at_us)
+                    self._on_user_request(request, at_us)
                 case ConsumedRecord():
                     self._erase((item.key or b"").decode(), at_us)
                 case Rejected():
@@ -105,16 +112,16 @@ class FeedbackJoin:
         return self._outputs
 
     def take_changes(self) -> Changes:
-        """What changed since the last call."""
+        """The changes since the last call."""
         marks = {topic.value: mark for topic, mark in self._merge.marks.items()}
         return self._store.changes(JoinHead(marks, dict(self.counts)))
 
     def _advance(self, time_us: int) -> None:
         """Everything that falls due up to a time, in the order of time."""
         for entry in self._store.due(time_us):
-            if isinstance(entry, Case) and entry.open:
+            if isinstance(entry, InteractionState) and entry.open:
                 self._end(entry, self._exclusion(entry), entry.due_at)
-            elif isinstance(entry, Early):
+            elif isinstance(entry, EarlyFeedback):
                 overdue = [held for held in entry.held if held.arrived_at + self._early_wait_us <= entry.due_at]
                 self._keep_held(entry, [held for held in entry.held if held not in overdue])
                 for held in overdue:
@@ -122,7 +129,7 @@ class FeedbackJoin:
             else:
                 self._store.forget(entry)
 
-    def _keep_held(self, early: Early, held: list[Held]) -> None:
+    def _keep_held(self, early: EarlyFeedback, held: list[PendingSignal]) -> None:
         for user_id in {one.user_id for one in early.held} - {one.user_id for one in held}:
             self._store.release(early, user_id)
         early.held = held
@@ -134,7 +141,7 @@ class FeedbackJoin:
 
     # Records
 
-    def _admit(self, case: Case, at_us: int) -> None:
+    def _admit(self, case: InteractionState, at_us: int) -> None:
         if self._store.case(case.interaction_id) is not None:
             self.counts["duplicate_interaction"] += 1
             return
@@ -146,7 +153,7 @@ class FeedbackJoin:
         if case.sealed:
             # Remembered, so that its feedback is passed over as well, and is not one of an unknown interaction.
             self.counts["other_run"] += 1
-            self._seal(case, at_us + self._done_ttl_us)
+            self._finalise(case, at_us + self._done_ttl_us)
         else:
             self._store.save(case)
             case.bot = self._is_bot(case.user_id, at_us)
@@ -157,7 +164,7 @@ class FeedbackJoin:
         for held in early.held if early else ():
             self._add(case, held, at_us)
 
-    def _hear(self, located: ConsumedRecord, feedback: Feedback, at_us: int) -> None:
+    def _on_feedback(self, located: ConsumedRecord, feedback: Feedback, at_us: int) -> None:
         signal = Signal(
             event_id=feedback.event_id,
             kind=feedback.kind,
@@ -167,14 +174,14 @@ class FeedbackJoin:
             offset=located.offset,
         )
         key, value = located.key or b"", located.value or b""
-        held = Held(at_us, feedback.user_id, signal, key, value, located.timestamp_ms)
+        held = PendingSignal(at_us, feedback.user_id, signal, key, value, located.timestamp_ms)
         case = self._store.case(feedback.interaction_id)
         if case is not None:
             if not case.sealed and signal.event_id not in case.signals:
                 self._is_bot(feedback.user_id, at_us)
             self._add(case, held, at_us)
             return
-        early = self._store.early(feedback.interaction_id) or Early(feedback.interaction_id, NEVER)
+        early = self._store.early(feedback.interaction_id) or EarlyFeedback(feedback.interaction_id, NEVER)
         # Whether a signal is within its horizon is not known yet: only an equal one is a duplicate for sure.
         if any((h.user_id, h.value) == (held.user_id, held.value) for h in early.held):
             self.counts["duplicate_feedback"] += 1
@@ -185,7 +192,7 @@ class FeedbackJoin:
         else:
             self._keep_held(early, [*early.held, held])
 
-    def _add(self, case: Case, held: Held, at_us: int) -> None:
+    def _add(self, case: InteractionState, held: PendingSignal, at_us: int) -> None:
         signal = held.signal
         earliest = case.served_at - round(case.latency_ms * 1_000) - self._clock_skew_us
         if case.sealed:
@@ -209,9 +216,9 @@ class FeedbackJoin:
             if result.reward != case.reward and not self._exclusion(case):
                 previous, case.reward = case.reward, result.reward
                 case.revision += 1
-                self._put_out(case, result, "", previous, at_us)
+                self._emit(case, result, "", previous, at_us)
 
-    def _set_end(self, case: Case, at_us: int) -> None:
+    def _set_end(self, case: InteractionState, at_us: int) -> None:
         """When an open case ends, with the signals that it has now."""
         end_at = case.full_wait_at
         for kind, signal in standing(case.signals.values()).items():
@@ -238,12 +245,12 @@ class FeedbackJoin:
         self._store.save(activity)
         return at_us < activity.bot_until
 
-    def _heed(self, request: UserRequest, at_us: int) -> None:
+    def _on_user_request(self, request: UserRequest, at_us: int) -> None:
         user_id, wishes = request.user_id, self._store.wishes(request.user_id)
         if any(wish.request_id == request.request_id for wish in wishes.wishes):
             return
         # A demand is never for a later time than the one at which it was read.
-        wish = Wish(min(request.at, at_us), request.request_id, request.wish)
+        wish = DatedRequest(min(request.at, at_us), request.request_id, request.wish)
         settings = self._settings
         # An interaction that was served before a demand ends within this time after it.
         keep_us = to_us(settings.late_s + settings.clock_skew_s + self._map.wait_s + 2 * settings.grace_s)
@@ -287,15 +294,15 @@ class FeedbackJoin:
                 self.counts["erased_feedback"] += 1
                 self._keep_held(early, [held for held in early.held if held.signal.event_id != event_id])
 
-    def _erase_case(self, case: Case, at_us: int) -> None:
+    def _erase_case(self, case: InteractionState, at_us: int) -> None:
         if case.open:
             self._end(case, OutcomeExclusion.ERASED, at_us)
         else:
-            self._seal(case, case.due_at)
+            self._finalise(case, case.due_at)
 
     # Endings
 
-    def _exclusion(self, case: Case) -> str:
+    def _exclusion(self, case: InteractionState) -> str:
         """Why an interaction is left out for any signals; empty when it is not."""
         wishes = self._store.wishes(case.user_id)
         if wishes.erased(case.served_at):
@@ -308,30 +315,30 @@ class FeedbackJoin:
             return OutcomeExclusion.BOT
         return "" if case.sampled_tokens else OutcomeExclusion.NO_TOKENS
 
-    def _end(self, case: Case, exclusion: str, at_us: int) -> None:
+    def _end(self, case: InteractionState, exclusion: str, at_us: int) -> None:
         """Give an interaction its one ending."""
         result = reward_of(self._map, case.signals.values())
         if exclusion:
             observed = {} if exclusion == OutcomeExclusion.ERASED else result.observed
             result = RewardResult(None, (), observed)
         case.revision, case.reward = 0, result.reward
-        self._put_out(case, result, exclusion, None, at_us)
+        self._emit(case, result, exclusion, None, at_us)
         if exclusion:
-            self._seal(case, at_us + self._done_ttl_us)
+            self._finalise(case, at_us + self._done_ttl_us)
         else:
             case.due_at = at_us + self._done_ttl_us
             self._store.save(case)
 
-    def _seal(self, case: Case, due_at: int) -> None:
-        """Nothing changes this ending any more, and nothing is kept that could."""
+    def _finalise(self, case: InteractionState, due_at: int) -> None:
+        """Finalise an ended interaction: nothing can change it now, so the state keeps nothing that could."""
         case.revision, case.reward, case.sealed = max(case.revision, 0), None, True
         case.signals.clear()
         case.arrivals.clear()
         case.due_at = due_at
         self._store.save(case)
 
-    def _put_out(
-        self, case: Case, result: RewardResult, exclusion: str, previous: float | None, closed_at: int
+    def _emit(
+        self, case: InteractionState, result: RewardResult, exclusion: str, previous: float | None, closed_at: int
     ) -> None:
         signals = [
             SignalUse(
@@ -369,9 +376,9 @@ class FeedbackJoin:
             feedback_at=max((use.signal.observed_at for use in result.uses), default=None),
             closed_at=closed_at,
         )
-        self._outputs.append(Emit(Topic.OUTCOMES, case.interaction_id, outcome, OUTCOMES_PARTITION))
+        self._outputs.append(OutputRecord(Topic.OUTCOMES, case.interaction_id, outcome, OUTCOMES_PARTITION))
 
-    def _reject(self, held: Held, reason: str) -> None:
+    def _reject(self, held: PendingSignal, reason: str) -> None:
         place = Topic.FEEDBACK, self._partition, held.signal.offset
         located = ConsumedRecord(*place, held.timestamp_ms, held.key, held.value, None)
         self._outputs.append(Rejected(located, reason))

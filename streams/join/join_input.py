@@ -1,4 +1,4 @@
-"""What the feedback join makes of one record by itself: something to decide, or a reason to reject it."""
+"""The input of the feedback join: one record becomes something to decide, or a reason to reject it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import to_s
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Feedback, Interaction, Tick, UserRequest
-from tidemill.streams.join.join_state import Case
+from tidemill.streams.join.join_state import InteractionState
 from tidemill.streams.machine import Rejected
 from tidemill.streams.state import NO_IDENTIFIER
 
-Item = Case | ConsumedRecord | Rejected | None
+Item = InteractionState | ConsumedRecord | Rejected | None
 """An interaction without its tokens, which stay in the log; feedback, a user's request or a tombstone; None: only the
 clock moves."""
 
@@ -28,7 +28,7 @@ def read(located: ConsumedRecord, run_id: str, clock_skew_us: int) -> Item:
         problem = broken_interaction(located, record, clock_skew_us)
         if problem:
             return Rejected(located, problem)
-        case = Case.of(record, located.offset)
+        case = InteractionState.of(record, located.offset)
         case.sealed = record.run_id != run_id
         return case
     if isinstance(record, UserRequest) and topic is Topic.INTERACTIONS:

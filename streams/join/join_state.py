@@ -1,4 +1,4 @@
-"""What the feedback join remembers, and its bytes: interactions, early feedback, users, and how far it decided.
+"""The state of the feedback join, and its bytes: interactions, early feedback, users, and how far it decided.
 
 Each entry has a timer, `due_at`: the event time at which it is looked at again without a record.
 """
@@ -19,7 +19,7 @@ OPEN = -1
 
 
 @record(slots=True)
-class Case:
+class InteractionState:
     """One interaction: open, or ended and remembered."""
 
     interaction_id: str
@@ -43,13 +43,13 @@ class Case:
     """That outcome's reward."""
     bot: bool = False
     sealed: bool = False
-    """Nothing that comes changes its ending: it was left out for good, erased, or belongs to another run."""
+    """No later record changes its ending: it was excluded for ever, erased, or belongs to another run."""
     signals: dict[str, Signal] = field(default_factory=dict)
     arrivals: dict[str, int] = field(default_factory=dict)
     """Event time at which each signal was read, by event id."""
 
     @classmethod
-    def of(cls, interaction: Interaction, offset: int) -> Case:
+    def of(cls, interaction: Interaction, offset: int) -> InteractionState:
         """That of an interaction; how long it is waited for is set when it is admitted."""
         return cls(
             interaction_id=interaction.interaction_id,
@@ -78,7 +78,7 @@ class Case:
 
 
 @record(frozen=True, slots=True)
-class Held:
+class PendingSignal:
     """Feedback that waits for its interaction; with its bytes, since it may yet be a dead letter."""
 
     arrived_at: int
@@ -90,12 +90,12 @@ class Held:
 
 
 @record(slots=True)
-class Early:
+class EarlyFeedback:
     """The feedback of an interaction that is not known yet, in order of arrival."""
 
     interaction_id: str
     due_at: int
-    held: list[Held] = field(default_factory=list)
+    held: list[PendingSignal] = field(default_factory=list)
 
     @property
     def key(self) -> str:
@@ -103,8 +103,8 @@ class Early:
 
 
 @record(frozen=True, slots=True)
-class Wish:
-    """What a user demanded, and since when."""
+class DatedRequest:
+    """The last demand of a user, and its time."""
 
     at: int
     request_id: str
@@ -112,14 +112,14 @@ class Wish:
 
 
 @record(slots=True)
-class Wishes:
+class UserRequestState:
     """The demands of one user, as far as interactions that still come may need them."""
 
     partition: int
     user_id: str
     due_at: int
     """When they may be forgotten; never while the user has opted out."""
-    wishes: list[Wish] = field(default_factory=list)
+    wishes: list[DatedRequest] = field(default_factory=list)
 
     @property
     def key(self) -> str:
@@ -162,14 +162,16 @@ class JoinHead:
     counts: Mapping[str, int]
 
 
-Entry = Case | Early | Wishes | Activity
+Entry = InteractionState | EarlyFeedback | UserRequestState | Activity
 
 
-BYTES: EntryBytes[Entry, JoinHead] = EntryBytes({b"c": Case, b"e": Early, b"w": Wishes, b"a": Activity}, JoinHead)
+BYTES: EntryBytes[Entry, JoinHead] = EntryBytes(
+    {b"c": InteractionState, b"e": EarlyFeedback, b"w": UserRequestState, b"a": Activity}, JoinHead
+)
 
 
 class JoinStore(TimedEntries[Entry, JoinHead]):
-    """What one partition remembers of interactions, feedback and users."""
+    """The memory of one partition: interactions, feedback and users."""
 
     def __init__(self, partition: int, state: MachineState | None) -> None:
         """Raises StateError."""
@@ -177,44 +179,46 @@ class JoinStore(TimedEntries[Entry, JoinHead]):
         self._of_user: dict[str, set[str]] = defaultdict(set)
         # An outcome follows, or feedback is rejected.
         super().__init__(
-            state, BYTES, lambda entry: isinstance(entry, Early) or (isinstance(entry, Case) and entry.open)
+            state,
+            BYTES,
+            lambda entry: isinstance(entry, EarlyFeedback) or (isinstance(entry, InteractionState) and entry.open),
         )
 
-    def case(self, interaction_id: str) -> Case | None:
+    def case(self, interaction_id: str) -> InteractionState | None:
         """An interaction, open or ended."""
         entry = self._entries.get(f"case/{interaction_id}")
-        return entry if isinstance(entry, Case) else None
+        return entry if isinstance(entry, InteractionState) else None
 
-    def early(self, interaction_id: str) -> Early | None:
+    def early(self, interaction_id: str) -> EarlyFeedback | None:
         """The feedback that waits for an interaction."""
         entry = self._entries.get(f"early/{interaction_id}")
-        return entry if isinstance(entry, Early) else None
+        return entry if isinstance(entry, EarlyFeedback) else None
 
-    def wishes(self, user_id: str) -> Wishes:
-        """What a user demanded; nothing, where they are not known."""
+    def wishes(self, user_id: str) -> UserRequestState:
+        """The demands of a user; empty if they are not known."""
         entry = self._entries.get(f"wishes/{self._partition}/{user_id}")
-        return entry if isinstance(entry, Wishes) else Wishes(self._partition, user_id, NEVER)
+        return entry if isinstance(entry, UserRequestState) else UserRequestState(self._partition, user_id, NEVER)
 
     def activity(self, user_id: str, at_us: int) -> Activity:
-        """What a user did lately; a window that opens at `at_us`, where they are not known."""
+        """The recent activity of a user; a window that opens at `at_us` if they are not known."""
         entry = self._entries.get(f"activity/{self._partition}/{user_id}")
         return entry if isinstance(entry, Activity) else Activity(self._partition, user_id, NEVER, at_us)
 
-    def cases_of(self, user_id: str) -> list[Case]:
+    def cases_of(self, user_id: str) -> list[InteractionState]:
         """The interactions of a user, by id."""
-        return [entry for entry in self._of(user_id) if isinstance(entry, Case)]
+        return [entry for entry in self._of(user_id) if isinstance(entry, InteractionState)]
 
-    def early_of(self, user_id: str) -> list[Early]:
+    def early_of(self, user_id: str) -> list[EarlyFeedback]:
         """Where feedback of a user waits, by interaction."""
-        return [entry for entry in self._of(user_id) if isinstance(entry, Early)]
+        return [entry for entry in self._of(user_id) if isinstance(entry, EarlyFeedback)]
 
     def save(self, entry: Entry) -> None:
         """An entry is new or has changed."""
-        if isinstance(entry, Case):
+        if isinstance(entry, InteractionState):
             # It stays its user's.
             if entry.key not in self._entries:
                 self._of_user[entry.user_id].add(entry.key)
-        elif isinstance(entry, Early):
+        elif isinstance(entry, EarlyFeedback):
             for held in entry.held:
                 self._of_user[held.user_id].add(entry.key)
         super().save(entry)
@@ -222,9 +226,9 @@ class JoinStore(TimedEntries[Entry, JoinHead]):
     def forget(self, entry: Entry) -> None:
         """An entry is over."""
         super().forget(entry)
-        if isinstance(entry, Case):
+        if isinstance(entry, InteractionState):
             self.release(entry, entry.user_id)
-        elif isinstance(entry, Early):
+        elif isinstance(entry, EarlyFeedback):
             for held in entry.held:
                 self.release(entry, held.user_id)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import SignalKind
 from tidemill.schemas.signals import LEGAL, YES_OR_NO
-from tidemill.streams.join.config import Reading, RewardMap, SignalRule, TargetRate
+from tidemill.streams.join.config import RewardMap, SignalRule, TargetRate, ValueReading
 
 HASH_DIGITS = 12
 _NAMES = {kind: kind.value for kind in SignalKind}
@@ -39,7 +39,7 @@ class Signal:
 
 
 @record(frozen=True, slots=True)
-class Use:
+class CountedSignal:
     """A signal that the reward was made of, and what it added."""
 
     signal: Signal
@@ -48,11 +48,11 @@ class Use:
 
 @record(frozen=True, slots=True)
 class RewardResult:
-    """What the signals of an interaction amount to."""
+    """The reward that the signals of an interaction give."""
 
     reward: float | None
     """None: no signal tells anything, and the map excludes that."""
-    uses: tuple[Use, ...]
+    uses: tuple[CountedSignal, ...]
     """Sorted by event id."""
     observed: Mapping[str, float]
     """The value of each kind that was seen, with weight or without."""
@@ -68,12 +68,12 @@ def reward_of(reward_map: RewardMap, signals: Iterable[Signal]) -> RewardResult:
     """The reward of an interaction with these signals; each is within its kind's horizon."""
     latest = standing(signals)
     rules, targeted = reward_map.rules, reward_map.target_kinds
-    uses: list[Use] = []
+    uses: list[CountedSignal] = []
     tells = False
     for kind, signal in latest.items():
         rule = rules.get(kind)
         if rule is not None and rule.weight and kind not in targeted:
-            uses.append(Use(signal, rule.weight * _read(rule, signal)))
+            uses.append(CountedSignal(signal, rule.weight * _read(rule, signal)))
             # "It did not ask" and "it did nothing" are reports of every answer, and no opinion of anybody's.
             silent = not signal.value and LEGAL[kind] is YES_OR_NO
             tells = tells or (rule.alone and not silent)
@@ -106,18 +106,18 @@ def _value(signal: Signal) -> float:
 def _read(rule: SignalRule, signal: Signal) -> float:
     value = _value(signal)
     match rule.reading:
-        case Reading.LINEAR:
+        case ValueReading.LINEAR:
             return value
-        case Reading.CLIPPED:
+        case ValueReading.CLIPPED:
             return min(max(value, rule.low), rule.high)
-        case Reading.THRESHOLD:
+        case ValueReading.THRESHOLD:
             return rule.high if value >= rule.threshold else rule.low
 
 
-def _at_target_rate(target: TargetRate, latest: Mapping[SignalKind, Signal]) -> list[Use]:
+def _at_target_rate(target: TargetRate, latest: Mapping[SignalKind, Signal]) -> list[CountedSignal]:
     accepted, shown = latest.get(target.accepted_by), latest.get(target.shown_by)
     if accepted is not None:
-        return [Use(accepted, 1 - target.rate if _value(accepted) >= target.accepted_from else -target.rate)]
+        return [CountedSignal(accepted, 1 - target.rate if _value(accepted) >= target.accepted_from else -target.rate)]
     if shown is not None:
-        return [Use(shown, -target.rate if shown.value else 0.0)]
+        return [CountedSignal(shown, -target.rate if shown.value else 0.0)]
     return []

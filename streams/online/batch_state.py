@@ -1,4 +1,4 @@
-"""What the online batcher remembers, and its bytes: outcomes, those that wait, open batches, and how far it decided.
+"""The state of the online batcher, and its bytes: outcomes, pending ones, open batches, and how far it decided.
 
 A batch is a selection: short answers and angry users come back first, and some users consent more than others. A tally
 sums those that were served, or those that are trained; its figures are means and shares, so that both can be put beside
@@ -19,8 +19,8 @@ from tidemill.streams.state import NEVER, EntryBytes
 
 
 @record(frozen=True, slots=True)
-class Figures:
-    """What is compared of one interaction."""
+class SelectionFeatures:
+    """The numbers of one interaction that are compared."""
 
     tokens: int
     latency_ms: float
@@ -30,14 +30,14 @@ class Figures:
     """The kinds of signals that were seen."""
 
     @classmethod
-    def of(cls, outcome: Outcome) -> Figures:
+    def of(cls, outcome: Outcome) -> SelectionFeatures:
         """Those of an outcome."""
         kinds = tuple(sorted(outcome.observed))
         return cls(outcome.sampled_tokens, outcome.latency_ms, outcome.reward, outcome.arm, kinds)
 
 
 @record(slots=True)
-class Tally:
+class FeatureSums:
     """Sums over interactions."""
 
     interactions: int = 0
@@ -48,7 +48,7 @@ class Tally:
     kinds: dict[str, int] = field(default_factory=dict)
     arms: dict[str, int] = field(default_factory=dict)
 
-    def add(self, figures: Figures) -> None:
+    def add(self, figures: SelectionFeatures) -> None:
         """Count one interaction."""
         self.interactions += 1
         self.tokens += figures.tokens
@@ -74,8 +74,8 @@ class Tally:
         return found
 
 
-class Fate(StrEnum):
-    """What became of an interaction so far."""
+class InteractionStatus(StrEnum):
+    """The state of an interaction so far."""
 
     WAITING = "waiting"
     BATCHED = "batched"
@@ -84,12 +84,12 @@ class Fate(StrEnum):
 
 
 @record(slots=True)
-class Judged:
+class OutcomeState:
     """An outcome that was read."""
 
     interaction_id: str
     revision: int
-    fate: Fate
+    fate: InteractionStatus
     due_at: int
     """When it is forgotten."""
 
@@ -99,7 +99,7 @@ class Judged:
 
 
 @record(frozen=True, slots=True)
-class Waiting:
+class PendingMember:
     """A rewarded interaction, or a correction, that waits for its batch to close."""
 
     interaction_id: str
@@ -115,7 +115,7 @@ class Waiting:
     version_max: int
     feedback_at: int | None
     served_at: int
-    figures: Figures
+    figures: SelectionFeatures
     due_at: ClassVar[int] = NEVER
     """Its batch decides."""
 
@@ -124,7 +124,7 @@ class Waiting:
         return f"wait/{self.interaction_id}"
 
     @classmethod
-    def of(cls, outcome: Outcome, order: int, reward: float, *, correction: bool) -> Waiting:
+    def of(cls, outcome: Outcome, order: int, reward: float, *, correction: bool) -> PendingMember:
         """That of an outcome, with the reward that its batch is to have."""
         return cls(
             interaction_id=outcome.interaction_id,
@@ -139,7 +139,7 @@ class Waiting:
             version_max=outcome.version_max,
             feedback_at=outcome.feedback_at,
             served_at=outcome.served_at,
-            figures=Figures.of(outcome),
+            figures=SelectionFeatures.of(outcome),
         )
 
     def member(self) -> OnlineMember:
@@ -202,7 +202,7 @@ class ServedUser:
         return f"served/{self.user_id}"
 
 
-Entry = Judged | Waiting | OpenBatch | ErasedUser | ServedUser
+Entry = OutcomeState | PendingMember | OpenBatch | ErasedUser | ServedUser
 
 
 @record(slots=True)
@@ -223,33 +223,33 @@ class BatchHead:
     """Dropped since the batch before, by reason."""
     last_served: dict[str, int] = field(default_factory=dict)
     """When each version that may be served now was seen last, by version."""
-    served: Tally = field(default_factory=Tally)
-    """What was served since the batch before."""
+    served: FeatureSums = field(default_factory=FeatureSums)
+    """The interactions that were served since the batch before."""
 
 
 BYTES: EntryBytes[Entry, BatchHead] = EntryBytes(
-    {b"m": Judged, b"w": Waiting, b"o": OpenBatch, b"e": ErasedUser, b"u": ServedUser}, BatchHead
+    {b"m": OutcomeState, b"w": PendingMember, b"o": OpenBatch, b"e": ErasedUser, b"u": ServedUser}, BatchHead
 )
 
 
-class WaitingRoom:
+class PendingMembers:
     """Rewarded interactions by version, in the order of their outcomes; corrections apart, since any batch has them."""
 
-    def __init__(self, waiting: Iterable[Waiting] = ()) -> None:
-        self._of_version: dict[int, dict[str, Waiting]] = defaultdict(dict)
-        self._corrections: dict[str, Waiting] = {}
+    def __init__(self, waiting: Iterable[PendingMember] = ()) -> None:
+        self._of_version: dict[int, dict[str, PendingMember]] = defaultdict(dict)
+        self._corrections: dict[str, PendingMember] = {}
         for one in sorted(waiting, key=lambda w: w.order):
             self.add(one)
 
     def __len__(self) -> int:
         return len(self._corrections) + sum(map(len, self._of_version.values()))
 
-    def add(self, one: Waiting) -> None:
+    def add(self, one: PendingMember) -> None:
         """One more, after all that came before."""
         queue = self._corrections if one.correction else self._of_version[one.version_max]
         queue[one.interaction_id] = one
 
-    def remove(self, one: Waiting) -> None:
+    def remove(self, one: PendingMember) -> None:
         """It waits no longer."""
         if one.correction:
             del self._corrections[one.interaction_id]
@@ -259,21 +259,21 @@ class WaitingRoom:
         if not queue:
             del self._of_version[one.version_max]
 
-    def of_version(self, version: int) -> list[Waiting]:
-        """Who waits for the batch of a version."""
+    def of_version(self, version: int) -> list[PendingMember]:
+        """The members that wait for the batch of a version."""
         return list(self._of_version.get(version, {}).values())
 
-    def corrections(self, most: int) -> list[Waiting]:
+    def corrections(self, most: int) -> list[PendingMember]:
         """The first corrections."""
         return list(self._corrections.values())[:most]
 
-    def of_user(self, user_id: str) -> list[Waiting]:
+    def of_user(self, user_id: str) -> list[PendingMember]:
         """All that a user is behind."""
         everyone = [*self._corrections.values(), *(one for q in self._of_version.values() for one in q.values())]
         return [one for one in everyone if one.user_id == user_id]
 
 
-def within_share(waiting: Sequence[Waiting], share: float) -> list[Waiting]:
+def within_share(waiting: Sequence[PendingMember], share: float) -> list[PendingMember]:
     """The first of each user, as many as keep them at `share` of the result; one of each at the least."""
     members = Counter(one.user_id for one in waiting)
     most = max(members.values(), default=0)

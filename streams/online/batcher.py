@@ -19,20 +19,20 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import BatchClose, OnlineBatch, Outcome, Tick, UserRequest, UserWish
-from tidemill.streams.machine import Emit, OneTopicMachine
+from tidemill.streams.machine import OneTopicMachine, OutputRecord
 from tidemill.streams.online.batch_state import (
     BYTES,
     BatchHead,
     Entry,
     ErasedUser,
-    Fate,
-    Figures,
-    Judged,
+    FeatureSums,
+    InteractionStatus,
     OpenBatch,
+    OutcomeState,
+    PendingMember,
+    PendingMembers,
+    SelectionFeatures,
     ServedUser,
-    Tally,
-    Waiting,
-    WaitingRoom,
     within_share,
 )
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
@@ -63,7 +63,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
         # An open batch may close when it falls due.
         super().__init__(TimedEntries(state, BYTES, lambda entry: isinstance(entry, OpenBatch)), BatchHead())
         found = list(self._store.entries())
-        self._room = WaitingRoom(entry for entry in found if isinstance(entry, Waiting))
+        self._room = PendingMembers(entry for entry in found if isinstance(entry, PendingMember))
         self._open = {entry.version: entry for entry in found if isinstance(entry, OpenBatch)}
         self._served_users = {entry.user_id: entry for entry in found if isinstance(entry, ServedUser)}
 
@@ -80,7 +80,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
                     self._store.save(entry)
                     self._close_if_ready(entry)
                     self._end_leftovers()
-                case Judged() if self._waiting(entry.interaction_id) is not None:
+                case OutcomeState() if self._waiting(entry.interaction_id) is not None:
                     # Who waits must not come in a second time.
                     self._mark(entry.interaction_id, entry.revision, entry.fate)
                 case _:
@@ -130,11 +130,11 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
 
     def _take(self, outcome: Outcome, order: int) -> None:
         mark = self._store.get(f"mark/{outcome.interaction_id}")
-        known = mark if isinstance(mark, Judged) else None
+        known = mark if isinstance(mark, OutcomeState) else None
         if known is not None and outcome.revision <= known.revision:
             return
         if known is None:
-            self._head.served.add(Figures.of(outcome))
+            self._head.served.add(SelectionFeatures.of(outcome))
             if outcome.user_id not in self._served_users:
                 self._served_users[outcome.user_id] = ServedUser(outcome.user_id)
                 self._store.save(self._served_users[outcome.user_id])
@@ -147,18 +147,18 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
             self._head.last_served = {str(v): at for v, at in sorted(seen.items()) if at >= oldest}
             self._end_leftovers()
         if outcome.reward is None and outcome.previous_reward is None:
-            self._mark(outcome.interaction_id, outcome.revision, Fate.EXCLUDED)
+            self._mark(outcome.interaction_id, outcome.revision, InteractionStatus.EXCLUDED)
             return
         self._head.read += 1
         erased = self._store.get(f"erased/{outcome.user_id}")
         if isinstance(erased, ErasedUser) and outcome.served_at <= erased.until:
             self._lose(outcome, ERASED)
-        elif outcome.previous_reward is not None or (known is not None and known.fate is Fate.BATCHED):
-            self._correct(outcome, known.fate if known is not None else Fate.DROPPED, order)
+        elif outcome.previous_reward is not None or (known is not None and known.fate is InteractionStatus.BATCHED):
+            self._correct(outcome, known.fate if known is not None else InteractionStatus.DROPPED, order)
         else:
             self._admit(outcome, order)
 
-    def _correct(self, outcome: Outcome, fate: Fate, order: int) -> None:
+    def _correct(self, outcome: Outcome, fate: InteractionStatus, order: int) -> None:
         waiting = self._waiting(outcome.interaction_id)
         if waiting is not None and not waiting.correction:
             self._drop(waiting, REPLACED)
@@ -166,7 +166,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
                 self._lose(outcome, CORRECTION)
             else:
                 self._admit(outcome, order)
-        elif fate is Fate.DROPPED or self._settings.corrections is Corrections.COUNT:
+        elif fate is InteractionStatus.DROPPED or self._settings.corrections is Corrections.COUNT:
             self._lose(outcome, CORRECTION, fate)
         else:
             change = (outcome.reward or 0.0) - (outcome.previous_reward or 0.0)
@@ -174,7 +174,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
                 change += waiting.reward
                 self._drop(waiting, REPLACED)
             self._wait(outcome, order, change, correction=True)
-            self._mark(outcome.interaction_id, outcome.revision, Fate.BATCHED)
+            self._mark(outcome.interaction_id, outcome.revision, InteractionStatus.BATCHED)
 
     def _admit(self, outcome: Outcome, order: int) -> None:
         reason = self._obstacle(outcome)
@@ -195,7 +195,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
             self._store.save(batch)
             self._open[batch.version] = batch
         self._wait(outcome, order, outcome.reward or 0.0, correction=False)
-        self._mark(outcome.interaction_id, outcome.revision, Fate.WAITING)
+        self._mark(outcome.interaction_id, outcome.revision, InteractionStatus.WAITING)
         self._close_if_ready(batch)
 
     def _obstacle(self, outcome: Outcome) -> str:
@@ -227,12 +227,12 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
         for waiting in self._room.of_version(version):
             self._drop(waiting, reason)
 
-    def _kept(self, batch: OpenBatch) -> list[Waiting]:
+    def _kept(self, batch: OpenBatch) -> list[PendingMember]:
         waiting = self._room.of_version(batch.version)
         return within_share(waiting, self._settings.max_share_per_user)[: self._settings.max_members]
 
     def _close_if_ready(self, batch: OpenBatch) -> None:
-        def full(waiting: Sequence[Waiting]) -> bool:
+        def full(waiting: Sequence[PendingMember]) -> bool:
             tokens = sum(w.figures.tokens for w in waiting)
             return tokens >= self._settings.max_tokens or len(waiting) >= self._settings.max_members
 
@@ -250,7 +250,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
                 self._drop(waiting, USER_CAP)
         members = kept + self._room.corrections(self._settings.max_members - len(kept))
         named = sorted(members, key=lambda w: w.interaction_id)
-        trained = Tally()
+        trained = FeatureSums()
         for waiting in kept:
             trained.add(waiting.figures)
         sides = {
@@ -274,32 +274,32 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
             closed_at=head.clock_us,
         )
         for waiting in members:
-            self._end_wait(waiting, Fate.BATCHED)
+            self._end_wait(waiting, InteractionStatus.BATCHED)
         head.batched += len(members)
         head.sequence += 1
-        head.dropped, head.served = {}, Tally()
+        head.dropped, head.served = {}, FeatureSums()
         for user in self._served_users.values():
             self._store.forget(user)
         self._served_users.clear()
-        self._outputs.append(Emit(Topic.ONLINE_BATCHES, made.batch_id, made, BATCHES_PARTITION))
+        self._outputs.append(OutputRecord(Topic.ONLINE_BATCHES, made.batch_id, made, BATCHES_PARTITION))
 
     # Entries
 
-    def _waiting(self, interaction_id: str) -> Waiting | None:
+    def _waiting(self, interaction_id: str) -> PendingMember | None:
         entry = self._store.get(f"wait/{interaction_id}")
-        return entry if isinstance(entry, Waiting) else None
+        return entry if isinstance(entry, PendingMember) else None
 
     def _wait(self, outcome: Outcome, order: int, reward: float, *, correction: bool) -> None:
-        waiting = Waiting.of(outcome, order, reward, correction=correction)
+        waiting = PendingMember.of(outcome, order, reward, correction=correction)
         self._store.save(waiting)
         self._room.add(waiting)
 
-    def _drop(self, waiting: Waiting, reason: str) -> None:
+    def _drop(self, waiting: PendingMember, reason: str) -> None:
         # What a dropped correction would have corrected was trained all the same.
-        self._end_wait(waiting, Fate.BATCHED if waiting.correction else Fate.DROPPED)
+        self._end_wait(waiting, InteractionStatus.BATCHED if waiting.correction else InteractionStatus.DROPPED)
         self._count(reason)
 
-    def _lose(self, outcome: Outcome, reason: str, fate: Fate = Fate.DROPPED) -> None:
+    def _lose(self, outcome: Outcome, reason: str, fate: InteractionStatus = InteractionStatus.DROPPED) -> None:
         """An outcome that does not even wait."""
         self._mark(outcome.interaction_id, outcome.revision, fate)
         self._count(reason)
@@ -308,18 +308,18 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
         self._head.lost += 1
         self._head.dropped[reason] = self._head.dropped.get(reason, 0) + 1
 
-    def _end_wait(self, waiting: Waiting, fate: Fate) -> None:
+    def _end_wait(self, waiting: PendingMember, fate: InteractionStatus) -> None:
         self._store.forget(waiting)
         self._room.remove(waiting)
         if not waiting.correction and not self._room.of_version(waiting.version_max):
             self._store.forget(self._open.pop(waiting.version_max))
         mark = self._store.get(f"mark/{waiting.interaction_id}")
-        if isinstance(mark, Judged):
+        if isinstance(mark, OutcomeState):
             self._store.save(replace(mark, fate=fate))
 
-    def _mark(self, interaction_id: str, revision: int, fate: Fate) -> None:
+    def _mark(self, interaction_id: str, revision: int, fate: InteractionStatus) -> None:
         due_at = self._head.clock_us + to_us(self._settings.done_ttl_s)
-        self._store.save(Judged(interaction_id, revision, fate, due_at))
+        self._store.save(OutcomeState(interaction_id, revision, fate, due_at))
 
 
 def broken_outcome(key: bytes | None, outcome: Outcome) -> str:

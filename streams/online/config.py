@@ -15,7 +15,7 @@ MOST_MEMBERS = 4_096
 
 
 class Leftovers(StrEnum):
-    """What becomes of rewarded interactions of another version than the one served now."""
+    """The treatment of rewarded interactions of another version than the one served now."""
 
     DROP = "drop"
     """They are in no batch, and counted as `old_version`: the trainer learns from the version served now alone."""
@@ -24,7 +24,7 @@ class Leftovers(StrEnum):
 
 
 class Corrections(StrEnum):
-    """What becomes of a reward that changed after its interaction was in a batch."""
+    """The treatment of a reward that changed after its interaction was in a batch."""
 
     COUNT = "count"
     """It is in no batch, and counted as `correction`."""
@@ -55,8 +55,9 @@ class BatchSettings(Section):
     """Arms that are learned from; outcomes of others are counted as `other_arm`. Empty: all."""
 
     leftovers: Leftovers = Leftovers.DROP
-    """What becomes of interactions of another version than the one served now, which is the newest of the arms that are
-    learned from. While a canary is tried in one of them, "drop" learns from the canary's share of the traffic alone."""
+    """The treatment of interactions of another version than the one served now, which is the newest of the arms that
+    are learned from. While a canary is tried in one of them, "drop" learns from the canary's share of the traffic
+    alone."""
 
     version_idle_s: float = Field(default=60.0, gt=0)
     """A version is no longer served when others were, and it was not, for this long: after a roll-back the version
@@ -67,7 +68,7 @@ class BatchSettings(Section):
     Interactions above it are counted as `user_cap`."""
 
     corrections: Corrections = Corrections.COUNT
-    """What becomes of a reward that changed after its interaction was in a batch."""
+    """The treatment of a reward that changed after its interaction was in a batch."""
 
     done_ttl_s: float = Field(default=3 * DAY_S, gt=0)
     """How long an outcome is remembered, so that the same record again is silent, and a correction finds what it

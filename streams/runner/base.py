@@ -17,7 +17,7 @@ from tidemill.schemas.log.producer import dead_letter_headers
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Tick
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.machine import Emit, Machine, Output, Processor, Rejected
+from tidemill.streams.machine import Machine, Output, OutputRecord, Processor, Rejected
 from tidemill.streams.runner.journal import Journal
 
 STATE_TOPIC_CONFIG = {"segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"}
@@ -94,7 +94,7 @@ class Runner:
     def write_of(self, output: Output) -> Write:
         """A record that a machine emits, or a dead letter."""
         match output:
-            case Emit(topic, key, record, partition):
+            case OutputRecord(topic, key, record, partition):
                 return Write(self._names.of(topic), key.encode(), self._codec.encode(record), partition)
             case Rejected(located, reason):
                 headers = dead_letter_headers(self._names, located, reason, self._application)

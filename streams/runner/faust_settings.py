@@ -49,7 +49,7 @@ ONLY = MappingProxyType(
 
 
 def broker_credentials(kafka: KafkaSettings) -> Credentials | None:
-    """What Faust shows to the brokers, and what it wants to see of them; None for plain connections.
+    """Faust's credentials for the brokers, and its demands on theirs; None for plain connections.
 
     Raises SecurityError, also for an option that Faust would go without.
     """
@@ -101,7 +101,7 @@ def _tls(security: Security) -> ssl.SSLContext:
 
 
 def checked_credentials(kafka: KafkaSettings) -> Credentials | None:
-    """What Faust shows to the brokers, which let this worker in; None for plain connections. Raises StreamFailure."""
+    """Faust's credentials, checked with the brokers; None for plain connections. Raises StreamFailure."""
     try:
         credentials = broker_credentials(kafka)
         check_access(kafka)

@@ -25,7 +25,7 @@ from tidemill.streams.runner.base import check_position
 LOG = logging.getLogger("tidemill.streams")
 
 
-class Holes:
+class OffsetGaps:
     """Which offsets follow each other in the log although they are not neighbours, by partition.
 
     Noted in the consumer's thread and asked in the worker's; each hole is asked for once.
@@ -152,4 +152,4 @@ class PositionedTransport(driver.Transport):  # type: ignore[misc]  # faust is u
         self.positions = positions
         self.fetch_wait_ms = fetch_wait_ms
         self.accept_gaps = accept_gaps
-        self.holes = Holes(may_have_holes)
+        self.holes = OffsetGaps(may_have_holes)

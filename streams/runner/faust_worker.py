@@ -136,13 +136,15 @@ class FaustRunner(Runner):
         return bool(self._ready and generation == self.app.consumer_generation_id)
 
     def _observe(self, message: Any) -> list[Output]:  # noqa: ANN401 - a faust message
-        """What a record decides; nothing where the machine has had it. Raises StreamFailure where some are missing."""
+        """The outputs that a record decides; none if the machine has seen it. Raises StreamFailure if records before it
+        are missing.
+        """
         tp, offset = TP(message.topic, message.partition), message.offset
         expected = self._next[tp]
         if offset < expected:
             return []
         if offset > expected:
-            self._step_over(tp, expected, offset)
+            self._skip_to(tp, expected, offset)
         self._reading.add(tp)
         self._next[tp] = offset + 1
         record, error = decoded(self._codec, message.value)
@@ -158,7 +160,7 @@ class FaustRunner(Runner):
         )
         return self._machines[message.partition].observe(located)
 
-    def _step_over(self, tp: TP, expected: int, offset: int) -> None:
+    def _skip_to(self, tp: TP, expected: int, offset: int) -> None:
         first = self._transport.holes.first_kept(tp, expected)
         if first is not None:
             self.pass_over(RetentionGap(tp.topic, tp.partition, expected, first))

@@ -156,7 +156,7 @@ class TransactionalRunner(Runner):
                 try:
                     self._turn()
                 except KafkaException as error:
-                    self._begin_again(error)
+                    self._restart_transaction(error)
             try:
                 self._commit()
             except KafkaException as error:
@@ -270,7 +270,7 @@ class TransactionalRunner(Runner):
         resumed(self._producer.commit_transaction)
         self._touched.clear()
 
-    def _begin_again(self, error: KafkaException) -> None:
+    def _restart_transaction(self, error: KafkaException) -> None:
         """Abort, and decide the records of the transaction again. Raises StreamFailure where that cannot be."""
         cause: KafkaError = error.args[0]
         over = cause.fatal() or cause.code() in (*FENCED, KafkaError._FATAL)

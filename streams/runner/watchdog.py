@@ -17,7 +17,7 @@ from confluent_kafka import KafkaException
 
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import Partition
-from tidemill.schemas.log.guard import Stillness
+from tidemill.schemas.log.guard import IdleTimes
 from tidemill.schemas.log.liveness import EXIT_HUNG
 from tidemill.schemas.log.watermarks import EndsClient
 
@@ -49,7 +49,7 @@ class Watchdog:
         on_stall: Callable[[str], None],
     ) -> None:
         self._timeout_s = timeout_s
-        self._still: Stillness[None] = Stillness(timeout_s)
+        self._still: IdleTimes[None] = IdleTimes(timeout_s)
         self._progress = progress
         self._on_stall = on_stall
         self._stopped = threading.Event()

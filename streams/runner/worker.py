@@ -29,7 +29,7 @@ LOG = logging.getLogger("tidemill.streams")
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class ProcessorSettings:
     """The sections of the configuration that decide what processors put out."""
 
     run: RunSettings = field(default_factory=RunSettings)
@@ -68,7 +68,7 @@ def online_batches(run: RunSettings, settings: BatchSettings) -> Processor:
     return Processor(name, "batches", (Topic.OUTCOMES,), (Topic.ONLINE_BATCHES,), machine)
 
 
-def processor_of(name: ProcessorName, rules: Rules) -> Processor:
+def processor_of(name: ProcessorName, rules: ProcessorSettings) -> Processor:
     """The processor of a name: an application of its own, with its own consumer group and state."""
     match name:
         case ProcessorName.ASSEMBLY:
@@ -99,7 +99,7 @@ def main() -> int:
     options = parser.parse_args()
     sections = json.loads(options.settings.read_text("utf-8"))
     kafka = KafkaSettings(**sections.get("kafka", {}))
-    rules = Rules(
+    rules = ProcessorSettings(
         run=RunSettings(**sections.get("run", {})),
         stream=StreamSettings(**sections.get("stream", {})),
         join=JoinSettings(**sections.get("join", {})),

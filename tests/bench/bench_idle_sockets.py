@@ -34,7 +34,7 @@ from tidemill.producers.edge.gateway import application
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.config import HttpSettings, KafkaSettings
-from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.log.admin import create_topics
 

@@ -43,7 +43,7 @@ from weight_log import WeightLog  # noqa: E402
 from tidemill.compose.stack.config import StackSettings  # noqa: E402
 from tidemill.compose.stack.kafka import LocalStack  # noqa: E402
 from tidemill.consumers.replica.config import ReplicaSettings  # noqa: E402
-from tidemill.consumers.replica.staging import FOLLOWED, Staging  # noqa: E402
+from tidemill.consumers.replica.staging import FOLLOWED, UpdateStaging  # noqa: E402
 from tidemill.consumers.replica.state import ReplicaState  # noqa: E402
 from tidemill.kernels.weights.config import PublishSettings  # noqa: E402
 from tidemill.kernels.weights.delta_fetch import open_fetcher  # noqa: E402
@@ -147,11 +147,11 @@ def read(config: dict[str, Any]) -> None:
 
 
 @contextmanager
-def staging(kafka: KafkaSettings, config: dict[str, Any]) -> Iterator[Staging]:
+def staging(kafka: KafkaSettings, config: dict[str, Any]) -> Iterator[UpdateStaging]:
     """Where deltas are fetched and decoded; what was published before is read only where it is asked for."""
     with (
         open_fetcher(kafka, TIMEOUT_S, config["connections"], "bench-link", DEFAULTS.fetch_bytes) as fetcher,
-        closing(Staging(fetcher, Path(config["directory"]))) as made,
+        closing(UpdateStaging(fetcher, Path(config["directory"]))) as made,
     ):
         yield made
 

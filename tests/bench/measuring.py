@@ -20,7 +20,7 @@ import aiohttp
 
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
-from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_connections import bind
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

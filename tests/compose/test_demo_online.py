@@ -19,7 +19,7 @@ from tidemill.compose.demo.acts import newest_report, rate_of
 from tidemill.compose.demo.command import RECIPES
 from tidemill.compose.demo.plan import CONFIG_NAME, ONLINE_CONFIG_NAME, DemoPlan
 from tidemill.compose.demo.simulated_users.people import Satisfaction
-from tidemill.compose.demo.simulated_users.role import Seen
+from tidemill.compose.demo.simulated_users.role import UserActivity
 from tidemill.compose.demo.state import REWARDED, HeldOut, LoopState, OnlineState
 from tidemill.compose.demo.summary import summarise_online
 from tidemill.compose.demo.view import online_screen
@@ -122,7 +122,7 @@ def test_the_numbers():
     assert state.verdicts() == {"canary": 2, "promote": 2}
     assert state.endings["i0"] == REWARDED
     assert state.fingerprints_equal()
-    seen = Seen(1, 4, 0, {}, [Satisfaction(1, 3, 4, 4)])
+    seen = UserActivity(1, 4, 0, {}, [Satisfaction(1, 3, 4, 4)])
     assert online_screen(state, seen, 6, 1.0) and online_screen(folded([]), None, 6, 1.0)
 
 
@@ -259,7 +259,7 @@ def test_the_recipes_gate_decides_on_the_evidence_of_its_users(candidate: float,
 def test_the_newest_whole_report_of_the_users_is_read(tmp_path: Path):
     log = tmp_path / "users.log"
     assert newest_report(log) is None
-    first, second = (Seen(n, n, 0, {"thumb": n}, [Satisfaction(0, n, n, n)]) for n in (1, 2))
+    first, second = (UserActivity(n, n, 0, {"thumb": n}, [Satisfaction(0, n, n, n)]) for n in (1, 2))
     lines = ["2026 INFO starting", json.dumps(asdict(first)), json.dumps(asdict(second)), "2026 INFO bye", '{"conv']
     log.write_text("\n".join(lines), "utf-8")
     assert newest_report(log) == second

@@ -12,7 +12,7 @@ from tidemill.compose.config import TidemillSettings
 from tidemill.compose.stack.config import StackSettings
 from tidemill.consumers.replica.config import refusal
 from tidemill.consumers.sink import http_api as sink_server
-from tidemill.producers.edge.ask import Refusal, RequestKind, parse
+from tidemill.producers.edge.completion_request import Refusal, RequestKind, parse
 from tidemill.schemas.chat.messages import BadMessage, checked_messages
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -133,5 +133,5 @@ def test_those_that_listen_are_those_that_are_named():
         if names & {"bind", "create_server", "start_server", "start_http_server", "TCPSite", "start_unix_server"}:
             found.add(str(path.relative_to(ROOT)))
     # The one that binds for all of them, and the one that looks for free ports.
-    assert found - {"schemas/http_room.py", "compose/stack/process.py"} == set(LISTENERS)
+    assert found - {"schemas/http_connections.py", "compose/stack/process.py"} == set(LISTENERS)
     assert all(name in claim for name in LISTENERS.values())

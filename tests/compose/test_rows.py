@@ -31,7 +31,7 @@ from tidemill.compose.cli import app
 from tidemill.compose.cli.gate_command import print_decisions, print_status
 from tidemill.compose.cli.replay_copy import carry_out
 from tidemill.compose.cli.weights_command import print_chain
-from tidemill.compose.output import print_rows, print_told
+from tidemill.compose.output import print_document, print_rows
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
 from tidemill.consumers.operate.audit.audit import AuditReport
 from tidemill.consumers.operate.audit.endings import CheckResult, Finding
@@ -43,7 +43,7 @@ from tidemill.consumers.weights.chain import VersionRow
 from tidemill.producers.environments.check import ScriptedPolicy
 from tidemill.schemas.log.admin import TopicState
 from tidemill.schemas.records import GateDecision, GateVerdict, Task
-from tidemill.streams.gate.keeper import Snapshot
+from tidemill.streams.gate.controller import Snapshot
 
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 NASTY = 'a tab\there,\na line, a \\ and a "quote"'
@@ -182,7 +182,7 @@ def test_a_long_value_is_whole_and_its_lines_stand_below_each_other(terminal):
 def test_what_others_wrote_does_not_steer_the_terminal(terminal, capsys):
     lines = terminal(80, ("text", "more"), [("[red]\x1b[2J\x07\r", "\ta")])
     assert lines[1].split() == [r"[red]\x1b[2J\x07\x0d", "a"]
-    print_told({}, ["[red]\x1b[2J", "two"], as_json=False)
+    print_document({}, ["[red]\x1b[2J", "two"], as_json=False)
     assert capsys.readouterr().out == "[red]\\x1b[2J\ntwo\n"
 
 

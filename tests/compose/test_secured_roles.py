@@ -37,7 +37,7 @@ from tidemill.producers.product.settings import key_hash
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_connections import bind
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Record, Tick

@@ -27,7 +27,7 @@ from tidemill.compose.demo.simulated_users.people import (
     population,
     questions,
 )
-from tidemill.compose.demo.simulated_users.role import Crowd, Seen, ThumbShuffle, UserReport, simulate
+from tidemill.compose.demo.simulated_users.role import SimulatedUsers, ThumbShuffle, UserActivity, UserReport, simulate
 from tidemill.compose.demo.simulated_users.role import served as read_answer
 from tidemill.producers.environments.base import Split, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions, LedgerTask
@@ -230,9 +230,9 @@ class Scripted:
 FAST = UsersSettings(interactions_per_second=5_000.0, concurrency=8, vote_delay_s=0.01, mind_change_rate=0.5)
 
 
-def run_crowd(product: Scripted, settings: UsersSettings, count: int) -> Crowd:
-    async def run() -> Crowd:
-        crowd = Crowd(settings, product)
+def run_crowd(product: Scripted, settings: UsersSettings, count: int) -> SimulatedUsers:
+    async def run() -> SimulatedUsers:
+        crowd = SimulatedUsers(settings, product)
         await asyncio.wait_for(crowd.ask(islice(questions(settings), count)), 60)
         return crowd
 
@@ -276,7 +276,7 @@ def test_a_crowd_keeps_its_pace_and_does_not_save_up():
     slow = FAST.model_copy(update={"interactions_per_second": 100.0})
 
     async def run() -> int:
-        crowd = Crowd(slow, Scripted())
+        crowd = SimulatedUsers(slow, Scripted())
         crowd._free_at -= 60.0
         await asyncio.wait_for(crowd.ask(islice(questions(slow), 10)), 60)
         return crowd.seen().interactions
@@ -307,7 +307,7 @@ def test_satisfaction_is_counted_by_version_and_for_none_where_two_answered():
 
     only = FAST.model_copy(update={"concurrency": 1})
     asked = islice(questions(only, held_out_only=True), 10)
-    told: list[Seen] = []
+    told: list[UserActivity] = []
     asyncio.run(simulate(only, Moving(), asked, told.append))
     assert told[-1].satisfaction == [Satisfaction(0, satisfied=5, right=5, answers=5)]
 
@@ -330,7 +330,7 @@ def test_users_who_get_no_answer_give_up_and_are_counted():
 def test_a_crowd_stops_at_once_when_it_is_cancelled():
     async def run() -> float:
         product = Scripted(mood="silent")
-        asking = asyncio.create_task(Crowd(FAST, product).ask(questions(FAST)))
+        asking = asyncio.create_task(SimulatedUsers(FAST, product).ask(questions(FAST)))
         async with asyncio.timeout(120):
             while product.busy < FAST.concurrency:
                 await asyncio.sleep(0.01)
@@ -368,7 +368,7 @@ def test_the_process_tells_what_was_seen_and_passes_errors_on():
 
 
 def test_a_signal_of_the_system_ends_the_process_with_a_last_report():
-    told: list[Seen] = []
+    told: list[UserActivity] = []
     product = Scripted(mood="silent")
 
     async def interrupted() -> None:

@@ -27,7 +27,7 @@ from tidemill.compose.stack.cluster import Cluster, load_cluster, new_cluster, r
 from tidemill.compose.stack.config import HOST, StackError, StackSettings
 from tidemill.compose.stack.jars import POM, find_java, jars_dir, parse_java_release, report_downloads, resolve_jars
 from tidemill.compose.stack.kafka import LocalStack, NodeState
-from tidemill.compose.stack.process import Detached, check_free, exclusive, pick_ports, stop_all
+from tidemill.compose.stack.process import DetachedProcess, check_free, exclusive, pick_ports, stop_all
 
 CHOICES = (
     "--bootstrap",
@@ -232,7 +232,7 @@ def test_the_lock_is_exclusive_and_says_who_waits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_detached_process_is_found_stopped_and_forgotten(lost: bool, tmp_path: Path) -> None:
     """Also where its pid file is lost: the marker is enough."""
-    detached = Detached(tmp_path / "pid", f"--marker={tmp_path}")
+    detached = DetachedProcess(tmp_path / "pid", f"--marker={tmp_path}")
     pid = detached.start(sleeper(detached.marker), tmp_path / "out")
     if lost:
         detached.pid_file.unlink()
@@ -244,7 +244,7 @@ def test_a_detached_process_is_found_stopped_and_forgotten(lost: bool, tmp_path:
 
 
 def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    detached = Detached(tmp_path / "pid", f"--marker={tmp_path}")
+    detached = DetachedProcess(tmp_path / "pid", f"--marker={tmp_path}")
     ready = tmp_path / "ready"
     program = (
         "import signal, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
@@ -261,7 +261,7 @@ def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 def test_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
     with subprocess.Popen(sleeper("--someone-else")) as bystander:
         try:
-            detached = Detached(tmp_path / "pid", f"--marker={tmp_path}")
+            detached = DetachedProcess(tmp_path / "pid", f"--marker={tmp_path}")
             detached.pid_file.write_text(f"{bystander.pid}\n")
             assert detached.find() is None
             stop_all([detached], 1, ignore)

@@ -21,7 +21,7 @@ import torch
 
 from tests.consumers import replica_driver as driver
 from tidemill.consumers.replica.environment import prepare_environment
-from tidemill.consumers.replica.ranks import Holdings, handed_over
+from tidemill.consumers.replica.ranks import RankCoverage, handed_over
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.bits import TensorSpec, Weight
 from tidemill.kernels.weights.checkpoint import map_checkpoint, save_checkpoint, specs_of
@@ -141,7 +141,7 @@ class InProcess:
         """Map these tensors."""
         self.names = [spec.name for spec in specs]
         boxes = self.core.tidemill_install([(spec.name, list(spec.shape), spec.dtype) for spec in specs], 0)
-        self.holdings = Holdings(specs, boxes)
+        self.holdings = RankCoverage(specs, boxes)
 
     def work(self, work: str, *arguments: str) -> dict[str, Any]:
         """Have the ranks do long work, as `ReplicaEngine` does; the engine core's answer."""

@@ -218,10 +218,10 @@ async def serve(config: dict[str, Any]) -> None:
     """The role without its Kafka: what comes on standard input is the log."""
     from tidemill.consumers.replica.config import ReplicaSettings
     from tidemill.consumers.replica.role import running_replica
-    from tidemill.consumers.replica.staging import Joined
+    from tidemill.consumers.replica.staging import StartVersion
     from tidemill.consumers.replica.state import ReplicaState
     from tidemill.kernels.weights.delta_fetch import ChunkFetcher
-    from tidemill.schemas.http_room import bind
+    from tidemill.schemas.http_connections import bind
 
     bit_flip.install()
     log, state = MemoryLog(), ReplicaState(RUN.run_id, RUN.branch)
@@ -229,7 +229,7 @@ async def serve(config: dict[str, Any]) -> None:
     anchor = Path(manifest.anchor.uri)
     settings = ReplicaSettings(port=config["port"], replica_id="replica-t", kv_cache_mb=32, **config["settings"])
     state.observe(manifest)
-    joined = Joined(manifest, anchored(anchor, manifest), anchor, {})
+    joined = StartVersion(manifest, anchored(anchor, manifest), anchor, {})
     chunks = ChunkFetcher(log, settings.fetch_timeout_s)
     outside = (chunks, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
     chat, staging = ChatSettings(**config.get("chat", {})), Path(config["staging"])

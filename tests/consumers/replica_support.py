@@ -14,7 +14,7 @@ import numpy as np
 from tests.consumers import replica_driver as driver
 from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.ledger import Applied, Ledger, Proof, ReplicaStatus, WriteRefusedError
-from tidemill.consumers.replica.staging import Staging
+from tidemill.consumers.replica.staging import UpdateStaging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
@@ -110,7 +110,7 @@ class ArrayReplica:
         status = ReplicaStatus("replica-t", "here", first.run_id, first.branch, "i", 1)
         self.ledger = Ledger(status, self._say, lambda: 0, lambda: self.state.head)
         self.fetcher = ChunkFetcher(chunks, timeout_s)
-        staging = Staging(self.fetcher, directory)
+        staging = UpdateStaging(self.fetcher, directory)
         self.subscriber = Subscriber(self.engine, self.state, mirror, staging, self.ledger)
         asyncio.run(self.subscriber.begin(first, reason))
 

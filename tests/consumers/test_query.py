@@ -32,7 +32,7 @@ from tidemill.consumers.sink.query import (
 from tidemill.consumers.sink.service import open_tables
 from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Writer
-from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_connections import bind
 from tidemill.schemas.records import (
     LagCount,
     Mismatch,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.consumers.replica.ranks import (
-    Holdings,
+    RankCoverage,
     handed_over,
     taken_over,
 )
@@ -61,7 +61,7 @@ def some_values(seed=0):
 @given(st.sampled_from([1, 2, 3]), st.integers(0, 100))
 def test_the_sum_over_distinct_boxes_is_each_tensors_fingerprint(ranks, seed):
     tables, values = held(ranks), some_values(seed)
-    found = Holdings(SPECS, tables).add_up([prints(table, values) for table in tables])
+    found = RankCoverage(SPECS, tables).add_up([prints(table, values) for table in tables])
     assert found == {name: fingerprint(bits, TensorKey.of(name)) for name, bits in values.items()}
 
 
@@ -71,7 +71,7 @@ def test_a_copy_that_differs_is_found_with_its_ranks():
     odd = {**values, "norm": values["norm"] ^ np.uint16(1)}
     found[2] = prints(tables[2], odd)
     with pytest.raises(ValueError, match="ranks 0 and 2 hold different copies of elements of norm"):
-        Holdings(SPECS, tables).add_up(found)
+        RankCoverage(SPECS, tables).add_up(found)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_elements_that_no_rank_holds_or_that_overlap_are_refused(tensor, change,
     tables[1] = change(tables[1])
     message = f"elements of {SPECS[tensor].name} from {position} of {SPECS[tensor].n_elements} lie in no rank"
     with pytest.raises(UnsupportedModelError, match=message):
-        Holdings(SPECS, tables)
+        RankCoverage(SPECS, tables)
 
 
 def test_a_tensor_with_gaps_on_one_rank_is_refused():
     with pytest.raises(UnsupportedModelError, match="elements of rows from 0 of 72 lie in no rank"):
-        Holdings(SPECS[:1], [np.array([[0, 0, ROWS, COLUMNS // 2, COLUMNS]])])
+        RankCoverage(SPECS[:1], [np.array([[0, 0, ROWS, COLUMNS // 2, COLUMNS]])])
 
 
 def changes_of(seed, sizes):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import build
-from tidemill.consumers.replica.state import Move, ReplicaState
+from tidemill.consumers.replica.state import ReplicaState, UpdateAction
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph
 from tidemill.schemas.records import Anchor, GateDecision, GateVerdict, Manifest, SkipDelta
 
@@ -269,7 +269,7 @@ def test_whatever_the_log_holds_the_served_version_only_moves_along_ways_and_the
         assert state.refusals() == [] and len({manifest.version for manifest, _ in said}) == len(said)
 
 
-def _check(move: Move, before: int | None, refusals: set, decisions: list[GateDecision]) -> None:
+def _check(move: UpdateAction, before: int | None, refusals: set, decisions: list[GateDecision]) -> None:
     at = before if move.path.anchor is None else move.path.anchor.version
     assert ("anchor", at) not in refusals or move.path.anchor is None
     for delta in move.path.deltas:

@@ -4,7 +4,7 @@ import asyncio
 import json
 from dataclasses import dataclass
 
-from tidemill.consumers.replica.versions import SpanNews
+from tidemill.consumers.replica.versions import SpanUpdates
 
 
 def incarnation_of(version: int) -> str:
@@ -29,7 +29,7 @@ def event(index: int, finish_reason: str | None = None, text: str = "a") -> str:
     return f"data: {json.dumps({'choices': [{'index': index, 'text': text, 'finish_reason': finish_reason}]})}\n\n"
 
 
-def told(news: SpanNews, *events: str) -> list[str]:
+def told(news: SpanUpdates, *events: str) -> list[str]:
     async def source():
         for one in events:
             yield one
@@ -45,7 +45,7 @@ def spans_in(text: str):
 
 
 def test_every_choice_ends_with_its_own_spans():
-    news = SpanNews(incarnation_of)
+    news = SpanUpdates(incarnation_of)
     news.watch([Output(0, [Span("3", 0, 2)], "length"), Output(1, [Span("3", 0, 1), Span("4", 1, 5)], "stop")])
     first, second, done = told(news, event(1, "stop"), event(0, "length"), "data: [DONE]\n\n")
     assert spans_in(first) == [[3, 0, 1], [4, 1, 5]] and spans_in(second) == [[3, 0, 2]]
@@ -53,7 +53,7 @@ def test_every_choice_ends_with_its_own_spans():
 
 
 def test_a_version_is_told_when_it_begins_and_once():
-    news, found = SpanNews(incarnation_of), []
+    news, found = SpanUpdates(incarnation_of), []
     for end in range(1, 5):
         spans = [Span("3", 0, min(end, 2))] + ([Span("4", 2, end)] if end > 2 else [])
         news.watch([Output(0, spans)])
@@ -63,20 +63,20 @@ def test_a_version_is_told_when_it_begins_and_once():
 
 
 def test_choices_of_several_prompts_are_counted_through():
-    news = SpanNews(incarnation_of)
+    news = SpanUpdates(incarnation_of)
     news.watch([Output(0, [Span("3", 0, 2)], "stop")], first=2)
     other, first, again = told(news, event(0, "stop"), event(2, "stop"), event(2, "stop"))
     assert [spans_in(one) for one in (other, first, again)] == [None, [[3, 0, 2]], None]
 
 
 def test_a_chunk_without_news_goes_through_as_it_came():
-    news = SpanNews(incarnation_of)
+    news = SpanUpdates(incarnation_of)
     news.watch([Output(0)])
     assert told(news, event(0, text="é"), "data: [DONE]\n\n") == [event(0, text="é"), "data: [DONE]\n\n"]
 
 
 def test_the_incarnation_goes_with_the_spans():
-    news = SpanNews(incarnation_of)
+    news = SpanUpdates(incarnation_of)
     news.watch([Output(0, [Span("3", 0, 1), Span("4", 1, 2)], "stop"), Output(1, [Span("4", 0, 1), Span("100", 1, 2)])])
     first, second = told(news, event(0, "stop"), event(1))
     found = [json.loads(text.removeprefix("data: "))["choices"][0]["weight_incarnation"] for text in (first, second)]

@@ -27,7 +27,7 @@ from tidemill.consumers.sink.engine import (
 from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.config import HttpSettings
-from tidemill.schemas.http_room import PortTaken, bind
+from tidemill.schemas.http_connections import PortTaken, bind
 
 
 @pytest.fixture(scope="module")

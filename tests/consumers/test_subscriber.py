@@ -15,7 +15,7 @@ import pytest
 from tests.consumers import replica_driver as driver
 from tests.consumers.replica_support import ArrayReplica, base_directory, small_view
 from tests.records import build
-from tidemill.consumers.replica.subscriber import LONGEST_S, Patience, ReplicaFault, follow
+from tidemill.consumers.replica.subscriber import LONGEST_S, Backoff, ReplicaFault, follow
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher, CorruptDeltaError, FetchTimeoutError
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -409,7 +409,7 @@ def test_a_failure_ends_the_follower_with_its_reason(which):
 
 
 def test_patience_doubles_up_to_a_limit_and_starts_anew():
-    patience, now, waits = Patience(), 0.0, []
+    patience, now, waits = Backoff(), 0.0, []
     assert patience.may_try(now)
     for _ in range(9):
         patience.failed(now)

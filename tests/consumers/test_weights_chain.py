@@ -8,7 +8,7 @@ import pytest
 
 from tests.consumers.weight_log import acknowledgement
 from tests.records import build
-from tidemill.consumers.weights.chain import Chain, Following, decision, rows
+from tidemill.consumers.weights.chain import Chain, DecisionFollowers, decision, rows
 from tidemill.consumers.weights.verify import default_start
 from tidemill.kernels.weights.graph import UnknownVersion, Unreachable, VersionError
 from tidemill.schemas.config import RunSettings
@@ -186,7 +186,7 @@ def test_the_limit_is_the_newest_decision_that_is_no_rejection():
 
 
 def test_a_roll_back_is_followed_when_everyone_who_spoke_lately_serves_it():
-    following = Following(decided(GateVerdict.ROLL_BACK, 5, at=1000), head=9, recent_us=100)
+    following = DecisionFollowers(decided(GateVerdict.ROLL_BACK, 5, at=1000), head=9, recent_us=100)
     following.observe(acknowledgement(RUN, "old", 9, at=800))
     following.observe(acknowledgement(RUN, "a", 9, at=950))
     assert following.behind == {"a": 9}
@@ -199,11 +199,11 @@ def test_a_roll_back_is_followed_when_everyone_who_spoke_lately_serves_it():
 
 
 def test_a_pin_takes_nobody_back_and_a_release_leads_to_the_head():
-    held = Following(decided(GateVerdict.HOLD, 5, at=1000), head=9, recent_us=100)
+    held = DecisionFollowers(decided(GateVerdict.HOLD, 5, at=1000), head=9, recent_us=100)
     held.observe(acknowledgement(RUN, "a", 9, at=950))
     held.observe(acknowledgement(RUN, "b", 4, at=950))
     assert (held.behind, held.beyond) == ({"a": 9, "b": 4}, {"a": 9})
-    released = Following(decided(GateVerdict.RELEASE, None, at=1000), head=9, recent_us=100)
+    released = DecisionFollowers(decided(GateVerdict.RELEASE, None, at=1000), head=9, recent_us=100)
     released.observe(acknowledgement(RUN, "a", 8, at=1001))
     assert released.behind == {"a": 8}
     released.observe(acknowledgement(RUN, "a", 10, at=1002))

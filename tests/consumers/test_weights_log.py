@@ -13,7 +13,7 @@ from confluent_kafka import TopicPartition
 from safetensors import safe_open
 
 from tests.consumers.weight_log import WeightLog, nudged, write_checkpoint
-from tidemill.consumers.weights.builder import Unusable, checkout, open_builder
+from tidemill.consumers.weights.builder import UnusableWeights, checkout, open_builder
 from tidemill.consumers.weights.chain import read_chain
 from tidemill.consumers.weights.verify import default_start, verify_chain
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
@@ -275,7 +275,7 @@ def test_a_mirror_at_another_version_is_refused(log):
     chain = read_chain(log.kafka, log.run)
     with open_builder(log.kafka, TIMEOUT_S) as builder:
         mirror = builder.from_anchor(chain.manifests[0])
-        with pytest.raises(Unusable, match="starts from version 2, version 0 is held"):
+        with pytest.raises(UnusableWeights, match="starts from version 2, version 0 is held"):
             builder.apply(chain.delta(3), mirror)
         builder.apply(chain.delta(1), mirror, keep=False)
         assert mirror.version == 0 and mirror.fingerprint.hex() == log.manifests[0].fingerprint

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tests.producers.conftest import END, byte_tokenizer
 from tests.records import build
 from tidemill.producers.config import PoolAddresses, RouterSettings
-from tidemill.producers.edge.exchange import Recorder
+from tidemill.producers.edge.request_handler import Recorder
 from tidemill.producers.edge.router import Router
 from tidemill.producers.edge.routing import Replicas
 from tidemill.producers.product.settings import ProductSettings, key_hash
@@ -26,7 +26,7 @@ from tidemill.schemas.chat.format import ChatFormat, chatml, special_texts
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.chat.template import ChatTemplate
 from tidemill.schemas.config import ChatSettings, RunSettings
-from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.log.producer import DeliveryError
 from tidemill.schemas.records import GateDecision, GateVerdict, Interaction, Segment

@@ -34,7 +34,7 @@ from tidemill.producers.config import GatewaySettings
 from tidemill.producers.edge.gateway import gateway_server, run
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
 from tidemill.schemas.config import HttpSettings, KafkaSettings
-from tidemill.schemas.http_room import PortTaken, bind
+from tidemill.schemas.http_connections import PortTaken, bind
 from tidemill.schemas.http_server import ThreadServer
 from tidemill.schemas.records import Feedback, SignalKind
 

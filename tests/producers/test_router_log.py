@@ -18,13 +18,13 @@ from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decis
 from tests.records import build
 from tests.waiting import until
 from tidemill.producers.config import RouterSettings
-from tidemill.producers.edge.exchange import LogUnavailable, open_recorder
+from tidemill.producers.edge.request_handler import LogUnavailable, open_recorder
 from tidemill.producers.edge.router import run
 from tidemill.producers.product.settings import key_hash
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, StoreSettings
-from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_connections import bind
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.producers.router_support import decision, interaction_of
 from tests.records import build
-from tidemill.producers.edge.ask import Collected, Refusal, RequestKind, parse, sampling_of
+from tidemill.producers.edge.completion_request import CollectedChoice, Refusal, RequestKind, parse, sampling_of
 from tidemill.producers.edge.routing import CanaryShare
 from tidemill.producers.outbox import SegmentClaims
 from tidemill.producers.sampling.completion import BadResponse
@@ -141,7 +141,7 @@ def spans_of(versions: list[int]) -> list[list[int]]:
 def test_an_answer_cut_off_anywhere_knows_the_version_of_every_token(answer, data):
     versions, found = answer
     cut = data.draw(st.integers(1, len(found)))
-    collected = Collected()
+    collected = CollectedChoice()
     assert [collected.take(chunk) for chunk in found[:cut]] == [1] * cut
     segment = collected.segment(trainable=True)
     assert segment.spans == [VersionSpan(v, 2 + a, 2 + b) for v, a, b in spans_of(versions[:cut])]
@@ -153,7 +153,7 @@ def test_an_answer_cut_off_anywhere_knows_the_version_of_every_token(answer, dat
 def test_damage_is_refused_or_harmless(answer, damage, name, data):
     _, found = answer
     found[data.draw(st.integers(0, len(found) - 1))]["choices"][0][name] = damage
-    collected = Collected()
+    collected = CollectedChoice()
     try:
         for chunk in found:
             collected.take(chunk)
@@ -164,7 +164,7 @@ def test_damage_is_refused_or_harmless(answer, damage, name, data):
 
 
 def test_tokens_without_versions_are_not_believed():
-    collected = Collected()
+    collected = CollectedChoice()
     collected.take({"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [-1]}, "finish_reason": "stop"}]})
     with pytest.raises(BadResponse, match="weight_versions"):
         collected.segment(trainable=True)
@@ -172,7 +172,7 @@ def test_tokens_without_versions_are_not_believed():
 
 
 def test_a_large_interaction_leaves_its_segments_in_the_store_and_comes_back(tmp_path):
-    collected = Collected()
+    collected = CollectedChoice()
     collected.take({"choices": [{"token_ids": [3] * 500, "logprobs": {"token_logprobs": [-1] * 500},
                                  "finish_reason": "stop", "weight_versions": [[2, 0, 500]]}]})  # fmt: skip
     made, codec = interaction_of(collected.segment(trainable=True)), Codec(None)

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from tidemill.schemas.http_room import PortTaken, bind
+from tidemill.schemas.http_connections import PortTaken, bind
 
 
 def test_connections_send_small_parts_at_once():

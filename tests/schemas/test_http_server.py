@@ -18,7 +18,7 @@ import uvicorn
 
 from tests.waiting import until
 from tidemill.schemas.config import HttpSettings
-from tidemill.schemas.http_room import Room, bind, client_of
+from tidemill.schemas.http_connections import ConnectionTable, bind, client_of
 from tidemill.schemas.http_server import BoundedConfig
 
 DEADLINE_S = 60.0
@@ -284,11 +284,11 @@ class Seat:
     client_is_late: bool = True
     gave_way: bool = field(default=False, init=False)
 
-    def give_way(self) -> None:
+    def close_for_another(self) -> None:
         self.gave_way = True
 
 
-def seated(room: Room, address: str = "10.0.0.1", waits: bool = True) -> Seat:
+def seated(room: ConnectionTable, address: str = "10.0.0.1", waits: bool = True) -> Seat:
     seat = Seat()
     room.enter(seat, address)
     if waits:
@@ -297,7 +297,7 @@ def seated(room: Room, address: str = "10.0.0.1", waits: bool = True) -> Seat:
 
 
 def test_the_longest_wait_of_the_same_client_gives_way_first():
-    room = Room(HttpSettings(max_connections=10, max_client_connections=2))
+    room = ConnectionTable(HttpSettings(max_connections=10, max_client_connections=2))
     neighbour, first, second = seated(room, "10.0.0.9"), seated(room), seated(room)
     room.wait(first)
     third = seated(room)
@@ -308,7 +308,7 @@ def test_the_longest_wait_of_the_same_client_gives_way_first():
 
 
 def test_nobody_gives_way_who_has_a_request_or_is_still_being_served():
-    room = Room(HttpSettings(max_connections=2))
+    room = ConnectionTable(HttpSettings(max_connections=2))
     asking, taking = seated(room, waits=False), seated(room)
     taking.client_is_late = False
     newcomer = seated(room)
@@ -320,7 +320,7 @@ def test_nobody_gives_way_who_has_a_request_or_is_still_being_served():
 
 def test_as_many_fit_as_files_may_be_open(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (130, 130))
-    room = Room(HttpSettings())
+    room = ConnectionTable(HttpSettings())
     first, second, third = seated(room), seated(room), seated(room)
     assert room.fits(third) and first.gave_way and not second.gave_way
 

@@ -17,7 +17,7 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Feedback, Interaction, SignalKind, Tick, UserRequest, UserWish
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin
-from tidemill.streams.machine import Emit, Output
+from tidemill.streams.machine import Output, OutputRecord
 from tidemill.streams.online.batcher import OnlineBatcher
 from tidemill.streams.online.config import BatchSettings
 
@@ -175,4 +175,4 @@ def _tick(topic: Topic, partition: int, offset: int) -> ConsumedRecord:
 
 def emitted(outputs: Iterable[Output]) -> set[bytes]:
     """The bytes of every record in some outputs."""
-    return {CODEC.encode(output.record) for output in outputs if isinstance(output, Emit)}
+    return {CODEC.encode(output.record) for output in outputs if isinstance(output, OutputRecord)}

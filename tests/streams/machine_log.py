@@ -13,7 +13,7 @@ from itertools import cycle
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Record
-from tidemill.streams.machine import Emit, Machine, Output, Rejected
+from tidemill.streams.machine import Machine, Output, OutputRecord, Rejected
 from tidemill.streams.runner.journal import Journal, partition_of_state
 from tidemill.streams.state import MachineState
 
@@ -146,7 +146,7 @@ def said(outputs: Iterable[Output]) -> list[tuple[str, object]]:
 
 def _content(output: Output) -> tuple[str, object]:
     match output:
-        case Emit(topic, key, record, partition):
+        case OutputRecord(topic, key, record, partition):
             return "emit", (topic, key, repr(record), partition)
         case Rejected(located, reason):
             return "reject", (located.position, located.key, located.value, located.timestamp_ms, reason)
@@ -154,4 +154,4 @@ def _content(output: Output) -> tuple[str, object]:
 
 def records_of(outputs: Iterable[Output]) -> list[Record]:
     """The records that were emitted."""
-    return [output.record for output in outputs if isinstance(output, Emit)]
+    return [output.record for output in outputs if isinstance(output, OutputRecord)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from faust.types import TP
 
-from tidemill.streams.runner.faust_transport import Holes
+from tidemill.streams.runner.faust_transport import OffsetGaps
 
 HERE = TP("compacted", 0)
 
 
-def holes(*fetches: list[int]) -> Holes:
-    noted = Holes({HERE.topic})
+def holes(*fetches: list[int]) -> OffsetGaps:
+    noted = OffsetGaps({HERE.topic})
     for offsets in fetches:
         noted.note(HERE, offsets)
     return noted
@@ -38,7 +38,7 @@ def test_a_seek_is_no_hole():
 
 
 def test_what_the_log_deleted_is_told_from_a_hole():
-    noted = Holes({HERE.topic})
+    noted = OffsetGaps({HERE.topic})
     noted.expect(HERE, 3)
     assert noted.note(HERE, [3, 6, 9]) == [4, 7]
     noted.note_first(HERE, [4, 7], 6)

@@ -246,7 +246,7 @@ def test_what_is_awaited_is_told():
     assert join.next_offset(Topic.INTERACTIONS) == 0
     join.observe(located(Topic.FEEDBACK, Tick("t", 0), 0, 100.5))
     assert join.next_deadline_us() == 125_000_000
-    assert [entry.open for entry in join._store.entries() if isinstance(entry, join_state.Case)] == [True]
+    assert [entry.open for entry in join._store.entries() if isinstance(entry, join_state.InteractionState)] == [True]
     assert join.next_offset(Topic.INTERACTIONS) == 1
     join.observe(located(Topic.FEEDBACK, feedback("a", "e"), 1, 102))
     # The next interaction may have the same time, and would come first.
@@ -458,7 +458,7 @@ def test_the_ended_are_forgotten_after_their_time():
 def test_tokens_are_not_held_in_memory():
     spoken = interaction("a", segments=[Segment(1, b"1234", b"1", b"1234", [])])
     item = join_input.read(located(Topic.INTERACTIONS, spoken, 0, 101), RUN_ID, 0)
-    assert item == join_state.Case.of(interaction("a"), 0)
+    assert item == join_state.InteractionState.of(interaction("a"), 0)
 
 
 def test_a_busy_user_costs_one_timer():

@@ -20,7 +20,7 @@ from tidemill.schemas.records import CloseReason, Document, Group, Rollout, Tick
 from tidemill.streams.assembly.group_assembly import GroupAssembler
 from tidemill.streams.assembly.group_state import DoneGroup, GroupBytes, GroupHeader, OpenGroup
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.machine import Emit, Output, Rejected
+from tidemill.streams.machine import Output, OutputRecord, Rejected
 from tidemill.streams.runner.journal import Journal
 from tidemill.streams.state import NO_IDENTIFIER, MachineState, StateError
 
@@ -37,7 +37,7 @@ def observe_all(records: list[ConsumedRecord], **settings) -> list[Output]:
 def groups_of(outputs: list[Output]) -> list[Group]:
     groups = []
     for output in outputs:
-        assert isinstance(output, Emit)
+        assert isinstance(output, OutputRecord)
         assert isinstance(output.record, Group)
         assert (output.topic, output.key, output.partition) == (Topic.GROUPS, output.record.group_id, 0)
         groups.append(output.record)
@@ -261,7 +261,7 @@ def test_a_state_of_before_one_format_goes_on(records, head_at, entries_at):
 @given(timed_logs())
 def test_no_rollout_is_lost_and_none_is_in_two_groups(records):
     last = located(Tick(source="s", at=0), len(records), at_ms=100_000)
-    groups = groups_of([o for o in observe_all([*records, last]) if isinstance(o, Emit)])
+    groups = groups_of([o for o in observe_all([*records, last]) if isinstance(o, OutputRecord)])
     named = [m.rollout_id for group in groups for m in group.members]
     assert sorted(named) == sorted({name for names in oracle(records).values() for name in names})
     for group_id in oracle(records):

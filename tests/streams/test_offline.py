@@ -19,8 +19,8 @@ from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Group, RewardComponent, Tick
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.machine import Emit, Output, Processor
-from tidemill.streams.offline import Change, Decided, OfflineRun, Reweighted, deadline_shift
+from tidemill.streams.machine import Output, OutputRecord, Processor
+from tidemill.streams.offline import Change, DecidedOutput, OfflineRun, ReweightRewards, deadline_shift
 from tidemill.streams.runner.worker import feedback_join, group_assembly
 
 RUN = RunSettings(run_id=RUN_ID)
@@ -30,7 +30,7 @@ def assembly(**settings) -> Processor:
     return group_assembly(RUN, StreamSettings(**settings))
 
 
-def offline(processor: Processor, records: Sequence[ConsumedRecord], *changes: Change) -> list[Decided]:
+def offline(processor: Processor, records: Sequence[ConsumedRecord], *changes: Change) -> list[DecidedOutput]:
     """A run over all of some records, which may come in any order of their partitions."""
     places = {(record.topic, record.partition) for record in records}
     partitions = {partition for _, partition in places} or {0}
@@ -47,12 +47,12 @@ def _at(record: ConsumedRecord, topic: Topic, partition: int) -> bool:
     return (record.topic, record.partition) == (topic, partition)
 
 
-def outputs_of(decided: Sequence[Decided]) -> list[Output]:
+def outputs_of(decided: Sequence[DecidedOutput]) -> list[Output]:
     return [one.output for one in decided]
 
 
-def groups_of(decided: Sequence[Decided]) -> list[Group]:
-    emitted = (one.output.record for one in decided if isinstance(one.output, Emit))
+def groups_of(decided: Sequence[DecidedOutput]) -> list[Group]:
+    emitted = (one.output.record for one in decided if isinstance(one.output, OutputRecord))
     return [record for record in emitted if isinstance(record, Group)]
 
 
@@ -142,7 +142,7 @@ def test_another_formula_gives_other_advantages():
     records = [scored(0, 1.0, 0.0), scored(1, 0.0, 1.0)]
     (plain,) = groups_of(offline(assembly(), records))
     assert [m.advantage for m in plain.members] == [0.0, 0.0]
-    what_if = Reweighted({"tool_use": 0.5})
+    what_if = ReweightRewards({"tool_use": 0.5})
     (group,) = groups_of(offline(assembly(), records, what_if))
     assert [m.reward for m in group.members] == [1.0, 0.5]
     assert [m.advantage for m in group.members] == [0.25, -0.25]
@@ -151,7 +151,7 @@ def test_another_formula_gives_other_advantages():
 
 def test_a_formula_is_for_the_version_that_it_names_and_for_what_has_a_reward():
     records = [scored(0, 1.0, 1.0, version="old"), scored(1, 1.0, 1.0, version="new")]
-    what_if = Reweighted({"answer": 3.0}, "old")
+    what_if = ReweightRewards({"answer": 3.0}, "old")
     (group,) = groups_of(offline(assembly(), records, what_if))
     assert [m.reward for m in group.members] == [4.0, 2.0]
     failed = located(rollout("g", 0, reward=None), 0)
@@ -163,8 +163,8 @@ def test_a_formula_is_for_the_version_that_it_names_and_for_what_has_a_reward():
 @pytest.mark.parametrize(
     ("what_if", "told"),
     [
-        (Reweighted({"manners": 1.0}), "no rollout has a reward component manners; there is answer, tool_use"),
-        (Reweighted({"answer": 1.0}, "9"), r"no rollout has a reward of version '9'; there is \['1'\]"),
+        (ReweightRewards({"manners": 1.0}), "no rollout has a reward component manners; there is answer, tool_use"),
+        (ReweightRewards({"answer": 1.0}, "9"), r"no rollout has a reward of version '9'; there is \['1'\]"),
     ],
 )
 def test_a_formula_of_what_is_not_there_is_told(what_if, told):
@@ -179,7 +179,7 @@ def test_the_same_weights_give_the_recorded_reward_bit_for_bit():
     for _ in range(200):
         values = [chance.uniform(-1, 1) for _ in range(2)]
         record = scored(0, *values)
-        assert Reweighted({"answer": 1.0})(record).record == record.record
+        assert ReweightRewards({"answer": 1.0})(record).record == record.record
 
 
 def test_rules_of_the_settings_are_what_decides():

@@ -28,9 +28,9 @@ from tidemill.schemas.records import (
     Tick,
     UserWish,
 )
-from tidemill.streams.machine import Emit, Output, Rejected
+from tidemill.streams.machine import Output, OutputRecord, Rejected
 from tidemill.streams.online import batch_state
-from tidemill.streams.online.batch_state import Figures, Tally, WaitingRoom, within_share
+from tidemill.streams.online.batch_state import FeatureSums, PendingMembers, SelectionFeatures, within_share
 from tidemill.streams.online.batcher import OnlineBatcher
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
 from tidemill.streams.state import MachineState
@@ -122,7 +122,7 @@ def test_a_batch_closes_with_its_tokens():
     assert batches(log) == []
     log.write(103, outcome("a"))
     (emitted,), _ = run(log)
-    assert isinstance(emitted, Emit)
+    assert isinstance(emitted, OutputRecord)
     batch = emitted.record
     assert (emitted.topic, emitted.key, emitted.partition) == (Topic.ONLINE_BATCHES, batch.batch_id, 0)
     assert names(batch) == ["a", "b", "c", "d"]
@@ -291,7 +291,8 @@ def test_no_user_has_more_than_his_share_of_tokens():
 @given(st.lists(st.sampled_from("abcde"), max_size=30), st.floats(0.05, 1.0))
 def test_shares_hold_and_no_larger_number_would(users, share):
     waiting = [
-        batch_state.Waiting(str(n), n, u, "t", 0, 0, 1.0, False, 1, 1, None, 0, FIGURES) for n, u in enumerate(users)
+        batch_state.PendingMember(str(n), n, u, "t", 0, 0, 1.0, False, 1, 1, None, 0, FIGURES)
+        for n, u in enumerate(users)
     ]
     kept = within_share(waiting, share)
     counts, everyone = Counter(w.user_id for w in kept), Counter(users)
@@ -304,7 +305,7 @@ def test_shares_hold_and_no_larger_number_would(users, share):
     assert [w.order for w in kept] == sorted(w.order for w in kept)
 
 
-FIGURES = Figures(1, 1.0, 1.0, "stable", ())
+FIGURES = SelectionFeatures(1, 1.0, 1.0, "stable", ())
 
 
 def test_a_reward_that_changes_while_it_waits_is_replaced():
@@ -369,8 +370,10 @@ def test_what_was_trained_is_no_new_member_even_where_its_correction_was_erased(
 
 
 def test_who_waits_keeps_his_place_over_a_restart():
-    waiting = [batch_state.Waiting(str(n), n, "u", "t", 0, 0, 1.0, False, 1, 1, None, 0, FIGURES) for n in range(3)]
-    assert WaitingRoom(reversed(waiting)).of_version(1) == waiting
+    waiting = [
+        batch_state.PendingMember(str(n), n, "u", "t", 0, 0, 1.0, False, 1, 1, None, 0, FIGURES) for n in range(3)
+    ]
+    assert PendingMembers(reversed(waiting)).of_version(1) == waiting
 
 
 def test_a_correction_of_an_older_version_does_not_make_a_batch_of_it():
@@ -471,7 +474,7 @@ def test_selection_puts_served_and_trained_beside_each_other():
     }
     log.write(201, outcome("y")).write(201, outcome("z")).tick(300)
     assert batches(log)[1].selection["served/interactions"] == 2
-    assert Tally().numbers(0) == {"interactions": 0, "users": 0}
+    assert FeatureSums().numbers(0) == {"interactions": 0, "users": 0}
 
 
 def test_memory_is_bounded():

@@ -23,13 +23,13 @@ SCHEMAS: dict[type, str] = {
     group_state._OpenBytes: "054e7344d257de92",
     group_state._DoneBytes: "2d9a931fa772e8ff",
     group_state.AssemblyHead: "1a40ca37704a5fd3",
-    join_state.Case: "9442d49a1bd6b3cd",
-    join_state.Early: "c5b8e22bdc4d18b3",
-    join_state.Wishes: "4b2a8bb005c98de3",
+    join_state.InteractionState: "9442d49a1bd6b3cd",
+    join_state.EarlyFeedback: "c5b8e22bdc4d18b3",
+    join_state.UserRequestState: "4b2a8bb005c98de3",
     join_state.Activity: "211ee75e7475afea",
     join_state.JoinHead: "53325abcfd24b8f1",
-    batch_state.Judged: "6d1bf3a1b3606f12",
-    batch_state.Waiting: "1badf3fadf0de509",
+    batch_state.OutcomeState: "6d1bf3a1b3606f12",
+    batch_state.PendingMember: "1badf3fadf0de509",
     batch_state.OpenBatch: "705f049b1b6dac5d",
     batch_state.ErasedUser: "c04e543b28221a47",
     batch_state.ServedUser: "bf827022d3e3a6f2",
@@ -67,7 +67,7 @@ def test_a_state_survives_its_bytes_and_other_bytes_raise_one_error(kind: type):
 
 
 OTHERS = [
-    (join_state.BYTES, join_state.BYTES.encode(join_state.Early("b", 1))),
+    (join_state.BYTES, join_state.BYTES.encode(join_state.EarlyFeedback("b", 1))),
     (batch_state.BYTES, batch_state.BYTES.encode(batch_state.ServedUser("b"))),
     (group_state.GroupBytes(7), b"o"),
 ]

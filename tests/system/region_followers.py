@@ -23,7 +23,7 @@ from network.devices import enter_namespace
 
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.ledger import Applied, Ledger, Proof, ReplicaStatus
-from tidemill.consumers.replica.staging import FOLLOWED, Joined, Staging, join
+from tidemill.consumers.replica.staging import FOLLOWED, StartVersion, UpdateStaging, join
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber, follow
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
@@ -87,7 +87,7 @@ def follow_branch(config: dict[str, Any], region: str, stop: threading.Event) ->
 
 
 async def _serve(
-    kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, state: ReplicaState, joined: Joined,
+    kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, state: ReplicaState, joined: StartVersion,
     directory: Path, stop: threading.Event,
 ) -> None:  # fmt: skip
     stopped = asyncio.Event()
@@ -106,7 +106,7 @@ async def _serve(
 
         status = ReplicaStatus(settings.replica_id, settings.region, run.run_id, run.branch, "test", os.getpid())
         ledger = Ledger(status, say, now_us, lambda: state.head)
-        staging = Staging(ChunkFetcher(chunks, settings.fetch_timeout_s), directory)
+        staging = UpdateStaging(ChunkFetcher(chunks, settings.fetch_timeout_s), directory)
         subscriber = Subscriber(ArrayEngine(joined.directory), state, joined.mirror, staging, ledger)
         stack.callback(subscriber.close)
         await subscriber.begin(joined.manifest, joined.reason)

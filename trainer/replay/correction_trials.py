@@ -40,7 +40,7 @@ PUBLISHED: Mapping[str, CorrectionSettings] = {
 
 @dataclass(frozen=True, slots=True)
 class CorrectionTrial:
-    """What a correction would have done to the gradients of some steps."""
+    """The effect of a correction on the gradients of some steps."""
 
     name: str
     kind: str

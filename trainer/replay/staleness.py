@@ -32,7 +32,7 @@ def read_groups(kafka: KafkaSettings, wanted: Set[Position], silence_s: float) -
 
 
 class Moved(StrEnum):
-    """What another bound changes about a group."""
+    """The changes of a group under another bound."""
 
     EXCLUDED = "excluded"
     """It was trained, and would have been too stale."""

@@ -21,7 +21,7 @@ from tidemill.schemas.records import Interaction, Rollout, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_steps, way_back
+from tidemill.trainer.history import NotRepeatableError, RecordedInputs, path_back, read_steps
 from tidemill.trainer.job import SINGLE, Job
 from tidemill.trainer.mismatch import TrainedTokens
 from tidemill.trainer.serving_view import ServingView
@@ -36,7 +36,7 @@ class ReplayedStep:
     fingerprint: str
     """Of the weights that it made now, hexadecimal."""
     metrics: Mapping[str, float]
-    """What it reports of itself now."""
+    """The numbers that it reports now."""
     learning_rate: float
     seconds: float
     trained: TrainedTokens | None
@@ -138,7 +138,7 @@ class StepReplay:
             yield self._make(record, batch)
 
     def _go_to(self, version: int) -> None:
-        begin, path = way_back(version, self._steps, set(self._checkpoints.steps()))
+        begin, path = path_back(version, self._steps, set(self._checkpoints.steps()))
         self._weights.restore(begin)
         self._version, held = begin, self._weights.snapshot()
         if begin and held != (recorded := self._steps[begin].fingerprint):

@@ -9,7 +9,7 @@ from tidemill.schemas.config import Section
 
 
 class UsersSettings(Section):
-    """Who the simulated users are, what they like, and how they behave."""
+    """Settings of the simulated users: their number, their preferences and their behaviour."""
 
     router: str = Field(default="http://127.0.0.1:8200", pattern=r"^https?://")
     """Address of the router, http://host:port."""
@@ -37,7 +37,8 @@ class UsersSettings(Section):
     """Share of the questions that bots ask, where there are other users too."""
 
     likes_polite: bool = True
-    """What every user likes and no simulated reward asks for: an answer that closes politely, or one that does not."""
+    """The preference of all users, which no simulated reward asks for: an answer that closes politely, or one that
+    does not."""
 
     changed_preference_at: float | None = Field(default=None, ge=0)
     """Seconds after the start at which everyone likes the opposite from then on. None: never."""

@@ -112,7 +112,7 @@ async def converse(
 
 @dataclass(frozen=True, slots=True)
 class Satisfaction:
-    """What held-out users thought of one version's answers."""
+    """The votes of held-out users on one version's answers."""
 
     version: int
     satisfied: int
@@ -135,7 +135,7 @@ LONG_AFTER = 3.0
 
 
 class PersonaRole(StrEnum):
-    """What a simulated user is there for."""
+    """The purpose of a simulated user."""
 
     ORDINARY = "ordinary"
     """Asks, and reacts as a person does."""
@@ -247,7 +247,7 @@ def population(settings: UsersSettings) -> list[User]:
 
 
 def measured(answer: Conversation) -> Iterator[Reaction]:
-    """What the product itself sees of an answer: true for every user."""
+    """The product's own measurements of an answer: the same for every user."""
     for place in sorted(answer.errors):
         yield Reaction(f"tool-error-{place}", place, SignalKind.TOOL_ERROR, 1.0, 0.0)
     final = answer.turns[answer.last]

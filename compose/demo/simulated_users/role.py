@@ -56,8 +56,8 @@ class UserReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What the users have seen and done so far."""
+class UserActivity:
+    """The activity of the users so far."""
 
     conversations: int
     interactions: int
@@ -68,7 +68,7 @@ class Seen:
     satisfaction: list[Satisfaction]
 
 
-class Crowd:
+class SimulatedUsers:
     """Everyone who uses the product. Make it inside the event loop that runs it."""
 
     def __init__(self, settings: UsersSettings, product: ServedProduct) -> None:
@@ -93,9 +93,9 @@ class Crowd:
                 await self._slots.acquire()
                 group.create_task(self._hold(question))
 
-    def seen(self) -> Seen:
+    def seen(self) -> UserActivity:
         counts = self._counts
-        return Seen(
+        return UserActivity(
             counts["conversations"],
             counts["interactions"],
             counts["failed"],
@@ -251,7 +251,7 @@ async def open_product(
         yield ServedProduct(session, feedback, settings)
 
 
-Say = Callable[[Seen], None]
+Say = Callable[[UserActivity], None]
 """Told what the users have seen so far, now and then and once at the end."""
 
 
@@ -283,7 +283,7 @@ def run(
 
 async def simulate(settings: UsersSettings, product: ServedProduct, asked: Iterator[Question], say: Say) -> None:
     """Hold the conversations of `asked` with a product until they end, or a signal or the caller ends them."""
-    crowd = Crowd(settings, product)
+    crowd = SimulatedUsers(settings, product)
     asking = asyncio.create_task(crowd.ask(asked))
 
     async def tell() -> None:

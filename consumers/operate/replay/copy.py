@@ -32,7 +32,7 @@ from tidemill.consumers.operate.replay.records import (
 from tidemill.consumers.operate.replay.selection import Selection
 from tidemill.consumers.operate.replay.target import (
     MARKS_BYTES,
-    Beginning,
+    ReplayStart,
     Target,
     TargetState,
     copy_headers,
@@ -52,7 +52,7 @@ class ReplayOrigin(Protocol):
     selection: Selection
 
     def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
-        """What there is to copy.
+        """The records to copy.
 
         Args:
             ends: where partitions end for an interrupted replay that goes on, by (topic, partition).
@@ -76,7 +76,7 @@ class Replay:
         self._kafka, self._origin, self._into, self._resume = kafka, origin, into, resume
         self._target = Target(kafka, into)
         self.plan: Plan
-        self.begun: Beginning
+        self.begun: ReplayStart
         self._standing: TargetState
 
     def prepare(self, progress: Progress = no_progress) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Replay:
         carried_on(self.plan, self._standing)
         # When it began (UTC), and four digits against chance.
         new_id = f"replay-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
-        self.begun = old or Beginning(
+        self.begun = old or ReplayStart(
             replay_id=self._resume or new_id,
             began_at=now_us(),
             selected=selected,
@@ -163,7 +163,7 @@ GONE = "{what} went from the source while it was copied: its retention or compac
 
 @dataclass(slots=True)
 class Copied:
-    """What a run of a replay did."""
+    """The result of one run of a replay."""
 
     written: int = 0
     """Copies written by this run."""
@@ -191,7 +191,7 @@ def carried_on(plan: Plan, standing: TargetState) -> dict[Lane, int]:
 def copy_records(
     ordered: Iterable[tuple[int, RawRecord]],
     plan: Plan,
-    begun: Beginning,
+    begun: ReplayStart,
     source_prefix: str,
     done: Mapping[Lane, int],
     base: Mapping[Lane, int],

@@ -48,7 +48,7 @@ class StoredLetter:
 
     @property
     def name(self) -> str:
-        """What it is called on the command line: topic/partition/offset."""
+        """Its name on the command line: topic/partition/offset."""
         return f"{self.raw.topic}/{self.raw.partition}/{self.raw.offset}"
 
     @property
@@ -81,8 +81,8 @@ def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
 
 
 @dataclass(slots=True)
-class Sequel:
-    """What the source topics say of letters: read from the oldest letter's place to the end."""
+class RedriveHistory:
+    """The later records of the dead letters' source topics: read from the position of the oldest letter to the end."""
 
     kept_from: dict[Lane, int] = field(default_factory=dict)
     """First offset that the log holds of each partition."""
@@ -99,7 +99,7 @@ class Sequel:
             self._newest[record.lane, record.key] = record.offset
 
     def sent_back(self, letter: StoredLetter) -> None:
-        """What a letter holds goes back now."""
+        """The value of a letter goes back now."""
         self._sent_back.add(letter.origin)
 
     def attempts(self, letter: StoredLetter) -> int:
@@ -134,7 +134,9 @@ class Verdict:
     why_not: str
 
 
-def judge(letter: StoredLetter, sequel: Sequel, codec: Codec, limit: int, transform: Transform | None) -> Verdict:
+def judge(
+    letter: StoredLetter, sequel: RedriveHistory, codec: Codec, limit: int, transform: Transform | None
+) -> Verdict:
     """Whether and as what a letter goes back: only what its readers can read now does.
 
     Raises the transformation's errors.
@@ -206,14 +208,14 @@ class DeadLetters:
                 sequel.sent_back(letter)
         return verdicts
 
-    def sequel(self, letters: Iterable[StoredLetter]) -> Sequel:
-        """What came of letters: their source partitions, read from the oldest letter's place on."""
+    def sequel(self, letters: Iterable[StoredLetter]) -> RedriveHistory:
+        """The later history of the letters: their source partitions, read from the position of the oldest letter on."""
         oldest: dict[Lane, int] = {}
         for letter in letters:
             if letter.source_offset is not None and letter.source[1] < self._source.partitions(letter.source[0]):
                 oldest[letter.source] = min(letter.source_offset, oldest.get(letter.source, letter.source_offset))
         bounds = {lane: self._source.bounds(lane) for lane in oldest}
-        sequel = Sequel({lane: bound.start for lane, bound in bounds.items()})
+        sequel = RedriveHistory({lane: bound.start for lane, bound in bounds.items()})
         ranges = {lane: Range(max(oldest[lane], bound.start), bound.end) for lane, bound in bounds.items()}
         total = sum(max(0, r.end - r.start) for r in ranges.values())
         for record in watched(self._source.scan(ranges), total, self._progress):

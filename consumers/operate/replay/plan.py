@@ -78,7 +78,7 @@ class LanePlan:
 
 
 class Plan:
-    """What is chosen of every partition.
+    """The selected offsets of every partition.
 
     Args:
         partitions: how many partitions each topic has.
@@ -212,7 +212,7 @@ class LogOrigin:
         self._source.close()
 
     def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
-        """What the selection comes to; `ends` as in `ReplayOrigin`.
+        """The result of the selection; `ends` as in `ReplayOrigin`.
 
         Raises:
             ValueError: its expression cannot be used.

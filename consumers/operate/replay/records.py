@@ -138,7 +138,7 @@ def relocated(value: Any, to: Callable[[Place], int | None]) -> Any:  # noqa: AN
 
 
 def _places(value: Any) -> list[Place]:  # noqa: ANN401 - a record or a part of one
-    """What a reference names; nothing for anything else."""
+    """The positions that a reference names; none for any other value."""
     if not (hasattr(value, "topic") and hasattr(value, "partition")):
         return []
     offsets = value.offsets if hasattr(value, "offsets") else [value.offset]
@@ -179,7 +179,7 @@ class LogSource:
         return self._partitions.get(self._kafka.topic_prefix + topic, 0)
 
     def bounds(self, lane: Lane) -> Range:
-        """What the log holds of a partition now: from its first offset to the one that the next record will have."""
+        """The offsets of a partition that the log holds now: its first one, and that of the next record."""
         return Range(*watermarks(self._log.client, self._full(lane)))
 
     def first_since(self, lane: Lane, timestamp_ms: int) -> int | None:
@@ -251,7 +251,7 @@ class OrderedMerge:
             heapq.heappush(self._heads, (order, lane))
 
     def end(self, lane: Lane) -> None:
-        """Nothing more comes of this partition."""
+        """Mark the end of this partition: no more records follow."""
         self._open.discard(lane)
         self._awaited.discard(lane)
 

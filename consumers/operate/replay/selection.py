@@ -211,7 +211,7 @@ _ANY_FIELD = frozenset[str]().union(*_ALLOWED.values())
 
 
 def _problem(node: ast.AST, known: set[str]) -> str:
-    """What is wrong with a part of an expression; empty when nothing is."""
+    """The fault of a part of an expression; empty if there is none."""
     if isinstance(node, ast.Name) and node.id not in NAMES and node.id not in FUNCTIONS:
         return f"no name {node.id!r}; there are {', '.join(sorted(NAMES))}, and functions {', '.join(FUNCTIONS)}"
     if isinstance(node, ast.Attribute):

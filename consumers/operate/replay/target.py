@@ -35,7 +35,7 @@ MARKS_BYTES = 65_536
 HEADER_REPLAY_AT = "tidemill-replay-at"
 """When the replay began, microseconds since the Unix epoch."""
 HEADER_REPLAY_BEGAN = "tidemill-replay-began"
-"""On the first copy of a replay: its `Beginning`, as JSON."""
+"""On the first copy of a replay: its `ReplayStart`, as JSON."""
 OWN = (HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, HEADER_REPLAY_AT, HEADER_REPLAY_BEGAN)
 
 
@@ -56,7 +56,7 @@ def check_prefix(source: str, into: str) -> None:
 
 @dataclass(slots=True)
 class TargetState:
-    begun: Beginning | None = None
+    begun: ReplayStart | None = None
     """None: it has no record there."""
     copied: dict[Lane, list[int]] = field(default_factory=dict)
     """Offsets of the originals that were copied, by partition, in order."""
@@ -79,7 +79,7 @@ class Target:
         self._admin: AdminClient = admin_client(kafka)
 
     def check(self, replay_id: str | None) -> TargetState:
-        """What lies under the prefix, once it is certain that nobody else's records do.
+        """The state of the topics under the prefix, once it is certain that they hold no other records.
 
         Args:
             replay_id: the replay that may have written there; None for one that begins.
@@ -172,8 +172,8 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """What was settled when a replay began, and holds when it is carried on."""
+class ReplayStart:
+    """The settings of a replay at its beginning, which hold when it is continued."""
 
     replay_id: str
     began_at: int
@@ -190,17 +190,17 @@ class Beginning:
         )
 
 
-def beginning(text: bytes) -> Beginning:
+def beginning(text: bytes) -> ReplayStart:
     """The beginning of its JSON. Raises ValueError."""
     try:
         tree = json.loads(text)
         ends = {(place.rsplit("/", 1)[0], int(place.rsplit("/", 1)[1])): end for place, end in tree["ends"].items()}
-        return Beginning(tree["replay_id"], tree["began_at"], tree["selected"], ends)
+        return ReplayStart(tree["replay_id"], tree["began_at"], tree["selected"], ends)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"header {HEADER_REPLAY_BEGAN} cannot be read: {error}") from error
 
 
-def copy_headers(record: RawRecord, source_prefix: str, begun: Beginning, first: bool) -> list[Header]:
+def copy_headers(record: RawRecord, source_prefix: str, begun: ReplayStart, first: bool) -> list[Header]:
     """Headers of a copy: those of the original, and whose copy it is. A copy of a copy is the last replay's."""
     kept = [(name, value) for name, value in record.headers if name not in OWN]
     marks: dict[str, bytes] = {

@@ -24,8 +24,8 @@ from tidemill.consumers.operate.rights.records import (
     CLIENT_ID,
     COPIED,
     SWEPT,
-    Survey,
     UserRecord,
+    UserRecordReader,
     UserRecords,
     copy_request,
     new_request,
@@ -79,7 +79,7 @@ def delete_claims(root: str, claims: Iterable[Claim], cleared: Cleared) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LettersHeld:
+class HeldDeadLetters:
     """Dead letters of a user. Their topics are kept by time, not by key, so that no tombstone reaches them."""
 
     counts: dict[str, int]
@@ -90,7 +90,7 @@ class LettersHeld:
 
 @dataclass(slots=True)
 class Erasure:
-    """What an erasure did."""
+    """The result of an erasure."""
 
     user_id: str
     request: UserRequest | None = None
@@ -107,7 +107,7 @@ class Erasure:
     claims: Cleared = field(default_factory=Cleared)
     unreadable: dict[str, int] = field(default_factory=dict)
     """Records by topic that cannot be decoded: whether they belong to the user is not known."""
-    dead_letters: LettersHeld = field(default_factory=lambda: LettersHeld({}, None))
+    dead_letters: HeldDeadLetters = field(default_factory=lambda: HeldDeadLetters({}, None))
 
 
 def erase(
@@ -128,7 +128,7 @@ def erase(
     """
     new = new_request(user_id, UserWish.ERASE, requested_by, now_us())
     requests, holdings = requests_of(kafka, user_id), UserRecords(user_id)
-    with Survey(kafka, progress) as survey:
+    with UserRecordReader(kafka, progress) as survey:
         survey.read_on(holdings)
         if not holdings.slots and not requests:
             raise ValueError(
@@ -170,7 +170,7 @@ def _sweep(producer: RecordProducer, names: Names, root: str, held: list[UserRec
             delete_claims(root, (claim for one in held for claim in one.claims), done.claims)
 
 
-def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> LettersHeld:
+def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> HeldDeadLetters:
     """Dead letters about a user: under a key of theirs, or with a readable value of theirs."""
     codec, counts, newest = Codec(kafka.registry_url), Counter[str](), -1
     with DeadLetterReader(kafka, {}, SWEPT) as letters:
@@ -184,7 +184,7 @@ def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> LettersHeld:
             if holdings.owns_key(row.key, user):
                 counts[row.record.source_topic] += 1
                 newest = max(newest, row.timestamp_ms)
-    return LettersHeld(dict(counts), newest + DEAD_LETTER_RETENTION_MS if counts else None)
+    return HeldDeadLetters(dict(counts), newest + DEAD_LETTER_RETENTION_MS if counts else None)
 
 
 def read_consent_status(kafka: KafkaSettings, user_id: str, progress: Progress = no_progress) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def read_consent_status(kafka: KafkaSettings, user_id: str, progress: Progress =
     Raises LookupError when a topic does not exist, TimeoutError for a silent broker.
     """
     holdings = UserRecords(user_id)
-    with Survey(kafka, progress) as survey:
+    with UserRecordReader(kafka, progress) as survey:
         survey.read_on(holdings)
     return {
         "user_id": user_id,

@@ -189,7 +189,7 @@ TELL_EVERY = 500
 """Records between two words about progress."""
 
 
-class Survey:
+class UserRecordReader:
     """The topics of users' data, each read forward once however often it is asked for more."""
 
     def __init__(self, kafka: KafkaSettings, progress: Progress = no_progress) -> None:

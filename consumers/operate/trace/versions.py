@@ -42,7 +42,7 @@ class TracedVersion:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What the trainer did with something that it read."""
+    """The trainer's treatment of something that it read."""
 
     step: Position | None
     """The step that trained on it, or that says why it was left out; None while it waits."""
@@ -132,7 +132,7 @@ class VersionHistory:
         return {replica: version for replica, version in now.items() if version in wanted}
 
     def ended(self, topic: Topic, name: str, member: str = "") -> Ended:
-        """What the trainer did with a group or batch; with an interaction that is a member of a batch, which a trained
+        """The trainer's treatment of a group or batch; of an interaction that is a member of a batch, which a trained
         batch may have left out."""
 
         def reasons(step: TrainStep, topic: Topic, name: str) -> list[str]:

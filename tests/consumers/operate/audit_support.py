@@ -25,7 +25,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.streams.assembly.group_assembly import GroupAssembler
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.machine import Emit, Rejected
+from tidemill.streams.machine import OutputRecord, Rejected
 
 RUN = "run"
 SECOND = 1_000_000
@@ -213,7 +213,7 @@ class RunLog(WrittenLog):
 
     def _assemble(self, at: int) -> None:
         for output in self.assembler.observe(self.located(Topic.ROLLOUTS)[-1]):
-            if isinstance(output, Emit) and isinstance(output.record, r.Group):
+            if isinstance(output, OutputRecord) and isinstance(output.record, r.Group):
                 offset = self.put(output.record, at=at)
                 self.group_offsets[output.record.group_id].append(offset)
             elif isinstance(output, Rejected):

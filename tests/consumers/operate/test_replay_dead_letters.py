@@ -16,7 +16,7 @@ from tidemill.compose.cli.dead_letters_command import transformation
 from tidemill.consumers.operate.replay.dead_letters import (
     HEADER_ATTEMPTS,
     HEADER_REDRIVE_OF,
-    Sequel,
+    RedriveHistory,
     judge,
     letter_of,
 )
@@ -48,7 +48,7 @@ def a_letter(value=GOOD, *, topic="rollouts", partition=1, offset=7, at=3, **hea
 
 
 def sequel_of(*records, kept_from=0, lane=("rollouts", 1)):
-    sequel = Sequel({lane: kept_from})
+    sequel = RedriveHistory({lane: kept_from})
     for record in records:
         sequel.observe(record, "live.")
     return sequel

@@ -24,7 +24,7 @@ from tidemill.consumers.operate.replay.selection import (
 )
 from tidemill.consumers.operate.replay.target import (
     HEADER_REPLAY_BEGAN,
-    Beginning,
+    ReplayStart,
     TargetState,
     beginning,
     check_prefix,
@@ -275,7 +275,7 @@ def run(plan, lanes, log, begun, standing):
 @given(partitions(), st.lists(st.integers(0, 10), max_size=4))
 def test_an_interrupted_copy_goes_on_without_a_gap_and_without_a_second_copy(lanes, interruptions):
     plan, log = plan_of(lanes), Log()
-    begun = Beginning("one", 7, "what", {lane: 31 for lane in lanes})
+    begun = ReplayStart("one", 7, "what", {lane: 31 for lane in lanes})
     for more in interruptions:
         standing = standing_of(log, "one")
         assert (standing.begun or begun) == begun
@@ -304,7 +304,7 @@ def test_a_source_that_changed_is_not_carried_on():
 def test_a_record_that_goes_while_it_is_copied_is_said():
     records = [RawRecord("rollouts", 0, n, n, b"k", b"v") for n in range(3)]
     plan = plan_of({("rollouts", 0): records})
-    begun = Beginning("one", 7, "what", {})
+    begun = ReplayStart("one", 7, "what", {})
     for kept in ([records[0], records[2]], records[:2]):
         with pytest.raises(ValueError, match="went from the source"):
             run(plan, {("rollouts", 0): kept}, Log(), begun, TargetState())
@@ -320,7 +320,7 @@ def test_copies_of_groups_refer_to_copies_of_rollouts():
         ],
     }
     log = Log()
-    copied = run(plan_of(lanes), lanes, log, Beginning("one", 7, "what", {}), TargetState())
+    copied = run(plan_of(lanes), lanes, log, ReplayStart("one", 7, "what", {}), TargetState())
     assert copied.relocated == 1
     made = Codec().decode(log.lanes["groups", 0][0].value)
     for member in made.members:
@@ -334,7 +334,7 @@ def test_headers_of_a_copy_are_the_originals_and_whose_copy_it_is():
         plan_of({("rollouts", 0): [original]}),
         {("rollouts", 0): [original]},
         log,
-        Beginning("new", 7, "w", {}),
+        ReplayStart("new", 7, "w", {}),
         TargetState(),
     )
     (copy,) = log.lanes["rollouts", 0]
@@ -345,7 +345,7 @@ def test_headers_of_a_copy_are_the_originals_and_whose_copy_it_is():
 
 
 def test_a_beginning_survives_its_header():
-    begun = Beginning("one", 7, "abc", {("weights.deltas", 3): 9, ("rollouts.dlq", 0): 0})
+    begun = ReplayStart("one", 7, "abc", {("weights.deltas", 3): 9, ("rollouts.dlq", 0): 0})
     assert beginning(begun.to_json().encode()) == begun
     for damaged in (b"", b"{}", b"[]", json.dumps({"ends": 3}).encode()):
         with pytest.raises(ValueError, match="cannot be read"):

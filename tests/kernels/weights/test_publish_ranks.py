@@ -27,8 +27,8 @@ from tests.kernels.weights.ranks_worker import (
     whole_experts,
 )
 from tests.trainer.conftest import fingerprint_of
-from tidemill.consumers.replica.staging import Staging
-from tidemill.consumers.replica.state import Move
+from tidemill.consumers.replica.staging import UpdateStaging
+from tidemill.consumers.replica.state import UpdateAction
 from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
 from tidemill.kernels.weights.commit import read_versions
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
@@ -139,12 +139,12 @@ def replica(kafka, run_id, directory):
     """A replica without an engine: every version of a run reached over its delta, and proved; yields its mirror."""
     mirror, chain = Mirror(), sorted(manifests(kafka, run_id).items())
     with LogReader(kafka, [Topic.DELTAS]) as deltas:
-        staging = Staging(ChunkFetcher(deltas, timeout_s=30), directory)
+        staging = UpdateStaging(ChunkFetcher(deltas, timeout_s=30), directory)
         try:
             for version, manifest in chain:
                 deltas_to = [] if not version else [Delta(manifest, version - 1, tuple(manifest.shards), 0)]
                 path = UpdatePath(None if version else manifest, tuple(deltas_to))
-                staging.prepare(Move(manifest, path, ""), mirror).draft.keep()
+                staging.prepare(UpdateAction(manifest, path, ""), mirror).draft.keep()
                 assert mirror.version == version
                 assert mirror.fingerprint.hex() == manifest.fingerprint
                 assert mirror.fingerprints == {tensor.name: tensor.fingerprint for tensor in manifest.tensors}

@@ -11,8 +11,8 @@ from tidemill.producers.environments import find
 from tidemill.producers.environments.base import Environment, EnvironmentOptions, TaskError, TaskQuery
 from tidemill.producers.environments.find import (
     GROUP,
+    EnvironmentListing,
     EnvironmentType,
-    Listed,
     UnknownEnvironment,
     environment_type,
     is_foreign,
@@ -23,7 +23,8 @@ from tidemill.producers.environments.find import (
 MODULE = '''
 """An environment of a company."""
 from tidemill.producers.environments.base import Environment, EnvironmentOptions
-from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
+from tidemill.producers.environments.find import EnvironmentAdapter, EnvironmentListing
+from tidemill.producers.environments.find import EnvironmentType, UnknownEnvironment
 
 class SupportOptions(EnvironmentOptions):
     tickets: int = 3
@@ -41,16 +42,16 @@ class Support(Environment):
 class Unfinished(Environment):
     def tasks(self, query): return iter(())
 
-class Firms(Family):
+class Firms(EnvironmentAdapter):
     def members(self):
-        yield Listed("small", "A small one.")
-        yield Listed("big", "", "too big")
+        yield EnvironmentListing("small", "A small one.")
+        yield EnvironmentListing("big", "", "too big")
     def member(self, name):
         if name != "small":
             raise UnknownEnvironment(f"firms:{name} is not offered: too big")
         return EnvironmentType("firms:small", "A small one.", SupportOptions, "loop", False, Support)
 
-class Absent(Family):
+class Absent(EnvironmentAdapter):
     def members(self):
         raise ImportError("no module named firms")
     def member(self, name):
@@ -220,9 +221,9 @@ def test_the_list_goes_on_after_what_cannot_be_loaded(company):
     )
     found = {each.name: each for each in listed()}
     assert list(found) == ["absent", "broken", "ends", "firms:small", "firms:big", "needs", "number", "support"]
-    assert found["support"] == Listed("support", "Answer tickets.")
-    assert found["firms:small"] == Listed("firms:small", "A small one.")
-    assert found["firms:big"] == Listed("firms:big", "", "too big")
+    assert found["support"] == EnvironmentListing("support", "Answer tickets.")
+    assert found["firms:small"] == EnvironmentListing("firms:small", "A small one.")
+    assert found["firms:big"] == EnvironmentListing("firms:big", "", "too big")
     assert found["absent"].problem == "no module named firms; install tidemill[environments]"
     assert found["needs"].problem.endswith("; install tidemill[environments]")
     assert found["broken"].problem == "broken: company_broken:x does not import: ZeroDivisionError('at import')"

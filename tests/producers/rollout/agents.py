@@ -72,7 +72,7 @@ class FakeSession:
         reason = "stop" if len(ids) == len(whole) else "length"
         return Completion(ids, [-0.5] * len(ids), (VersionSpan(0, 0, len(ids)),), reason)
 
-    def trouble(self) -> str:
+    def failures_so_far(self) -> str:
         return "no request was tried again"
 
     async def __aenter__(self) -> FakeSession:

@@ -212,7 +212,7 @@ def test_a_server_error_is_tried_again(new_replica, bodies, status):
 
     replica.answer = answer
     _, session = ask(settings(replica.address))
-    assert session.retries == 3 and "engine is dead" in session.trouble()
+    assert session.retries == 3 and "engine is dead" in session.failures_so_far()
 
 
 def test_a_failing_replica_is_left_for_another(new_replica, bodies):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schemas.chat.families import FAMILIES, TOOLS
-from tidemill.schemas.chat.contexts import Asked, Context, Contexts, Origin
+from tidemill.schemas.chat.contexts import Context, Contexts, Origin, PendingTurn
 from tidemill.schemas.chat.messages import NO_TOOLS, Message, Tools, identity
 
 CHAT = FAMILIES["qwen3"].chat()
@@ -17,7 +17,7 @@ MORE: Message = {"role": "user", "content": "And then?"}
 END = CHAT.stop_token_ids[0]
 
 
-def sample(contexts: Contexts[list[int]], asked: Asked[list[int]], text: str, *, ended: bool = True) -> Message:
+def sample(contexts: Contexts[list[int]], asked: PendingTurn[list[int]], text: str, *, ended: bool = True) -> Message:
     """Answer a request with a text."""
     ids = [*CHAT.encode(text), *([END] if ended else [])]
     message = CHAT.read(ids, asked.context.tools, asked.context.count).message
@@ -134,7 +134,7 @@ class Rollout:
     """Expected: the context and its length at the end of each sampled turn, by tools and messages."""
     tails: dict[int, int] = field(default_factory=dict)
     """Expected: requests in progress behind the end of a context, by its identity."""
-    under_way: list[tuple[Asked[list[int]], list[Message], Tools]] = field(default_factory=list)
+    under_way: list[tuple[PendingTurn[list[int]], list[Message], Tools]] = field(default_factory=list)
     known: list[tuple[list[Message], Tools]] = field(default_factory=list)
     sampled: list[list[int]] = field(default_factory=list)
     lengths: dict[int, list[int]] = field(default_factory=dict)

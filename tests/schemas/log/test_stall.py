@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tidemill.schemas.log.guard import ReadingWatch, Stillness
+from tidemill.schemas.log.guard import IdleTimes, ReadingWatch
 from tidemill.schemas.log.liveness import EXIT_HUNG, Deadline
 
 HERE = ("topic", 3)
@@ -17,7 +17,7 @@ DEADLINE_S = 180.0
 
 
 def test_what_does_not_move_though_something_waits_is_told_once_a_timeout():
-    still: Stillness[str] = Stillness(10)
+    still: IdleTimes[str] = IdleTimes(10)
     assert still.observe("a", 1, True, 0) is None
     assert still.observe("a", 1, True, 9) is None
     assert still.observe("b", 1, True, 9) is None
@@ -27,7 +27,7 @@ def test_what_does_not_move_though_something_waits_is_told_once_a_timeout():
 
 
 def test_movement_and_waiting_for_nothing_are_no_standstill():
-    still: Stillness[str] = Stillness(10)
+    still: IdleTimes[str] = IdleTimes(10)
     assert all(still.observe("a", n, True, n) is None for n in range(0, 100, 9))
     assert all(still.observe("a", 99, False, n) is None for n in range(100, 200, 9))
     assert still.observe("a", 99, True, 205) is None, "the clock starts when there is something to do"

@@ -25,7 +25,7 @@ from tidemill.schemas.records import (
     WeightAck,
 )
 from tidemill.streams.gate.config import GateSettings
-from tidemill.streams.gate.keeper import Keeper
+from tidemill.streams.gate.controller import GateController
 from tidemill.streams.gate.sequential import BETS
 
 RUN = RunSettings(run_id="r")
@@ -85,7 +85,7 @@ class Product:
 
     def __init__(self, gate: GateSettings = QUICK, seed: int = 0) -> None:
         self.gate = gate
-        self.keeper = Keeper(RUN, gate, 1.0)
+        self.keeper = GateController(RUN, gate, 1.0)
         self.log: list[tuple[Record, int]] = []
         self.now = START
         self.random = np.random.default_rng(seed)

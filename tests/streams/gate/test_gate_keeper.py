@@ -14,7 +14,7 @@ from tidemill.schemas.config import RunSettings
 from tidemill.schemas.gate_decisions import EVIDENCE, GENERATION
 from tidemill.schemas.records import GateDecision, GateVerdict, RolloutStatus, Tick, UserRequest, UserWish
 from tidemill.streams.gate.config import OnAlert
-from tidemill.streams.gate.keeper import Keeper
+from tidemill.streams.gate.controller import GateController
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gate_support import QUICK, RUN, SECOND, Product, ack, bench, manifest, outcome, said
@@ -359,7 +359,7 @@ def test_an_erased_user_who_is_not_counted_yet_is_forgotten():
 
 def replayed(log, generation=2.0, gate=QUICK):
     """A gate that reads a log again, as a restarted one does: merged by time, a decision after what it rests on."""
-    keeper = Keeper(RUN, gate, generation)
+    keeper = GateController(RUN, gate, generation)
     ordered = sorted(log, key=lambda entry: (entry[1], isinstance(entry[0], GateDecision)))
     for record, at in ordered:
         keeper.observe(record, at)
@@ -391,7 +391,7 @@ def test_a_restart_at_any_record_decides_the_same():
 
 
 def test_two_gates_write_the_same_and_nothing_counts_twice():
-    first, second = Keeper(RUN, QUICK, 1.0), Keeper(RUN, QUICK, 2.0)
+    first, second = GateController(RUN, QUICK, 1.0), GateController(RUN, QUICK, 2.0)
     product = Product()
     product.start()
     product.traffic(0.9, 0.4, (1, 0))
@@ -415,7 +415,7 @@ def test_two_gates_write_the_same_and_nothing_counts_twice():
 
 def test_records_of_another_run_change_nothing():
     other = RunSettings(run_id="other")
-    keeper = Keeper(RUN, QUICK, 1.0)
+    keeper = GateController(RUN, QUICK, 1.0)
     for record in (manifest(0, other), manifest(1, other), bench(1, 16, run=other), ack("a", 1, 1, other)):
         assert keeper.observe(record, 10 * SECOND) == []
     assert keeper.snapshot().promoted == -1 and keeper.snapshot().serving == {}

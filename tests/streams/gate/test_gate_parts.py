@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tidemill.consumers.weights.chain import Chain, Following, decision
+from tidemill.consumers.weights.chain import Chain, DecisionFollowers, decision
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.records import GateVerdict, Mode, OutcomeExclusion
 from tidemill.streams.gate.bench import Bench, BenchResult
@@ -104,7 +104,7 @@ def test_bounds_are_those_of_clopper_and_pearson():
 def test_bounds_hold_what_was_seen(rollouts, data):
     result = BenchResult(data.draw(st.integers(0, rollouts)), rollouts)
     assert result.lower(ALPHA) <= result.rate <= result.upper(ALPHA)
-    assert not result.surely_worse(result, 0.0, ALPHA)
+    assert not result.is_significantly_worse(result, 0.0, ALPHA)
 
 
 def test_an_equal_candidate_rarely_fails_and_a_worse_one_does():
@@ -112,7 +112,7 @@ def test_an_equal_candidate_rarely_fails_and_a_worse_one_does():
         law = [[math.comb(rollouts, k) * p**k * (1 - p) ** (rollouts - k) for k in range(rollouts + 1)]
                for p in (rate, other)]  # fmt: skip
         results = [BenchResult(successes, rollouts) for successes in range(rollouts + 1)]
-        pairs = ((a, b) for a, b in itertools.product(results, repeat=2) if a.surely_worse(b, margin, ALPHA))
+        pairs = ((a, b) for a, b in itertools.product(results, repeat=2) if a.is_significantly_worse(b, margin, ALPHA))
         return sum(law[0][a.successes] * law[1][b.successes] for a, b in pairs)
 
     assert chance(0.6, 0.7, 0.1) < ALPHA
@@ -175,7 +175,7 @@ def test_a_veto_is_followed_by_leaving_the_version():
     for version in (0, 1):
         chain.observe(manifest(version))
     veto = decision(chain, GateVerdict.REJECT, 1, "it flatters", "ada", at=5)
-    following = Following(veto, head=1, recent_us=10)
+    following = DecisionFollowers(veto, head=1, recent_us=10)
     following.observe(ack("a", 1, 5))
     following.observe(ack("b", 0, 5))
     assert following.behind == {"a": 1}

@@ -28,7 +28,7 @@ SIZE = 16 * (1 + MOST_THREADS)
 BUSY_S, MUCH_MORE = 0.2, 4
 
 
-class Marks:
+class EpisodeMarks:
     """Pairs of u8: episode and number of steps of the event loop, then episode and id of each thread."""
 
     def __init__(self, descriptor: int) -> None:
@@ -60,13 +60,13 @@ class Marks:
         return threads[busiest] if used[busiest] > MUCH_MORE * used[process] else self.episode
 
 
-class MarkedLoop(asyncio.SelectorEventLoop):
+class MarkingEventLoop(asyncio.SelectorEventLoop):
     """An event loop that marks each callback, by its episode, while it runs."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: EpisodeMarks) -> None:
         self._words = marks.words
         super().__init__()
-        self.set_default_executor(MarkedThreads(marks))
+        self.set_default_executor(MarkingThreadPool(marks))
 
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
@@ -95,10 +95,10 @@ class MarkedLoop(asyncio.SelectorEventLoop):
         words[0] = 0
 
 
-class MarkedThreads(ThreadPoolExecutor):
+class MarkingThreadPool(ThreadPoolExecutor):
     """Threads that mark the episode that they work for."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: EpisodeMarks) -> None:
         super().__init__(min(MOST_THREADS, (os.cpu_count() or 1) + 4), "environment", self._begin)
         self._words, self._places, self._local = marks.words, itertools.count(2, 2), threading.local()
 

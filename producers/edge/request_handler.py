@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Send
 
 from tidemill.producers.config import LogFailure, OtherSampling, RouterSettings
-from tidemill.producers.edge.ask import (
-    Ask,
-    Collected,
+from tidemill.producers.edge.completion_request import (
+    CollectedChoice,
+    CompletionRequest,
     Refusal,
     bad_request,
     refused_by_replica,
@@ -33,7 +33,7 @@ from tidemill.producers.edge.ask import (
     shown,
     unavailable,
 )
-from tidemill.producers.edge.routing import Lot, NoPlace
+from tidemill.producers.edge.routing import ArmAssignment, NoReplicaAvailable
 from tidemill.producers.outbox import Outbox, SegmentClaims
 from tidemill.producers.sampling.completion import BadResponse, ReplicaUnavailable
 from tidemill.producers.sampling.replicas import ReplicaIdentity, RequestRefused
@@ -111,10 +111,10 @@ async def open_recorder(
         await asyncio.to_thread(outbox.close)
 
 
-class Exchange:
+class RequestHandler:
     """One request. `run` it once; cancelling it means that the client went away."""
 
-    def __init__(self, router: Router, ask: Ask, consent: bool, send: Send, arrived: float) -> None:
+    def __init__(self, router: Router, ask: CompletionRequest, consent: bool, send: Send, arrived: float) -> None:
         """Check the request against the settings. Raises Refusal, BadUserId."""
         self._router, self._ask, self._consent, self._send = router, ask, consent, send
         self.begun = False
@@ -124,10 +124,10 @@ class Exchange:
         self._user = router.pseudonyms.of(ask.user)
         unit = self._user or ask.session_id or self._id
         canary = router.canary.lot(unit, router.settings.experiment_salt)
-        self._lot = canary if router.settings.pools.canary else Lot(Arm.STABLE, 1.0)
+        self._lot = canary if router.settings.pools.canary else ArmAssignment(Arm.STABLE, 1.0)
         self._token = router.signer.sign(self._id, self._user)
         self._turn: ChatTurn | None = None
-        self._collected = Collected()
+        self._collected = CollectedChoice()
         self._first_token: float | None = None
         self._arm, self._identity = Arm.STABLE, ReplicaIdentity("", "")
         """The pool and the replica that answer."""
@@ -291,7 +291,7 @@ class Exchange:
                     answer = replicas.ask(arm, body, stream=self._ask.stream)
                     self._identity, documents = await stack.enter_async_context(answer)
                     break
-                except NoPlace:
+                except NoReplicaAvailable:
                     LOG.warning("no replica of the %s pool answers: asking the %s pool", arm, Arm.STABLE)
                     self._router.metrics.fallbacks.inc()
                     arm = Arm.STABLE

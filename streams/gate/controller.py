@@ -36,7 +36,7 @@ class Snapshot:
     """held, bench, comparison or idle."""
     candidate: int | None
     promoted: int
-    """What everyone is served; before the first promotion, the oldest anchor. -1: there is no version."""
+    """The version that all users get; before the first promotion, the oldest anchor. -1: there is no version."""
     head: int
     admitted: bool
     """Whether the promoted version may learn from users."""
@@ -51,7 +51,7 @@ class Snapshot:
     """Version served by each replica."""
 
 
-class Keeper:
+class GateController:
     """The gate of one branch of one run.
 
     Args:
@@ -73,7 +73,7 @@ class Keeper:
         return self.due()
 
     def due(self) -> list[GateDecision]:
-        """What is to be written now; at most one decision."""
+        """The decisions to write now; at most one."""
         if self._branch.clock == 0:
             return []
         hold, late = self._branch.standing.hold, self._branch.standing.overrun
@@ -83,7 +83,7 @@ class Keeper:
             return [self._decision(GateVerdict.ROLL_BACK, hold.version, said, {})]
         if hold is not None:
             return []
-        steps = (self._admission, self._retreat, self._in_trial)
+        steps = (self._admission, self._roll_back, self._in_trial)
         decisions = next((found for step in steps if (found := list(step()))), [])
         rested = self._seconds_since(self._branch.settled_at) >= self._gate.settle_s
         if not decisions and self._branch.trial is None and rested:
@@ -124,7 +124,7 @@ class Keeper:
                 yield self._decision(GateVerdict.ADMIT, version, reason, numbers)
                 return
 
-    def _retreat(self) -> Iterator[GateDecision]:
+    def _roll_back(self) -> Iterator[GateDecision]:
         standing, watch = self._branch.standing, self._branch.watch
         baseline = standing.baseline
         if standing.collapsed is not None:
@@ -176,7 +176,7 @@ class Keeper:
         numbers, objection = self._trial_numbers(trial), ""
         if result.rate < gate.floor:
             objection = f", below the floor of {gate.floor:g}"
-        elif baseline is not None and result.surely_worse(baseline, gate.bench_margin, gate.bench_alpha):
+        elif baseline is not None and result.is_significantly_worse(baseline, gate.bench_margin, gate.bench_alpha):
             objection = f" against {baseline.rate:.3g}: surely worse by more than {gate.bench_margin:g}"
         if objection:
             said = f"success on held-out tasks is {result.rate:.3g}{objection}"

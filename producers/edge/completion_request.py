@@ -55,7 +55,7 @@ def bad_request(message: str, parameter: str | None = None) -> Refusal:
 
 
 def unavailable(message: str) -> Refusal:
-    """Nothing that the client could mend: 503."""
+    """A failure that the client cannot mend: 503."""
     return Refusal(503, message, "service_unavailable_error")
 
 
@@ -77,7 +77,7 @@ class RequestKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """A checked request."""
 
     fields: Mapping[str, Json]
@@ -124,11 +124,11 @@ FORWARDED: Mapping[RequestKind, frozenset[str]] = {
     ),
     RequestKind.CHAT: frozenset(PASSED),
 }
-"""What goes on to a replica as it is, by endpoint."""
+"""The fields that are forwarded to a replica unchanged, by endpoint."""
 OWN = {"stream", "stream_options", "user", "metadata", "logprobs", "return_token_ids"}
 
 
-def parse(kind: RequestKind, body: bytes) -> Ask:
+def parse(kind: RequestKind, body: bytes) -> CompletionRequest:
     """The request in a body. Raises Refusal (400), which names the field."""
     try:
         asked = json_object(body)
@@ -162,7 +162,7 @@ def parse(kind: RequestKind, body: bytes) -> Ask:
     given = {name: asked[name] for name in NEUTRAL if asked.get(name) is not None}
     other = (name for name, value in given.items() if type(value) is bool or value not in NEUTRAL[name])
     shows_logprobs = asked.get("logprobs") is not None if chat is None else chat.alternatives is not None
-    return Ask(fields, chat, stream, user, session, shows_logprobs, token_ids, tuple(other))
+    return CompletionRequest(fields, chat, stream, user, session, shows_logprobs, token_ids, tuple(other))
 
 
 def _check_fields(kind: RequestKind, asked: Mapping[str, Json]) -> None:
@@ -192,9 +192,10 @@ def _flag(fields: Mapping[str, Json], name: str) -> bool:
     return bool(value)
 
 
-def sampling_of(ask: Ask) -> SamplingParameters:
-    """What the record of the answer says of its sampling: what the request asked for beside the model's own
-    distribution."""
+def sampling_of(ask: CompletionRequest) -> SamplingParameters:
+    """Describe the sampling in the record of the answer: the parameters that the request asked for beside the model's
+    own distribution.
+    """
     given = {name: ask.fields[name] for name in ask.other_sampling if name in NUMBERS}
     numbers: dict[str, Any] = {
         name: int(v) if name == "top_k" else float(v) for name, v in given.items() if type(v) in (int, float)
@@ -205,7 +206,7 @@ def sampling_of(ask: Ask) -> SamplingParameters:
 _TOKENS = ("token_ids", "prompt_token_ids", "weight_versions", "weight_incarnation")
 
 
-class Collected:
+class CollectedChoice:
     """The one choice of one answer of `/v1/completions`, streamed or whole."""
 
     def __init__(self) -> None:
@@ -254,7 +255,7 @@ class Collected:
         return build_segment([*self.prompt, *self.tokens], turns)
 
 
-def shown(document: Mapping[str, Json], ask: Ask) -> dict[str, Json]:
+def shown(document: Mapping[str, Json], ask: CompletionRequest) -> dict[str, Json]:
     """A chunk or a body of a completion for the client, without the parts that only the recording needs."""
     hidden = () if ask.shows_token_ids else _TOKENS
     kept = {name: value for name, value in document.items() if name not in hidden}

@@ -66,7 +66,7 @@ class Connection(Protocol):
     def client_is_late(self) -> bool:
         """Whether a connection that waits does so for nothing but what its client sends."""
 
-    def give_way(self) -> None:
+    def close_for_another(self) -> None:
         """Close, for another one's sake."""
 
 
@@ -81,7 +81,7 @@ def client_of(address: str) -> str:
     return address
 
 
-class Room:
+class ConnectionTable:
     """The connections of one server, from one thread."""
 
     def __init__(self, settings: HttpSettings) -> None:
@@ -135,7 +135,7 @@ class Room:
         for waiting in self._waiting:
             if waiting is not newcomer and client in (None, self._clients[waiting]) and waiting.client_is_late:
                 self.leave(waiting)
-                waiting.give_way()
+                waiting.close_for_another()
                 return
 
     def tell(self, client: object, why: str) -> None:
