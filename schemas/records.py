@@ -156,7 +156,7 @@ class Exclusion(StrEnum):
     """Sampled from another distribution than the model's own. The recorded logprobs are those of the model's own
     distribution, so it cannot be trained exactly."""
     REPLAYED = "replayed"
-    """Written by a replay that is not in the trainer's settings."""
+    """Written by a replay whose id is not in `trainer.accept_replays`."""
 
 
 SECOND_RECORDS = frozenset({Exclusion.LATE, Exclusion.DUPLICATE, Exclusion.REPLAYED})
