@@ -211,7 +211,7 @@ class Segment:
     token_ids: bytes
     """u4[n_tokens], little-endian."""
     loss_mask: bytes
-    """u1[n_tokens]: 1 where the policy sampled the token, 0 for prompt and tool output."""
+    """u1[n_tokens]: 1 for tokens that the policy sampled, 0 for prompt and tool output."""
     logprobs: bytes
     """f4[n_tokens], little-endian: the sampler's logprob of each sampled token, 0 elsewhere."""
     spans: list[VersionSpan] = field(default_factory=list)
