@@ -142,7 +142,7 @@ class Names:
 
 
 def feedback_key(interaction_id: str, event_id: str) -> str:
-    """Return the key of a feedback record, unique so that one event can be erased. The partition is by interaction."""
+    """Return a feedback record's key, unique so that one event can be erased. The partition is the interaction's."""
     return f"{interaction_id}/{event_id}"
 
 

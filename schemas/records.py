@@ -743,7 +743,7 @@ class WorstToken:
 
 @record(frozen=True, slots=True)
 class Mismatch:
-    """The difference between sampler and trainer on the tokens of one step. Topic `train.mismatch`, key `run_id`.
+    """The mismatch between sampler and trainer on the tokens of one step. Topic `train.mismatch`, key `run_id`.
 
     A repeated record of the same run and step has the same content: the first one counts.
     """

@@ -57,7 +57,7 @@ class Protocol(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """The security settings in `kafka.client_options`; an option that is not set is empty here."""
+    """The security settings in `kafka.client_options`; options that are not set are empty, the protocol PLAINTEXT."""
 
     protocol: Protocol
     ca: str

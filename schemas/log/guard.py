@@ -3,7 +3,7 @@
 librdkafka never chooses an offset by itself (`auto.offset.reset: error`): offsets out of range are handled here. After
 a reported gap, the next offset is that of the first kept record, so that a caller that does not need the missing
 records can continue to poll. Waiting for records that do not exist yet is never a stall: only a partition with records
-to read, and no progress, is reported.
+to read and no progress is stalled.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Deadline:
 
     Args:
         timeout_s: maximum time between two heartbeats.
-        look_s: interval of the calls of `overdue`. After a longer one, the whole process was suspended: no hang.
+        look_s: interval of the calls of `overdue`. After a much longer one, the whole process was suspended: no hang.
     """
 
     def __init__(self, timeout_s: float, look_s: float, now_s: float) -> None:
