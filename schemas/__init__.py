@@ -1,4 +1,4 @@
-"""The contract of Tidemill: records, their Avro schemas, the topic catalogue, serialisers and client settings.
+"""The shared definitions of Tidemill: records, their Avro schemas, the topic catalogue, codecs and client settings.
 
-Everything else imports from here; this package imports nothing of Tidemill's own.
+All other packages import from here; this package imports no other package of Tidemill.
 """

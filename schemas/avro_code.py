@@ -1,9 +1,9 @@
-"""Writers and readers of Avro, one for each record class: Python source that is made from the schema and compiled.
+"""Writers and readers of Avro, one per record class: Python source that is generated from the schema and compiled.
 
-A writer gives the bytes that fastavro gives, in about a quarter of its time. A reader takes what such a writer wrote;
-it raises for anything else, so that the caller asks fastavro, which reads all of Avro and says what is wrong.
+A writer returns the same bytes as fastavro, in about a quarter of the time. A reader reads the output of such a writer.
+It raises for other bytes, so that the caller uses fastavro, which reads all of Avro and reports what is wrong.
 
-Covered: records, arrays, maps, enumerations, primitive types, and unions of null and one of them, without recursion.
+Supported: records, arrays, maps, enumerations, primitive types, and unions of null and one of these, without recursion.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 Write = Callable[[Any, bytes], bytes]
-"""From a record, and bytes to begin with, to these bytes and the record's."""
+"""Function of a record and a prefix; returns the prefix and the record's bytes."""
 Read = Callable[[bytes, int], Any]
-"""From bytes, and where in them the record begins, to the record. Raises an exception of any kind."""
+"""Function of bytes and the index at which the record begins; returns the record. Raises an exception of any kind."""
 
 Schema = Any
 """A schema, or a type within one, as JSON."""
 
 _LEAST, _BEYOND = -(2**63), 2**63
 _PAIR = 1 << 14
-"""Fourteen bits are two bytes of a long; longer ones are written in such pairs."""
+"""Number of values of 14 bits, which are two bytes of a long; a long is written in such pairs."""
 _ENDS = [bytes([n]) if n < 128 else bytes([n & 127 | 128, n >> 7]) for n in range(_PAIR)]
-"""The last bytes of a long."""
+"""The last one or two bytes of a long."""
 _PAIRS = [bytes([n & 127 | 128, n >> 7 | 128]) for n in range(_PAIR)]
-"""Bytes of a long that others follow."""
+"""Pairs of bytes of a long before the last ones."""
 
 
 def write_long(value: int) -> bytes:
-    """The bytes of a long: zigzag, then seven bits a byte, the lowest first. Raises OverflowError."""
+    """Return the bytes of a long: zigzag, then seven bits per byte, the lowest first. Raises OverflowError."""
     value = index(value)
     if not _LEAST <= value < _BEYOND:
         raise OverflowError(f"{value} has more than 64 bits")
@@ -46,7 +46,7 @@ def write_long(value: int) -> bytes:
 
 
 def read_long(data: bytes, place: int) -> tuple[int, int]:
-    """The long that begins at a place, and where it ends. Raises IndexError, OverflowError."""
+    """Return the long that begins at an index, and the index after it. Raises IndexError, OverflowError."""
     found = 0
     for shift in range(0, 70, 7):
         byte = data[place]
@@ -63,7 +63,7 @@ def read_long(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _read_size(data: bytes, place: int) -> tuple[int, int]:
-    """As `read_long`, of a size, which no writer here makes negative."""
+    """Read a long as `read_long`, which must be a size. The writers here write no negative sizes."""
     found, place = read_long(data, place)
     if found < 0:
         raise ValueError("a negative size")
@@ -91,7 +91,7 @@ _GIVEN = {
 
 
 class _FunctionSource:
-    """The source of one function, and the objects that it names."""
+    """The source of one function, and the objects that it uses by name."""
 
     def __init__(self, schema: Schema) -> None:
         self.lines: list[str] = []
@@ -108,7 +108,7 @@ class _FunctionSource:
             self._named[node["name"]] = self._named[f"{node.get('namespace', '')}.{node['name']}"] = node
 
     def resolved(self, schema: Schema) -> tuple[str, Schema]:
-        """The name of a type, and the type without its logical type and its name."""
+        """Return the name of a type, and its definition without logical type and reference."""
         while True:
             if isinstance(schema, list):
                 if len(schema) != 2 or schema[0] != "null":
@@ -126,7 +126,7 @@ class _FunctionSource:
         self.lines.append("    " * self._depth + line)
 
     def indented(self, line: str) -> _FunctionSource:
-        """Begin a block; it ends with `with`."""
+        """Add a line that begins a block; the `with` statement contains the block."""
         self.add(line)
         return self
 
@@ -137,24 +137,24 @@ class _FunctionSource:
         self._depth -= 1
 
     def new(self) -> str:
-        """A name that nothing has."""
+        """Return an unused name."""
         self._count += 1
         return f"v{self._count}"
 
     def named(self, value: object) -> str:
-        """A name for an object."""
+        """Return a new name for an object."""
         name = self.new()
         self.names[name] = value
         return name
 
     def compiled(self, head: str, title: str) -> Any:  # noqa: ANN401 - the function
-        """The function of the lines."""
+        """Return the function that the lines define."""
         exec(compile("\n".join([head, *self.lines]), f"<{title}>", "exec"), self.names)
         return self.names["made"]
 
 
 def writer(schema: Schema) -> Write:
-    """The writer of records whose attributes are the fields of `schema`, a record schema."""
+    """Return the writer of records whose attributes are the fields of `schema`, a record schema."""
     source = _FunctionSource(schema)
     parts: list[str] = []
 
@@ -167,7 +167,7 @@ def writer(schema: Schema) -> Write:
         return f"BYTES[{value}] if 0 <= {value} < {len(_ENDS) // 2} else long({value})"
 
     def write(kind: Schema, value: str) -> None:
-        """Source that adds a value: an expression, evaluated once."""
+        """Add source that writes a value, given as an expression that is evaluated once."""
         name, kind = source.resolved(kind)
         held = source.new()
         match name:
@@ -181,7 +181,7 @@ def writer(schema: Schema) -> Write:
             case "string" | "bytes":
                 source.add(f"{held} = {value}" + (".encode()" if name == "string" else ""))
                 if name == "bytes":
-                    # Another buffer, such as an array, may have another length than its bytes.
+                    # The length of another buffer, such as an array, may differ from its number of bytes.
                     source.add(f"if not isinstance({held}, bytes): refuse({held})")
                 size = source.new()
                 source.add(f"{size} = len({held})")
@@ -232,11 +232,11 @@ def writer(schema: Schema) -> Write:
 
 
 def reader(schema: Schema, record_type: type) -> Read:
-    """The reader of `record_type`, whose fields are those of `schema`, a record schema, in its order."""
+    """Return the reader of `record_type`, whose fields are those of `schema`, a record schema, in the same order."""
     source = _FunctionSource(schema)
 
     def read(kind: Schema, hint: Any, into: str) -> None:  # noqa: ANN401 - a type
-        """Source that reads the next value into a variable."""
+        """Add source that reads the next value into a variable."""
         name, kind = source.resolved(kind)
         match name:
             case "record":
@@ -261,7 +261,7 @@ def reader(schema: Schema, record_type: type) -> Read:
             case "boolean":
                 source.add(f"{into} = BOOLEANS[data[p]]; p += 1")
             case "enum":
-                # Of those whose index is one byte.
+                # Only the symbols whose index is one byte.
                 found = {2 * place: hint(symbol) for place, symbol in enumerate(kind["symbols"][:64])}
                 source.add(f"{into} = {source.named(found)}[data[p]]; p += 1")
             case "union":

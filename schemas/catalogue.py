@@ -1,6 +1,6 @@
-"""The topic catalogue: the one place where topics are named and their key, value, partitions and retention declared.
+"""The topic catalogue: the only declaration of all topics, with their key, value types, partitions and retention.
 
-Topics that must be joined partition by partition have the same count and the same partitioner (`co_partitioned`).
+Topics that must be joined partition by partition have equal partition counts and partitioners (`co_partitioned`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ERASABLE = {
     "message.timestamp.after.max.ms": "60000",
     "max.compaction.lag.ms": str(DAY_MS),
 }
-"""A record under a key of its own can be erased by a tombstone, and its bytes are gone a day later at the latest: by
-default a broker leaves the newest segment of a quiet partition alone for a week. A clock that runs ahead is refused by
-the broker, since event time would run ahead with it."""
+"""A tombstone can erase a record with a unique key. The bytes are deleted within a day: by default a broker does not
+compact the newest segment of an idle partition for a week. The broker refuses timestamps from a clock that is ahead,
+because they would advance event time too far."""
 
 
 class Topic(StrEnum):
-    """Every topic of Tidemill, without its prefix."""
+    """All topics of Tidemill, without the prefix."""
 
     DOCUMENTS = "documents"
     TASKS = "tasks"
@@ -50,25 +50,25 @@ class Topic(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TopicSpec:
-    """How one topic is keyed, typed, partitioned and kept."""
+    """Key, value types, partitions and retention of one topic."""
 
     topic: Topic
     key: str
-    """The record field that is the key."""
+    """Record field that is the key."""
     values: tuple[type, ...]
     partitions: int
     retention_ms: int
     keyed: bool = True
-    """Its partition count may be overridden by `kafka.partitions`; single-partition topics are totally ordered."""
+    """Whether `kafka.partitions` overrides its partition count; topics with a single partition are totally ordered."""
     config: Mapping[str, str] = field(default_factory=dict)
     dead_letters: bool = True
 
     def partition_count(self, kafka: KafkaSettings) -> int:
-        """Partitions to create."""
+        """Return the number of partitions to create."""
         return kafka.partitions or self.partitions if self.keyed else self.partitions
 
     def topic_config(self) -> dict[str, str]:
-        """Topic settings as Kafka takes them."""
+        """Return the topic's configuration for Kafka."""
         return {"cleanup.policy": "delete", "retention.ms": str(self.retention_ms), **self.config}
 
 
@@ -125,42 +125,42 @@ class Names:
     prefix: str
 
     def of(self, topic: Topic) -> str:
-        """The full name of a topic."""
+        """Return the full name of a topic."""
         return f"{self.prefix}{topic.value}"
 
     def dead_letter(self, topic: Topic) -> str:
-        """The full name of a topic's dead-letter topic."""
+        """Return the full name of a topic's dead-letter topic."""
         return f"{self.of(topic)}{DEAD_LETTER_SUFFIX}"
 
     def parse(self, full: str) -> Topic:
-        """The topic of a full name; ValueError when it is none of this prefix's."""
+        """Return the topic with a full name. Raises ValueError if there is none with this prefix."""
         if not full.startswith(self.prefix):
             raise ValueError(f"topic {full!r} does not start with the prefix {self.prefix!r}")
         name = full[len(self.prefix) :]
-        # Asked for every record that is read; the look-up of an enum costs ten times as much.
+        # Called for every record that is read; looking up the enum takes ten times as long.
         return _TOPICS.get(name) or Topic(name)
 
 
 def feedback_key(interaction_id: str, event_id: str) -> str:
-    """Key of a feedback record: its own, so that one event can be erased. The partition is the interaction's."""
+    """Return a feedback record's key, unique so that one event can be erased. The partition is the interaction's."""
     return f"{interaction_id}/{event_id}"
 
 
 def tick_key(partition: int) -> str:
-    """Key of a tick in a compacted topic, which takes no record without a key; no identifier begins like it."""
+    """Return the key of a tick in a compacted topic, where each record needs a key. No identifier has this prefix."""
     return f"\x00tick/{partition}"
 
 
 def user_request_key(user_id: str, partition: int) -> str:
-    """Key of the copy of a user's request in one partition of another topic."""
+    """Return the key of the copy of a user's request in one partition of another topic."""
     return f"\x00user/{user_id}/{partition}"
 
 
 def is_compacted(topic: Topic) -> bool:
-    """Whether records of a topic may be gone from its middle, and none may be without a key."""
+    """Return whether a topic is compacted: records between others may be missing, and each record needs a key."""
     return "compact" in CATALOGUE[topic].topic_config()["cleanup.policy"]
 
 
 def co_partitioned(first: Topic, second: Topic, kafka: KafkaSettings) -> bool:
-    """Whether equal keys of both topics lie in equal partitions."""
+    """Return whether equal keys of both topics are in partitions with the same number."""
     return CATALOGUE[first].partition_count(kafka) == CATALOGUE[second].partition_count(kafka)

@@ -1,4 +1,4 @@
-"""Wall-clock time in the unit of every record: microseconds since the Unix epoch, UTC."""
+"""Wall-clock time in the unit of all records: microseconds since the Unix epoch, UTC."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import time
 
 
 def now_us() -> int:
-    """Microseconds since the Unix epoch."""
+    """Return the current time in microseconds since the Unix epoch."""
     return time.time_ns() // 1_000
 
 
 def to_ms(microseconds: int) -> int:
-    """Kafka's record timestamps are milliseconds."""
+    """Convert microseconds to milliseconds, the unit of Kafka's timestamps."""
     return microseconds // 1_000
 
 
 def to_us(seconds: float) -> int:
-    """Seconds in whole microseconds: the nearest, the even one of two that are as near."""
+    """Convert seconds to whole microseconds, rounded to nearest, ties to even."""
     return round(seconds * 1_000_000)
 
 
 def to_s(microseconds: int) -> float:
-    """Microseconds in seconds; `to_us` takes them back unchanged within a century."""
+    """Convert microseconds to seconds; `to_us` restores the same value for times within a century."""
     return microseconds / 1_000_000

@@ -1,7 +1,7 @@
-"""Records to bytes and back: Avro single-object encoding, or the Confluent wire format where a registry is configured.
+"""Encoding of records: Avro single-object encoding, or the Confluent wire format if a registry is configured.
 
-Invariants: a value names its writer's schema (by CRC-64-AVRO fingerprint or registry id), so a reader never guesses;
-every recorded schema is readable; bytes that cannot be read raise `DecodeError` and nothing else.
+Invariants: each value contains the id of its writer's schema (CRC-64-AVRO fingerprint or registry id), so that a reader
+never guesses; every recorded schema is readable; bytes that cannot be decoded raise only `DecodeError`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECORD_TYPES: dict[str, type[Record]] = {cls.__name__: cls for cls in get_args(R
 
 
 class DecodeError(ValueError):
-    """A value that cannot be read; the message says why."""
+    """A value that cannot be decoded; the message has the reason."""
 
 
 class _Schema:
@@ -39,22 +39,22 @@ class _Schema:
         self.record_type = RECORD_TYPES[document["name"]]
         self.fingerprint = bytes.fromhex(fingerprint(to_parsing_canonical_form(document), "CRC-64-AVRO"))
         self.mark = SINGLE_OBJECT_MAGIC + self.fingerprint
-        """The ten bytes that a single object begins with."""
+        """First ten bytes of a value in single-object encoding."""
         self.parsed = fastavro.parse_schema(_without_logical_types(document), named_schemas={})
 
     @cached_property
     def write(self) -> Write:
-        """The writer of the record type, whose fields this schema has."""
+        """The writer of the record type; the schema must have the fields of the type."""
         return writer(self.document)
 
     @cached_property
     def read(self) -> Read:
-        """The reader of the record type, whose fields this schema has."""
+        """The reader of the record type; the schema must have the fields of the type."""
         return reader(self.document, self.record_type)
 
 
 def _without_logical_types(node: Any) -> Any:  # noqa: ANN401 - a JSON tree
-    """Times stay integers: fastavro would turn `timestamp-micros` into datetimes."""
+    """Remove logical types, so that times stay integers: fastavro converts `timestamp-micros` to datetimes."""
     if isinstance(node, dict):
         return {k: _without_logical_types(v) for k, v in node.items() if k != "logicalType"}
     if isinstance(node, list):
@@ -63,13 +63,13 @@ def _without_logical_types(node: Any) -> Any:  # noqa: ANN401 - a JSON tree
 
 
 def schema_file_name(record_type: type) -> str:
-    """`TrainStep` -> `train_step`."""
+    """Return the name of the schema's directory: `TrainStep` -> `train_step`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", record_type.__name__).lower()
 
 
 @lru_cache(maxsize=1)
 def _recorded() -> dict[type, tuple[_Schema, ...]]:
-    """Every schema of each record type, oldest first: `avro/<record>/000n.avsc`."""
+    """Return all schemas of each record type, oldest first: `avro/<record>/000n.avsc`."""
     avro = files("tidemill.schemas") / "avro"
     entries = {
         cls: sorted((avro / schema_file_name(cls)).iterdir(), key=lambda entry: entry.name)
@@ -79,35 +79,35 @@ def _recorded() -> dict[type, tuple[_Schema, ...]]:
 
 
 def recorded_schemas(record_type: type) -> list[dict[str, Any]]:
-    """Every schema that records of this type were ever written with, oldest first, as JSON."""
+    """Return all schemas with which records of this type were ever written, oldest first, as JSON."""
     return [schema.document for schema in _recorded()[record_type]]
 
 
 def current_schema(record_type: type) -> dict[str, Any]:
-    """The schema that records of this type are written with, the newest of them, as JSON."""
+    """Return the newest schema of this type, with which its records are written, as JSON."""
     return recorded_schemas(record_type)[-1]
 
 
 @lru_cache(maxsize=1)
 def _by_mark() -> dict[bytes, _Schema]:
-    """Every recorded schema, by the ten bytes that a single object begins with."""
+    """Return all recorded schemas, by the first ten bytes of a value in single-object encoding."""
     every = (schema for schemas in _recorded().values() for schema in schemas)
     return {schema.mark: schema for schema in every}
 
 
 @lru_cache(maxsize=1)
 def _current() -> dict[type, _Schema]:
-    """The schema that each record type is written with."""
+    """Return the schema with which each record type is written."""
     return {record_type: schemas[-1] for record_type, schemas in _recorded().items()}
 
 
 def read_body(body: bytes, writer: dict[str, Any]) -> Record:
-    """Read an Avro body that `writer` (a schema as JSON) wrote into the current record type."""
+    """Decode an Avro body with the schema `writer` (as JSON) into the current record type."""
     return _read(body, 0, _Schema(writer))
 
 
 def _read(data: bytes, begin: int, wrote: _Schema) -> Record:
-    """The record whose body begins at `begin` of `data`, in the fields of today. Raises DecodeError."""
+    """Return the record whose body starts at `begin` of `data`, in the current record type. Raises DecodeError."""
     current = _current()[wrote.record_type]
     if wrote.fingerprint == current.fingerprint:
         try:
@@ -130,17 +130,17 @@ def _read(data: bytes, begin: int, wrote: _Schema) -> Record:
 
 
 class Codec:
-    """Encodes and decodes records in one framing.
+    """An encoder of records in one framing, and a decoder of both.
 
-    Without `registry_url` values use Avro single-object encoding and need no server. With it they use the Confluent
-    wire format, and schemas are registered under `<topic>-value` by record type on first use.
+    Without `registry_url`, values use Avro single-object encoding and need no server. With it, they use the Confluent
+    wire format, and each record type's schema is registered under `tidemill.<record type>` on first use.
     """
 
     def __init__(self, registry_url: str | None = None) -> None:
         self._registry = _Registry(registry_url) if registry_url else None
 
     def encode(self, record: Record) -> bytes:
-        """The framed bytes of a record. Raises ValueError when a field does not fit its schema."""
+        """Return the framed bytes of a record. Raises ValueError if a field does not fit its schema."""
         schema = _current().get(type(record))
         if schema is None:
             raise ValueError(f"{type(record).__name__} is no record of the log")
@@ -154,7 +154,7 @@ class Codec:
             raise ValueError(f"{type(record).__name__} does not fit its schema: {error}") from error
 
     def decode(self, data: bytes | None) -> Record:
-        """The record of framed bytes, in either framing. Raises DecodeError."""
+        """Return the record of framed bytes, in either framing. Raises DecodeError."""
         if data is None:
             raise DecodeError("the record has no value (a tombstone)")
         schema = _by_mark().get(data[:10])
@@ -168,7 +168,7 @@ class Codec:
 
 
 class _Registry:
-    """Ids of a Confluent-compatible schema registry, looked up once each."""
+    """A cache of the schema ids of a Confluent-compatible schema registry."""
 
     def __init__(self, url: str) -> None:
         from confluent_kafka.schema_registry import SchemaRegistryClient
@@ -182,7 +182,7 @@ class _Registry:
         self._schemas: dict[int, _Schema] = {}
 
     def id_of(self, record_type: type) -> int:
-        """The id under which a type's current schema is registered; registers it on first use."""
+        """Return the id of a type's current schema; registers the schema on first use."""
         if record_type not in self._ids:
             from confluent_kafka.schema_registry import Schema
 
@@ -193,11 +193,11 @@ class _Registry:
         return self._ids[record_type]
 
     def schema_of(self, schema_id: int) -> _Schema:
-        """The writer's schema of an id. Raises DecodeError for one that is none of Tidemill's."""
+        """Return the writer's schema of an id. Raises DecodeError if it is not a schema of Tidemill."""
         if schema_id not in self._schemas:
             try:
                 document = json.loads(self._client.get_schema(schema_id).schema_str or "null")
                 self._schemas[schema_id] = _Schema(document)
-            except Exception as error:  # an unknown id, bad JSON and a foreign schema are one answer
+            except Exception as error:  # an unknown id, bad JSON and a foreign schema raise the same error
                 raise DecodeError(f"schema id {schema_id} of the registry is not readable: {error}") from error
         return self._schemas[schema_id]

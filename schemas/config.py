@@ -1,4 +1,4 @@
-"""Settings that every role shares: where the log is, where large bytes lie, and which run this is."""
+"""Settings that all roles share: the log, the object store, HTTP limits, the run and its chat template."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 CLAIM_CHECK_BYTES = 900_000
-"""Payloads above this go to the object store; Kafka's own default limit on a record batch is 1,048,588 bytes."""
+"""Payloads above this size go to the object store. Kafka's default limit of a record batch is 1,048,588 bytes."""
 
 HELD_OUT_ONE_IN = 8
 """Default of `run.held_out_one_in`."""
 
 
 class Section(BaseModel):
-    """Base of every settings section: unknown keys are refused, values do not change after loading."""
+    """Base class of all settings sections: unknown keys are errors, values do not change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class KafkaSettings(Section):
-    """How to reach the log."""
+    """The connection to the log."""
 
     bootstrap: str = ""
-    """Addresses of Kafka brokers, host:port separated by commas. Empty: the local stack, where there is one."""
+    """Addresses of Kafka brokers, host:port separated by commas. Empty: the local stack, if there is one."""
 
     topic_prefix: str = "tidemill."
-    """Put before every topic name, so that a replay writes beside the live topics and never into them."""
+    """First part of every topic name. A replay has its own prefix, so that it never writes to the live topics."""
 
     registry_url: str | None = None
     """Address of a Confluent-compatible schema registry. None: single-object encoding, schemas from the package."""
@@ -37,22 +37,22 @@ class KafkaSettings(Section):
     """Replicas of each topic created by `tidemill topics`; 3 in production."""
 
     partitions: int | None = Field(default=None, ge=1)
-    """Overrides the partition count of the keyed topics in the catalogue. Fixed for the life of a topic."""
+    """Overrides the partition count of the keyed topics in the catalogue. Fixed once a topic exists."""
 
     stall_timeout_s: float = Field(default=120.0, ge=0)
-    """How long a role may stand still: a partition whose records are not delivered, a log that does not answer (told,
-    and waited for), a main loop that does not come round (the process dumps its stacks and exits with status 70, for
-    its supervisor to start it again). Waiting for what is not there yet never counts. 0: for ever."""
+    """How long a role may make no progress, in seconds: records of a partition are not delivered; the log does not
+    answer (logged, and the role keeps waiting); the main loop hangs (the process dumps its stacks and exits with status
+    70, so that its supervisor restarts it). Waiting for data that does not exist yet does not count. 0: no limit."""
 
     read_ahead_bytes: int = Field(default=64 * 2**20, ge=2**21)
-    """Bytes that one consumer holds ahead of their use, at most."""
+    """Maximum number of bytes that one consumer buffers before they are used."""
 
     write_ahead_bytes: int = Field(default=64 * 2**20, ge=2**21)
-    """Bytes that one producer holds until the log acknowledges them; a caller that writes more waits."""
+    """Maximum number of bytes that one producer buffers until the log acknowledges them; a further write waits."""
 
     client_options: dict[str, str] = Field(default_factory=dict, repr=False)
     """Further librdkafka settings for every client, for instance `security.protocol`, `ssl.ca.location` and `sasl.*`.
-    Stream workers follow those of TLS and SASL. A password is best given in the environment, which adds it to the rest:
+    Stream workers use those for TLS and SASL. Give a password in the environment; it is added to the other options:
     TIDEMILL_KAFKA__CLIENT_OPTIONS='{"sasl.password": "..."}'."""
 
     @field_validator("topic_prefix")
@@ -63,7 +63,7 @@ class KafkaSettings(Section):
         return value
 
     def address(self) -> str:
-        """The bootstrap address; ValueError when none is configured."""
+        """Return the bootstrap address. Raises ValueError if none is configured."""
         if not self.bootstrap:
             raise ValueError(
                 "no Kafka address: give --bootstrap HOST:PORT, set TIDEMILL_KAFKA__BOOTSTRAP, or start the local "
@@ -76,35 +76,35 @@ class HttpSettings(Section):
     """Limits of an HTTP server on its clients' connections."""
 
     max_connections: int = Field(default=1024, ge=1)
-    """Connections at a time; fewer where the process may not open so many files. For one more, the one that has waited
-    longest for its client is closed; where none waits, the newcomer is answered 503."""
+    """Maximum number of open connections; fewer if the process may not open so many files. A new connection beyond it
+    closes the one that has waited longest for its client. If none waits, the new one gets status 503."""
 
     max_client_connections: int = Field(default=512, ge=1)
-    """Connections of one client address (IPv6: of one /64 network) at a time, in the same way. Behind a proxy every
-    client has the proxy's address: let it be `max_connections` there."""
+    """The same limit for each client address (IPv6: for each /64 network). Behind a proxy all clients have the proxy's
+    address: set it to `max_connections` there."""
 
     header_timeout_s: float = Field(default=10.0, gt=0)
-    """Longest time from the first byte of a request, and from the beginning of a connection, to the end of a header."""
+    """Maximum time from the first byte of a request, or from the start of a connection, to the end of the header."""
 
     body_timeout_s: float = Field(default=30.0, gt=0)
-    """Longest time that the body of a request takes to arrive."""
+    """Maximum time in which the body of a request must arrive, in seconds."""
 
     idle_timeout_s: int = Field(default=75, ge=1)
-    """How long a connection is kept for a further request, in seconds."""
+    """How long a connection is kept open for another request, in seconds."""
 
     unread_timeout_s: float = Field(default=60.0, gt=0)
-    """Longest time in which a client takes nothing of an answer that waits for it. A stream may be silent for longer:
-    then nothing waits."""
+    """Maximum time in which a client reads nothing of an answer that is ready to be sent. It does not limit the pauses
+    of a stream, in which nothing is ready."""
 
     max_header_bytes: int = Field(default=65_536, ge=1024)
-    """Bytes of a request beside its body, to within one read of the socket; a longer one is answered 431."""
+    """Maximum size of a request without its body, up to one read of the socket more. A larger one gets status 431."""
 
 
 class StoreSettings(Section):
-    """Where large bytes lie: anchors, checkpoints and claimed payloads."""
+    """The object store for large payloads: anchors, checkpoints and claims."""
 
     root: str = "data/store"
-    """A directory or any fsspec URL (s3://bucket/path, gs://bucket/path)."""
+    """Directory or fsspec URL (s3://bucket/path, gs://bucket/path)."""
 
 
 class EnvironmentEntry(Section):
@@ -114,10 +114,10 @@ class EnvironmentEntry(Section):
     """An installed environment (`tidemill env list`), or `package.module:object`."""
 
     label: str = ""
-    """Name in the records of the run. Empty: `name`. Two entries of one environment need two labels."""
+    """Name in the records of the run. Empty: `name`. Two entries with the same environment need different labels."""
 
     weight: float = Field(default=1.0, gt=0)
-    """Share of the tasks, beside the weights of the other entries."""
+    """Share of the tasks, relative to the weights of the other entries."""
 
     group_size: int | None = Field(default=None, ge=1, le=1024)
     """Rollouts in a training group. None: `feed.group_size`."""
@@ -126,49 +126,49 @@ class EnvironmentEntry(Section):
     """Options by name (`tidemill env show NAME`)."""
 
     isolation: Literal["", "loop", "process"] = ""
-    """Where it runs: in the worker's event loop, or in a process of its own. Empty: as the environment declares."""
+    """Place where it runs: the worker's event loop, or a separate process. Empty: as the environment declares."""
 
     network: bool | None = None
     """Whether its process may open sockets. None: as the environment declares."""
 
     agent: list[str] = Field(default=[])
-    """Command of an agent program that plays the tasks in place of the environment's own conversation. It finds the
-    model at OPENAI_BASE_URL with the key OPENAI_API_KEY, and its task on standard input."""
+    """Command of an agent program that plays the tasks instead of the environment's own conversation. It calls the
+    model at OPENAI_BASE_URL with the key OPENAI_API_KEY, and reads its task from standard input."""
 
     evaluate: bool = True
     """Whether evaluations use its held-out questions. False: the entry is used only for training."""
 
     @property
     def title(self) -> str:
-        """The name in records."""
+        """Name in records."""
         return self.label or self.name
 
 
 class RunSettings(Section):
-    """Which training run this is."""
+    """The training run."""
 
     run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the run. Records of other runs in the same topics are left alone."""
+    """Name of the run. Records of other runs in the same topics are ignored."""
 
     branch: str = Field(default="main", pattern=r"^[A-Za-z0-9._-]+$")
-    """Branch of the weight chain."""
+    """Branch of the weight log."""
 
     seed: int = Field(default=0, ge=0)
     """Root of all randomness of the run."""
 
     environments: list[EnvironmentEntry] = Field(default=[EnvironmentEntry(name="ledger")], min_length=1)
-    """The environments that the policy practises. The feeder and the rollout workers need the same list."""
+    """Environments that the policy is trained on. The feeder and the rollout workers need the same list."""
 
     held_out_one_in: int = Field(default=HELD_OUT_ONE_IN, ge=2)
-    """Hold out one question in this many; a hash of its text decides which. With few questions, hold out a greater
+    """One question in this many is held out; a hash of its text decides which. With few questions, hold out a greater
     share (a smaller number), so that the evaluation represents all of them. Use one value for all runs of a model."""
 
     groups_per_step: int = Field(default=8, ge=1)
-    """Groups that one optimizer step trains on. The feeder's admission and the trainer's batches share it."""
+    """Number of groups in one optimizer step. The feeder's admission control and the trainer's batches use it."""
 
     max_policy_lag: int = Field(default=4, ge=0)
-    """Most versions that a trained token may be behind the trainer: admission keeps to it, and the trainer excludes
-    what passes it all the same."""
+    """Bound on policy lag, in versions. Admission control limits unfinished groups by it, and the trainer excludes
+    groups that exceed it nevertheless."""
 
     max_steps: int = Field(default=60, ge=0)
     """Optimizer steps of the run. 0: evaluation only."""
@@ -191,17 +191,17 @@ class RunSettings(Section):
 
 
 class ChatSettings(Section):
-    """How conversations become tokens. Every role of a run needs the same."""
+    """The conversion of conversations into tokens. All roles of a run need the same settings."""
 
     template: str = ""
-    """File (or fsspec URL) of a Jinja chat template to use in place of the checkpoint's own; "chatml" is built in.
-    Empty: the checkpoint's."""
+    """File (or fsspec URL) of a Jinja chat template that replaces the checkpoint's own; "chatml" is built in.
+    Empty: the checkpoint's template."""
 
     date: datetime.date = datetime.date(2026, 1, 1)
-    """The day that a template prints as today. Fixed for a run: rollouts of one group must read the same prompt."""
+    """Date that a template prints as today. Fixed for a run: all rollouts of a group must have the same prompt."""
 
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the template, for instance `enable_thinking = false`."""
 
     tools_in_system: bool = False
-    """Explain tools in the system message, also to a model whose template shows tools."""
+    """Whether to explain tools in the system message even if the model's template has a place for tools."""

@@ -1,11 +1,11 @@
-"""Expert ids: the experts that a mixture of experts sent each token to, packed.
+"""Expert ids in packed form: the experts that a mixture of experts sent each token to.
 
-They travel as one NumPy `.npy` array, u1 or u2[tokens, layers, top_k] (u2 above 256 experts), which is how vLLM gives
-them. `layers` counts all decoder layers; the ids of a layer without experts mean nothing. The last token of a context
-has none: it was sampled, and not computed.
+They are stored as one NumPy `.npy` array, u1 or u2[tokens, layers, top_k] (u2 above 256 experts), the format of vLLM.
+`layers` counts all decoder layers; the ids of a layer without experts have no meaning. The last token of a context has
+no ids: it was sampled, but not computed.
 
-The ids of a rollout are those of its segments with sampled tokens, in order: of each segment the tokens before its last
-sampled one, which are those that a logprob depends on.
+The ids of a rollout are those of its segments with sampled tokens, in order. For each segment, they cover the tokens
+before its last sampled one: the logprobs depend on these.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _KINDS = (np.dtype("u1"), np.dtype("<u2"))
 
 
 def packed_ids(ids: ExpertIds) -> bytes:
-    """The ids as an `.npy` array."""
+    """Return the ids as an `.npy` array."""
     stream = io.BytesIO()
     np.save(stream, ids, allow_pickle=False)
     return stream.getvalue()
 
 
 def unpacked_ids(payload: bytes) -> ExpertIds:
-    """The ids in an `.npy` array. Raises ValueError for bytes that are something else."""
+    """Return the ids in an `.npy` array. Raises ValueError for other bytes."""
     stream = io.BytesIO(payload)
     try:
         version = np.lib.format.read_magic(stream)  # type: ignore[no-untyped-call]  # NumPy has no types here
@@ -39,7 +39,7 @@ def unpacked_ids(payload: bytes) -> ExpertIds:
         raise ValueError(f"expert ids are no .npy array: {error}") from error
     if dtype not in _KINDS or len(shape) != 3 or by_columns:
         raise ValueError(f"expert ids are {dtype}{list(shape)}, expected u1 or u2[tokens, layers, top_k]")
-    # Cut from the bytes that are there: a header may speak of any number of them.
+    # The number of values is that of the bytes that exist: a header may claim any number.
     found = np.frombuffer(payload, dtype, offset=stream.tell())
     if found.size != np.prod(shape, dtype=object):
         raise ValueError(f"expert ids are cut short: {found.size} values for {list(shape)}")

@@ -1,28 +1,28 @@
 """The meaning of gate decisions: one pure fold over the decisions of one branch, in the order of the log.
 
-Replicas, the router, the gate itself, the trainer, the operator's tools and the demonstration all ask this fold: a
-verdict means one thing, and a new verdict is a change in this file. What it keeps true:
+Replicas, the router, the gate, the trainer, the operator's tools and the demonstration all use this fold: a verdict has
+only one meaning, and a new verdict is a change of this file. Invariants:
 
-- the newest promotion, hold or roll-back limits which versions may be served; a release lifts the limit;
+- the newest promotion, hold or roll-back limits which versions may be served; a release removes the limit;
 - a promotion or a roll-back names the version that everyone is served;
-- a trial ends with the next decision that names, limits or releases, with the rejection of the version tried, and with
-  the trial of another version;
-- a rejection stands for good, and leaves the limit as it is, so that it never lets go of a hold;
-- people win over the gate: a hold, or a person's roll-back, ends with a person's promotion or a release. What a gate
-  decided before it knew of the hold changes nothing for anyone. It is kept in `overrun` until the gate takes it back.
+- a trial ends with the next decision that names, limits or releases, with the rejection of the version on trial, and
+  with the trial of another version;
+- a rejection is permanent. It does not change the limit, so it never ends a hold;
+- people have priority over the gate: only a person's promotion or a release ends a hold or a person's roll-back. What a
+  gate decides before it has read the hold has no effect, and is kept in `overrun` until the gate revokes it.
 
-With the versions of the branch (`made`) it also tells which of them may be trained on. Every step makes one version,
-whose parent is the version that it started from; a version's line is it and its ancestors.
+With the versions of the branch (`made`) the fold also returns which of them may be trained on. Every step makes one
+version, whose parent is the version that it started from. The line of a version is the version and its ancestors.
 
-- A rejection gives up the rejected version, its descendants, and what lies between it and the version that users have:
-  the nearest ancestor that was named, else that was admitted, else the parent.
-- A roll-back gives up every version after its target that was made before the roll-back was known.
-- A promotion takes up again what was given up on the way to the promoted version, and gives up what lies on no line
-  with it. A release takes up what roll-backs gave up. Holds and trials change what is served, not what is learnt.
-- Only versions that descend from an admitted one may learn from users.
+- A rejection abandons the rejected version, its descendants, and the versions between it and the one to go back to: its
+  nearest named ancestor, otherwise its nearest admitted ancestor, otherwise its parent.
+- A roll-back abandons all versions after its target that were made before the roll-back was known.
+- A promotion restores the abandoned ancestors of the promoted version, and abandons all versions on no line with it.
+  A release restores what roll-backs abandoned. Holds and trials change serving, not training.
+- Only an admitted version and its descendants may learn from users.
 
-Each version is noted with how many decisions were known when it was made, which `train.steps` records. So the same
-versions and decisions give the same answer, in whichever order they are read.
+Each version is stored with the number of decisions known when it was made, from `train.steps`. So the same versions and
+decisions give the same result, in any order of reading.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from dataclasses import dataclass
 from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict
 
 GENERATION = "gate_generation"
-"""Name, in a decision's numbers, of the gate process that took it: greater for one that started later. People's
-decisions have none."""
+"""Name, in a decision's numbers, of the generation of the gate process that made it: greater for a later process.
+Decisions of people have none."""
 
 EVIDENCE = "evidence"
-"""Name, in the numbers of a gate's decision that ends a trial: 1 where evidence decided, 0 where a limit did."""
+"""Name, in the numbers of a gate's decision that ends a trial: 1 if evidence decided, 0 if a limit did."""
 
 GIVES_UP = frozenset({GateVerdict.REJECT, GateVerdict.ROLL_BACK, GateVerdict.PROMOTE})
 """Decisions after which versions may not be trained on."""
@@ -49,28 +49,28 @@ LIMITS = {
     GateVerdict.ROLL_BACK: "rolled back to",
     GateVerdict.PROMOTE: "promoted no further than",
 }
-"""Verdicts after which nothing above their version may be served, in words."""
+"""Verdicts that limit the served versions to their own and earlier ones, with their wording in messages."""
 
 NAMES = frozenset({GateVerdict.PROMOTE, GateVerdict.ROLL_BACK})
 """Verdicts that name the version that everyone is served."""
 
 _MOVES = (GateVerdict.PROMOTE, GateVerdict.CANARY, GateVerdict.ROLL_BACK)
-"""Verdicts of a gate that a hold keeps from taking effect."""
+"""Verdicts of a gate that have no effect during a hold."""
 
 
 def by_gate(decision: GateDecision) -> bool:
-    """Whether a gate decided, and not a person."""
+    """Return whether a gate decided, and not a person."""
     return GENERATION in decision.numbers
 
 
 def canary_share(decision: GateDecision) -> float | None:
-    """The part of the users, 0 to 1, that a CANARY gives to the version tried; None where it says no usable one."""
+    """Return the share of the users, 0 to 1, that a CANARY gives to the version on trial; None if it is not usable."""
     share = decision.numbers.get(CANARY_SHARE, math.nan)
     return share if decision.version is not None and 0.0 <= share <= 1.0 else None
 
 
 def followed(decision: GateDecision, serving: int, head: int) -> bool:
-    """Whether a replica that serves `serving` has done as a decision says; `head` was the newest version then."""
+    """Return whether a replica that serves `serving` follows a decision; `head` is the newest version at that time."""
     match decision.verdict:
         case _ if decision.version is None:
             return serving >= head
@@ -82,25 +82,25 @@ def followed(decision: GateDecision, serving: int, head: int) -> bool:
 
 @dataclass(slots=True)
 class CanaryTrial:
-    """A version that the canary pool served while it was tried."""
+    """The trial of one version, which the canary pool serves."""
 
     version: int
     opened_at: int
     share: float
-    """Part of the users that are served it, 0 to 1."""
+    """Share of the users that get the version, 0 to 1."""
     users_at: int | None
-    """When it first had a share of the users; None while it had none. Microseconds, as `opened_at`."""
+    """Time at which it first had a share of the users; None if it had none. Microseconds, as `opened_at`."""
     end: GateDecision | None = None
-    """None while it goes on."""
+    """The decision that ended the trial; None before."""
 
     @property
     def decided(self) -> bool:
-        """Whether it ended with a decision about a version, and not for another trial or with a release."""
+        """Whether it ended with a decision about a version, not with another trial or a release."""
         return self.end is not None and self.end.verdict not in (GateVerdict.CANARY, GateVerdict.RELEASE)
 
     @property
     def on_evidence(self) -> bool:
-        """Whether a gate's evidence decided it."""
+        """Whether it was decided by a gate's evidence."""
         return self.decided and self.end is not None and self.end.numbers.get(EVIDENCE, 0.0) > 0.0
 
 
@@ -108,48 +108,48 @@ class CanaryTrial:
 class _Made:
     parent: int | None
     known: int
-    """Decisions known when it was made."""
+    """Number of decisions known when it was made."""
 
 
 class BranchDecisions:
-    """The decisions of one branch of one run; the caller leaves those of others out."""
+    """The decisions of one branch of one run; the caller must not pass those of other branches."""
 
     def __init__(self) -> None:
         self.decisions = 0
-        """Decisions that were observed."""
+        """Number of decisions that were observed."""
         self.limit: GateDecision | None = None
-        """The decision that no served version may go beyond; None where the newest may be served."""
+        """Decision whose version is the last one that may be served; None if the newest may be served."""
         self.served: list[int] = []
-        """The version of each promotion and roll-back, in order: what everyone was served, and is, at the end."""
+        """Version of each promotion and roll-back, in order; everyone is served the last one now."""
         self.named: list[int] = []
         """The same versions, each once, in the order of the last decision that named each."""
         self.trials: list[CanaryTrial] = []
-        """Every trial, in order."""
+        """All trials, in order."""
         self.rejected: dict[int, GateDecision] = {}
         """Versions that are never served again, with the last rejection of each."""
         self.decided: set[int] = set()
-        """Versions that were named or rejected: they are not tried again."""
+        """Versions that were named or rejected: they get no further trial."""
         self.admitted: list[int] = []
         """Admitted versions, in the order of the last admission of each."""
         self.learners: set[int] = set()
         """Versions that may learn from users: the admitted ones and their descendants."""
         self.settled: GateDecision | None = None
-        """The newest decision about a version or a release; trials and admissions are none."""
+        """The newest decision about a version or a release, without trials and admissions."""
         self.hold: GateDecision | None = None
-        """The decision that only a person ends."""
+        """Hold or person's roll-back that only a person can end."""
         self.overrun: GateDecision | None = None
-        """A gate's decision that came after the hold and is to be taken back."""
+        """A gate's decision that came after the hold and that the gate must revoke."""
         self.collapsed: int | None = None
-        """The version that a gate rolled back, until it is rejected."""
+        """Version from which a gate rolled back, until it is rejected."""
         self.generation = 0.0
-        """The greatest generation of a gate that decided."""
+        """Greatest generation of a gate that decided."""
         self._made: dict[int, _Made] = {}
         self._children: defaultdict[int, list[int]] = defaultdict(list)
         self._given_up: dict[int, GateVerdict] = {}
 
     @property
     def trial(self) -> CanaryTrial | None:
-        """The trial that goes on; None while nothing is tried."""
+        """The current trial; None if there is none."""
         return self.trials[-1] if self.trials and self.trials[-1].end is None else None
 
     @property
@@ -159,11 +159,11 @@ class BranchDecisions:
 
     @property
     def abandoned(self) -> frozenset[int]:
-        """Versions that were given up: nothing is trained on from them."""
+        """The abandoned versions: nothing sampled under them is trained on."""
         return frozenset(self._given_up)
 
     def observe(self, decision: GateDecision) -> str:
-        """Take a decision in, in log order. Returns why it is not taken; else an empty string."""
+        """Apply a decision; call in log order. Returns the reason if it is not applied, otherwise an empty string."""
         self.decisions += 1
         self.generation = max(self.generation, decision.numbers.get(GENERATION, 0.0))
         if decision.verdict is GateVerdict.RELEASE:
@@ -175,7 +175,7 @@ class BranchDecisions:
                 self._end_trial(decision)
             return f"a decision to {decision.verdict.value} names no version"
         elif self.hold is not None and by_gate(decision) and decision.verdict in _MOVES:
-            # A gate takes an overrun back by saying the hold again, as a roll-back to the version held.
+            # A gate revokes an overrun by repeating the hold as a roll-back to the held version.
             self.overrun = None if decision.verdict is GateVerdict.ROLL_BACK else decision
         else:
             self._take(decision, decision.version)
@@ -252,7 +252,7 @@ class BranchDecisions:
             self.trial.end = decision
 
     def made(self, version: int, parent: int | None, known: int | None = None) -> None:
-        """`version` was made from `parent`, `known` decisions being known then: by default those observed so far."""
+        """Record that `version` was made from `parent` when `known` decisions were known (default: those observed)."""
         before = self._made.get(version)
         self._made[version] = _Made(parent, self.decisions if known is None else known)
         if before is not None and before.parent is not None:
@@ -265,7 +265,7 @@ class BranchDecisions:
             self.learners |= self._descendants(version)
 
     def ancestry(self, version: int) -> Iterator[int]:
-        """A version, its parent, and so on to the first one; nothing for a version that was not made."""
+        """Yield a version, its parent, and so on to the first one; nothing for a version that was not made."""
         at: int | None = version
         while at is not None and at in self._made:
             yield at
@@ -281,7 +281,7 @@ class BranchDecisions:
         return found
 
     def _behind(self, version: int) -> int | None:
-        """The version to go back to when `version` is rejected."""
+        """Return the version to go back to when `version` is rejected."""
         before = [v for v in self.ancestry(version) if v != version and v not in self._given_up]
         for milestones in (self.named, self.admitted):
             found = next((v for v in before if v in milestones), None)
@@ -290,11 +290,11 @@ class BranchDecisions:
         return self._made[version].parent
 
     def _give_up(self, decision: GateDecision, version: int, lost: set[int]) -> None:
-        """Give up versions that were made before a decision about a version that was made."""
+        """Abandon those of the versions `lost` that were made before the decision, if its version was made."""
         if version not in self._made:
             return
         for at in lost & self._made.keys():
-            # A rejection stands over the rest, so that a release does not take up what was rejected.
+            # A rejection replaces an earlier reason, so that a release does not restore these versions.
             free = at not in self._given_up or decision.verdict is GateVerdict.REJECT
             if free and self._made[at].known < self.decisions:
                 self._given_up[at] = decision.verdict

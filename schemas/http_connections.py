@@ -1,7 +1,7 @@
-"""The address of a server, who is connected to it over HTTP, and who gives way to whom.
+"""The address of an HTTP server, and the limit on its open connections.
 
-Clients that send nothing cost places, and places are few. A connection that waits for its client gives way to a
-newcomer, the longest wait first; a request that has arrived keeps its place until it is answered.
+Clients that send nothing use connections, whose number is limited. For a new connection beyond the limit, the one that
+has waited longest for its client is closed. A request that has arrived keeps its connection until it is answered.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class PortTaken(OSError):
 
 
 def bind(host: str, port: int, setting: str, backlog: int | None = None) -> socket.socket:
-    """A socket bound to an address, before anything that takes time or speaks to others; port 0 lets the system choose.
+    """Return a socket bound to an address; with port 0 the system chooses. Call it before slow or external work.
 
-    With a `backlog` it listens, and so many clients may wait until they are served; without, they are refused until
-    a server listens. `setting` is the name of the setting of the port, beside which its section has a `host`.
+    With a `backlog` it listens, and up to so many clients wait until they are served; without, clients are refused
+    until a server listens. `setting` is the name of the port's setting, whose section also has a `host`.
 
-    Raises PortTaken, naming the address and the setting to change.
+    Raises PortTaken, which names the address and the setting to change.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # asyncio sends small parts at once only where the protocol is named: else a second one waits 40 ms for an
-        # acknowledgement of the first.
+        # asyncio sends small parts without delay only if the protocol is given: otherwise a second part waits 40 ms
+        # for the acknowledgement of the first.
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
         section = setting.partition(".")[0]
@@ -53,25 +53,25 @@ def bind(host: str, port: int, setting: str, backlog: int | None = None) -> sock
 
 LOG = logging.getLogger(__name__)
 OTHER_FILES = 128
-"""Files that a process opens beside its clients' connections."""
+"""Number of files that a process opens in addition to its clients' connections."""
 TELL_EVERY_S = 60.0
 _NETWORK_BYTES = 8
-"""An owner of one IPv6 address has its /64 network."""
+"""Length of the address of a /64 network: the owner of one IPv6 address has the whole network."""
 
 
 class Connection(Protocol):
-    """A client's connection, as the room sees it."""
+    """A client's connection, as the connection table uses it."""
 
     @property
     def client_is_late(self) -> bool:
-        """Whether a connection that waits does so for nothing but what its client sends."""
+        """Whether a waiting connection waits only for data from its client."""
 
     def close_for_another(self) -> None:
-        """Close, for another one's sake."""
+        """Close the connection, to make room for another one."""
 
 
 def client_of(address: str) -> str:
-    """Whose connections are counted together: an IPv4 address, an IPv6 network, or what is no address."""
+    """Return the key by which connections are counted: an IPv4 address, an IPv6 network, or the text if neither."""
     try:
         found = ip_address(address)
     except ValueError:
@@ -82,7 +82,7 @@ def client_of(address: str) -> str:
 
 
 class ConnectionTable:
-    """The connections of one server, from one thread."""
+    """The connections of one server, used by one thread."""
 
     def __init__(self, settings: HttpSettings) -> None:
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -92,17 +92,17 @@ class ConnectionTable:
         self._clients: dict[Connection, str] = {}
         self._counts: Counter[str] = Counter()
         self._waiting: dict[Connection, None] = {}
-        """In the order in which they began to wait."""
+        """Ordered by the start of the wait."""
         self._closed = 0
         self._told_at = float("-inf")
 
     def enter(self, connection: Connection, address: str) -> None:
-        """A client has connected."""
+        """Add the connection of a client that has connected."""
         client = self._clients[connection] = client_of(address)
         self._counts[client] += 1
 
     def leave(self, connection: Connection) -> None:
-        """A connection has ended; said twice, it counts once."""
+        """Remove a connection that has ended. A second call has no effect."""
         self._waiting.pop(connection, None)
         client = self._clients.pop(connection, None)
         if client is not None:
@@ -111,17 +111,17 @@ class ConnectionTable:
                 del self._counts[client]
 
     def wait(self, connection: Connection) -> None:
-        """A connection waits from now on for what its client sends."""
+        """Record that a connection now waits for data from its client."""
         self._waiting.pop(connection, None)
         if connection in self._clients:
             self._waiting[connection] = None
 
     def answer(self, connection: Connection) -> None:
-        """A connection has a whole request."""
+        """Record that a connection has received a whole request."""
         self._waiting.pop(connection, None)
 
     def fits(self, connection: Connection) -> bool:
-        """Whether there is a place for a connection, one that waits having given way where there was none."""
+        """Return whether a connection is within the limits, after closing a waiting connection if it was not."""
         client = self._clients.get(connection)
         if client is None:
             return False
@@ -139,7 +139,7 @@ class ConnectionTable:
                 return
 
     def tell(self, client: object, why: str) -> None:
-        """Say that a client's connection was closed: at once, but not for each one of many."""
+        """Log that a client's connection was closed, at most once in `TELL_EVERY_S`."""
         self._closed += 1
         now = time.monotonic()
         if now - self._told_at >= TELL_EVERY_S:

@@ -1,8 +1,8 @@
-"""uvicorn, where clients that send nothing, little or slowly harm nobody else.
+"""uvicorn with limits, so that clients that send nothing, little or slowly do not affect other clients.
 
-uvicorn waits for ever for a header, for a body, and for a client to take its answer, and counts connections that say
-nothing like those that work. Its `http` setting takes a protocol class: the one below is uvicorn's own, with deadlines
-and a place in a `ConnectionTable`. Every server that Tidemill starts with uvicorn has its configuration from here.
+uvicorn waits without limit for a header, for a body, and for a client to read its answer, and counts silent connections
+like active ones. Its `http` setting accepts a protocol class: the one below is uvicorn's own, with deadlines and an
+entry in a `ConnectionTable`. All servers that Tidemill starts with uvicorn use this configuration.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class BoundedConfig(uvicorn.Config):
 
     Args:
         app: the ASGI application.
-        settings: what it bears from its clients' connections.
-        lifespan: whether the application is told of its beginning and end, as uvicorn has it.
-        grace_s: seconds that running answers get to finish on shutdown.
+        settings: limits on its clients' connections.
+        lifespan: uvicorn's setting of this name: whether the application gets startup and shutdown events.
+        grace_s: seconds that unfinished answers get to finish on shutdown.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class BoundedConfig(uvicorn.Config):
         super().__init__(
             app,
             http=BoundedProtocol,
-            # A WebSocket would leave the protocol below, and with it every bound. Nothing here speaks it.
+            # A WebSocket would leave the protocol class below, and with it all limits. No application here uses it.
             ws="none",
             lifespan=lifespan,
             log_level="warning",
@@ -59,10 +59,10 @@ class BoundedConfig(uvicorn.Config):
 
 
 class ThreadServer:
-    """A server in a thread of its own, from entering it as a context to its exit, which finishes running answers.
+    """A context manager that runs a server in a separate thread. Its exit waits for unfinished answers.
 
     Args:
-        name: the thread's.
+        name: name of the thread.
         listener: a bound socket, closed at the exit.
     """
 
@@ -78,7 +78,7 @@ class ThreadServer:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def watch(self, stop: threading.Event) -> None:
-        """Wait until `stop` is set. Raises RuntimeError where the server ends by itself."""
+        """Wait until `stop` is set. Raises RuntimeError if the server ends by itself."""
         while not stop.wait(_WATCH_S):
             if not self._thread.is_alive():
                 raise RuntimeError(f"{self._thread.name}: the server ended by itself; its log says why")
@@ -99,17 +99,17 @@ class _Phase(Enum):
     """The state of a connection."""
 
     HEADER = auto()
-    """A part of a request's header has arrived, or nothing."""
+    """Nothing or a part of a request's header has arrived."""
     BODY = auto()
-    """The header has come, the body has not."""
+    """The header has arrived, the body has not."""
     ANSWER = auto()
-    """A whole request is in hand: how long the answer takes is the application's affair."""
+    """A whole request has arrived. The time of the answer is not limited here."""
     IDLE = auto()
-    """Answered, and nothing has come since."""
+    """The request is answered, and nothing has arrived since."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection: uvicorn's, with a deadline for everything that it waits for from its client."""
+    """uvicorn's protocol of one connection, with a deadline for everything that its client must do."""
 
     def __init__(
         self,
@@ -126,26 +126,26 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unsent = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._reading_deadline: asyncio.TimerHandle | None = None
-        """When the client must have taken a part of its answer."""
+        """Timer that ends when the client must have read a part of its answer."""
 
     @property
     def client_is_late(self) -> bool:
-        """Whether a connection that waits does so for nothing but what its client sends."""
+        """Whether a waiting connection waits only for data from its client."""
         return not self.flow.read_paused and not self.transport.get_write_buffer_size()
 
     def close_for_another(self) -> None:
-        """Close, for another one's sake."""
+        """Close the connection, to make room for another one."""
         self._end("it waited longest for its client when there was no place left")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """A client has connected."""
+        """Register a client that has connected."""
         super().connection_made(transport)
         self._room.enter(self, self.client[0] if self.client else "")
         self._enter(_Phase.HEADER)
         self._room.fits(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended, on either side."""
+        """Clean up after the end of the connection, on either side."""
         for timer in (self._deadline, self._reading_deadline):
             if timer is not None:
                 timer.cancel()
@@ -153,7 +153,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """A part of a request, or parts of several, has come."""
+        """Process a part of a request, or parts of several."""
         if self._phase is _Phase.IDLE:
             self._enter(_Phase.HEADER)
         self._beside_body += len(data)
@@ -163,7 +163,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._end(too_long, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
-        """The parser has read a header."""
+        """Start to wait for the body: the parser has read a header."""
         behind_another = self.cycle is not None and not self.cycle.response_complete
         if not behind_another:
             self._enter(_Phase.BODY)
@@ -172,13 +172,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """The parser has read a part of a body."""
-        # Each byte pays for itself and for one of the lengths of chunks.
+        """Process a part of a body that the parser has read."""
+        # Each body byte is subtracted twice: for itself, and for one byte of chunk lengths.
         self._beside_body -= 2 * len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The parser has read a whole request."""
+        """Start to wait for the answer: the parser has read a whole request."""
         self._beside_body = 0
         super().on_message_complete()
         if self.cycle.response_complete:
@@ -187,21 +187,21 @@ class BoundedProtocol(HttpToolsProtocol):
             self._enter(_Phase.ANSWER)
 
     def on_response_complete(self) -> None:
-        """The application has given out the whole answer."""
+        """Start to wait for the next request: the application has returned the whole answer."""
         super().on_response_complete()
         if not self.cycle.response_complete:
-            # The next one had come before this one was answered.
+            # The next request had arrived before this one was answered.
             self._enter(_Phase.BODY if self.cycle.more_body else _Phase.ANSWER)
         elif self._phase is _Phase.ANSWER:
             self._enter(_Phase.IDLE)
 
     def pause_writing(self) -> None:
-        """The client takes less than the application gives."""
+        """Start the read deadline: the client reads more slowly than the application writes."""
         super().pause_writing()
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        """The client has taken most of what waited for it."""
+        """Stop the read deadline: the client has read most of the data that was ready."""
         super().resume_writing()
         if self._reading_deadline is not None:
             self._reading_deadline.cancel()
@@ -230,10 +230,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect_reading()
         elif self._phase is _Phase.HEADER:
             late = f"no whole header came within {settings.header_timeout_s:g} s"
-            # Who has sent nothing has asked nothing.
+            # A client that has sent nothing has requested nothing.
             self._end(late, HTTPStatus.REQUEST_TIMEOUT if self._beside_body else None)
         elif self.flow.read_paused:
-            # The application does not take what has come: the client is not late.
+            # The application does not read the data that has arrived: the client is not late.
             self._enter(_Phase.BODY)
         else:
             self._end(f"the body did not arrive within {settings.body_timeout_s:g} s", HTTPStatus.REQUEST_TIMEOUT)
@@ -252,7 +252,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._end(f"it took nothing of its answer for {self._settings.unread_timeout_s:g} s")
 
     def _end(self, why: str, status: HTTPStatus | None = None) -> None:
-        """Close. A status is said to the client, with the reason, where nothing else has been said to its request."""
+        """Close the connection. If its request has no answer yet, send the status with the reason first."""
         self._room.leave(self)
         self._room.tell(self.client, why)
         in_answer = self._phase is _Phase.ANSWER or (self._phase is _Phase.BODY and self.cycle.response_started)

@@ -1,10 +1,10 @@
 """The records of the log, as frozen dataclasses.
 
-One dataclass per record of `avro/`; field names, order and meaning are those of its newest schema. Invariants:
+One dataclass per record of `avro/`. Field names, order and meaning are those of its newest schema. Invariants:
 
 - times are integers, microseconds since the Unix epoch, UTC (`*_at`);
 - token arrays are packed little-endian bytes (`u4` ids, `f4` logprobs, `u1` masks), never lists;
-- identifiers are strings, and equal identifiers mean the same thing wherever a record is read.
+- identifiers are strings; equal identifiers refer to the same object in all records.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from tidemill.schemas.record_class import record
 
 
 class Mode(StrEnum):
-    """The purpose of a task, rollout or group. Only `train` ever reaches an optimizer step."""
+    """The purpose of a task, rollout or group. Only `train` is used in an optimizer step."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class RolloutStatus(StrEnum):
-    """How a rollout ended. A failed rollout has a reason and no reward: it is never a zero reward."""
+    """The final status of a rollout. A failed rollout has a reason and no reward; it does not count as reward zero."""
 
     COMPLETED = "completed"
     FAILED = "failed"
 
 
 class CloseReason(StrEnum):
-    """Why a group was closed: complete, out of time, or a straggler of a group that had closed before."""
+    """The reason why a group was closed: complete, deadline passed, or a late rollout of a group already closed."""
 
     SIZE = "size"
     DEADLINE = "deadline"
@@ -41,7 +41,7 @@ class CloseReason(StrEnum):
 
 
 class AckStatus(StrEnum):
-    """The state of a version on a replica: proved from its live tensors, refused, or loaded again from an anchor."""
+    """The status of a version on a replica: proved from the live tensors, refused, or loaded again from an anchor."""
 
     PROVED = "proved"
     REFUSED = "refused"
@@ -54,71 +54,71 @@ class GateVerdict(StrEnum):
     PROMOTE = "promote"
     """Serve this version to everyone."""
     HOLD = "hold"
-    """Go no further than this version."""
+    """Serve no later version than this one."""
     REJECT = "reject"
     """Never serve this version."""
     ROLL_BACK = "roll_back"
-    """Go back to this older version, and no further than it."""
+    """Go back to this older version, and serve no later one."""
     RELEASE = "release"
     """Follow the newest version again: ends a hold or a roll-back."""
     CANARY = "canary"
-    """Serve this version in the canary pool alone, while it is tried."""
+    """Serve this version only in the canary pool, during its trial."""
     ADMIT = "admit"
-    """This version and its descendants may learn from users: it passed the floor. Changes nothing that is served."""
+    """Let this version and its descendants learn from users: it passed the floor. Serving does not change."""
 
 
 class Arm(StrEnum):
-    """An arm of the experiment, which is a pool of replicas; and the users who are in none."""
+    """An arm of the experiment: a pool of replicas, or `fallback` for interactions that belong to no arm."""
 
     STABLE = "stable"
-    """Served the version that was promoted or rolled back to last."""
+    """Served the version that was last promoted or rolled back to."""
     CANARY = "canary"
-    """Served the version under trial."""
+    """Served the version on trial."""
     FALLBACK = "fallback"
-    """Drawn for the canary arm and answered by the stable pool, since no canary replica answered: no answer of either
-    arm. Counted as the stable arm's, it would take its user from the canary arm for the whole of a comparison."""
+    """The canary arm was chosen, but the stable pool answered because no canary replica did: it counts for neither arm.
+    If it counted for the stable arm, its user would be lost to the canary arm for the whole comparison."""
 
 
 class SignalKind(StrEnum):
-    """An act of a user, or an observation of the product, about one interaction. `Feedback.value` is read by kind."""
+    """A user's action, or a product's measurement, about one interaction. Defines the meaning of `Feedback.value`."""
 
     THUMB = "thumb"
     """A vote: 1 up, -1 down."""
     EDIT_KEPT_SOON = "edit_kept_soon"
-    """Share of the change still there after the short delay, 0 to 1."""
+    """Share of the change that is kept after the short delay, 0 to 1."""
     EDIT_KEPT_LATER = "edit_kept_later"
-    """Share of the change still there after the long delay, 0 to 1."""
+    """Share of the change that is kept after the long delay, 0 to 1."""
     RETRY = "retry"
-    """1: the user asked the same again."""
+    """1: the user asked the same thing again."""
     UNDO = "undo"
-    """1: the user took the change back."""
+    """1: the user undid the change."""
     ABANDONMENT = "abandonment"
     """1: the user left without using the answer."""
     SENTIMENT = "sentiment"
-    """Mood of the next message, -1 to 1, as judged by an observer that `source` names."""
+    """Mood of the next message, -1 to 1, as rated by the observer named in `source`."""
     LATENCY = "latency"
-    """Seconds from request to last token, as the user's side measured it; above 0."""
+    """Seconds from request to last token, measured on the user's side; above 0."""
     TOOL_ERROR = "tool_error"
     """1: the answer called a tool in a way that could not be executed."""
     EDIT_MADE = "edit_made"
-    """1: the answer did something: changed a file, gave the answer. 0: it did not."""
+    """1: the answer did something, for instance changed a file or gave the solution. 0: it did not."""
     QUESTION_ASKED = "question_asked"
-    """1: the answer asked the user instead of doing. 0: it did not."""
+    """1: the answer asked the user a question instead. 0: it did not."""
 
 
 class UserWish(StrEnum):
-    """A demand of a user about their data."""
+    """The request of a user about their data."""
 
     OPT_OUT = "opt_out"
-    """Do not learn from me from now on."""
+    """Do not learn from this user from now on."""
     OPT_IN = "opt_in"
-    """Learn from me again."""
+    """Learn from this user again."""
     ERASE = "erase"
-    """Delete what there is of me, and do not train on it."""
+    """Delete the user's data, and do not train on it."""
 
 
 class OutcomeExclusion(StrEnum):
-    """Why an interaction is left out of training (`Outcome.exclusion`)."""
+    """The reason why an interaction is excluded from training (`Outcome.exclusion`)."""
 
     NO_CONSENT = "no_consent"
     OPTED_OUT = "opted_out"
@@ -130,7 +130,7 @@ class OutcomeExclusion(StrEnum):
 
 
 class Exclusion(StrEnum):
-    """Why a group, an online batch or an interaction of one is not trained (`StepExclusion.reason`)."""
+    """The reason why a group, an online batch or one of its interactions is not trained (`StepExclusion.reason`)."""
 
     EVAL = "eval"
     LATE = "late"
@@ -141,30 +141,30 @@ class Exclusion(StrEnum):
     MISSING_ROLLOUT = "missing_rollout"
     INVALID_ROLLOUT = "invalid_rollout"
     INVALID_ROUTING = "invalid_routing"
-    """A rollout has no expert ids, or none that the model can be routed by."""
+    """A rollout has no expert ids, or its ids cannot be used to route this model."""
     BELOW_FLOOR = "below_floor"
     """Sampled under a version that may not learn from users."""
     MISSING_INTERACTION = "missing_interaction"
     INVALID_INTERACTION = "invalid_interaction"
     ERASED = "erased"
-    """Its user demanded that their data be deleted."""
+    """Its user requested that their data be deleted."""
     REJECTED_VERSION = "rejected_version"
-    """Sampled under a version that the gate rejected or rolled back from, or under its descendant."""
+    """Sampled under a version that the gate rejected or rolled back from, or under one of its descendants."""
     UNDEFINED_LAG = "undefined_lag"
-    """Sampled under another incarnation's versions, or under one that this trainer has not made."""
+    """Sampled under a version of another incarnation, or under a version that this trainer has not made."""
     OTHER_SAMPLING = "other_sampling"
-    """Sampled from another distribution than the model's own, whose logprobs are recorded: it cannot be trained
-    exactly."""
+    """Sampled from another distribution than the model's own. The recorded logprobs are those of the model's own
+    distribution, so it cannot be trained exactly."""
     REPLAYED = "replayed"
-    """Written by a replay that the trainer was not told of."""
+    """Written by a replay whose id is not in `trainer.accept_replays`."""
 
 
 SECOND_RECORDS = frozenset({Exclusion.LATE, Exclusion.DUPLICATE, Exclusion.REPLAYED})
-"""Reasons that say nothing of what a record is about: another one stands for it, or will."""
+"""Reasons that concern only the record: the same content is in another record, or will be."""
 
 
 class BatchClose(StrEnum):
-    """Why an online batch was closed."""
+    """The reason why an online batch was closed."""
 
     TOKENS = "tokens"
     TIME = "time"
@@ -172,26 +172,26 @@ class BatchClose(StrEnum):
 
 @record(frozen=True, slots=True)
 class Task:
-    """A task to roll out `group_size` times. Topic `tasks`, key `task_id`."""
+    """A task that is played `group_size` times. Topic `tasks`, key `task_id`."""
 
     task_id: str
     group_id: str
     run_id: str
     environment: str
     payload: str
-    """The environment's own JSON document: what it needs to pose the task and check the answer."""
+    """The environment's own JSON document, with all that it needs to pose the task and to check the answer."""
     mode: Mode
     group_size: int
     max_turns: int
-    """Most calls of the policy in one rollout; one more fails it."""
+    """Maximum number of policy calls in one rollout; one call more fails the rollout."""
     seed: int
     issued_at: int
     deadline_at: int
-    """Event time after which the group closes with what has arrived."""
+    """Event time after which the group closes with the rollouts that have arrived."""
     issued_version: int
     """Newest weight version known when the task was issued."""
     options: str = "{}"
-    """Options of the environment, canonical JSON."""
+    """Options of the environment, as canonical JSON."""
 
 
 @record(frozen=True, slots=True)
@@ -211,22 +211,22 @@ class Segment:
     token_ids: bytes
     """u4[n_tokens], little-endian."""
     loss_mask: bytes
-    """u1[n_tokens]: 1 where the policy sampled the token, 0 for prompt and tool output."""
+    """u1[n_tokens]: 1 for tokens that the policy sampled, 0 for prompt and tool output."""
     logprobs: bytes
     """f4[n_tokens], little-endian: the sampler's logprob of each sampled token, 0 elsewhere."""
     spans: list[VersionSpan] = field(default_factory=list)
     """Cover exactly the tokens whose mask is 1, in order, without overlap."""
 
     def ids(self) -> npt.NDArray[np.uint32]:
-        """u4[n_tokens]."""
+        """Return the token ids as u4[n_tokens]."""
         return np.frombuffer(self.token_ids, dtype="<u4")
 
     def mask(self) -> npt.NDArray[np.uint8]:
-        """u1[n_tokens]."""
+        """Return the loss mask as u1[n_tokens]."""
         return np.frombuffer(self.loss_mask, dtype="u1")
 
     def sampled_logprobs(self) -> npt.NDArray[np.float32]:
-        """f4[n_tokens]."""
+        """Return the logprobs as f4[n_tokens]."""
         return np.frombuffer(self.logprobs, dtype="<f4")
 
 
@@ -241,7 +241,7 @@ class RewardComponent:
 
 @record(frozen=True, slots=True)
 class Claim:
-    """Claim check: where the bytes of a payload above the limit lie, and how to check them."""
+    """Claim check: location and checksum of a payload above the size limit."""
 
     uri: str
     n_bytes: int
@@ -251,24 +251,24 @@ class Claim:
 
 @record(frozen=True, slots=True)
 class SamplingParameters:
-    """How tokens were chosen from what the model predicts; by default, from its own distribution.
+    """Parameters for sampling tokens from the model's prediction; by default, from the model's own distribution.
 
-    The logprobs of the log are those of the model's own distribution, for any parameters.
+    The recorded logprobs are always those of the model's own distribution, for any parameters.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: of the whole vocabulary."""
+    """0: the whole vocabulary."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     others: str = ""
-    """Names of further parameters of the request that change the distribution, with commas between."""
+    """Names of other request parameters that change the distribution, separated by commas."""
 
     def changes(self) -> str:
-        """The parameters by which the tokens are of another distribution than the model's own; empty without any."""
+        """Return the parameters that change the model's own distribution; an empty string if there are none."""
         own = SamplingParameters()
         found = [f"{f.name} {getattr(self, f.name):g}" for f in fields(self) if f.name != "others"
                  and getattr(self, f.name) != getattr(own, f.name)]  # fmt: skip
@@ -277,7 +277,7 @@ class SamplingParameters:
 
 @record(frozen=True, slots=True)
 class Rollout:
-    """One finished trajectory. Topic `rollouts`, key `group_id`."""
+    """One finished attempt at a task. Topic `rollouts`, key `group_id`."""
 
     rollout_id: str
     group_id: str
@@ -286,15 +286,15 @@ class Rollout:
     environment: str
     mode: Mode
     index: int
-    """Place in its group, 0 <= index < group_size."""
+    """Index in its group, 0 <= index < group_size."""
     group_size: int
     deadline_at: int
     status: RolloutStatus
     failure: str
-    """Why it failed; empty when completed."""
+    """Reason of the failure; empty when completed."""
     segments: list[Segment]
     claim: Claim | None
-    """Where `segments` lie when they are above the claim-check limit; then `segments` is empty."""
+    """Location of the segments if they exceed the claim-check limit; `segments` is then empty."""
     rewards: list[RewardComponent]
     reward: float | None
     """Total reward; None for a failed rollout."""
@@ -312,37 +312,37 @@ class Rollout:
     started_at: int
     finished_at: int
     incarnation: str = ""
-    """Which life of the run's version numbers `version_min`, `version_max` and the spans count in; empty where the
-    replica did not say."""
+    """Incarnation of the versions in `version_min`, `version_max` and the spans; empty if the replica did not report
+    it."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers of the environment, by name. A rollout that was begun before adds how many of its recorded turns were
-    used again (`resumed_turns`), and how many were not (`unused_turns`)."""
+    """Numbers of the environment, by name. A resumed rollout adds the number of its recorded turns that were used
+    again (`resumed_turns`) and the number that were not (`unused_turns`)."""
     sampling: SamplingParameters | None = None
-    """Of all its turns; None where the worker did not say."""
+    """Parameters of all its turns; None if the worker did not report them."""
     expert_ids: Claim | None = None
-    """Where the expert ids of its segments lie (`schemas.expert_ids`); None where they were not asked for."""
+    """Location of the expert ids of its segments (`schemas.expert_ids`); None if they were not requested."""
 
 
 @record(frozen=True, slots=True)
 class Dispatch:
-    """A worker took a task: which of its rollouts it plays. Topic `rollouts.progress`, key `task_id`."""
+    """A worker's record that it plays certain rollouts of a task. Topic `rollouts.progress`, key `task_id`."""
 
     task_id: str
     group_id: str
     run_id: str
     worker_id: str
     indexes: list[int]
-    """Places in the group that it plays; those that the log had already are left out."""
+    """Indexes in the group that it plays, without those whose rollouts were already in the log."""
     resumed_turns: list[int]
-    """By place in `indexes`: recorded turns that it goes on from; 0 begins anew."""
+    """For each entry of `indexes`: the number of recorded turns that it continues from; 0 starts again."""
     lease_until: int
-    """When the rollouts end at the latest: with a result, or failed with a reason."""
+    """Time by which the rollouts have ended, with a result or failed with a reason."""
     at: int
 
 
 @record(frozen=True, slots=True)
 class Turn:
-    """One sampled turn of a rollout under way, so that the worker that takes the task over goes on from there.
+    """One sampled turn of an unfinished rollout, so that another worker can continue the rollout from it.
 
     Topic `rollouts.progress`, key `task_id`.
     """
@@ -356,27 +356,27 @@ class Turn:
     region: str
     incarnation: str
     turn: int
-    """Counts the turns of the rollout from 0."""
+    """Number of the turn in the rollout, from 0."""
     n_tokens: int
     token_ids: bytes
     """u4[n_tokens], little-endian."""
     logprobs: bytes
     """f4[n_tokens], little-endian: the sampler's logprob of each token."""
     spans: list[VersionSpan]
-    """In turn coordinates; they cover every token."""
+    """Spans in token positions of this turn; they cover every token."""
     finish_reason: str
     at: int
     context: str = ""
-    """xxh3-128, hexadecimal, of the u4 token ids that it was sampled after, and of the temperature where it was not 1;
-    after others it cannot be used again."""
+    """xxh3-128, hexadecimal, of the u4 token ids before this turn, and of the temperature if it was not 1. The turn can
+    be used again only after the same context."""
     expert_ids: bytes = b""
-    """Expert ids (`schemas.expert_ids`) of the tokens up to the last one, from the first whose ids no earlier turn of
-    its context has. Empty where they were not asked for."""
+    """Expert ids (`schemas.expert_ids`) of the tokens before the last one, from the first token whose ids are in no
+    earlier turn of its context. Empty if they were not requested."""
 
 
 @record(frozen=True, slots=True)
 class Tick:
-    """Event time moves on in an idle partition. Written to the topic whose clock it advances."""
+    """A record that advances event time in an idle partition. Written to the topic whose event time it advances."""
 
     source: str
     at: int
@@ -384,7 +384,7 @@ class Tick:
 
 @record(frozen=True, slots=True)
 class GroupMember:
-    """A reference to one rollout of a group, with group assembly's decision on it."""
+    """A reference to one rollout of a group, with the values that group assembly computed."""
 
     rollout_id: str
     topic: str
@@ -402,7 +402,7 @@ class GroupMember:
 
 @record(frozen=True, slots=True)
 class Group:
-    """An assembled GRPO group: references, not copies. Topic `groups`, key `group_id`."""
+    """An assembled group: references to rollouts, not copies. Topic `groups`, key `group_id`."""
 
     group_id: str
     task_id: str
@@ -418,7 +418,7 @@ class Group:
     closed_at: int
     """Event time of the record that closed it."""
     rewards_shuffled: bool
-    """True in the control run: rewards were permuted within the group before the advantages were taken."""
+    """True in the control run: rewards were permuted within the group before the advantages were computed."""
 
 
 @record(frozen=True, slots=True)
@@ -438,23 +438,23 @@ class DeltaChunk:
 
 @record(frozen=True, slots=True)
 class ShardPosition:
-    """Where the chunks of one shard of a version lie in the log."""
+    """Location in the log of the chunks of one shard of a version."""
 
     shard: int
     topic: str
     partition: int
     offsets: list[int]
-    """One offset a chunk, in sequence order."""
+    """One offset per chunk, in sequence order."""
     n_bytes: int
     digest: str
     """xxh3-128 of the concatenated payloads, hexadecimal."""
     uri: str | None = None
-    """The object that holds the payloads instead of the log (claim check); `offsets` is then empty."""
+    """Object that contains the payloads instead of the log (claim check); `offsets` is then empty."""
 
 
 @record(frozen=True, slots=True)
 class TensorTable:
-    """The tensors of a version as an object beside the log (claim check), for a list too long for one record."""
+    """The tensor list of a version as an object in the store (claim check), if it is too long for one record."""
 
     uri: str
     n_tensors: int
@@ -465,7 +465,7 @@ class TensorTable:
 
 @record(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a version in checkpoint coordinates."""
+    """One tensor of a version, with the name, dtype and shape that it has in the checkpoint."""
 
     name: str
     dtype: str
@@ -490,7 +490,7 @@ class Manifest:
     branch: str
     version: int
     parent: int | None
-    """The version that the delta applies to; None for a version that exists only as an anchor."""
+    """Version that the delta applies to; None for a version that exists only as an anchor."""
     step: int
     learning_rate: float
     n_elements: int
@@ -502,21 +502,21 @@ class Manifest:
     """Fingerprint of the whole version: the sum of its tensors' fingerprints, hexadecimal."""
     anchor: Anchor | None
     trained_at: int
-    """When the optimizer step that made the version ended; step-to-served time starts here."""
+    """End of the optimizer step that made the version; step-to-served time is measured from here."""
     published_at: int
     tensor_table: TensorTable | None = None
-    """Where the tensors are listed when `tensors` is empty because the list is too long for one record."""
+    """Location of the tensor list if it is too long for one record; `tensors` is then empty."""
     incarnation: str = ""
-    """Names this life of the run's version numbers: made anew with version 0, carried by every later version.
-    Versions of different incarnations cannot be compared. Empty in records from before there was one."""
+    """Id created with version 0 and copied to every later version. Version numbers of different incarnations cannot be
+    compared. Empty in records from before this field existed."""
     serving_format: str = ""
-    """Format whose codes and scales the linear weights' values stand for, such as mxfp8; the values travel as `tensors`
-    says, so without codes. Empty where the values are rounded to the type of the tensor alone."""
+    """Format, such as mxfp8, that the values of the linear weights are rounded to. The delta contains these values in
+    the dtypes of `tensors`, without codes. Empty if the values are only rounded to the dtype of the tensor."""
 
 
 @record(frozen=True, slots=True)
 class SkipDelta:
-    """A second way to a version: one delta from an older version than its parent, for replicas that fell behind.
+    """An additional delta to a version, from an older version than its parent, for replicas that are behind.
 
     Topic `weights.manifests`, key `branch`, after the manifest of `version`.
     """
@@ -533,45 +533,45 @@ class SkipDelta:
 
 
 CANARY_SHARE = "share"
-"""Name, in a CANARY's numbers, of the canary pool's part of the users, 0 to 1."""
+"""Name, in the numbers of a CANARY decision, of the share of the users that the canary pool gets, 0 to 1."""
 
 
 @record(frozen=True, slots=True)
 class GateDecision:
-    """Which version a branch may serve. Topic `gate.decisions`, key `branch`. The newest one of a branch holds."""
+    """A decision about the version that a branch serves. Topic `gate.decisions`, key `branch`. The newest applies."""
 
     run_id: str
     branch: str
     verdict: GateVerdict
     version: int | None
-    """The version spoken of; None for a release."""
+    """Version that the decision is about; None for a release."""
     reason: str
     decided_by: str
-    """The author of the decision: a person's name, or the name of the gate."""
+    """Author of the decision: a person's name, or the name of the gate."""
     numbers: dict[str, float]
-    """The numbers that the decision rests on, by metric."""
+    """Numbers that the decision is based on, by metric."""
     at: int
 
 
 @record(frozen=True, slots=True)
 class WeightAck:
-    """The ledger: what a replica holds, proved or not. Topic `weights.acks`, key `replica_id`."""
+    """A replica's acknowledgement of a version, proved or not. Topic `weights.acks`, key `replica_id`."""
 
     replica_id: str
     region: str
     run_id: str
     branch: str
     incarnation: str
-    """Changes when the replica's process changes."""
+    """Id of the replica's process; a new process has a new one."""
     pid: int
     version: int
-    """The version spoken of."""
+    """Version that the acknowledgement is about."""
     serving_version: int
-    """The version served after this record."""
+    """Version served after this record."""
     status: AckStatus
     reason: str
     fingerprint: str
-    """Fingerprint computed from the live engine's tensors; empty when refused before the apply."""
+    """Fingerprint computed from the live engine's tensors; empty if the version was refused before it was applied."""
     expected_fingerprint: str
     fetch_ms: float
     decode_ms: float
@@ -580,14 +580,14 @@ class WeightAck:
     proof_ms: float
     step_to_served_ms: float
     decode_step_ms: float
-    """The engine's own median time between tokens over the last seconds; 0 when idle."""
+    """Median time between tokens over the last seconds, measured by the engine; 0 when idle."""
     requests_in_flight: int
     at: int
 
 
 @record(frozen=True, slots=True)
 class StepInput:
-    """One group that a step trained on, by its place in the log."""
+    """One group that a step trained on, by its position in the log."""
 
     group_id: str
     topic: str
@@ -597,7 +597,7 @@ class StepInput:
 
 @record(frozen=True, slots=True)
 class StepExclusion:
-    """One group that was read and not trained, with the reason: its one explicit, counted ending."""
+    """One group that was read and not trained, with the reason. Each such group is recorded and counted once."""
 
     group_id: str
     topic: str
@@ -609,7 +609,7 @@ class StepExclusion:
 
 @record(frozen=True, slots=True)
 class LagCount:
-    """`tokens` trained tokens had policy lag `lag` (trainer version minus token version)."""
+    """Number of trained tokens (`tokens`) with policy lag `lag` (trainer version minus token version)."""
 
     lag: int
     tokens: int
@@ -617,12 +617,12 @@ class LagCount:
 
 @record(frozen=True, slots=True)
 class TrainStep:
-    """One optimizer step: everything needed to run it again. Topic `train.steps`, key `run_id`."""
+    """One optimizer step, with everything needed to run it again. Topic `train.steps`, key `run_id`."""
 
     run_id: str
     step: int
     version: int
-    """The version that this step made."""
+    """Version that this step made."""
     parent_version: int
     inputs: list[StepInput]
     exclusions: list[StepExclusion]
@@ -639,13 +639,13 @@ class TrainStep:
     started_at: int
     finished_at: int
     incarnation: str = ""
-    """Which life of the run's version numbers `version` counts in; empty in records from before there was one."""
+    """Incarnation of the version in `version`; empty in records from before this field existed."""
 
 
 @record(frozen=True, slots=True)
 class StepPlan:
-    """A step that is about to be taken, written before it is: a trainer that stops in between takes it on the same
-    inputs. Topic `train.steps`, key `run_id`."""
+    """The inputs of a step, written before the step is taken: a restarted trainer takes the step on the same inputs.
+    Topic `train.steps`, key `run_id`."""
 
     run_id: str
     step: int
@@ -655,22 +655,22 @@ class StepPlan:
     seed: int
     config_hash: str
     metrics: dict[str, float]
-    """The numbers of the step's record that are known before the step is taken."""
+    """Numbers of the step's record that are known before the step is taken."""
     incarnation: str
     trainer: str
-    """The process that began it; another one when the trainer was started again."""
+    """Id of the process that began the step; a restarted trainer has a new id."""
     at: int
 
 
 @record(frozen=True, slots=True)
 class Staleness:
-    """Policy lag of the tokens of one replica in one batch. Topic `staleness`, key `replica_id`."""
+    """Policy lag of one replica's tokens in one batch. Topic `staleness`, key `replica_id`."""
 
     run_id: str
     replica_id: str
     region: str
     stage: str
-    """"train": the lag of trained tokens. "serve": of what a replica serves; `LagCount.tokens` then counts requests."""
+    """"train": lag of trained tokens. "serve": lag of the served version; `LagCount.tokens` then counts requests."""
     step: int
     version: int
     lag: list[LagCount]
@@ -679,96 +679,96 @@ class Staleness:
 
 @record(frozen=True, slots=True)
 class MismatchSlice:
-    """How far apart sampler and trainer are on some tokens of a step: one part of the difference, one set of tokens.
+    """Statistics of one part of the mismatch of a step, over the tokens with a common property.
 
-    The numbers are of the difference d = log pi_trainer - log pi_sampler, token by token, in nats.
+    The numbers describe the difference d = log pi_trainer - log pi_sampler of each token, in nats.
     """
 
     part: str
-    """Which part of the difference: `all` of it; `engines`, of equal weights; `staleness`, what the weights learnt
-    since they sampled; `lagged`, all of it for tokens of older weights."""
+    """Part of the mismatch: `all`; `engines`, between two engines with equal weights; `staleness`, from training since
+    the token was sampled; `lagged`, both together, for tokens of older weights."""
     dimension: str
-    """The common property of the tokens: "all" of them, or their environment, replica, lag, position, turn, place or
+    """Common property of the tokens: "all" for no restriction, or environment, replica, lag, position, turn, place or
     probability."""
     value: str
-    """Its value for these tokens."""
+    """Value of the property for these tokens."""
     tokens: int
     k1: float
     """Mean of -d."""
     k3: float
-    """Mean of exp(d) - 1 - d, never negative: the estimate of the KL divergence."""
+    """Mean of exp(d) - 1 - d, an estimate of the KL divergence that is never negative."""
     p50: float
     p99: float
     max: float
     """Quantiles and maximum of |d|."""
     beyond_2: float
-    """Share of tokens whose ratio exp(d) is above 2 or below a half."""
+    """Share of tokens whose ratio exp(d) is above 2 or below 0.5."""
     ess: float
-    """Effective sample size: the share of tokens that still counts when each is weighted by exp(d)."""
+    """Effective sample size, as a share of the tokens, if each token is weighted by exp(d)."""
     cut: int
-    """Tokens whose weight the correction bounded, or set to 0."""
+    """Number of tokens whose weight the correction bounded or set to 0."""
 
 
 @record(frozen=True, slots=True)
 class WorstToken:
-    """One of the tokens of a step on which sampler and trainer are farthest apart, and where it lies."""
+    """One of the tokens of a step with the largest difference between sampler and trainer, with its location."""
 
     record_id: str
-    """Of its rollout or interaction."""
+    """Id of its rollout or interaction."""
     environment: str
     """Empty for an interaction."""
     replica_id: str
     version: int
-    """The weights that sampled it."""
+    """Version that sampled it."""
     lag: int
     segment: int
-    """Counts the segments of the record from 0."""
+    """Number of the segment in the record, from 0."""
     position: int
-    """In the segment."""
+    """Position in the segment."""
     turn: int
-    """Counts the turns of the record from 0."""
+    """Number of the turn in the record, from 0."""
     token_id: int | None
-    """None for an interaction, so that nothing of an erased user's answer is left here."""
+    """None for an interaction, so that no part of an erased user's answer remains in this record."""
     sampler_logprob: float
     trainer_logprob: float
-    """At the weights that the step started from."""
+    """Logprob at the weights that the step started from."""
     weight: float
-    """That the correction gave it."""
+    """Token weight from the correction."""
     sampler_experts: str = ""
-    """The experts that the sampler sent the token before it to, which predicted it: of each layer with experts, layers
-    divided by spaces, as in "0,3 2,7". Empty where they are not known."""
+    """Experts that the sampler used for the previous token, which predicted this one: one group for each layer with
+    experts, separated by spaces, as in "0,3 2,7". Empty if they are not known."""
     trainer_experts: str = ""
-    """The experts that the trainer's own routers chose for the same token."""
+    """Experts that the trainer's own routers chose for the same previous token."""
 
 
 @record(frozen=True, slots=True)
 class Mismatch:
-    """How far apart sampler and trainer were on the tokens of one step. Topic `train.mismatch`, key `run_id`.
+    """The mismatch between sampler and trainer on the tokens of one step. Topic `train.mismatch`, key `run_id`.
 
-    A repeated record of a run and step says the same: the first one counts.
+    A repeated record of the same run and step has the same content: the first one counts.
     """
 
     run_id: str
     step: int
     version: int
-    """The version that the step started from: the trainer's logprobs are of its weights."""
+    """Version that the step started from; the trainer's logprobs are computed with its weights."""
     tokens: int
     slices: list[MismatchSlice]
     worst: list[WorstToken]
-    """Farthest apart first."""
+    """Sorted by difference, largest first."""
     alarms: list[str]
-    """`part/number` of each number of a whole part that is beyond its bound."""
+    """`part/number` for each number beyond its bound, among the numbers over all tokens of a part."""
     tokens_routed_otherwise: float | None
-    """Share of tokens for which the trainer chose other experts than the sampler in at least one layer; None where the
+    """Share of tokens for which the trainer chose other experts than the sampler in at least one layer; None if the
     sampler's experts are not known."""
     layers_routed_otherwise: float | None
-    """The same share of pairs of token and layer."""
+    """The same share, over (token, layer) pairs."""
     seconds: float
-    """That the measuring took."""
+    """Duration of the measurement."""
     at: int
-    """When the step ended."""
+    """End of the step."""
     incarnation: str = ""
-    """Which life of the run's version numbers `version` counts in."""
+    """Incarnation of the version in `version`."""
 
 
 @record(frozen=True, slots=True)
@@ -782,7 +782,7 @@ class Document:
 
 @record(frozen=True, slots=True)
 class Interaction:
-    """One answer served to a user: a rollout without a reward yet. Topic `interactions`, key `interaction_id`."""
+    """One answer served to a user: a rollout without a reward. Topic `interactions`, key `interaction_id`."""
 
     interaction_id: str
     run_id: str
@@ -790,17 +790,17 @@ class Interaction:
     user_id: str
     """Pseudonym of the user: a keyed hash, never the product's own identifier."""
     session_id: str
-    """Conversation that the answer belongs to; empty when the product names none."""
+    """Conversation that the answer belongs to; empty if the product gives none."""
     arm: str
     """An `Arm`: the pool of replicas that answered, or `fallback`."""
     propensity: float
-    """Probability with which the arm was chosen, when it was."""
+    """Probability with which the arm was chosen, at the time of the choice."""
     consent: bool
     """Whether the user allows training on this interaction."""
     segments: list[Segment]
     """The prompt, then the answer."""
     claim: Claim | None
-    """Where `segments` lie when they are above the claim-check limit; then `segments` is empty."""
+    """Location of the segments if they exceed the claim-check limit; `segments` is then empty."""
     prompt_tokens: int
     sampled_tokens: int
     version_min: int
@@ -809,17 +809,17 @@ class Interaction:
     replica_id: str
     region: str
     finish_reason: str
-    """As the engine says it, or "abandoned" when the client went away first."""
+    """Reason from the engine, or "abandoned" if the client disconnected first."""
     first_token_ms: float
     latency_ms: float
-    """From the request's arrival to the last token."""
+    """Time from the request's arrival to the last token."""
     served_at: int
-    """When the answer was complete; every signal's horizon is counted from here."""
+    """Time at which the answer was complete; the horizon of every signal starts here."""
     incarnation: str = ""
-    """Which life of the run's version numbers `version_min`, `version_max` and the spans count in; empty where the
-    replica did not say."""
+    """Incarnation of the versions in `version_min`, `version_max` and the spans; empty if the replica did not report
+    it."""
     sampling: SamplingParameters | None = None
-    """None where the router did not say."""
+    """None if the router did not report them."""
 
 
 @record(frozen=True, slots=True)
@@ -827,25 +827,25 @@ class Feedback:
     """One signal about one interaction. Topic `feedback`, partitioned by `interaction_id`, key `interaction/event`."""
 
     event_id: str
-    """The same event sent twice has the same id, and counts once."""
+    """An event that is sent twice has the same id both times, and counts once."""
     interaction_id: str
     user_id: str
     """Pseudonym of the user who gave it."""
     kind: SignalKind
     value: float | None
-    """Read by kind. None, with `corrects`: that event is withdrawn."""
+    """Value, whose meaning depends on `kind`. None, with `corrects`: that event is withdrawn."""
     observed_at: int
-    """When it happened, as the product's clock says."""
+    """Time of the event by the product's clock."""
     source: str
-    """The reporter: an SDK's or an API key's name, or the observer that judged."""
+    """Reporter: the name of an SDK or an API key, or of the observer that rated the interaction."""
     corrects: str | None = None
-    """The `event_id` that this one replaces."""
+    """`event_id` that this event replaces."""
 
 
 @record(frozen=True, slots=True)
 class UserRequest:
-    """A user's demand about their data. Topic `user.requests`, key `user_id`; copied into every partition of
-    `interactions` and into `outcomes`, so that each reader finds it in its own order."""
+    """A user's request about their data. Topic `user.requests`, key `user_id`; copied into every partition of
+    `interactions` and into `outcomes`, so that each reader reads it in order with the other records there."""
 
     request_id: str
     user_id: str
@@ -856,13 +856,13 @@ class UserRequest:
 
 @record(frozen=True, slots=True)
 class SignalUse:
-    """One signal that a reward was made of."""
+    """One signal that contributed to a reward."""
 
     kind: SignalKind
     event_id: str
     value: float
     contribution: float
-    """The amount that it added to the reward."""
+    """Amount that it added to the reward."""
     topic: str
     partition: int
     offset: int
@@ -870,9 +870,9 @@ class SignalUse:
 
 @record(frozen=True, slots=True)
 class Outcome:
-    """How an interaction ended: one reward, or one exclusion with its reason. Topic `outcomes`, key `interaction_id`.
+    """The end of an interaction: one reward, or one exclusion with its reason. Topic `outcomes`, key `interaction_id`.
 
-    A later record of the same interaction with a higher `revision` is a correction that came after the end.
+    A later record of the same interaction with a higher `revision` is a correction after the end.
     """
 
     interaction_id: str
@@ -883,28 +883,28 @@ class Outcome:
     topic: str
     partition: int
     offset: int
-    """With `topic` and `partition`: where the interaction lies."""
+    """With `topic` and `partition`: the position of the interaction in the log."""
     version_min: int
     version_max: int
     sampled_tokens: int
     latency_ms: float
     reward: float | None
-    """None when excluded."""
+    """None if excluded."""
     exclusion: str
-    """Why it is not trained; empty when it has a reward."""
+    """Reason why it is not trained; empty if it has a reward."""
     signals: list[SignalUse]
-    """The signals that make up the reward, in order of event id."""
+    """Signals that contributed to the reward, in order of event id."""
     observed: dict[str, float]
-    """Every signal that was seen, by kind, whether the map gives it weight or not: guardrails read it."""
+    """All signals that were observed, by kind, also those without weight in the reward map: guardrails read them."""
     map_version: str
-    """Name and hash of the signal-to-reward map."""
+    """Name and hash of the reward map."""
     revision: int
     """0: the end. n: the n-th correction after it."""
     previous_reward: float | None
     """For a correction: the reward before it."""
     served_at: int
     feedback_at: int | None
-    """When the newest signal in `signals` was observed: feedback-to-served time starts here."""
+    """Time at which the newest signal in `signals` was observed; feedback-to-served time is measured from here."""
     closed_at: int
     """Event time of the end."""
 
@@ -919,7 +919,7 @@ class OnlineMember:
     partition: int
     offset: int
     reward: float
-    """For a correction: what the reward changed by."""
+    """For a correction: the change of the reward."""
     correction: bool
     sampled_tokens: int
     version_min: int
@@ -936,22 +936,22 @@ class OnlineBatch:
     run_id: str
     branch: str
     sequence: int
-    """Counts the batches of a run and branch from 0."""
+    """Number of the batch in its run and branch, from 0."""
     version: int
-    """The one version that every member was sampled under; corrections aside, where the policy lets them in."""
+    """Version that all members were sampled under, except corrections if the settings admit them."""
     members: list[OnlineMember]
     """Sorted by interaction_id."""
     tokens: int
-    """Sampled tokens of the members."""
+    """Number of sampled tokens of the members."""
     closed_by: BatchClose
     dropped: dict[str, int]
-    """Outcomes read since the batch before that are in no batch, by reason."""
+    """Number of outcomes read since the previous batch that are in no batch, by reason."""
     selection: dict[str, float]
-    """Served against trained: means and shares of both, named `served/...` and `trained/...`."""
+    """Comparison of served and trained interactions: means and shares of both, named `served/...` and `trained/...`."""
     map_version: str
     opened_at: int
     closed_at: int
-    """Event times of its first outcome and of the record that closed it."""
+    """`opened_at` is the event time of its first outcome, `closed_at` that of the record that closed it."""
 
 
 Record = (
@@ -980,11 +980,11 @@ Record = (
 
 
 def rollout_id(group_id: str, index: int) -> str:
-    """The id of the rollout at an index of a group: a repeated rollout has the id of the first one."""
+    """Return the id of the rollout at an index of a group. A repeated rollout has the id of the first one."""
     return f"{group_id}/{index}"
 
 
 def rollout_index(rollout_id: str) -> int | None:
-    """The index in its group that a rollout's id names; None for an id of another scheme."""
+    """Return the index in its group that a rollout's id contains; None for an id in another format."""
     number = rollout_id.rpartition("/")[2]
     return int(number) if number.isdecimal() else None

@@ -1,4 +1,4 @@
-"""Clean shutdown of a role: SIGINT and SIGTERM set an event that the role watches, or wait until they can be heeded."""
+"""Clean shutdown of a role: SIGINT and SIGTERM set an event that the role watches, or are deferred during a block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def stop_on_signals() -> threading.Event:
-    """An event that the first SIGINT or SIGTERM sets; a later SIGINT raises KeyboardInterrupt. For the main thread."""
+    """Return an event that SIGINT or SIGTERM sets; a later SIGINT raises KeyboardInterrupt. For the main thread."""
     stop = threading.Event()
 
     def heed(number: int, _frame: object) -> None:
@@ -29,14 +29,14 @@ def stop_on_signals() -> threading.Event:
 
 @contextmanager
 def signals_deferred() -> Iterator[None]:
-    """SIGINT and SIGTERM that come within the block take effect at its end.
+    """Defer SIGINT and SIGTERM that arrive within the block to its end.
 
-    For code that swallows what a handler raises: Python does while it forks, and the interrupt would be lost.
+    For code that discards an exception of a signal handler: Python does so during a fork, and would lose the interrupt.
     """
     caught: dict[int, None] = {}
     try:
         with ExitStack() as restored:
-            # Handlers run in the main thread alone, and only there can they be set.
+            # Handlers run only in the main thread, and can be set only there.
             if threading.current_thread() is threading.main_thread():
                 for number in STOPS:
                     before = signal.signal(number, lambda number, _frame: caught.setdefault(number))

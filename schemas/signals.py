@@ -1,6 +1,6 @@
-"""Which values a signal may have, by its kind: the one table that the edge and the join both judge by.
+"""Legal values of a signal, by its kind: one table, which the edge and the join both use.
 
-A value is legal when it is one of a few numbers, or lies in an interval; it is never NaN or infinite.
+A value is legal if it is one of a few numbers, or in an interval; it is never NaN or infinite.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ LONGEST_LATENCY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Legal values that can be counted."""
+    """A finite set of legal values."""
 
     values: tuple[float, ...]
 
     def holds(self, value: float) -> bool:
-        """Whether a value is one of them."""
+        """Return whether a value is one of them."""
         return value in self.values
 
     def __str__(self) -> str:
@@ -30,14 +30,14 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """An interval of legal values; its ends belong to it, except the lower one where `above` is set."""
+    """An interval of legal values that includes its ends, except the lower one if `above` is set."""
 
     low: float
     high: float
     above: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies in it; NaN never does."""
+        """Return whether a value is in the interval; NaN never is."""
         return (value > self.low if self.above else value >= self.low) and value <= self.high
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ LEGAL: Mapping[SignalKind, OneOf | Between] = {
 
 
 def check(kind: SignalKind, value: float) -> str:
-    """The fault of a signal's value; empty if there is none."""
+    """Return what is wrong with a signal's value; an empty string if it is legal."""
     if math.isfinite(value) and LEGAL[kind].holds(value):
         return ""
     return f"a signal of kind {kind.value!r} has the value {LEGAL[kind]}, not {value:g}"

@@ -1,9 +1,9 @@
-"""Objects beside the log: bytes too large for records, in any store that fsspec reaches, checked as they are read.
+"""Objects in the object store: payloads too large for records, in any store that fsspec supports, checked when read.
 
-A claim check is a record's pointer to such bytes.
+A claim check is a record's reference to such a payload.
 
-Keeps true: an object is stored in full before a record names it; what is read has the size and the digest that the
-record names, or there is an error; a reader never takes more than the named size.
+Invariants: an object is stored completely before a record refers to it; a payload that is read has the size and the
+digest in the record, or an error is raised; a reader never accepts more bytes than that size.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import Claim, Interaction, Rollout
 
 PIECE_BYTES = 4 << 20
-"""Bytes read from a store at a time."""
+"""Number of bytes read from a store at a time."""
 
 
 class StoredObjectError(ValueError):
-    """An object is gone, or is not what was stored, or cannot be named: trying again cannot help."""
+    """An object is missing, was changed, or has an invalid URL: a retry cannot help."""
 
 
 class StoreUnavailableError(ConnectionError):
-    """The store did not do what was asked; it may later."""
+    """The store failed; a retry may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """Where an object lies, and how to check it."""
+    """Location and checksum of an object."""
 
     uri: str
     n_bytes: int
@@ -41,12 +41,12 @@ class StoredObject:
 
 
 def put_object(uri: str, pieces: Iterable[bytes | memoryview]) -> StoredObject:
-    """Write `pieces`, one after the other, as the object at `uri` (an fsspec URL or a path), replacing what is there.
+    """Write `pieces` in order as the object at `uri` (an fsspec URL or a path); an existing object is replaced.
 
-    Give an object a name that only these bytes have (its digest, for instance): a reader of an older record then never
-    finds other bytes under it. The returned URI is absolute.
+    Use a name that is unique to these bytes (for instance their digest): a reader of an older record then never finds
+    other bytes under that name. The returned URI is absolute.
 
-    Raises StoredObjectError for a URL that no file system serves, StoreUnavailableError when the store fails.
+    Raises StoredObjectError for a URL that no file system supports, StoreUnavailableError if the store fails.
     """
     with _store_errors(uri):
         filesystem, path = fsspec.core.url_to_fs(uri)
@@ -66,9 +66,9 @@ def put_object(uri: str, pieces: Iterable[bytes | memoryview]) -> StoredObject:
 
 
 def object_pieces(stored: StoredObject, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
-    """The bytes of an object in order, at most `piece_bytes` at a time. Only when the iterator ends are they checked.
+    """Yield the bytes of an object in order, at most `piece_bytes` at a time. They are checked only at the end.
 
-    Raises StoredObjectError when the object is gone, cut short, too long or changed, StoreUnavailableError when the
+    Raises StoredObjectError if the object is missing, truncated, too long or changed, StoreUnavailableError if the
     store fails.
     """
     state, n_bytes = xxhash.xxh3_128(), 0
@@ -85,7 +85,7 @@ def object_pieces(stored: StoredObject, piece_bytes: int = PIECE_BYTES) -> Itera
 
 
 def read_object(stored: StoredObject) -> bytes:
-    """The whole object, checked. Raises like `object_pieces`."""
+    """Return the whole object, checked. Raises as `object_pieces`."""
     return b"".join(object_pieces(stored))
 
 
@@ -119,27 +119,27 @@ def _store_errors(uri: str) -> Iterator[None]:
 
 
 class ClaimError(ValueError):
-    """Claimed bytes are missing or are not the ones that were stored."""
+    """Claimed bytes are missing, or differ from those that were stored."""
 
 
 class ForeignClaimError(ValueError):
-    """Claimed bytes are whole, and are not the record that claims them."""
+    """Claimed bytes are complete, but contain another record than the one that refers to them."""
 
 
 def store_claim(root: str, name: str, payload: bytes) -> Claim:
-    """Write `payload` below `root` (an fsspec URL or directory); its claim check. Raises as `put_object`."""
+    """Write `payload` below `root` (an fsspec URL or directory), and return its claim check. Raises as `put_object`."""
     stored = put_object(f"{root.rstrip('/')}/{name}", [payload])
     return Claim(stored.uri, stored.n_bytes, stored.digest)
 
 
 def load_claim(claim: Claim) -> bytes:
-    """The claimed bytes. Raises ClaimError when they are missing, cut short or changed, or their URI is none."""
+    """Return the claimed bytes. Raises ClaimError if they are missing, truncated or changed, or the URI is invalid."""
     try:
         filesystem, path = fsspec.core.url_to_fs(claim.uri)
         payload: bytes = filesystem.cat_file(path)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ClaimError(f"claimed bytes are gone: {claim.uri}") from error
-    except ValueError as error:  # no file system serves such a URI: a record may hold any
+    except ValueError as error:  # no file system supports this URI: a record may contain any text
         raise ClaimError(f"claimed bytes cannot be reached: {claim.uri!r}: {error}") from error
     if len(payload) != claim.n_bytes or digest(payload) != claim.digest:
         raise ClaimError(
@@ -149,10 +149,10 @@ def load_claim(claim: Claim) -> bytes:
 
 
 def claimed_rollout(rollout: Rollout, codec: Codec) -> Rollout:
-    """The rollout with its segments, fetched where they were claimed.
+    """Return the rollout with its segments, which are read from the object store if it has a claim.
 
-    Raises ClaimError when the bytes are missing or changed, DecodeError when they are no record, ForeignClaimError when
-    they are another one.
+    Raises ClaimError if the bytes are missing or changed, DecodeError if they are not a record, ForeignClaimError if
+    they are another record.
     """
     if rollout.claim is None:
         return rollout
@@ -163,7 +163,7 @@ def claimed_rollout(rollout: Rollout, codec: Codec) -> Rollout:
 
 
 def claimed_interaction(interaction: Interaction, codec: Codec) -> Interaction:
-    """The interaction with its segments, fetched where they were claimed. Raises like `claimed_rollout`."""
+    """Return the interaction with its segments, read from the store if it has a claim. Raises as `claimed_rollout`."""
     if interaction.claim is None:
         return interaction
     record = codec.decode(load_claim(interaction.claim))
@@ -173,5 +173,5 @@ def claimed_interaction(interaction: Interaction, codec: Codec) -> Interaction:
 
 
 def digest(payload: bytes) -> str:
-    """xxh3-128, hexadecimal."""
+    """Return the xxh3-128 of the bytes, hexadecimal."""
     return str(xxhash.xxh3_128_hexdigest(payload))

@@ -1,1 +1,1 @@
-"""Clients of the log: one reader, group members, producers, administration."""
+"""Clients of the log: reader, consumer group members, producers, administration."""

@@ -1,10 +1,10 @@
-"""How clients and brokers prove who they are, and whether the brokers let a client in, asked before its work begins.
+"""Authentication of clients and brokers, and a check at the start of a process that the brokers accept the client.
 
-`kafka.client_options` are librdkafka's, and librdkafka takes them as they are. A client without it is set up from their
-one reading here (`security_of`).
+`kafka.client_options` are passed to librdkafka unchanged. Clients that do not use librdkafka are configured from
+`security_of`, the only parser of these options.
 
-A client that they refuse, or that does not trust them, tries again for ever: librdkafka cannot know that nobody will
-change a password. At the start of a process the same refusal is nearly always a mistake in its settings.
+If the brokers refuse a client, or the client does not trust them, librdkafka retries without limit, because the refusal
+may be temporary. At the start of a process, a refusal is nearly always an error in the settings.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tidemill.schemas.config import KafkaSettings
 FILES = ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location")
 PREFIXES = ("security.", "sasl.", "ssl.", "enable.ssl.", "enable.sasl.")
 PROBE = "probe"
-"""Value of `ssl.ca.location`: the certificates of the operating system, as without it."""
+"""Value of `ssl.ca.location` for the operating system's certificates, which are also the default."""
 WITH_PASSWORD = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 
 
 class SecurityError(ValueError):
-    """The options cannot open a connection; the message names them and says what to do."""
+    """The options cannot open a connection; the message names them and the remedy."""
 
 
 class Protocol(StrEnum):
@@ -46,22 +46,22 @@ class Protocol(StrEnum):
 
     @property
     def encrypted(self) -> bool:
-        """Whether TLS carries it."""
+        """Whether the connection uses TLS."""
         return self in (Protocol.SSL, Protocol.SASL_SSL)
 
     @property
     def sasl(self) -> bool:
-        """Whether the client names itself by SASL."""
+        """Whether the client authenticates with SASL."""
         return self in (Protocol.SASL_PLAINTEXT, Protocol.SASL_SSL)
 
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """The security that these options configure; empty if they configure none."""
+    """The security settings in `kafka.client_options`; options that are not set are empty, the protocol PLAINTEXT."""
 
     protocol: Protocol
     ca: str
-    """File or directory with the certificates of the authorities that are trusted; empty: the system's."""
+    """File or directory with the certificates of the trusted authorities; empty: the system's."""
     certificate: str
     key: str
     key_password: SecretStr
@@ -71,12 +71,12 @@ class Security:
 
 
 def security_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Those of the options that say how to prove who one is."""
+    """Return the options that concern security."""
     return {name: value for name, value in options.items() if name.startswith(PREFIXES)}
 
 
 def security_of(kafka: KafkaSettings) -> Security:
-    """The security that the settings configure. Raises SecurityError if something is missing or not valid."""
+    """Return the security that the settings configure. Raises SecurityError if something is missing or not valid."""
     options = kafka.client_options
     name = options.get("security.protocol", Protocol.PLAINTEXT).upper()
     if name not in Protocol.__members__:
@@ -125,11 +125,11 @@ POLL_S = 0.05
 PROBE_S = 2.0
 REFUSED = frozenset({KafkaError._AUTHENTICATION, KafkaError._SSL})
 LOCAL = "failed: Local: "
-"""In the text of an error that no broker sent."""
+"""Part of the message of an error that no broker sent."""
 
 
 class AccessRefused(ConnectionError):
-    """The brokers do not let this client in, or it does not trust them; the message says why and what to check."""
+    """The brokers refuse this client, or it does not trust them; the message has the reason and what to check."""
 
 
 @dataclass(slots=True)
@@ -138,23 +138,23 @@ class _Found:
 
     refusal: str = ""
     closed_early: bool = False
-    """A broker took a connection and closed it before it answered anything. A proxy before the brokers does the
-    same while there are none."""
+    """A broker accepted a connection and closed it before its first response. A proxy in front of the brokers does the
+    same while no broker runs."""
     closed_late: bool = False
-    """A broker answered what it answers to anybody, and closed the connection at the next request."""
+    """A broker sent the response that needs no authentication, and closed the connection at the next request."""
     all_down: bool = False
 
     def take_error(self, error: KafkaError) -> None:
-        """An error of the client."""
+        """Record an error of the client."""
         text = error.str()
         refused = error.code() in REFUSED or (error.code() == KafkaError._TRANSPORT and "SSL" in text)
-        # A connection that broke while the client named itself is told as a failed authentication too.
+        # A connection that broke during authentication is also reported as a failed authentication.
         if refused and LOCAL not in text:
             self.refusal = self.refusal or text.split(" (after ")[0]
         self.all_down |= error.code() == KafkaError._ALL_BROKERS_DOWN
 
     def take_line(self, line: logging.LogRecord) -> bool:
-        """A line of the client's log, where alone it says that a broker closed a connection. It goes no further."""
+        """Record a line of the client's log, the only report that a broker closed a connection. Drops the line."""
         text = line.getMessage()
         if "Disconnected" in text:
             late = "in state UP" in text
@@ -164,7 +164,7 @@ class _Found:
 
 
 def check_access(kafka: KafkaSettings) -> None:
-    """Return once a broker has answered, or it is certain that none refuses: that none is there is not told here.
+    """Return when a broker has answered, or if no refusal was found. Brokers that do not run are not an error here.
 
     Raises:
         SecurityError: the options cannot open a connection.
@@ -204,7 +204,7 @@ def check_access(kafka: KafkaSettings) -> None:
 
 
 def _speaks_tls(kafka: KafkaSettings) -> bool:
-    """Whether one of the brokers answers the beginning of a TLS connection. Nothing is said over it."""
+    """Return whether one of the brokers completes a TLS handshake. No data is sent over the connection."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     for address in kafka.address().split(","):
@@ -214,7 +214,7 @@ def _speaks_tls(kafka: KafkaSettings) -> bool:
                 context.wrap_socket(connection).close()
                 return True
         except (OSError, ValueError):
-            # Also ssl.SSLError, an OSError: what came was no TLS.
+            # This includes ssl.SSLError, an OSError: the answer was not TLS.
             continue
     return False
 

@@ -1,7 +1,7 @@
-"""Creating and checking topics against the catalogue, and waiting for a broker.
+"""Functions that create topics, compare them with the catalogue, and wait for a broker.
 
-`create_topics` only ever adds. A topic that exists with other partitions or settings is drift: it is reported, never
-changed, since partition counts decide where keys lie.
+`create_topics` only adds topics. An existing topic with other partitions or settings is drift: it is reported, never
+changed, because the partition count decides in which partition a key is.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class TopicState:
     name: str
     partitions: int
     drift: list[str]
-    """Differences from the catalogue; empty when it is as declared."""
+    """Differences from the catalogue; empty if there are none."""
 
 
 def admin_client(kafka: KafkaSettings) -> AdminClient:
-    """An admin client on the configured brokers."""
+    """Return an admin client of the configured brokers."""
     return AdminClient({"bootstrap.servers": kafka.address(), "client.id": "tidemill-admin", **kafka.client_options})
 
 
 def wait_for_broker(kafka: KafkaSettings, deadline_s: float = 30.0) -> int:
-    """Wait until the admin API answers; the number of brokers.
+    """Wait until the admin API answers, and return the number of brokers.
 
-    Raises past the deadline: AccessRefused when they let nobody in with these settings, else ConnectionError.
+    Raises after the deadline: AccessRefused if the brokers refuse these settings, otherwise ConnectionError.
     """
     client = admin_client(kafka)
     deadline = time.monotonic() + deadline_s
@@ -60,7 +60,7 @@ def wait_for_broker(kafka: KafkaSettings, deadline_s: float = 30.0) -> int:
 
 
 def wanted_topics(kafka: KafkaSettings) -> list[NewTopic]:
-    """Every topic of the catalogue with its dead-letter topic, as it is created."""
+    """Return the definitions of all topics of the catalogue and of their dead-letter topics."""
     names = Names(kafka.topic_prefix)
     wanted = [(names.of(spec.topic), spec, spec.topic_config()) for spec in CATALOGUE.values()]
     retention = {"cleanup.policy": "delete", "retention.ms": str(DEAD_LETTER_RETENTION_MS)}
@@ -72,14 +72,14 @@ def wanted_topics(kafka: KafkaSettings) -> list[NewTopic]:
 
 
 def create_topics(kafka: KafkaSettings) -> list[str]:
-    """Create what is missing of the catalogue; the names created. Raises as `create_missing`."""
+    """Create the missing topics of the catalogue, and return their names. Raises as `create_missing`."""
     return create_missing(admin_client(kafka), wanted_topics(kafka))
 
 
 def create_missing(client: AdminClient, new: list[NewTopic]) -> list[str]:
-    """Create those topics that do not exist, and wait until all can be used; the names created.
+    """Create the topics that do not exist, wait until all can be used, and return the names of the created ones.
 
-    Raises KafkaException when the broker refuses, TimeoutError when partitions stay without a leader.
+    Raises KafkaException if the broker refuses, TimeoutError if partitions still have no leader.
     """
     created = []
     for name, future in client.create_topics(new, request_timeout=REQUEST_TIMEOUT_S).items():
@@ -94,7 +94,7 @@ def create_missing(client: AdminClient, new: list[NewTopic]) -> list[str]:
 
 
 def wait_until_led(client: AdminClient, names: set[str]) -> None:
-    """The broker acknowledges a topic before its partitions have leaders; a client that comes at once would fail."""
+    """Wait until all partitions have leaders. A topic is acknowledged earlier, and a client would then fail."""
     deadline = time.monotonic() + REQUEST_TIMEOUT_S
     while not names <= _led(client):
         if time.monotonic() > deadline:
@@ -109,7 +109,7 @@ def _led(client: AdminClient) -> set[str]:
 
 
 def check_topics(kafka: KafkaSettings) -> list[TopicState]:
-    """Compare the broker's topics with the catalogue."""
+    """Compare the broker's topics with the catalogue, and return the state of each."""
     client = admin_client(kafka)
     existing = client.list_topics(timeout=REQUEST_TIMEOUT_S).topics
     wanted = wanted_topics(kafka)

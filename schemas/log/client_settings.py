@@ -1,6 +1,6 @@
-"""librdkafka settings of every producer and consumer, and which of its errors pass by themselves.
+"""librdkafka settings of all producers and consumers, and the set of its transient errors.
 
-Every producer is idempotent, acks=all, and partitions keys as Java and Faust do (murmur2). None but `FencedProducer` is
+Every producer is idempotent, has acks=all, and partitions keys as Java and Faust do (murmur2). Only `FencedProducer` is
 transactional.
 """
 
@@ -13,11 +13,11 @@ from confluent_kafka import KafkaError, KafkaException
 from tidemill.schemas.config import KafkaSettings
 
 Partition = tuple[str, int]
-"""Full name of a topic, and a partition."""
+"""Full name of a topic, and a partition number."""
 MAX_RECORD_BYTES = 1_048_576
 DELIVERY_TIMEOUT_MS = 120_000
 LOG_WAIT_S = 2 * DELIVERY_TIMEOUT_MS / 1000
-"""A loop that writes comes round within this, however slow the log is; after it the loop hangs."""
+"""Maximum duration of one iteration of a loop that writes, however slow the log is; a longer one means a hang."""
 METADATA_TIMEOUT_S = 20.0
 RETRY_S = 0.05
 TRANSIENT = frozenset(
@@ -31,11 +31,11 @@ TRANSIENT = frozenset(
         KafkaError._PARTITION_EOF,
     }
 )
-"""Errors that librdkafka outlives by itself; its `retriable` flag is set for transactional calls alone."""
+"""Errors from which librdkafka recovers by itself; its `retriable` flag is set only for transactional calls."""
 
 
 def producer_settings(kafka: KafkaSettings, client_id: str) -> dict[str, Any]:
-    """librdkafka settings of every producer of Tidemill."""
+    """Return the librdkafka settings of every producer of Tidemill."""
     return {
         "bootstrap.servers": kafka.address(),
         "client.id": client_id,
@@ -52,7 +52,7 @@ def producer_settings(kafka: KafkaSettings, client_id: str) -> dict[str, Any]:
 
 
 def consumer_settings(kafka: KafkaSettings, client_id: str, group_id: str) -> dict[str, Any]:
-    """librdkafka settings of every consumer of Tidemill."""
+    """Return the librdkafka settings of every consumer of Tidemill."""
     return {
         "bootstrap.servers": kafka.address(),
         "client.id": client_id,
@@ -71,13 +71,12 @@ def consumer_settings(kafka: KafkaSettings, client_id: str, group_id: str) -> di
 
 
 def groupless_settings(kafka: KafkaSettings, client_id: str, fetch_bytes: int | None = None) -> dict[str, Any]:
-    """librdkafka settings of a consumer that assigns its partitions itself.
+    """Return the librdkafka settings of a consumer that assigns its partitions itself.
 
-    It joins no group and commits nothing; librdkafka wants a group's name all the same.
+    It joins no group and commits no offsets, but librdkafka requires a group name.
 
     Args:
-        fetch_bytes: the most that one answer of the log carries, all partitions together; librdkafka's own limits
-            where it is not given.
+        fetch_bytes: maximum size of one fetch response, over all partitions; by default librdkafka's own limits.
     """
     settings = consumer_settings(kafka, client_id, f"{client_id}-groupless")
     if fetch_bytes is None:
@@ -90,6 +89,6 @@ def groupless_settings(kafka: KafkaSettings, client_id: str, fetch_bytes: int | 
 
 
 def raise_lasting(error: KafkaError) -> None:
-    """Raise a client error that librdkafka does not outlive by itself, as KafkaException."""
+    """Raise a client error as KafkaException, except if librdkafka recovers from it by itself."""
     if error.code() not in TRANSIENT:
         raise KafkaException(error)

@@ -1,8 +1,8 @@
 """A consumed record with its position in the log.
 
-A value that cannot be decoded arrives as a `ConsumedRecord` whose `record` is None and whose `error` says why: the
-caller decides where it goes, and the stream goes on. A record that a replay wrote carries the id of the replay in its
-headers: a consumer that acts on records, the trainer above all, refuses it unless it was told of that replay.
+A value that cannot be decoded is a `ConsumedRecord` whose `record` is None and whose `error` is the reason: the caller
+decides what to do with it, and reading continues. A record that a replay wrote has the id of the replay in its headers:
+a consumer that acts on records, the trainer above all, refuses it unless its settings accept that replay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tidemill.schemas.records import Record
 
 HEADER_REPLAY_ID = "tidemill-replay-id"
 HEADER_REPLAY_SOURCE = "tidemill-replay-source"
-"""`topic/partition/offset` of the record that was copied, under its full name."""
+"""`topic/partition/offset` of the record that was copied, with the topic's full name."""
 
 Headers = Iterable[tuple[str, bytes | None]]
 
@@ -29,7 +29,7 @@ class LogReference(Protocol):
 
     @property
     def topic(self) -> str:
-        """Without its prefix."""
+        """Name of the topic, without the prefix."""
 
     @property
     def partition(self) -> int:
@@ -37,21 +37,21 @@ class LogReference(Protocol):
 
     @property
     def offset(self) -> int:
-        """In the partition."""
+        """Offset in the partition."""
 
 
 @record(frozen=True, slots=True)
 class Position:
-    """Where a record lies in the log."""
+    """The position of a record in the log."""
 
     topic: str
-    """Without its prefix, unless said otherwise."""
+    """Name without the prefix, unless stated otherwise."""
     partition: int
     offset: int
 
     @classmethod
     def of(cls, reference: LogReference) -> Position:
-        """The position that a reference names."""
+        """Return the position that a reference contains."""
         return cls(reference.topic, reference.partition, reference.offset)
 
     def __str__(self) -> str:
@@ -70,9 +70,9 @@ class ConsumedRecord:
     value: bytes | None
     record: Record | None
     error: str = ""
-    """Why `record` is None."""
+    """Reason why `record` is None."""
     replay_id: str = ""
-    """The replay that wrote it; empty for a record that no replay wrote."""
+    """Id of the replay that wrote it; empty for a record that no replay wrote."""
 
     @property
     def position(self) -> Position:
@@ -81,7 +81,7 @@ class ConsumedRecord:
 
 
 def consumed_record(message: Message, names: Names, codec: Codec) -> ConsumedRecord:
-    """A message of the log, decoded where it can be."""
+    """Return the consumed record of a Kafka message, decoded if possible."""
     value = message.value()
     record, error = decoded(codec, value)
     return ConsumedRecord(
@@ -98,7 +98,7 @@ def consumed_record(message: Message, names: Names, codec: Codec) -> ConsumedRec
 
 
 def decoded(codec: Codec, value: bytes | None) -> tuple[Record | None, str]:
-    """The record of a value; None, and the reason, where it cannot be decoded."""
+    """Return the decoded record and ""; None and the reason if the value cannot be decoded."""
     try:
         return codec.decode(value), ""
     except DecodeError as failure:
@@ -106,7 +106,7 @@ def decoded(codec: Codec, value: bytes | None) -> tuple[Record | None, str]:
 
 
 def replay_id_of(headers: Headers | None) -> str:
-    """The id of the replay that wrote a record; empty for a record that no replay wrote."""
+    """Return the id of the replay that wrote a record; an empty string if no replay wrote it."""
     if not headers:
         return ""
     found = (value or b"" for name, value in headers if name == HEADER_REPLAY_ID)
@@ -114,7 +114,7 @@ def replay_id_of(headers: Headers | None) -> str:
 
 
 def replay_headers(replay_id: str, full_topic: str, partition: int, offset: int) -> dict[str, bytes]:
-    """The headers that a replay adds to a record that it copies."""
+    """Return the headers that a replay adds to a record that it copies."""
     return {
         HEADER_REPLAY_ID: replay_id.encode(),
         HEADER_REPLAY_SOURCE: f"{full_topic}/{partition}/{offset}".encode(),

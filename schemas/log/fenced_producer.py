@@ -1,13 +1,13 @@
-"""Writing records that one process at a time may write: a process that begins to write shuts out the one before.
+"""A producer for records that only one process at a time may write: a new process fences the previous one.
 
-Each call of `send_acked` is one transaction under a name. What this keeps true:
+Each call of `send_acked` is one transaction under a name. Invariants:
 
-- a record is in the log once, when the call returns; after an error it is not there, or nobody can tell;
-- calls of several threads follow one another;
-- once a second process has begun to write under the name, nothing more of the first one's gets into the log: its next
-  call raises FencedError, however long it was away.
+- when the call returns, each record is in the log exactly once; after an error, it is not there, or this is unknown;
+- calls from several threads run one after the other;
+- after a second process has started to write under the name, the first one cannot write any more: its next call raises
+  FencedError, however long it was paused.
 
-A transaction's end takes an offset that holds no record.
+The end marker of a transaction uses an offset that contains no record.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tidemill.schemas.log.producer import DeliveryError
 from tidemill.schemas.records import Record
 
 TRANSACTION_TIMEOUT_MS = 15_000
-"""After this a transaction whose writer is gone no longer keeps readers from what lies behind it."""
+"""Time after which a transaction whose writer has ended no longer blocks readers from the records after it."""
 CALL_TIMEOUT_S = 10.0
 START_TIMEOUT_S = 60.0
-"""Longest wait for the log to shut the writer before out."""
+"""Maximum time to wait until the log has fenced the previous writer."""
 FENCED = frozenset({KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH})
 
 
 def resumed(call: Callable[[float], object], within_s: float = 2 * CALL_TIMEOUT_S) -> None:
-    """Make a call of the transaction protocol; one that ran out of time is resumed by calling again.
+    """Make a call of the transaction protocol, and repeat it after a timeout, which resumes it.
 
-    Raises KafkaException for an error of another kind, or once `within_s` have passed.
+    Raises KafkaException for an error that is not retriable, or when `within_s` seconds have passed.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -53,13 +53,13 @@ def resumed(call: Callable[[float], object], within_s: float = 2 * CALL_TIMEOUT_
 
 
 class FencedError(DeliveryError):
-    """Another process writes under the name now; nothing that this one had under way is in the log."""
+    """Another process now writes under the name; the unfinished writes of this process are not in the log."""
 
 
 class FencedProducer:
-    """Writes records under `name`, which is this process's alone from here on.
+    """A writer of records under `name`, which from now on only this process may use.
 
-    Raises DeliveryError when the log cannot be reached.
+    Raises DeliveryError if the log cannot be reached.
     """
 
     def __init__(self, kafka: KafkaSettings, client_id: str, name: str) -> None:
@@ -86,10 +86,10 @@ class FencedProducer:
             raise self._explained(error) from error
 
     def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
-        """Write (key, record) pairs, all or none, and wait for the log: their positions, in order.
+        """Write (key, record) pairs, all or none, wait until they are committed, and return their positions in order.
 
-        Raises FencedError when another process has taken over, DeliveryError when the log does not take them,
-        ValueError for a record that does not fit its schema.
+        Raises FencedError if another process has taken over the name, DeliveryError if the log does not accept the
+        records, ValueError for a record that does not fit its schema.
         """
         with self._one_call:
             values = [(key.encode(), self._codec.encode(record)) for key, record in records]
@@ -118,7 +118,7 @@ class FencedProducer:
         self._producer.begin_transaction()
         for place, (key, value) in enumerate(values):
             self._producer.produce(self._names.of(topic), value, key=key, on_delivery=delivered(place))
-        # A record that was not delivered makes the commit fail, and the transaction is begun again.
+        # If a record was not delivered, the commit fails and the transaction is started again.
         self._producer.flush(CALL_TIMEOUT_S)
         resumed(self._producer.commit_transaction, deadline - time.monotonic())
         self._producer.poll(0)

@@ -1,7 +1,7 @@
-"""A member of a consumer group; offsets are committed by the caller, when the work is done.
+"""A member of a consumer group. The caller commits offsets when the work is done.
 
-What holds: a partition goes on from its committed offset, or begins at the first record that the log keeps when nothing
-was ever committed; a committed offset that the log no longer keeps is told (`RetentionGap`), never passed in silence.
+Invariants: a partition is read from its committed offset, or from the first record that the log keeps if no offset was
+committed; a committed offset that the log no longer keeps raises `RetentionGap` and is never skipped silently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidemill.schemas.log.guard import ReadingGuard
 
 
 class GroupConsumer:
-    """A member of a consumer group; offsets are committed by the caller, when the work is done."""
+    """A member of a consumer group. The caller commits offsets when the work is done."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class GroupConsumer:
         self._consumer = Consumer({**settings, "auto.offset.reset": "error"})
         self._guard = ReadingGuard(self._consumer, f"{client_id} in group {group_id}", kafka)
         self._next: dict[Partition, int | None] = {}
-        """Next offset of each owned partition; None for the first that is kept."""
+        """Next offset of each owned partition; None for the first one that is kept."""
         self._paused: set[Partition] = set()
         self._kafka = kafka
         self._ask_at: float | None = time.monotonic() + METADATA_TIMEOUT_S
-        """When to ask why the group says nothing; None once it has assigned partitions, or none."""
+        """Time of the next access check; None after the first assignment, which may be empty."""
         topics = list(topics)
         self._may_have_holes = {self._names.of(topic) for topic in topics if is_compacted(topic)}
         self._consumer.subscribe(
@@ -50,7 +50,7 @@ class GroupConsumer:
 
     def _begin(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self._ask_at = None
-        # Left to itself, librdkafka would take a partition without a committed offset for one that is out of range.
+        # By default, librdkafka treats a partition without a committed offset as out of range.
         for found in consumer.committed(partitions, timeout=METADATA_TIMEOUT_S) if partitions else []:
             self._next[found.topic, found.partition] = found.offset if found.offset >= 0 else None
         begin = [(tp.topic, tp.partition, self._next[tp.topic, tp.partition]) for tp in partitions]
@@ -63,18 +63,18 @@ class GroupConsumer:
         consumer.incremental_unassign(partitions)
 
     def poll(self, timeout_s: float = 0.1, max_records: int = 100) -> list[ConsumedRecord]:
-        """The next records of the partitions assigned to this member.
+        """Return the next records of the partitions assigned to this member.
 
         Raises:
-            RetentionGap: the log deleted records of a partition after the committed offset. The member stands at the
-                first one that is kept: a caller that can do without goes on polling.
-            LookupError: the committed offset lies behind a partition's end.
-            ReadingStalled: records wait and the client delivers none of them for `kafka.stall_timeout_s`.
-            AccessRefused: the brokers let nobody in with these settings.
+            RetentionGap: the log deleted records of a partition after the committed offset. The next offset is then
+                the first one that is kept: a caller that does not need the deleted records can continue to poll.
+            LookupError: the committed offset is after the end of a partition.
+            ReadingStalled: there are records to read, and the client delivered none for `kafka.stall_timeout_s`.
+            AccessRefused: the brokers refuse a client with these settings.
         """
         self._guard.check()
         if self._ask_at is not None and time.monotonic() > self._ask_at:
-            # A member that is refused would wait for its group for ever.
+            # A member that the brokers refuse would wait for its group without limit.
             check_access(self._kafka)
             self._ask_at = time.monotonic() + METADATA_TIMEOUT_S
         messages = self._consumer.consume(max_records, timeout_s)
@@ -106,13 +106,13 @@ class GroupConsumer:
         self._guard.look(flowing, self._may_have_holes)
 
     def commit(self, offsets: Mapping[tuple[Topic, int], int]) -> None:
-        """Commit the next offsets to read, by (topic, partition); waits for the broker."""
+        """Commit the next offsets to read, by (topic, partition), and wait for the broker."""
         if offsets:
             places = [TopicPartition(self._names.of(topic), p, offset) for (topic, p), offset in offsets.items()]
             self._consumer.commit(offsets=places, asynchronous=False)
 
     def pause(self) -> None:
-        """Fetch nothing more from the partitions owned now; polling goes on and keeps the membership alive."""
+        """Stop fetching from the partitions owned now. Further polls keep the membership alive."""
         owned = self._consumer.assignment()
         self._consumer.pause(owned)
         self._paused = {(tp.topic, tp.partition) for tp in owned}
@@ -123,7 +123,7 @@ class GroupConsumer:
         self._paused = set()
 
     def assignment(self) -> set[tuple[Topic, int]]:
-        """Partitions that this member owns now."""
+        """Return the partitions that this member owns now."""
         return {(self._names.parse(tp.topic), tp.partition) for tp in self._consumer.assignment()}
 
     def close(self) -> None:

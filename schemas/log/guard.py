@@ -1,9 +1,9 @@
-"""Guards of a consumer's reading: against deleted records, and against a client that no longer reads.
+"""Checks of a consumer: for deleted records, and for a client that no longer delivers records.
 
-librdkafka is told never to choose an offset by itself (`auto.offset.reset: error`): what is out of range is looked at
-here. After a gap was told the consumer stands at the first record that is kept, so that a caller that can do without
-the missing ones goes on polling. A wait for something that has not come yet is never a stall: only what could move and
-does not is told.
+librdkafka never chooses an offset by itself (`auto.offset.reset: error`): offsets out of range are handled here. After
+a reported gap, the next offset is that of the first kept record, so that a caller that does not need the missing
+records can continue to poll. Waiting for records that do not exist yet is never a stall: only a partition with records
+to read and no progress is stalled.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tidemill.schemas.log.watermarks import EndsClient, watermarks
 LOG = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)
 LOOK_TIMEOUT_S = 2.0
-"""Longest wait for the end of a partition while records could be read meanwhile."""
+"""Maximum time to wait for the end offset of a partition, during which no records are read."""
 LOOKS_PER_TIMEOUT = 4
 OUT_OF_RANGE = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError._LOG_TRUNCATION})
 
 
 class RetentionGap(LookupError):
-    """The next record to read is no longer kept: retention, or a deletion, was faster than the reader."""
+    """The next record to read was deleted, by retention or by request, before the reader had read it."""
 
     def __init__(self, topic: str, partition: int, wanted: int, first: int) -> None:
         super().__init__(
@@ -47,10 +47,10 @@ class RetentionGap(LookupError):
 
 
 class IdleTimes(Generic[K]):
-    """Since when each of several things has not moved while it had reason to.
+    """The time for which each of several keys has made no progress although it could.
 
     Args:
-        timeout: how long is too long, in the unit of every `now`.
+        timeout: time after which a key is reported, in the unit of every `now`.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -58,10 +58,10 @@ class IdleTimes(Generic[K]):
         self._seen: dict[K, tuple[object, float]] = {}
 
     def observe(self, key: K, position: object, waiting: bool, now: float) -> float | None:
-        """One look at `key`: where it is, and whether something waits for it to move.
+        """Record the position of `key`, and whether it could make progress (`waiting`).
 
-        Returns how long it has stood still when that is the time-out or more; then its time begins anew, so that it is
-        told once a time-out.
+        Returns the time without progress if it is the timeout or more, otherwise None. The time then starts again, so
+        that a key is reported once per timeout.
         """
         last, since = self._seen.get(key, (position, now))
         if not waiting or last != position:
@@ -72,17 +72,17 @@ class IdleTimes(Generic[K]):
         return still if told else None
 
     def forget(self) -> None:
-        """Begin anew: nobody could move meanwhile."""
+        """Start all times again, after a period in which no key could make progress."""
         self._seen.clear()
 
 
 class ReadingWatch:
     """The progress of one consumer's partitions. Times are seconds of any monotonic clock.
 
-    Standing still counts only while the consumer is polled and the log answers.
+    Time without progress counts only while the consumer is polled and the log answers.
 
     Args:
-        timeout_s: how long is too long; 0 looks at nothing.
+        timeout_s: time without progress after which a partition is stalled; 0 disables the checks.
     """
 
     def __init__(self, timeout_s: float, now_s: float) -> None:
@@ -93,11 +93,11 @@ class ReadingWatch:
         self._told_silence = False
 
     def due(self, now_s: float) -> bool:
-        """A poll; whether it is time to ask for the ends of the partitions."""
+        """Record a poll, and return whether it is time to request the end offsets of the partitions."""
         if not self._timeout_s:
             return False
         if now_s - self._polled_at_s > self._interval_s:
-            # The polling thread was busy elsewhere: the partitions could not move.
+            # The polling thread did other work: the partitions could not make progress.
             self._still.forget()
             self._answered_at_s = now_s
         self._polled_at_s = now_s
@@ -107,11 +107,11 @@ class ReadingWatch:
         return True
 
     def rest(self) -> None:
-        """Reading is paused on purpose."""
+        """Start all times again, because reading is paused on purpose."""
         self._still.forget()
 
     def observe(self, partition: Partition, position: int, end: int, now_s: float) -> str:
-        """The log answered: a partition's next offset to read, and its end. Returns why it is stalled, else nothing."""
+        """Record a partition's next offset and its end. Returns the reason if it is stalled, otherwise ""."""
         seconds = self._still.observe(partition, position, end > position, now_s)
         if seconds is None:
             return ""
@@ -121,16 +121,16 @@ class ReadingWatch:
         )
 
     def answered(self, now_s: float) -> float | None:
-        """The log answered for every partition; how long it had not, when that was told."""
+        """Record that the log answered for all partitions. Returns how long it had not, if that was reported."""
         self._polled_at_s = now_s
         silent_s, told = now_s - self._answered_at_s, self._told_silence
         self._answered_at_s, self._told_silence = now_s, False
         return silent_s if told else None
 
     def unanswered(self, now_s: float) -> float | None:
-        """The log did not answer; how long it has not, when that is the time-out or more and was not told yet."""
+        """Record that the log did not answer. Returns for how long, once that reaches the timeout, otherwise None."""
         self._still.forget()
-        # The asking took its time.
+        # The request itself took time in which nothing was polled.
         self._polled_at_s = now_s
         silent_s = now_s - self._answered_at_s
         if self._told_silence or silent_s < self._timeout_s:
@@ -140,15 +140,15 @@ class ReadingWatch:
 
 
 class ReadingStalled(RuntimeError):
-    """Records wait, the log answers, and the client delivers none: its process must be started again."""
+    """There are records to read, the log answers, and the client delivers none: the process must be restarted."""
 
 
 class ReadingGuard:
-    """Guards one consumer, which is polled by one thread.
+    """The checks of one consumer, which is polled by one thread.
 
     Args:
-        name: says whose reading it is.
-        kafka: the log, and how long a partition with records may stand still.
+        name: name of the reader, for messages.
+        kafka: the log, and how long a partition with records to read may make no progress.
     """
 
     def __init__(self, consumer: Consumer, name: str, kafka: KafkaSettings) -> None:
@@ -160,23 +160,23 @@ class ReadingGuard:
         self._warned: set[Partition] = set()
 
     def take(self, error: KafkaError, partition: Partition, wanted: int | None) -> int | None:
-        """An error that came in place of a record; `wanted` is the next offset, None for the first that is kept.
+        """Handle an error instead of a record; `wanted` is the next offset, or None for the first one that is kept.
 
-        Returns the offset to go on from when the next one is out of range; `check` raises what is wrong with it.
-        Raises KafkaException for an error that librdkafka does not outlive by itself.
+        If the next offset is out of range, returns the offset to continue from; `check` then raises the error.
+        Raises KafkaException for an error from which librdkafka does not recover by itself.
         """
         if error.code() not in OUT_OF_RANGE:
             raise_lasting(error)
             return None
         onward = self.within(partition, wanted, *watermarks(self._consumer, partition))
-        # A partition that is out of range takes no seek.
+        # librdkafka cannot seek in a partition whose offset is out of range.
         self._consumer.incremental_unassign([TopicPartition(*partition)])
         self._consumer.incremental_assign([TopicPartition(*partition, onward)])
         return onward
 
     def within(self, partition: Partition, wanted: int | None, low: int, high: int) -> int:
-        """The offset to go on from in a partition that begins at `low` and ends at `high`; `check` raises what is wrong
-        with `wanted`."""
+        """Return the offset to continue from in a partition with the offsets from `low` up to `high`; if `wanted` is
+        out of range, `check` then raises the error."""
         if wanted is None or wanted < low:
             if wanted is not None:
                 self._troubles.append(RetentionGap(*partition, wanted, low))
@@ -193,19 +193,19 @@ class ReadingGuard:
 
     @property
     def has_problem(self) -> bool:
-        """Whether `check` has something to raise."""
+        """Whether `check` has an error to raise."""
         return bool(self._troubles)
 
     def check(self) -> None:
-        """Raises LookupError, one at a time, for each partition that was found out of range: RetentionGap where the
-        log deleted records, else the partition ends before the next offset."""
+        """Raise the next LookupError of a partition whose offset was out of range: a RetentionGap if the log deleted
+        records, otherwise a LookupError because the partition ends before the next offset."""
         if self._troubles:
             raise self._troubles.pop(0)
 
     def look(self, positions: Mapping[Partition, int], may_have_holes: Set[str]) -> None:
-        """Called at each poll: compares positions with the log's ends when it is time to.
+        """Compare the positions with the ends of the partitions, if it is time to. Called at each poll.
 
-        Raises ReadingStalled, but not for a topic that may have holes: one may be at the end of its log.
+        Raises ReadingStalled, but not for topics in `may_have_holes`: a partition may end with a hole.
         """
         if not self._watch.due(time.monotonic()):
             return
@@ -233,9 +233,9 @@ class ReadingGuard:
                 LOG.warning("%s: %s; what waits may be what compaction left of the log's end", self._name, stall)
 
     def rest(self) -> None:
-        """Called at a poll that is to bring nothing: no partition can move."""
+        """Start all times again: this poll is expected to return nothing, so no partition can make progress."""
         self._watch.rest()
 
     def close(self) -> None:
-        """Give its connection back."""
+        """Close its connection."""
         self._ends.close()

@@ -1,8 +1,8 @@
-"""A process that does not come round any more is of no use: it says where it hangs and ends, to be started again.
+"""A watchdog of a role's main loop: if the loop hangs, the process prints its stacks and exits, to be restarted.
 
-The main loop of a role beats. When no beat came in time, a thread beside it writes every thread's stack to stderr and
-ends the process with status 70, past all clean-up: what a role has not written it does again after its restart. Native
-code that never lets go of the interpreter stops that thread too; the interpreter's own timer ends the process then.
+The main loop sends heartbeats. If one is overdue, a second thread writes the stacks of all threads to stderr and ends
+the process with status 70, without clean-up: after its restart, a role repeats the work that it has not written. Native
+code that never releases the interpreter lock blocks that thread too; the interpreter's own timer then ends the process.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ EXIT_HUNG = 70
 LOOKS_PER_TIMEOUT = 20
 LONGEST_LOOK_S = 5.0
 NATIVE_TIMEOUTS = 3
-"""Time-outs after which the interpreter's own timer ends a process whose threads cannot run."""
+"""Number of timeouts after which the interpreter's own timer ends a process whose threads cannot run."""
 
 
 class Deadline:
-    """When a beat is overdue. Times are seconds of any monotonic clock.
+    """The deadline of the next heartbeat. Times are seconds of any monotonic clock.
 
     Args:
-        timeout_s: how long a beat may take to come after the one before.
-        look_s: how often `overdue` is asked; when it was not, the whole process slept, and nobody is to blame.
+        timeout_s: maximum time between two heartbeats.
+        look_s: interval of the calls of `overdue`. After a much longer one, the whole process was suspended: no hang.
     """
 
     def __init__(self, timeout_s: float, look_s: float, now_s: float) -> None:
@@ -36,11 +36,11 @@ class Deadline:
         self._within_s = timeout_s
 
     def beat(self, now_s: float, within_s: float | None) -> None:
-        """The loop came round; the next beat comes within `within_s`, the time-out where that is longer."""
+        """Record a heartbeat. The next one is due within `within_s`, or within the timeout if that is longer."""
         self._beat_s, self._within_s = now_s, max(self._timeout_s, within_s or 0.0)
 
     def overdue(self, now_s: float) -> float | None:
-        """How long ago the last beat was, when that is too long."""
+        """Return the time since the last heartbeat if it is overdue, otherwise None."""
         if now_s - self._looked_s > self._timeout_s / 2 + self._look_s:
             self._beat_s = now_s
         self._looked_s = now_s
@@ -49,11 +49,11 @@ class Deadline:
 
 
 class Liveness:
-    """Watches this process's main loop while it is entered as a context.
+    """A context manager that watches the main loop of this process.
 
     Args:
-        role: what the process is, for the message.
-        timeout_s: how long the loop may take to come round; 0 watches nothing.
+        role: name of the role, for the message.
+        timeout_s: maximum duration of one iteration of the loop; 0 disables the watchdog.
     """
 
     def __init__(self, role: str, timeout_s: float) -> None:
@@ -65,11 +65,11 @@ class Liveness:
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
 
     def beat(self, activity: str = "", within_s: float | None = None) -> None:
-        """The loop came round.
+        """Record a heartbeat of the loop.
 
         Args:
-            activity: what it does next, for the message.
-            within_s: the next beat comes within this; for work that may take longer than the time-out.
+            activity: the next activity of the loop, for the message.
+            within_s: maximum time to the next heartbeat; for work that may take longer than the timeout.
         """
         self._activity = activity or self._activity
         self._deadline.beat(time.monotonic(), within_s)

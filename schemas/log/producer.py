@@ -1,8 +1,8 @@
-"""Writing records to the log: what was sent is acknowledged by the log, or an error is raised.
+"""Producer of records: each record is acknowledged by the log, or an error is raised.
 
-A value that cannot be used is written as a dead letter, whole, with its place and the reason. For records whose key is
-longer than what they are joined by, the partition is computed here (`partition_of`) and given to the client, as Java's
-client, Faust and librdkafka's `murmur2_random` choose it. Source: `Utils.murmur2` and
+A value that cannot be used is written unchanged as a dead letter, with its position and the reason. For records whose
+key is longer than the key by which they are joined, the partition is computed here (`partition_of`) and passed to the
+client. It is the one that Java's client, Faust and librdkafka's `murmur2_random` choose. Source: `Utils.murmur2` and
 `BuiltInPartitioner.partitionForKey` of Apache Kafka's Java client.
 """
 
@@ -28,14 +28,14 @@ class DeliveryError(RuntimeError):
 
 
 class AckedWriter(Protocol):
-    """A writer of records that waits for the log."""
+    """A writer of records that waits for the log's acknowledgement."""
 
     def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
-        """Write (key, record) pairs and wait for the log: their positions, in order. Raises DeliveryError."""
+        """Write (key, record) pairs, wait for the log, return their positions in order. Raises DeliveryError."""
 
 
 class RecordProducer:
-    """Writes records. `send` queues, `send_acked` waits; a failed delivery is raised at the next call."""
+    """A writer of records. `send` queues, `send_acked` waits. A failed delivery raises an error at the next call."""
 
     def __init__(self, kafka: KafkaSettings, client_id: str, codec: Codec | None = None) -> None:
         self._names = Names(kafka.topic_prefix)
@@ -55,7 +55,7 @@ class RecordProducer:
         timestamp_ms: int | None = None,
         headers: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Queue one record. Raises ValueError when it does not fit its schema, DeliveryError for an earlier failure."""
+        """Queue one record. Raises ValueError if it does not fit its schema, DeliveryError for an earlier failure."""
         self.send_bytes(
             self._names.of(topic),
             self._codec.encode(record),
@@ -76,7 +76,7 @@ class RecordProducer:
         headers: Mapping[str, bytes] | None = None,
         on_delivery: Any = None,  # noqa: ANN401 - librdkafka's callback
     ) -> None:
-        """Queue raw bytes under a full topic name; waits while the local queue is full."""
+        """Queue raw bytes for a topic, by its full name. Waits while the local queue is full."""
         self._raise_failure()
         arguments: dict[str, Any] = {"key": key, "on_delivery": on_delivery or self._delivered}
         if partition is not None:
@@ -94,7 +94,7 @@ class RecordProducer:
         self._producer.poll(0)
 
     def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
-        """Write (key, record) pairs and wait for the log: their positions, in order. Raises DeliveryError."""
+        """Write (key, record) pairs, wait for the log, return their positions in order. Raises DeliveryError."""
         positions: list[Position | None] = [None] * len(records)
 
         def delivered(place: int) -> Any:  # noqa: ANN401 - librdkafka's callback
@@ -117,7 +117,7 @@ class RecordProducer:
         return acknowledged
 
     def flush(self, timeout_s: float = DELIVERY_TIMEOUT_MS / 1000) -> None:
-        """Wait until the log has acknowledged everything. Raises DeliveryError."""
+        """Wait until the log has acknowledged all records. Raises DeliveryError."""
         left = self._producer.flush(timeout_s)
         self._raise_failure()
         if left:
@@ -136,7 +136,7 @@ class RecordProducer:
             raise DeliveryError(f"the log refused a record: {failure}")
 
     def _raise_refusal(self) -> None:
-        """A producer that is refused says only that time ran out."""
+        """Raise the brokers' refusal, if any: librdkafka reports only a timeout to a producer that is refused."""
         if not self._let_in:
             try:
                 check_access(self._kafka)
@@ -161,7 +161,7 @@ HEADER_APPLICATION = "tidemill-application"
 
 
 def dead_letter_headers(names: Names, located: ConsumedRecord, reason: str, application: str) -> dict[str, bytes]:
-    """Headers that say where a dead letter came from and why it is one."""
+    """Return the headers of a dead letter: its original position and the reason."""
     return {
         HEADER_TOPIC: names.of(located.topic).encode(),
         HEADER_PARTITION: str(located.partition).encode(),
@@ -175,9 +175,9 @@ def dead_letter_headers(names: Names, located: ConsumedRecord, reason: str, appl
 def send_dead_letter(
     producer: RecordProducer, names: Names, located: ConsumedRecord, reason: str, application: str
 ) -> None:
-    """Write the original bytes of `located` to its topic's dead-letter topic.
+    """Write the original bytes of `located` to the dead-letter topic of its topic.
 
-    It has the time of its writing: with that of a record of long ago the log would drop it at once.
+    Its timestamp is the current time: with the timestamp of an old record, the log would delete it at once.
     """
     producer.send_bytes(
         names.dead_letter(located.topic),
@@ -194,7 +194,7 @@ _POSITIVE = 0x7FFFFFFF
 
 
 def murmur2(data: bytes) -> int:
-    """The 32-bit murmur2 hash of Kafka's clients, unsigned (Java prints the same bits signed)."""
+    """Return the 32-bit murmur2 hash of Kafka's clients, unsigned (Java prints the same bits signed)."""
     length = len(data)
     state = _SEED ^ length
     whole = length & ~3
@@ -208,5 +208,5 @@ def murmur2(data: bytes) -> int:
 
 
 def partition_of(key: str, partitions: int) -> int:
-    """The partition, from 0, of a record with this key in a topic of `partitions` partitions."""
+    """Return the partition, from 0, of a record with this key in a topic with `partitions` partitions."""
     return (murmur2(key.encode()) & _POSITIVE) % partitions

@@ -1,12 +1,12 @@
-"""Reading the log from chosen offsets. A reader has no group and never moves anybody's committed offsets.
+"""Readers of the log from chosen offsets. A reader has no consumer group and never changes committed offsets.
 
-What holds:
+Invariants:
 
-- between two records of a partition that a reader gives out lies nothing that the log has deleted, or the reader said
-  so (`RetentionGap`);
-- the markers of transactions and what compaction took are read past, also where a partition ends with them;
-- reading up to a known end takes as long as it takes, and is given up when the log delivers nothing for `SILENCE_S`;
-- what a reader holds ahead of its use stays below `kafka.read_ahead_bytes`.
+- if the log deleted a record between two records of a partition that a reader returns, the reader raises
+  `RetentionGap`;
+- transaction markers and records removed by compaction are skipped, also at the end of a partition;
+- reading up to a known end has no total time limit, and fails if the log delivers nothing for `SILENCE_S`;
+- a reader buffers less than `kafka.read_ahead_bytes` ahead of use.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from tidemill.schemas.log.watermarks import offset_since, partitions_of, waterma
 
 READ_WAIT_S = 0.1
 SILENCE_S = 60.0
-"""Longest wait for the log to deliver anything of what it holds."""
+"""Maximum time to wait for the log to deliver any of the existing records."""
 AT_ONCE = 50
-"""Messages taken from the client in one call."""
+"""Maximum number of messages that one call requests from the client."""
 
 
 class MissingRecordError(LookupError):
-    """The log holds no record at a position."""
+    """The log contains no record at a position."""
 
 
 class PartitionReader:
-    """Reads messages of partitions that are named in full.
+    """A reader of Kafka messages, by full topic name and partition.
 
     Args:
-        may_have_holes: topics whose end may be a hole, left by compaction: waiting there is never a stall.
-        fetch_bytes: the most that one answer of the log carries, all partitions together; by default 1 MiB a partition.
+        may_have_holes: topics whose partitions may end with a hole left by compaction: waiting there is never a stall.
+        fetch_bytes: maximum size of one fetch response, over all partitions; by default 1 MiB per partition.
         isolation: "read_committed", or "read_uncommitted" for the records of open and aborted transactions too.
     """
 
@@ -56,8 +56,8 @@ class PartitionReader:
         fetch_bytes: int | None = None,
         isolation: str = "read_committed",
     ) -> None:
-        # An offset that is out of range must not be replaced in silence by one that is not. The end of a partition has
-        # to be told from a pause: what lies there may bring no message.
+        # An offset out of range must not be replaced silently by another one. Events for the end of a partition are
+        # needed because the last offsets of a partition may contain no message.
         own = {"auto.offset.reset": "error", "enable.partition.eof": True, "isolation.level": isolation}
         self.client = Consumer(groupless_settings(kafka, client_id, fetch_bytes) | own)
         self._guard = ReadingGuard(self.client, client_id, kafka)
@@ -65,16 +65,16 @@ class PartitionReader:
         self._may_have_holes = frozenset(may_have_holes)
         self._next: dict[Partition, int] = {}
         self._anywhere: set[Partition] = set()
-        """Partitions whose next record may be any that the log has."""
+        """Partitions whose next record may have any offset: there, missing records are no gap."""
         self._gaps = False
         self._held_back: frozenset[Partition] = frozenset()
 
     def assign(self, start: Mapping[Partition, int], *, gaps: bool = False) -> None:
-        """Read these partitions from these offsets on, instead of those before; `check` raises what is gone.
+        """Read these partitions from these offsets, and no others. `check` raises an error for deleted records.
 
         Args:
             start: offsets, OFFSET_BEGINNING or OFFSET_END.
-            gaps: pass over records that the log no longer keeps, without an error.
+            gaps: skip records that the log no longer keeps, without an error.
         """
         self._gaps, self._held_back = gaps, frozenset()
         self._anywhere = {partition for partition, offset in start.items() if gaps or offset == OFFSET_BEGINNING}
@@ -86,17 +86,17 @@ class PartitionReader:
             elif gaps:
                 self._next[partition] = max(offset, low)
             else:
-                # One behind the end is told when it is polled: the log may have it by then.
+                # An offset after the end is reported when it is polled: the log may have reached it by then.
                 self._next[partition] = self._guard.within(partition, offset, low, max(high, offset))
         self._guard.rest()
         self.client.assign([TopicPartition(*partition, offset) for partition, offset in self._next.items()])
 
     def check(self) -> None:
-        """Raise LookupError for what was found out of range and not told yet."""
+        """Raise LookupError for an offset that was out of range and is not reported yet."""
         self._guard.check()
 
     def poll(self, timeout_s: float, max_records: int) -> list[Message]:
-        """The next messages, in offset order within each partition. Raises as `LogReader.poll`."""
+        """Return the next messages, in offset order within each partition. Raises as `LogReader.poll`."""
         self._guard.check()
         found: list[Message] = []
         n_bytes, deadline = 0, time.monotonic() + timeout_s
@@ -117,7 +117,7 @@ class PartitionReader:
         return found
 
     def _take(self, message: Message) -> bool:
-        """Take note of a message; whether it is a record."""
+        """Process a message, and return whether it is a record."""
         partition, offset = (message.topic() or "", message.partition() or 0), message.offset() or 0
         error = message.error()
         if error is None:
@@ -135,27 +135,27 @@ class PartitionReader:
         return False
 
     def next_offsets(self) -> Mapping[Partition, int]:
-        """The next offset to be read of each partition."""
+        """Return the next offset to read of each partition."""
         return self._next
 
     def ends(self) -> dict[Partition, int]:
-        """The offset that the next record of each partition will have."""
+        """Return the end of each partition: the offset that its next record will have."""
         return {partition: watermarks(self.client, partition)[1] for partition in self._next}
 
     def read_until(
         self, ends: Mapping[Partition, int], silence_s: float = SILENCE_S, at_once: int = 500
     ) -> Iterator[list[Message]]:
-        """Messages until each of some partitions has been read up to an offset; some may lie behind it.
+        """Yield messages until each of these partitions is read up to its offset. Some messages may be after it.
 
         Args:
-            at_once: the most that are read before the next look at how far the partitions are.
+            at_once: maximum number of messages that are read before the offsets are checked again.
 
-        Raises TimeoutError when the log delivers nothing of them for `silence_s`, and as `poll`.
+        Raises TimeoutError if the log delivers nothing from these partitions for `silence_s`, and as `poll`.
         """
         waited_s, left = 0.0, dict(ends)
         while left := {partition: end for partition, end in left.items() if self._next.get(partition, end) < end}:
             before = {partition: self._next[partition] for partition in left}
-            # The time that the caller takes between two polls is no silence of the log.
+            # The time that the caller uses between two polls does not count.
             began = time.monotonic()
             messages = self.poll(READ_WAIT_S, at_once)
             moved = any(self._next[partition] != offset for partition, offset in before.items())
@@ -168,10 +168,10 @@ class PartitionReader:
     def read_ranges(
         self, ranges: Mapping[Partition, tuple[int, int]], silence_s: float = SILENCE_S
     ) -> Iterator[list[Message]]:
-        """The messages of partitions from one offset up to another, that one excluded, instead of what was assigned.
+        """Yield the messages of ranges of offsets, end excluded. This replaces the current assignment.
 
-        What the log no longer keeps of a range is left out. A partition that was read to the end of its range is no
-        longer assigned. Raises as `read_until`.
+        Offsets that the log no longer keeps are skipped. A partition is unassigned when it is read to the end of its
+        range. Raises as `read_until`.
         """
         ends = {partition: end for partition, (first, end) in ranges.items() if first < end}
         self.assign({partition: ranges[partition][0] for partition in ends}, gaps=True)
@@ -183,35 +183,35 @@ class PartitionReader:
             yield [m for m in messages if (m.offset() or 0) < ends[m.topic() or "", m.partition() or 0]]
 
     def hold_back(self, partitions: Iterable[Partition]) -> None:
-        """Fetch from every assigned partition but these."""
+        """Fetch from all assigned partitions except these."""
         wanted = frozenset(partitions) & self._next.keys()
         self.client.pause([TopicPartition(*partition) for partition in wanted - self._held_back])
         self.client.resume([TopicPartition(*partition) for partition in (self._held_back - wanted) & self._next.keys()])
         self._held_back = wanted
 
     def seek(self, partition: Partition, offset: int) -> None:
-        """Go to an offset; where that is no longer kept, to the first one that is, without a word."""
+        """Go to an offset; if it is no longer kept, to the first one that is, without an error."""
         self.client.seek(TopicPartition(*partition, offset))
         self._next[partition] = offset
         self._anywhere.add(partition)
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._guard.close()
         self.client.close()
 
 
 class LogReader:
-    """Reads topics from chosen offsets: on and on (`poll`), to their end as it is now, a range, or single records.
+    """A reader of topics from chosen offsets: continuously (`poll`), to the current end, a range, or single records.
 
     Args:
-        topics: those that `poll` follows; none for a reader of ranges and single records alone.
-        start: "beginning", "end", or next offsets by (topic, partition); partitions not named begin at the beginning.
-        share: (n, of): one of `of` readers that share the partitions, the one that reads those of number n modulo `of`.
-        fetch_bytes: the most that one answer of the log carries, all partitions together; by default 1 MiB a partition.
+        topics: topics that `poll` follows; empty for a reader that reads only ranges and single records.
+        start: "beginning", "end", or next offsets by (topic, partition); other partitions start at the beginning.
+        share: (n, of): this is one of `of` readers, and reads the partitions whose number modulo `of` is n.
+        fetch_bytes: maximum size of one fetch response, over all partitions; by default 1 MiB per partition.
 
-    Raises LookupError when a topic does not exist, RetentionGap when the log no longer keeps a start offset,
-    AccessRefused when the brokers let nobody in with these settings.
+    Raises LookupError if a topic does not exist, RetentionGap if the log no longer keeps a start offset,
+    AccessRefused if the brokers refuse a client with these settings.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class LogReader:
             self._log.check()
         except KafkaException:
             self.close()
-            # A client that is refused says only that no answer came.
+            # librdkafka reports only a timeout to a client that is refused.
             check_access(kafka)
             raise
         except LookupError:
@@ -246,43 +246,43 @@ class LogReader:
             raise
 
     def partitions(self, topic: Topic) -> list[int]:
-        """Partition numbers of a topic. Raises LookupError when the topic does not exist."""
+        """Return the partition numbers of a topic. Raises LookupError if the topic does not exist."""
         if topic not in self._partitions:
             self._partitions[topic] = partitions_of(self._log.client, self._names.of(topic))
         return self._partitions[topic]
 
     def poll(self, timeout_s: float = 0.1, max_records: int = 500) -> list[ConsumedRecord]:
-        """The next records, in offset order within each partition; empty when none came in `timeout_s`.
+        """Return the next records, in offset order within each partition; none if none arrive within `timeout_s`.
 
         Raises:
-            RetentionGap: the log deleted the next record of a partition before it was read. The reader stands at the
-                first one that is kept: a caller that can do without goes on polling.
-            LookupError: a partition ends before its next record.
-            ReadingStalled: records wait and the client delivers none of them for `kafka.stall_timeout_s`.
+            RetentionGap: the log deleted the next record of a partition before it was read. The next offset is then
+                the first one that is kept: a caller that does not need the deleted records can continue to poll.
+            LookupError: a partition ends before the next offset.
+            ReadingStalled: there are records to read, and the client delivered none for `kafka.stall_timeout_s`.
         """
         return self._consumed(self._log.poll(timeout_s, max_records))
 
     def end_offsets(self) -> dict[tuple[Topic, int], int]:
-        """End of the log now, by (topic, partition): the offset that the next record will have."""
+        """Return the current ends by (topic, partition): the offset that the next record of each will have."""
         return {(self._names.parse(topic), p): end for (topic, p), end in self._log.ends().items()}
 
     def next_offsets(self) -> dict[tuple[Topic, int], int]:
-        """The next offset to be read, by (topic, partition)."""
+        """Return the next offset to read, by (topic, partition)."""
         return {(self._names.parse(topic), p): offset for (topic, p), offset in self._log.next_offsets().items()}
 
     def read_to_end(self, silence_s: float = SILENCE_S) -> Iterator[ConsumedRecord]:
-        """Every record up to the end of the log as it is now.
+        """Yield all records up to the current end of the log.
 
-        Raises TimeoutError when the log delivers nothing for `silence_s`, and as `poll`.
+        Raises TimeoutError if the log delivers nothing for `silence_s`, and as `poll`.
         """
         for messages in self._log.read_until(self._log.ends(), silence_s):
             yield from self._consumed(messages)
 
     def read_since(self, topic: Topic, partition: int, timestamp_ms: int) -> Iterator[ConsumedRecord]:
-        """The records of a partition from the first one that is not older than a time (since the Unix epoch), up to the
-        end as it is now. For a reader that follows no topic.
+        """Yield the records of a partition from the first one that is not older than a time (since the Unix epoch), up
+        to the current end. For a reader that follows no topic.
 
-        Raises TimeoutError when the log delivers nothing for `SILENCE_S`, KafkaException when it refuses.
+        Raises TimeoutError if the log delivers nothing for `SILENCE_S`, KafkaException if it refuses.
         """
         full = self._full(topic, partition)
         first = offset_since(self._log.client, full, max(timestamp_ms, 0))
@@ -292,8 +292,8 @@ class LogReader:
                 yield from self._consumed(messages)
 
     def fetch(self, positions: Set[Position], silence_s: float = SILENCE_S) -> dict[Position, ConsumedRecord]:
-        """The records at some positions; what the log does not hold, not yet or no longer, is left out. For a reader
-        that follows no topic.
+        """Return the records at some positions, without those that the log does not contain yet or no longer keeps. For
+        a reader that follows no topic.
 
         Each partition is read once, from the first of its positions to the last. Raises as `read_since`.
         """
@@ -311,13 +311,13 @@ class LogReader:
         return {record.position: record for record in read if record.position in positions}
 
     def at(self, position: Position, passed: Callable[[ConsumedRecord], object] | None = None) -> ConsumedRecord:
-        """The record at a position of a topic that is followed. The reader goes on from there.
+        """Return the record at a position of a topic that is followed. Reading then continues after it.
 
         Args:
-            passed: takes the other records that are read on the way from where the reader is; without it the reader
-                goes to the position.
+            passed: called with each other record between the reader's current offset and the position; without it,
+                these records are skipped.
 
-        Raises MissingRecordError, TimeoutError when the log delivers nothing for `SILENCE_S`, and as `poll`.
+        Raises MissingRecordError, TimeoutError if the log delivers nothing for `SILENCE_S`, and as `poll`.
         """
         partition, offset = self._full(Topic(position.topic), position.partition), position.offset
         where = f"{position.topic}[{position.partition}]"
@@ -338,9 +338,9 @@ class LogReader:
         return found
 
     def seek(self, topic: Topic, partition: int, offset: int) -> None:
-        """Go to an offset of a topic that is followed; where that is no longer kept, to the first one that is.
+        """Go to an offset of a topic that is followed; if it is no longer kept, to the first one that is.
 
-        That is no gap: a caller that wants one record sees from its offset whether it came.
+        This raises no RetentionGap: a caller that needs one record can compare its offset.
         """
         self._log.seek(self._full(topic, partition), offset)
 
@@ -351,7 +351,7 @@ class LogReader:
         return [consumed_record(message, self._names, self._codec) for message in messages]
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._log.close()
 
     def __enter__(self) -> Self:

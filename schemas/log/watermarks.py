@@ -1,7 +1,7 @@
-"""Partitions of topics and their offsets: where each begins and ends, where in it a time lies.
+"""Partitions of topics and their offsets: first offset, end, and the first offset at or after a time.
 
-A partition that was created a moment ago, or whose leader moves, answers with a passing error first: it is asked again
-until it answers, for as long as one answer may take.
+A partition that was just created, or whose leader changes, first answers with a transient error: the request is then
+repeated until it succeeds or its timeout has passed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOT_YET_THERE = TRANSIENT | {KafkaError._UNKNOWN_PARTITION, KafkaError.UNKNOWN_T
 
 
 def partitions_of(consumer: Consumer, topic: str) -> list[int]:
-    """Partition numbers of a topic, by its full name. Raises LookupError when the topic does not exist."""
+    """Return the partition numbers of a topic, by its full name. Raises LookupError if the topic does not exist."""
     metadata = consumer.list_topics(topic, timeout=METADATA_TIMEOUT_S).topics[topic]
     if metadata.error is not None or not metadata.partitions:
         raise LookupError(f"topic {topic} does not exist: create the topics with `tidemill topics --create`")
@@ -35,7 +35,7 @@ def partitions_of(consumer: Consumer, topic: str) -> list[int]:
 
 
 def watermarks(consumer: Consumer, partition: Partition, timeout_s: float = METADATA_TIMEOUT_S) -> tuple[int, int]:
-    """First offset that a partition keeps, and its end. Raises KafkaException when the log does not answer in time."""
+    """Return a partition's first kept offset and its end. Raises KafkaException if the log does not answer in time."""
 
     def ask() -> tuple[int, int]:
         low, high = consumer.get_watermark_offsets(TopicPartition(*partition), timeout=timeout_s)
@@ -45,8 +45,8 @@ def watermarks(consumer: Consumer, partition: Partition, timeout_s: float = META
 
 
 def offset_since(consumer: Consumer, partition: Partition, timestamp_ms: int) -> int | None:
-    """The first offset of a partition whose record is not older than a time (since the Unix epoch); None when there is
-    none. Raises KafkaException when the log does not answer in time."""
+    """Return the first offset of a partition whose record is not older than a time (since the Unix epoch); None if
+    there is none. Raises KafkaException if the log does not answer in time."""
 
     def ask() -> int:
         (found,) = consumer.offsets_for_times([TopicPartition(*partition, timestamp_ms)], timeout=METADATA_TIMEOUT_S)
@@ -70,14 +70,14 @@ def _answer(ask: Callable[[], Asked], timeout_s: float) -> Asked:
 
 
 class EndsClient:
-    """Asks for the ends of partitions over a connection of its own, which it opens at the first question.
+    """A client that requests the ends of partitions over a separate connection, opened at the first request.
 
-    A broker answers the requests of one connection in their order. Behind a fetch the answer would come after all that
-    the fetch brings, over a slow link many seconds later; and a request that is not answered in time costs librdkafka
-    the whole connection, with what had come of the fetch.
+    A broker answers the requests of one connection in order. After a fetch request, the answer would come after all the
+    fetched data, many seconds later over a slow link. And if a request times out, librdkafka closes the whole
+    connection and loses the data of the fetch that had arrived.
 
     Args:
-        client_id: under which it connects.
+        client_id: client id of the connection.
     """
 
     def __init__(self, kafka: KafkaSettings, client_id: str) -> None:
@@ -85,23 +85,23 @@ class EndsClient:
         self._client: Consumer | None = None
 
     def ends(self, partitions: Iterable[Partition], timeout_s: float) -> dict[Partition, int]:
-        """The end of each partition for readers of what is committed; 0 where retention took everything, so that
-        nothing waits there, wherever a reader is.
+        """Return the end of each partition for readers of committed records; 0 if retention deleted all records, so
+        that no reader has records to read, at any offset.
 
         Args:
-            timeout_s: how long the answer for one partition may take.
+            timeout_s: timeout of the request for one partition.
 
-        Raises KafkaException when the log does not answer for all of them in time.
+        Raises KafkaException if the log does not answer for all partitions in time.
         """
         if self._client is None:
-            # The admin client's own request is not used: after a time-out it gives offsets that mean nothing, and after
-            # a new election of the leader it asks with the old epoch for ever (librdkafka 2.16).
+            # The admin client's request for offsets is not used: after a timeout it returns meaningless offsets, and
+            # after a new leader election it always repeats the request with the old epoch (librdkafka 2.16).
             self._client = Consumer(groupless_settings(self._kafka, self._client_id))
         bounds = {partition: watermarks(self._client, partition, timeout_s) for partition in partitions}
         return {partition: high if high > low else 0 for partition, (low, high) in bounds.items()}
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         if self._client is not None:
             self._client.close()
             self._client = None
