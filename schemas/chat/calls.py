@@ -127,7 +127,7 @@ def _json_calls(body: str, _schemas: Schemas) -> list[ToolCall]:
             # Templates that show ids (Mistral's) refuse any other form.
             known = identifier if re.fullmatch(r"[A-Za-z0-9]{9}", identifier) else ""
             calls.append(ToolCall(each["name"], _object(each.get("arguments", each.get("parameters", {}))), known))
-        at = _BETWEEN_OBJECTS.match(body, end).end()  # type: ignore[union-attr]  # it also matches an empty text
+        at = _BETWEEN_OBJECTS.match(body, end).end()  # type: ignore[union-attr]  # it matches nothing as well
     if not calls:
         raise ValueError("the text is no call in this grammar")
     return calls

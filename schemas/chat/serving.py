@@ -50,8 +50,8 @@ class ChatServer:
     def load(cls, uri: str, settings: ChatSettings, most_turns: int, most_tokens: int) -> ChatServer:
         """Serve the chat format of a checkpoint directory (path or fsspec URL).
 
-        A checkpoint without a tokenizer file or a usable template refuses every request with the reason. Raises
-        ValueError for a damaged tokenizer.
+        If the checkpoint has no tokenizer file or no usable template, every request is refused with the reason. Raises
+        ValueError if the tokenizer is damaged.
         """
         try:
             return cls(load_chat_format(uri, settings), most_turns, most_tokens)
@@ -92,7 +92,7 @@ class ChatTurn:
     ) -> None:
         """Render the prompt. Raises TemplateRefused."""
         if request.tools:
-            chat.template.call_grammar  # noqa: B018 - raises now instead of after the turn has been sampled
+            chat.template.call_grammar  # noqa: B018 - raises now, where it would after the turn has been sampled
         self._chat, self._contexts, self._request = chat, contexts, request
         self._is_stream, self._versions = stream, versions
         self._asked = contexts.ask(request.messages, request.tools)

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- the outcome is a function of the partition's log prefix alone: no wall clock, no randomness but the group's id;
+- the outcome is a function of the partition's log prefix alone: no wall clock, no randomness except group ids as seeds;
 - a group closes once, by size or by event-time deadline; a later record is a duplicate or late;
 - members are a set keyed by rollout_id, so that a record delivered twice changes nothing;
 - entries that are newer than their head give the same outputs: older versions wrote such states.
@@ -35,7 +35,7 @@ REWARD_LIMIT = 1e15
 
 
 class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
-    """The groups of one partition of the rollouts topic."""
+    """The state machine for the groups of one partition of the rollouts topic."""
 
     def __init__(
         self, partition: int, run_id: str, settings: StreamSettings, state: MachineState | None = None

@@ -127,7 +127,7 @@ class GroupBytes(EntryBytes[Entry, AssemblyHead]):
     """The bytes of group assembly's entries.
 
     Args:
-        ttl_us: how long a closed group is remembered.
+        ttl_us: how long a closed group is remembered, microseconds.
     """
 
     def __init__(self, ttl_us: int) -> None:

@@ -102,7 +102,7 @@ class Bench:
         return self._tallies.get(version, BenchResult(0, 0))
 
     def complete(self, version: int) -> bool:
-        """Whether a version has its result."""
+        """Return whether a version has its result."""
         return self.tally(version).rollouts >= self._needed
 
     def result(self, version: int) -> BenchResult | None:

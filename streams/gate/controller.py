@@ -31,7 +31,7 @@ class Snapshot:
     run_id: str
     branch: str
     at: int
-    """Event time, microseconds."""
+    """Event time of the snapshot, microseconds."""
     stage: str
     """One of held, bench, comparison, idle."""
     candidate: int | None
@@ -52,7 +52,7 @@ class Snapshot:
 
 
 class GateController:
-    """The gate of one branch of one run.
+    """The state machine for the gate of one branch of one run.
 
     Args:
         run: names the run and the branch; records of others are ignored.

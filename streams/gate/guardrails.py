@@ -119,7 +119,7 @@ class Tolerance:
 
 
 class Guards:
-    """Measures that are watched, each with an alert.
+    """The watched measures, each with an alert.
 
     Args:
         alpha: probability of any alert if no measure is beyond its tolerance.

@@ -282,7 +282,7 @@ class PromotionWatch:
 
     @property
     def alerts(self) -> list[Alert]:
-        """The measures that have collapsed."""
+        """Alerts for the measures that have collapsed."""
         return self._guards.alerts
 
     def observe(self, outcome: Outcome, at_us: int) -> None:

@@ -45,7 +45,7 @@ class OffsetGaps:
         self._next[tp] = offset
 
     def note(self, tp: TP, offsets: Iterable[int]) -> list[int]:
-        """Record the offsets of one fetch, ascending. A lower offset than expected follows a seek and is no hole.
+        """Record the offsets of one fetch, ascending. A lower offset than expected follows a seek and is not a hole.
 
         Returns the expected offsets that the fetch skipped.
         """
@@ -112,7 +112,7 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
             check_position(tp.topic, tp.partition, offset, ends.get(tp))
             self._check_kept(tp, offset, firsts.get(tp, 0))
         if wanted:
-            # In the consumer's own thread: its plain `seek` would touch aiokafka's futures from this one.
+            # `seek_wait` runs in the consumer's own thread; `seek` would use aiokafka's futures from this one.
             await self.seek_wait(wanted)
         return {**found, **wanted}
 

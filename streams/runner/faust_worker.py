@@ -1,11 +1,11 @@
-"""The Faust runner: inputs in, outputs out, at least once, the state in a changelog topic as a redo log.
+"""The Faust runner: processes inputs at least once, with the state in a changelog topic as a redo log.
 
 The processor's machines make all decisions, one machine for each partition; this module only does the I/O. Invariants:
 
 - for each batch, in this order, each acknowledged by the broker before the next: outputs and dead letters; the steps
   of the redo log (`journal`); then the records are acknowledged;
 - so a killed worker continues from the head of each partition, and can only repeat outputs byte for byte;
-- one worker reads the partitions of equal number of all inputs; one machine gets them, each record once in its life;
+- one worker reads the partitions of equal number of all inputs; one machine gets them, and observes each record once;
 - any failure to read or write ends the worker: a new one continues from the state in the log.
 
 Limits of this runner only: no input and no state topic may be written in transactions. Faust commits past the end
@@ -227,7 +227,7 @@ class FaustRunner(Runner):
         self._transport.holes.clear()
         self._reading.clear()
 
-    # Life
+    # Lifecycle
 
     async def serve(self) -> None:
         """Process records until SIGINT or SIGTERM. Raises StreamFailure if the worker cannot continue."""

@@ -132,7 +132,7 @@ class TransactionalRunner(Runner):
                 "processor another `application` name, or delete the state topic"
             )
 
-    # Life
+    # Lifecycle
 
     def serve(self, stop: threading.Event) -> None:
         """Process records until `stop` is set. Raises StreamFailure if the worker cannot continue."""
