@@ -13,7 +13,7 @@ HOUR_S = 3600.0
 
 
 class ProcessorName(StrEnum):
-    """Which stream processor a worker runs."""
+    """The stream processor that a worker runs."""
 
     ASSEMBLY = "assembly"
     JOIN = "join"
@@ -21,83 +21,83 @@ class ProcessorName(StrEnum):
 
 
 class RunnerName(StrEnum):
-    """How a stream worker reads and writes the log."""
+    """The runner with which a stream worker reads and writes the log."""
 
     FAUST = "faust"
-    """At least once: after a kill some outputs are there twice, with the same bytes."""
+    """At least once: after a kill, some outputs are in the log twice, with the same bytes."""
     TRANSACTIONAL = "transactional"
-    """Outputs, dead letters, state and offsets in one transaction: once, for readers of what is committed."""
+    """Outputs, dead letters, state and offsets in one transaction: exactly once for readers of committed records."""
 
 
 class StreamSettings(Section):
-    """How a stream worker runs, whichever its processor; and group assembly: when groups close, what is remembered.
+    """Settings of every stream worker, and of group assembly: when groups close and how long they are remembered.
 
-    The partition count is the topic catalogue's (`kafka.partitions` overrides it), never set here.
+    The partition count comes from the topic catalogue (`kafka.partitions` overrides it); it is not set here.
     """
 
     runner: RunnerName = RunnerName.FAUST
-    """The runner of all stream workers of a run; one that began with `transactional` stays with it."""
+    """The runner of all stream workers of a run. A run that started with `transactional` must keep it."""
 
     application: str = Field(default="group-assembly", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of group assembly. With the topic prefix and the run it makes the consumer group and the name of the state
-    topic: change it and the processor starts from an empty state at the beginning of the log."""
+    """Name of group assembly. Topic prefix, name and run form the names of the consumer group and the state topic:
+    with another name, the processor starts from an empty state at the beginning of the log."""
 
     done_ttl_s: float = Field(default=6 * HOUR_S, gt=0)
-    """How long, in event time, a closed group is remembered, so that a rollout that comes again is not a new group.
+    """How long, in event time, a closed group is remembered, so that a repeated rollout does not open a new group.
     Longer than the longest time between two deliveries of one task, and than the longest replay into a live topic."""
 
     min_completed: int = Field(default=1, ge=1)
     """A group with fewer completed rollouts has no mean reward and no advantages."""
 
     shuffle_rewards: bool = False
-    """Control run: permute the rewards of a group's completed rollouts, seeded by the group's id."""
+    """Control run: permute the rewards of a group's completed rollouts; the group's id is the seed."""
 
     tick_interval_s: float = Field(default=1.0, gt=0)
-    """How often to look for what fell due while a partition was idle. Each such partition gets one tick record, which
-    advances its clock."""
+    """Interval of the check for deadlines that passed in idle partitions. Each such partition gets one tick record,
+    which advances its clock."""
 
     max_batch: int = Field(default=500, ge=1)
-    """Faust: most records decided before what follows from them is written. A batch never waits for more to come."""
+    """Faust: most records that are decided before their outputs are written. A batch never waits for more records."""
 
     transaction_records: int = Field(default=10_000, ge=1)
     """Transactional runner: most records of one transaction."""
 
     transaction_s: float = Field(default=0.05, gt=0)
-    """Transactional runner: how long a transaction takes records in before it is committed. What it holds is seen by
-    readers then; each costs the log some milliseconds of work."""
+    """Transactional runner: how long a transaction accepts records before it is committed. Readers see its outputs
+    after the commit; each transaction costs the brokers some milliseconds of work."""
 
     fetch_wait_ms: int = Field(default=100, ge=0)
-    """Longest time that a fetch waits for records. Faust has one fetch in flight a broker, so that a record of a
-    partition outside that fetch waits this long."""
+    """Longest time that a fetch waits for records. Faust has one fetch in flight for each broker, so a record of a
+    partition that is not in this fetch waits up to this long."""
 
     commit_interval_s: float = Field(default=1.0, gt=0)
-    """Faust: how often offsets are committed. They serve lag monitors; after a restart the state topic says where to
-    go on. Transactional runner: how much longer a transaction takes records in while more wait to be read."""
+    """Faust: interval of offset commits. They serve lag monitors; after a restart, the state topic gives the positions.
+    Transactional runner: how much longer a transaction accepts records while more records wait to be read."""
 
     session_timeout_s: float = Field(default=10.0, gt=0)
-    """After this long without a heartbeat the partitions of a dead worker go to the others."""
+    """After this long without a heartbeat, a worker counts as dead and its partitions are assigned to the others."""
 
     heartbeat_interval_s: float = Field(default=3.0, gt=0)
-    """Time between heartbeats; a third of the session at most."""
+    """Time between heartbeats; at most a third of the session timeout."""
 
     instance: str = ""
-    """Stable name of this worker among its peers (static membership): a restart within the session keeps its
+    """Stable name of this worker in its group (static membership): a restart within the session timeout keeps its
     partitions. Empty: a new member at each start."""
 
     accept_gaps: bool = False
-    """Read on where the log deleted records before this worker had read them; the loss is logged and counted. Else the
-    worker ends and says what is missing."""
+    """Continue if the log deleted records before this worker had read them; the loss is logged and counted. Otherwise
+    the worker exits and names the missing records."""
 
     buffer_records: int = Field(default=1000, ge=1)
-    """Faust: records that wait in memory to be decided, of all partitions together; reading pauses while there are
-    more. The transactional runner reads ahead as far as `kafka.read_ahead_bytes`."""
+    """Faust: most records that wait in memory to be decided, over all partitions; reading pauses while there are more.
+    The transactional runner reads ahead up to `kafka.read_ahead_bytes`."""
 
     stall_timeout_s: float = Field(default=60.0, ge=0)
-    """The worker exits with an error when records wait and none was processed for this long, so that its supervisor
-    starts a fresh one. 0: never."""
+    """The worker exits with an error if records wait and none was processed for this long, so that its supervisor
+    starts a new one. 0: never."""
 
     data_dir: str = "data/streams"
-    """Scratch directory of Faust. It holds nothing that is needed again."""
+    """Scratch directory of Faust. It contains nothing that a later start needs."""
 
     log_level: str = Field(default="WARNING", pattern=r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL)$")
     """Level of Faust's own log messages."""

@@ -1,16 +1,16 @@
-"""A stream processor over a log as it lies: its machines, partition by partition, without workers, clock or writes.
+"""A stream processor run over the existing log: one machine for each partition, without workers, clock or writes.
 
 Invariants:
 
 - the records of a partition are given to its machine in one order, by the topic's event time, the place of the topic
-  and the offset, in whichever order they come in here; so what comes out is a function of the records alone;
-- it equals what workers write for the same records and rules, their repetitions after a crash aside;
-- time moves with the records and ticks that are in the log, and stops where the log ends: what falls due later has not
-  been decided, as it has not by a worker;
-- the log is only read, without a consumer group. Outputs are read first: each was decided by inputs that lie before the
-  ends, which are fixed afterwards;
-- a `Change` answers "what if": it alters the records that the machines read, never the log, and gives the same record
-  where it has nothing to say.
+  and the offset, independent of the order in which they are read; so the outputs are a function of the records alone;
+- they equal the outputs of workers for the same records and rules, except for repeated outputs after a crash;
+- time advances with the records and ticks in the log, and stops at the end of the log: entries that are due later are
+  not decided, and a worker would not have decided them either;
+- the log is only read, without a consumer group. Outputs are read first: the inputs that decided them are all before
+  the ends of the inputs, which are fixed afterwards;
+- a `Change` answers a "what if" question: it alters the records that the machines read, never the log. It returns the
+  same record if it does not apply.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tidemill.streams.merge import TopicMerge
 from tidemill.streams.state import MachineState
 
 CHANGES_EVERY = 500
-"""Records after which a machine's changes are taken and thrown away, so that it does not gather them for ever."""
+"""Number of records after which a machine's changes are taken and discarded, so that they do not fill the memory."""
 
 Change = Callable[[ConsumedRecord], ConsumedRecord]
-"""The change of a record in a replay; gives the same record if there is none."""
+"""A function that changes a record in a replay; it returns the same record if it does not apply."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecidedOutput:
-    """An output, and the record by which it was decided: the last one that its machine was given."""
+    """An output, and the record that decided it: the last one that its machine had observed."""
 
     output: Output
     cause: Position
@@ -50,8 +50,8 @@ class OfflineRun:
     """One pass of a processor over the records of its inputs.
 
     Args:
-        spans: the offsets that are replayed of each partition of each input; records outside are passed over.
-        changes: counterfactuals: what each record is turned into, one after the other, before its machine sees it.
+        spans: the offsets to replay, for each partition of each input; other records are skipped.
+        changes: counterfactuals, applied to each record one after the other before its machine observes it.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class OfflineRun:
         self._observed = 0
 
     def take(self, located: ConsumedRecord) -> list[DecidedOutput]:
-        """One record, in the order of its partition; what is decided by it and by those that it lets through."""
+        """Add one record, in the order of its partition. Return the outputs that can be decided now."""
         span, order = self._spans[located.topic, located.partition], self._orders[located.partition]
         if located.offset not in span:
             return []
@@ -78,7 +78,7 @@ class OfflineRun:
         return self._decided(order)
 
     def finish(self) -> list[DecidedOutput]:
-        """The outputs of records that wait for others, at the end of the input."""
+        """Return the outputs of the records that still wait, at the end of the input."""
         for topic, partition in self._spans:
             self._orders[partition].end(topic)
         return [decided for order in self._orders.values() for decided in self._decided(order)]
@@ -103,7 +103,7 @@ CLIENT = "tidemill-replay"
 
 @dataclass(frozen=True, slots=True)
 class EmittedRecord:
-    """A record that a processor writes, and the input record by which it was decided."""
+    """A record that a processor writes, and the input record that decided it."""
 
     emit: OutputRecord
     cause: Position
@@ -118,19 +118,19 @@ class Replayed:
     emitted: list[EmittedRecord] = field(default_factory=list)
     """In the order in which they were decided."""
     rejected: int = 0
-    """Records that are dead letters, each as often as it was rejected."""
+    """Number of rejections; each would be a dead letter."""
     records: int = 0
-    """Input records that were read."""
+    """Number of input records that were read."""
     cut: list[str] = field(default_factory=list)
-    """Partitions whose log no longer begins at its beginning: what their lost records decided is not repeated."""
+    """Partitions whose first records were deleted from the log: the outputs of these records are not repeated."""
 
 
 def recorded_outputs(
     kafka: KafkaSettings, run: RunSettings, processor: Processor, timeout_s: float
 ) -> list[ConsumedRecord]:
-    """The records in the processor's output topics of this run, and branch if there is one.
+    """Return the records of this run (and branch, if they have one) in the processor's output topics.
 
-    Raises LookupError without the topics, TimeoutError when their ends are not reached in time.
+    Raises LookupError if a topic is missing, TimeoutError if the ends are not reached in time.
     """
     recorded = []
     with LogReader(kafka, processor.outputs, client_id=CLIENT) as reader:
@@ -150,9 +150,9 @@ def replay(
     timeout_s: float,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Replayed:
-    """Run a processor over its inputs as they lie in the log now; `progress` is told records read and offsets in all.
+    """Run a processor over its inputs, up to their current ends; `progress` gets records read and total offsets.
 
-    Raises LookupError without the topics, TimeoutError when their ends are not reached in time.
+    Raises LookupError if a topic is missing, TimeoutError if the ends are not reached in time.
     """
     with LogReader(kafka, processor.inputs, client_id=CLIENT) as reader:
         begins, ends = reader.next_offsets(), reader.end_offsets()
@@ -163,7 +163,7 @@ def replay(
         total = sum(map(len, spans.values()))
         emitted: list[EmittedRecord] = []
         rejected = records = 0
-        # What each record decides, and last what is left.
+        # The outputs of each record, and finally those of the records that still wait.
         steps = chain(map(run.take, reader.read_to_end(timeout_s)), (run.finish() for _ in range(1)))
         for decided in steps:
             emitted += [
@@ -176,7 +176,7 @@ def replay(
 
 
 def deadline_shift(by_us: int) -> Change:
-    """Every rollout's deadline is later by so many microseconds; earlier where they are negative."""
+    """Return a change that moves every rollout's deadline later by `by_us` microseconds; earlier if negative."""
 
     def change(located: ConsumedRecord) -> ConsumedRecord:
         record = located.record
@@ -189,22 +189,22 @@ def deadline_shift(by_us: int) -> Change:
 
 @dataclass(frozen=True, slots=True)
 class ReweightRewards:
-    """A rollout's reward is summed again from its recorded components, some of which weigh otherwise.
+    """A change that sums each rollout's reward again from its recorded components, some with other weights.
 
-    A component that `weights` does not name keeps the weight of the record. A rollout without a reward keeps none.
+    A component that `weights` does not name keeps the weight in the record. A rollout without a reward is unchanged.
     """
 
     weights: Mapping[str, float]
-    """By name of a component."""
+    """New weights by component name."""
     version: str = ""
     """Only rollouts whose reward has this version are summed again; empty: all."""
     applied: Counter[str] = field(default_factory=Counter)
-    """How many rollouts had each component that was given a weight."""
+    """Number of rollouts that had each component with a new weight."""
     seen: dict[str, set[str]] = field(default_factory=dict)
-    """The components that there are, by the version of the reward."""
+    """The components that were found, by version of the reward."""
 
     def __call__(self, located: ConsumedRecord) -> ConsumedRecord:
-        """The record with its reward summed again."""
+        """Return the record with its reward summed again."""
         record = located.record
         if not isinstance(record, Rollout) or record.reward is None:
             return located
@@ -213,12 +213,12 @@ class ReweightRewards:
             return located
         self.applied.update(part.name for part in record.rewards if part.name in self.weights)
         parts = [replace(part, weight=self.weights.get(part.name, part.weight)) for part in record.rewards]
-        # Summed as the scorer did: in the order of the components, from the left.
+        # Same summation order as in the scorer: the components from left to right.
         reward = sum(part.value * part.weight for part in parts) if parts else record.reward
         return replace(located, record=replace(record, rewards=parts, reward=reward))
 
     def check(self) -> None:
-        """Raises ValueError, after a replay, for a version or a component that no rollout had."""
+        """Raise ValueError, after a replay, if no rollout had the version or a named component."""
         if self.version and self.version not in self.seen:
             raise ValueError(f"no rollout has a reward of version {self.version!r}; there is {sorted(self.seen)}")
         unknown = sorted(set(self.weights) - set(self.applied))

@@ -1,10 +1,10 @@
-"""The state of a stream machine: keyed entries with a timer each, and a head that says how far its inputs are decided.
+"""The state of a stream machine: keyed entries with a timer each, and a head with the decided positions of its inputs.
 
-A machine hands out what changed as bytes (`Changes`) and goes on from what was kept of them (`MachineState`); runners
-alone know how the bytes are written. Invariants:
+A machine returns its changes as bytes (`Changes`) and continues from the stored changes (`MachineState`); only runners
+know how the bytes are written. Invariants:
 
-- entries and head of one `Changes` are kept whole or not at all;
-- what `decode` gives for `encode`d bytes is the same entry under its key, and bytes that are none raise `StateError`.
+- entries and head of one `Changes` are stored together or not at all;
+- `decode` returns the same entry for `encode`d bytes under the entry's key, and raises `StateError` for other bytes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from tidemill.schemas import avro_code
 from tidemill.schemas.record_class import record
 
 NEVER = 2**62
-"""The time of an entry that no time calls up."""
+"""The `due_at` of an entry that is never due."""
 NO_IDENTIFIER = "\x00"
-"""Keys that begin with it are Tidemill's own, and no entry's."""
+"""Prefix of keys that Tidemill reserves for itself; no entry has such a key."""
 
 _AVRO_NAMES: Mapping[type, str] = {bool: "boolean", int: "long", float: "double", bytes: "bytes", str: "string"}
 
 
 class StateError(ValueError):
-    """Bytes of the state topic that are no state of this version."""
+    """Bytes in the state topic that are not a valid state of this version."""
 
 
 @record(frozen=True, slots=True)
 class Changes:
-    """The changes in a machine's state since the last call."""
+    """The changes in a machine's state since the last call of `take_changes`."""
 
     entries: Mapping[str, bytes | None]
     """New values by key; None deletes. A key is unique over all partitions of a processor."""
@@ -41,15 +41,15 @@ class Changes:
 
 @record(frozen=True, slots=True)
 class MachineState:
-    """The state from which a machine continues: everything that it ever handed out, as of the newest head."""
+    """The state from which a machine continues: all changes that it returned, up to the newest head."""
 
     entries: Mapping[str, bytes] = field(default_factory=dict)
     head: bytes | None = None
-    """None: nothing was decided yet."""
+    """None: no record is decided."""
 
 
 def _schema_of(kind: type) -> dict[str, Any]:
-    """The Avro schema of a record class: its fields in their order, with the types that their annotations say."""
+    """Return the Avro schema of a record class: its fields in order, with the types of their annotations."""
     hints = get_type_hints(kind)
     listed = [{"name": each.name, "type": _avro_type(hints[each.name])} for each in fields(kind)]
     return {"type": "record", "name": kind.__name__, "fields": listed}
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 
 class StateBytes(Generic[T]):
-    """How a record class of the state is written: as Avro without its schema, which follows from the annotations."""
+    """The encoding of a record class of the state: Avro without the schema, which follows from the annotations."""
 
     def __init__(self, kind: type[T]) -> None:
         schema = _schema_of(kind)
@@ -81,11 +81,11 @@ class StateBytes(Generic[T]):
         self._read: Callable[[bytes, int], T] = avro_code.reader(schema, kind)
 
     def write(self, value: T, begin: bytes = b"") -> bytes:
-        """`begin`, and the bytes of a value."""
+        """Return `begin` followed by the bytes of a value."""
         return self._write(value, begin)
 
     def read(self, data: bytes, place: int = 0) -> T:
-        """The value whose bytes begin at a place and end with `data`. Raises StateError."""
+        """Return the value whose bytes are `data` from `place` to the end. Raises StateError."""
         try:
             return self._read(data, place)
         except Exception as error:  # a reader raises errors of many types on hostile bytes; callers get one
@@ -97,12 +97,12 @@ class TimedEntry(Protocol):
 
     @property
     def key(self) -> str:
-        """Its key in the state topic."""
+        """Key of the entry in the state topic."""
         ...
 
     @property
     def due_at(self) -> int:
-        """Event time, microseconds, at which it is looked at again without a record."""
+        """Event time, microseconds, at which the entry is processed again without a record."""
         ...
 
 
@@ -111,10 +111,10 @@ Head = TypeVar("Head")
 
 
 class EntryBytes(Generic[E, Head]):
-    """How one machine writes its entries and its head: dataclasses as Avro, a kind byte before those of an entry.
+    """The encoding of one machine's entries and head: dataclasses as Avro; an entry begins with a kind byte.
 
     Args:
-        entries: type of each entry, by its kind byte.
+        entries: type of each entry, by kind byte.
         head: type of the head.
     """
 
@@ -124,12 +124,12 @@ class EntryBytes(Generic[E, Head]):
         self.head = StateBytes(head)
 
     def encode(self, entry: E) -> bytes:
-        """The bytes of an entry."""
+        """Return the bytes of an entry."""
         kind, known = self._kinds[type(entry)]
         return known.write(entry, kind)
 
     def decode(self, key: str, data: bytes) -> E:
-        """The entry of `encode`d bytes that lay under `key`. Raises StateError."""
+        """Return the entry from `encode`d bytes that were stored under `key`. Raises StateError."""
         known = self._entries.get(data[:1])
         if known is None:
             raise StateError(f"an entry begins with one of {sorted(self._entries)}, not {data[:1]!r}")
@@ -140,11 +140,11 @@ class EntryBytes(Generic[E, Head]):
 
 
 class TimedEntries(Generic[E, Head]):
-    """All entries of one machine in memory: found by key, called up by time. The caller saves changed entries.
+    """All entries of one machine in memory, by key and by due time. The caller saves changed entries.
 
     Args:
-        state: where the machine goes on from; None begins anew.
-        awaited: whether something follows when an entry falls due; to be forgotten then is no reason to hurry.
+        state: the state from which the machine continues; None: an empty state.
+        awaited: whether an output follows when an entry is due; an entry that is only deleted then is not awaited.
 
     Raises StateError.
     """
@@ -155,35 +155,35 @@ class TimedEntries(Generic[E, Head]):
         state = state or MachineState()
         self._bytes, self._is_awaited = entry_bytes, awaited
         self.head = entry_bytes.head.read(state.head) if state.head is not None else None
-        """The head that the machine goes on from; None: nothing was decided yet."""
+        """The head from which the machine continues; None: no record is decided."""
         self._entries: dict[str, E] = {}
         self._changed: dict[str, None] = {}
         self._timed: dict[str, tuple[int, bool]] = {}
-        """When each entry falls due, and whether that is awaited."""
+        """The due time of each entry, and whether it is awaited."""
         self._timers: list[tuple[int, str]] = []
         self._awaited: list[tuple[int, str]] = []
-        """The timers of entries that something follows from; of the others, `_timers`."""
+        """The timers of awaited entries; `_timers` contains those of the others."""
         for key, body in state.entries.items():
             self.save(entry_bytes.decode(key, body))
         self._changed.clear()
 
     def changes(self, head: Head) -> Changes:
-        """Everything to write since the last call."""
+        """Return all changes since the last call, with a head."""
         entries, encode = self._entries, self._bytes.encode
         changed = {key: encode(entries[key]) if key in entries else None for key in self._changed}
         self._changed = {}
         return Changes(changed, self._bytes.head.write(head))
 
     def entries(self) -> Iterator[E]:
-        """All of them."""
+        """Iterate over all entries."""
         yield from self._entries.values()
 
     def get(self, key: str) -> E | None:
-        """The entry of a key."""
+        """Return the entry of a key; None if there is none."""
         return self._entries.get(key)
 
     def save(self, entry: E) -> None:
-        """An entry is new or has changed."""
+        """Store a new or changed entry."""
         key, due_at = entry.key, entry.due_at
         self._entries[key] = entry
         self._changed[key] = None
@@ -196,16 +196,16 @@ class TimedEntries(Generic[E, Head]):
                 heapq.heappush(self._awaited if awaited else self._timers, (due_at, key))
 
     def forget(self, entry: E) -> None:
-        """An entry is over."""
+        """Delete an entry."""
         key = entry.key
         del self._entries[key]
         self._timed.pop(key, None)
         self._changed[key] = None
 
     def due(self, time_us: int) -> Iterable[E]:
-        """The entries that fall due up to a time, in order of time; each is changed or forgotten before the next."""
+        """Return the entries due up to a time, in order of time. The caller changes or deletes each before the next."""
         awaited, timers = self._awaited, self._timers
-        # Asked for each record, and mostly there is none.
+        # Called for each record; usually no entry is due.
         if (awaited and awaited[0][0] <= time_us) or (timers and timers[0][0] <= time_us):
             return self._due(time_us)
         return ()
@@ -222,7 +222,7 @@ class TimedEntries(Generic[E, Head]):
                 yield entry
 
     def next_awaited_us(self) -> int | None:
-        """When the next entry falls due that something follows from."""
+        """Return the time at which the next awaited entry is due; None if there is none."""
         while self._awaited:
             due_at, key = self._awaited[0]
             if self._timed.get(key) == (due_at, True):

@@ -1,8 +1,8 @@
-"""Tool calls as model families write them: grammars that read the calls out of a sampled turn.
+"""Tool calls as model families write them: grammars that parse the calls in a sampled turn.
 
-A family's grammar is not configured: `grammar_of` picks the one that reads back a call which the model's own chat
-template has written. Anything a model can write is answered with what could be read, never with an error, in time that
-grows with its length alone.
+A family's grammar is not configured: `grammar_of` selects the one that correctly parses a call which the model's own
+chat template has written. For any text of a model, the result is the calls that could be parsed, never an error. The
+time depends only on the text's length.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ class ToolCall:
     arguments: str
     """JSON text of an object."""
     id: str = ""
-    """Empty where the family's text holds none."""
+    """Empty if the family's text contains none."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """How one family writes tool calls."""
+    """The form in which one family writes tool calls."""
 
     name: str
     marker: str
-    """Text that every call begins with; empty where a call is the whole turn."""
+    """Text with which every call begins; empty if a call is the whole turn."""
     pieces: Pieces
-    """Start, end and body of each stretch of text that is meant as a call."""
+    """Yields start, end and body of each piece of text that is meant as a call."""
     calls: Callable[[str, Schemas], Sequence[ToolCall]]
-    """Calls of one body. Raises ValueError, RecursionError."""
+    """Returns the calls of one body. Raises ValueError, RecursionError."""
     marks: frozenset[str] = frozenset()
-    """Texts that structure a call. Where they are tokens, they end no turn."""
+    """Texts that structure a call. If they are tokens, they do not end a turn."""
 
     def read(self, text: str, tools: Sequence[Tool] = ()) -> tuple[str, tuple[ToolCall, ...], tuple[str, ...]]:
-        """The text without its calls, the calls in order, and the stretches that were meant as calls and are none.
+        """Return the text without its calls, the calls in order, and the malformed calls.
 
-        Those stretches stay in the text as well.
+        The malformed calls also remain in the text.
         """
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools} if tools else _NOTHING
         content, found, malformed, last = [], list[ToolCall](), list[str](), 0
@@ -59,7 +59,7 @@ class CallGrammar:
             last = end
             try:
                 calls = self.calls(body, schemas)
-                "".join(call.name + call.arguments for call in calls).encode()  # half of a surrogate pair is no text
+                "".join(call.name + call.arguments for call in calls).encode()  # rejects half of a surrogate pair
                 found.extend(calls)
             except (ValueError, RecursionError):
                 malformed.append(text[start:end])
@@ -69,7 +69,7 @@ class CallGrammar:
 
 
 def grammar_of(written: str, name: str, arguments: Mapping[str, str]) -> CallGrammar | None:
-    """The grammar in which `written` is exactly one call of `name` with `arguments`; None when none of them fits."""
+    """Return the grammar in which `written` is exactly one call of `name` with `arguments`; None if there is none."""
     for grammar in GRAMMARS:
         _, calls, malformed = grammar.read(written)
         if len(calls) == 1 and not malformed and calls[0].name == name and json.loads(calls[0].arguments) == arguments:
@@ -78,7 +78,7 @@ def grammar_of(written: str, name: str, arguments: Mapping[str, str]) -> CallGra
 
 
 def _between(begin: str, end: str) -> Pieces:
-    """Bodies between two markers; the last one may be cut off."""
+    """Return a function that yields the bodies between two markers; the last body may be cut off."""
     pattern = re.compile(rf"{re.escape(begin)}(.*?)(?:{re.escape(end)}|\Z)", re.DOTALL)
 
     def pieces(text: str) -> Iterator[tuple[int, int, str]]:
@@ -89,7 +89,7 @@ def _between(begin: str, end: str) -> Pieces:
 
 
 def _after(marker: str) -> Pieces:
-    """The body from a marker to the end of the turn, the marker included."""
+    """Return a function that yields the body from a marker to the end of the turn, including the marker."""
 
     def pieces(text: str) -> Iterator[tuple[int, int, str]]:
         start = text.find(marker)
@@ -103,7 +103,7 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 def _whole_turn(text: str) -> Iterator[tuple[int, int, str]]:
-    """The turn itself, where it begins like an object that names a function and its parameters, or with the tag."""
+    """Yield the turn itself if it begins like an object with a function's name and parameters, or contains the tag."""
     body = text.strip().removeprefix(_PYTHON_TAG).strip()
     is_call = re.match(r'\{\s*"(name|type|function|parameters)"', body) and re.search(r'"(parameters|arguments)"', body)
     if is_call or _PYTHON_TAG in text:
@@ -115,7 +115,7 @@ _BETWEEN_OBJECTS = re.compile(r"[\s;,]*")
 
 
 def _json_calls(body: str, _schemas: Schemas) -> list[ToolCall]:
-    """Objects, or lists of objects, one after the other: {"name": …, "arguments" or "parameters": …}."""
+    """Parse objects, or lists of objects, in sequence: {"name": …, "arguments" or "parameters": …}."""
     calls: list[ToolCall] = []
     at, body = 0, body.strip()
     while at < len(body):
@@ -124,7 +124,7 @@ def _json_calls(body: str, _schemas: Schemas) -> list[ToolCall]:
             if not isinstance(each, dict) or not isinstance(each.get("name"), str):
                 raise ValueError("the text is no call in this grammar")
             identifier = str(each.get("id"))
-            # Templates that show ids, Mistral's, refuse any other form.
+            # Templates that show ids (Mistral's) refuse any other form.
             known = identifier if re.fullmatch(r"[A-Za-z0-9]{9}", identifier) else ""
             calls.append(ToolCall(each["name"], _object(each.get("arguments", each.get("parameters", {}))), known))
         at = _BETWEEN_OBJECTS.match(body, end).end()  # type: ignore[union-attr]  # it matches nothing as well
@@ -134,7 +134,7 @@ def _json_calls(body: str, _schemas: Schemas) -> list[ToolCall]:
 
 
 def _object(given: object) -> str:
-    """JSON text of an object that was given as such, or as its text. Raises ValueError."""
+    """Return the JSON text of an object that is given as an object or as JSON text. Raises ValueError."""
     value = _JSON.decode(given) if isinstance(given, str) else given
     if not isinstance(value, dict):
         raise ValueError("the text is no call in this grammar")
@@ -142,7 +142,7 @@ def _object(given: object) -> str:
 
 
 def _named_arguments(begin: str, end: str) -> Callable[[str, Schemas], list[ToolCall]]:
-    """Calls one after the other: the pattern `begin`, with groups `name` and `id`, the arguments' JSON, then `end`."""
+    """Return a parser of calls in sequence: pattern `begin` with groups `name` and `id`, JSON arguments, then `end`."""
     before, behind = re.compile(begin), re.compile(end)
 
     def calls(body: str, _schemas: Schemas) -> list[ToolCall]:
@@ -163,7 +163,7 @@ def _named_arguments(begin: str, end: str) -> Callable[[str, Schemas], list[Tool
 
 
 def _mistral_calls(body: str, schemas: Schemas) -> list[ToolCall]:
-    """A list of objects behind one marker, or, in later models, name and arguments behind a marker each."""
+    """Parse a list of objects after one marker, or, in later models, a name and arguments after a marker each."""
     listed = body.removeprefix("[TOOL_CALLS]").lstrip()
     return _json_calls(listed, schemas) if listed.startswith("[") else _MISTRAL_NAMED(body, schemas)
 
@@ -176,9 +176,9 @@ _MISTRAL_NAMED = _named_arguments(
 def _tagged_calls(
     name: str, key: tuple[str, str], value: tuple[str, str], frame: str
 ) -> Callable[[str, Schemas], list[ToolCall]]:
-    """One call a body: its name by a pattern, then each argument's key and value between two texts.
+    """Return a parser of one call for each body: a pattern for its name, then keys and values, each between two texts.
 
-    One `frame` on either side of a value is not part of the value.
+    One `frame` on each side of a value is not part of the value.
     """
     pattern = re.compile(name)
 
@@ -200,7 +200,7 @@ def _tagged_calls(
 
 
 def _enclosed(text: str, at: int, ends: tuple[str, str]) -> tuple[str, int]:
-    """The text between two others, white space before the first aside, and where they end. Raises ValueError."""
+    """Return the text between two others, and the position after them; skips leading space. Raises ValueError."""
     while ends[0] and at < len(text) and text[at].isspace():
         at += 1
     begin = at + len(ends[0])
@@ -211,7 +211,7 @@ def _enclosed(text: str, at: int, ends: tuple[str, str]) -> tuple[str, int]:
 
 
 def _typed(text: str, schema: Mapping[str, Any], key: str) -> object:
-    """A value whose text has no quotes: a text where the tool's schema asks for one, else JSON where it is JSON."""
+    """Return a value from text without quotes: the text if the schema says string, otherwise parsed JSON if valid."""
     properties = schema.get("properties")
     described = properties.get(key) if isinstance(properties, Mapping) else None
     if isinstance(described, Mapping) and described.get("type") == "string":
@@ -229,7 +229,7 @@ _KIMI = tuple(
 )
 _DEEPSEEK = tuple(
     f"<｜tool▁{mark}｜>" for mark in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end")
-)  # their bars and underscores are other characters than ASCII's
+)  # their bars and underscores are not the ASCII characters
 GRAMMARS = (
     CallGrammar("hermes", "<tool_call>", _between("<tool_call>", "</tool_call>"), _json_calls, _TAGS),
     CallGrammar(
@@ -283,4 +283,4 @@ GRAMMARS = (
     CallGrammar("llama", "", _whole_turn, _json_calls, frozenset({_PYTHON_TAG})),
 )
 HERMES = GRAMMARS[0]
-"""The grammar taught to models whose template shows no tools."""
+"""The grammar that is explained to models whose template shows no tools."""

@@ -1,12 +1,12 @@
-"""Contexts: the growing token sequences of one or many conversations, found again by their messages.
+"""Contexts: the growing token sequences of one or many conversations, looked up by their messages.
 
-A request carries its whole conversation. It *appends* when it begins with all messages of a known context and goes on
-without a turn of the assistant that the context does not hold; it *forks* when it begins with a part of one, up to one
-of its turns; else it is *fresh*, and rendered anew.
+A request contains its whole conversation. It *appends* if it begins with all messages of a known context, and no turn
+of the assistant that the context does not contain follows; it *forks* if it begins with a part of a context, up to one
+of its turns; otherwise it is *fresh*, and rendered whole.
 
-What holds: the ids of a context only grow, and a fork begins with the ids of the turns that it shares, so that every
-sampled token keeps its id. A turn belongs to the context that sampled it; a fork holds its ids and not the turn. Calls
-may run side by side: two that extend one turn are an append and a fork.
+Invariants: the ids of a context only grow, and a fork begins with the ids of the turns that it shares, so that every
+sampled token keeps its id. A turn belongs to the context that sampled it; a fork contains its ids but not the turn.
+Calls may run at the same time: two calls that extend one turn are an append and a fork.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Origin(StrEnum):
-    """How a request's context came to be."""
+    """The origin of a request's context."""
 
     APPEND = "append"
     FORK = "fork"
@@ -36,7 +36,7 @@ class SampledTurn(Generic[T]):
     """A turn that was sampled in its context."""
 
     start: int
-    """Place of its first token among the context's ids."""
+    """Index of its first token in the context's ids."""
     end: int
     made: T
 
@@ -50,50 +50,50 @@ class Context(Generic[T]):
     """Messages before the first turn of the assistant."""
     ids: list[int]
     turns: list[SampledTurn[T]] = field(default_factory=list)
-    """Its own turns, oldest first; those that it shares with the context that it forked from are not among them."""
+    """Its own turns, oldest first, without those that it shares with the context from which it forked."""
     count: int = 0
-    """Turns of the assistant in it, shared ones included."""
+    """Number of the assistant's turns in it, including shared ones."""
     busy: bool = False
-    """A turn is being sampled, or was sampled, behind its last known end."""
+    """Whether a turn is being sampled, or was sampled, after its last known end."""
 
 
 @dataclass(frozen=True, slots=True)
 class _End(Generic[T]):
-    """The end of a sampled turn: where a later request may go on."""
+    """The end of a sampled turn, from which a later request may continue."""
 
     context: Context[T]
     identities: tuple[Identity, ...]
     said: Message
     length: int
-    """Ids of the context up to here."""
+    """Number of ids of the context up to this end."""
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTurn(Generic[T]):
-    """A request with its context: sample behind `ids`, then hand the turn to `Contexts.said`."""
+    """A request with its context: sample after `ids`, then pass the turn to `Contexts.said`."""
 
     context: Context[T]
     origin: Origin
     ids: list[int]
-    """The context that the turn is sampled behind."""
+    """Token ids of the prompt."""
     messages: tuple[Identity, ...]
     key: int = 0
-    """Of the messages and tools."""
+    """Hash of the messages and tools."""
 
 
 class Contexts(Generic[T]):
     """The contexts of one rollout, or the most recent ones of a server."""
 
     def __init__(self, chat: ChatFormat, most: int | None = None) -> None:
-        """`most`: how many turns' ends are remembered, the least recently used forgotten first; None: all."""
+        """`most`: number of turns' ends that are cached; the least recently used is dropped first. None: all."""
         self._chat, self._most = chat, most
         self._ends: OrderedDict[Hashable, _End[T]] = OrderedDict()
         self.all: list[Context[T]] = []
-        """Every context with a turn of its own, in order of the first turn; kept where `most` is None."""
+        """All contexts with a turn of their own, in order of the first turn; only filled if `most` is None."""
 
     def ask(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> PendingTurn[T]:
-        """The context of a request with checked messages. Raises TemplateRefused."""
+        """Return the context of a request with checked messages. Raises TemplateRefused."""
         identities = tuple(map(identity, messages))
         keys = [hash(tools.identity)]
         for each in identities:
@@ -105,7 +105,7 @@ class Contexts(Generic[T]):
             context = Context[T](tools, head, self._chat.open(messages, tools), count=len(turns), busy=True)
             return PendingTurn(context, Origin.FRESH, context.ids, identities, keys[-1])
         known, context, shared = len(found.identities), found.context, found.context.ids
-        # A conversation shares the texts of its beginning: requests over HTTP bring copies of them.
+        # Reuse the known texts, to save memory: each HTTP request contains new copies of them.
         identities = found.identities + identities[known:]
         more = self._chat.extend(shared[found.length - 1], context.head, found.said, messages[known:], tools)
         if len(shared) == found.length and not context.busy:
@@ -115,7 +115,7 @@ class Contexts(Generic[T]):
         return PendingTurn(fork, Origin.FORK, fork.ids, identities, keys[-1])
 
     def said(self, asked: PendingTurn[T], ids: Sequence[int], message: Message, made: T) -> None:
-        """The turn that was sampled behind a request's context."""
+        """Add the turn that was sampled for a request."""
         context = asked.context
         start = len(asked.ids)
         context.ids = [*asked.ids, *ids]
@@ -131,13 +131,13 @@ class Contexts(Generic[T]):
             self._ends.popitem(last=False)
 
     def release(self, asked: PendingTurn[T]) -> None:
-        """Let a later request extend the same end, whether a turn was sampled or not."""
+        """Allow a later request to extend the same end, whether a turn was sampled or not."""
         asked.context.busy = False
 
     def _longest(
         self, messages: Sequence[Message], identities: tuple[Identity, ...], keys: Sequence[int]
     ) -> _End[T] | None:
-        """The known end with the most messages that the request begins with, if no unknown turn follows."""
+        """Return the longest known end with which the request begins, if no unknown turn follows; otherwise None."""
         for known in range(len(messages) - 1, 0, -1):
             if messages[known]["role"] == "assistant":
                 return None

@@ -1,7 +1,7 @@
 """The chat format of one checkpoint: messages to token ids, and a sampled turn back to a message.
 
-What holds: a context only grows. Sampled ids stay as they came; only the text that ends a turn, and what follows it, is
-rendered and tokenised. Rendering a conversation anew would lose sampled ids wherever their text tokenises otherwise.
+Invariant: a context only grows. Sampled ids are never changed; only the text that ends a turn and the following text
+are rendered and tokenised. Rendering a whole conversation again would lose sampled ids that tokenise differently.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHATML_TOKENS = ("<|im_start|>", "<tool_call>", "</tool_call>", "<|im_end|>")
 """Tokens of the built-in template; the last one ends a turn."""
 THOUGHT = ("<think>", "</think>")
 REMEMBERED, LONG = 512, 2**16
-"""Opening prompts whose ids are remembered, since all rollouts of a group begin with the same, and their characters."""
+"""Number of cached opening prompts, which all rollouts of a group share, and greatest number of their characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +36,27 @@ class ReadTurn:
     """A sampled turn as a message."""
 
     message: Message
-    """`content`, and `tool_calls` and `reasoning_content` where there are any."""
+    """`content`, and `tool_calls` and `reasoning_content` if there are any."""
     malformed: tuple[str, ...]
-    """Texts that were meant as tool calls and cannot be read."""
+    """Texts that were meant as tool calls and cannot be parsed."""
 
 
 class ChatFormat:
     """One tokenizer with one chat template. Safe to share between threads."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, ends: Sequence[int]) -> None:
-        """Join them; `ends`: ids of further tokens that end a turn, such as those of the generation settings.
+        """Combine both; `ends`: ids of further tokens that end a turn, such as those of the generation settings.
 
-        Raises TemplateRefused where content could spell special tokens all the same.
+        Raises TemplateRefused if content could still spell special tokens.
         """
         self._tokenizer, self.template = tokenizer, template
         closes = (tokenizer.token_to_id(close) for close in sorted(template.closes))
         self.stop_token_ids = tuple(sorted({*ends, *(close for close in closes if close is not None)}))
         self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
-        """Characters of the longest token: a text of n tokens has at most n times as many."""
+        """Number of characters of the longest token: a text of n tokens has at most n times as many."""
         opened = [prompt.rstrip().endswith(THOUGHT[0]) for prompt in template.prompts]
         self.opens_thought, self._always_opens = any(opened), all(opened)
-        """Whether prompts of turns open a thought, so that a turn begins within one: some prompts, or all of them."""
+        """Whether some prompts, or all prompts, open a thought, so that the turn begins within it."""
         spelled = set(self.encode(" ".join(map(template.broken, template.specials))))
         for text in template.specials:
             if tokenizer.token_to_id(text) in spelled:
@@ -64,7 +64,7 @@ class ChatFormat:
         self._remembered = lru_cache(maxsize=REMEMBERED)(lambda text: array("I", self.encode(text)))
 
     def open(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's next turn begins. Raises TemplateRefused."""
+        """Return a conversation's token ids, up to the start of the assistant's next turn. Raises TemplateRefused."""
         text = self.template.text(messages, tools)
         return self._remembered(text).tolist() if len(text) <= LONG else self.encode(text)
 
@@ -76,10 +76,10 @@ class ChatFormat:
         new: Sequence[Message],
         tools: Tools = NO_TOOLS,
     ) -> list[int]:
-        """Token ids behind a sampled turn, up to where the next one begins.
+        """Return the token ids that follow a sampled turn, up to the start of the next one.
 
         Args:
-            last: the last sampled id: a turn that was cut off gets its end.
+            last: the last sampled id; if the turn was cut off, its end is added.
             head: the messages before the conversation's first turn of the assistant.
             said: the sampled turn.
             new: the messages that answer it.
@@ -90,7 +90,7 @@ class ChatFormat:
         return ids[1:] if ids[0] == last else ids
 
     def read(self, ids: Sequence[int], tools: Tools = NO_TOOLS, turn: int = 0) -> ReadTurn:
-        """The message that sampled ids are; `turn` numbers the ids of its calls within a conversation."""
+        """Return sampled ids as a message; `turn`: the turn's number in the conversation, for the ids of its calls."""
         body = ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids
         text: str = self._tokenizer.decode(list(body), skip_special_tokens=False)
         thought, text = self._thought(text, self.template.call_grammar.marker if tools else "")
@@ -102,7 +102,7 @@ class ChatFormat:
             written = [call.id for call in calls]
             message["tool_calls"] = [
                 {
-                    # An id of the model's own is kept where it tells the calls apart. Templates want 9 characters.
+                    # The model's own id is kept if it is unique. Templates require 9 characters.
                     "id": call.id if call.id and written.count(call.id) == 1 else f"c{turn:04d}{number:04d}",
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
@@ -112,7 +112,7 @@ class ChatFormat:
         return ReadTurn(message, malformed)
 
     def _thought(self, text: str, call: str) -> tuple[str, str]:
-        """A leading thought, and the rest. One that is not ended ends with `call`, with which a call begins."""
+        """Return a leading thought, and the rest. A thought without an end ends at `call`, the marker of a call."""
         begin, end = THOUGHT
         begun = text.lstrip().startswith(begin)
         if end in text and (begun or self.opens_thought):
@@ -125,25 +125,25 @@ class ChatFormat:
         return thought.lstrip().removeprefix(begin).strip(), rest.lstrip()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text that holds the template's own special tokens."""
-        # A batch, since `encode` holds Python's lock, and without the offsets, which cost a quarter of the time.
+        """Return the token ids of a text that contains the template's own special tokens."""
+        # A batch, since `encode` holds Python's lock; without the offsets, which cost a quarter of the time.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def step(self, stream: DecodeStream, token_id: int) -> str:
-        """The text that one more id adds to a stream of ids; empty within a character."""
+        """Return the text that one more id adds to a stream of ids; empty within a character."""
         return stream.step(self._tokenizer, token_id) or ""
 
     def token(self, token_id: int) -> str:
-        """The text of one token alone."""
+        """Return the text of one single token."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
 
 def load_chat_format(uri: str, settings: ChatSettings) -> ChatFormat:
-    """The chat format of a checkpoint directory (path or fsspec URL).
+    """Load the chat format of a checkpoint directory (path or fsspec URL).
 
-    Raises FileNotFoundError without a tokenizer, ValueError for a damaged one, TemplateRefused.
+    Raises FileNotFoundError if there is no tokenizer, ValueError if it is damaged, TemplateRefused.
     """
     root = uri.rstrip("/")
     text = _read(f"{root}/{TOKENIZER_FILE}")
@@ -170,7 +170,7 @@ def load_chat_format(uri: str, settings: ChatSettings) -> ChatFormat:
 
 
 def chat_template_source(root: str, config: Mapping[str, Any], settings: ChatSettings) -> str:
-    """The Jinja text of a checkpoint's chat template, or of the one in the settings. Raises TemplateRefused."""
+    """Return the Jinja text of the chat template in the settings, or of the checkpoint's. Raises TemplateRefused."""
     if settings.template == CHATML:
         return chatml()
     if settings.template:
@@ -180,7 +180,7 @@ def chat_template_source(root: str, config: Mapping[str, Any], settings: ChatSet
         return found
     found = _read(f"{root}/chat_template.jinja")
     named: object = found if found is not None else config.get("chat_template")
-    if isinstance(named, list):  # several templates under names
+    if isinstance(named, list):  # several named templates
         by_name = {each.get("name"): each.get("template") for each in named if isinstance(each, dict)}
         named = by_name.get("tool_use", by_name.get("default"))
     if not isinstance(named, str):
@@ -192,15 +192,15 @@ def chat_template_source(root: str, config: Mapping[str, Any], settings: ChatSet
 
 
 def chatml() -> str:
-    """The built-in ChatML template, with tools and tool calls in the Hermes form."""
+    """Return the built-in ChatML template, with tools and tool calls in the Hermes form."""
     return (files("tidemill.schemas.chat") / "chatml.jinja").read_text("utf-8")
 
 
 def special_texts(tokenizer: Tokenizer, source: str | None = None) -> set[str]:
-    """Texts of the tokens that structure a conversation: content must not be able to spell them.
+    """Return the texts of the tokens that structure a conversation: content must not be able to spell them.
 
-    These are the special tokens, and others in brackets: `<|…|>`, and those that the template `source` writes, or all
-    without it. (Gemma's vocabulary has a token for each tag of HTML.)
+    These are the special tokens, and others in brackets: `<|…|>`, and those that the template `source` writes (all if
+    it is None). Gemma's vocabulary has a token for each HTML tag.
     """
     found = set()
     for token in tokenizer.get_added_tokens_decoder().values():

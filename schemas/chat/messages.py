@@ -1,8 +1,8 @@
 """Chat messages and tools in OpenAI's form: checked, and reduced to the fields that a chat template reads.
 
-Messages arrive from environments, agent programs and products. Clients add fields of their own, send content as a text
-or as a list of parts, and write the arguments of a call in their own JSON style, so two messages are equal when their
-`identity` is.
+Messages arrive from environments, agent programs and products. Clients add their own fields, send content as a text
+or as a list of parts, and write the arguments of a call in their own JSON style. So two messages are equal if their
+`identity` is equal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeGuard
 
 Message = Mapping[str, Any]
-"""An OpenAI chat message: `role`, `content`, and `tool_calls` or `tool_call_id` where they apply."""
+"""An OpenAI chat message: `role`, `content`, and `tool_calls` or `tool_call_id` if they apply."""
 Tool = Mapping[str, Any]
 """An OpenAI tool: {"type": "function", "function": {"name", "description", "parameters"}}."""
 Identity = tuple[object, ...]
@@ -22,16 +22,16 @@ Identity = tuple[object, ...]
 ROLES = ("system", "user", "assistant", "tool")
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MOST_LEVELS = 100
-"""Of objects and lists in the JSON schema of a tool."""
+"""Most nested levels of objects and lists in the JSON schema of a tool."""
 _NEWER_ROLES = {"developer": "system"}
 
 
 class BadMessage(ValueError):
-    """A message or a tool that no chat template can show; the text names the place and the fault."""
+    """A message or a tool that no chat template can render; the text names the position and the fault."""
 
 
 def checked_messages(given: object) -> list[Message]:
-    """The messages of a request, each with `role`, text `content` and the fields of tool calls alone.
+    """Return the messages of a request, each with only `role`, text `content` and the fields of tool calls.
 
     Raises BadMessage.
     """
@@ -48,7 +48,7 @@ def checked_messages(given: object) -> list[Message]:
 
 
 def checked_message(given: object, place: str) -> Message:
-    """One message, like `checked_messages`; `place` names it in an error."""
+    """Return one message, as in `checked_messages`; `place` names it in an error."""
     try:
         return _message(given)
     except BadMessage as error:
@@ -65,7 +65,7 @@ class Tools(tuple[Tool, ...]):
 
 
 def checked_tools(given: object) -> Tools:
-    """The tools of a request; none where it has none. Tools that were checked before are taken as they are.
+    """Return the tools of a request, possibly none. Tools that are already checked are returned unchanged.
 
     Raises BadMessage.
     """
@@ -82,7 +82,7 @@ def checked_tools(given: object) -> Tools:
 
 
 def identity(message: Message) -> Identity:
-    """Equal for two messages that say the same, reasoning aside, and hashable."""
+    """Return a hashable value that is equal for messages with equal content; reasoning is ignored."""
     calls: Identity = ()
     if message.get("tool_calls"):
         calls = tuple(
@@ -94,7 +94,7 @@ def identity(message: Message) -> Identity:
 
 @lru_cache(maxsize=256)
 def _canonical(arguments: str) -> str:
-    """Arguments of a call in one JSON style; a text that is no JSON as it is."""
+    """Return the arguments of a call in one JSON style; a text that is not JSON is unchanged."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):
@@ -102,11 +102,11 @@ def _canonical(arguments: str) -> str:
 
 
 def _is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
-    return type(value) is dict or isinstance(value, Mapping)  # the latter takes as long as all the rest
+    return type(value) is dict or isinstance(value, Mapping)  # the latter is as slow as all other checks together
 
 
 def _message(given: object) -> Message:
-    """One message. Errors begin with the place within it."""
+    """Return one checked message. Errors begin with the position within it."""
     if not _is_object(given):
         raise BadMessage(" is not an object")
     role, content = given.get("role"), given.get("content")
@@ -130,7 +130,7 @@ def _message(given: object) -> Message:
 
 
 def _joined(content: object) -> object:
-    """A content that may be a list of text parts, or missing, as one text."""
+    """Return content as one text; it may be a list of text parts, or missing."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence):
@@ -165,7 +165,7 @@ def _tool(given: object, place: str) -> Tool:
     if parameters is not None and not isinstance(parameters, Mapping):
         raise BadMessage(f"{place}.function.parameters must be a JSON schema")
     description = _text(function.get("description") or "", f"{place}.function.description")
-    # A copy: what a caller changes later is no part of the tools that were checked.
+    # A copy: later changes by the caller do not affect the checked tools.
     schema = json.loads(_json(parameters or {"type": "object", "properties": {}}, f"{place}.function.parameters"))
     if _is_deeper(schema, MOST_LEVELS):
         raise BadMessage(f"{place}.function.parameters has more than {MOST_LEVELS} levels")

@@ -1,7 +1,7 @@
-"""OpenAI's chat protocol around a chat format: requests read, answers shaped, whole or as a stream.
+"""OpenAI's chat protocol for a chat format: reads requests and forms answers, whole or as a stream.
 
-The agent endpoint of the rollout worker, the router and the replica answer chat with this code alone, so that a turn is
-served as it is trained.
+The agent endpoint of the rollout worker, the router and the replica use only this code for chat, so that serving and
+training treat a turn in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """The part of a chat request that decides the prompt, the length of the answer, and its form."""
+    """The fields of a chat request that determine the prompt, and the length and form of the answer."""
 
     messages: list[Message]
     tools: Tools
@@ -38,13 +38,13 @@ class ChatRequest:
     stop: tuple[str, ...] = ()
     """Texts that end the turn, and are not part of the turn."""
     alternatives: int | None = None
-    """Likely tokens to tell beside the logprob of each sampled one; None: no logprobs are wanted."""
+    """Number of likely tokens to return in addition to each sampled one's logprob; None: no logprobs requested."""
     token_ids: bool = False
-    """Whether token ids are wanted."""
+    """Whether token ids are requested."""
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a request's body. Raises BadMessage, also for a text that is no Unicode text."""
+    """Return the JSON object in a request's body. Raises BadMessage, also if a text is not valid Unicode."""
     try:
         value = _JSON.decode(body.decode())
         if _SURROGATE.search(body):
@@ -68,8 +68,8 @@ _JSON = json.JSONDecoder(parse_constant=_no_number)
 def chat_request(asked: Mapping[str, Any], *, formats: bool = False) -> ChatRequest:
     """Read a request's body.
 
-    `formats`: whether the caller honours `response_format`. Raises BadMessage for a field that cannot be honoured,
-    sampling parameters aside.
+    `formats`: whether the caller supports `response_format`. Raises BadMessage for an unsupported field; sampling
+    parameters are not checked.
     """
     messages, tools = checked_messages(asked.get("messages")), checked_tools(asked.get("tools"))
     choice = asked.get("tool_choice")
@@ -103,7 +103,7 @@ def chat_request(asked: Mapping[str, Any], *, formats: bool = False) -> ChatRequ
 
 
 def shown_message(message: Message) -> dict[str, Any]:
-    """An assistant's message as an answer shows it: no content beside calls where there is none."""
+    """Return an assistant's message for an answer: empty content next to calls becomes None."""
     shown = dict(message)
     if shown.get("tool_calls") and not shown["content"]:
         shown["content"] = None
@@ -113,7 +113,7 @@ def shown_message(message: Message) -> dict[str, Any]:
 def whole_answer(
     identifier: str, model: str, created: int, message: Message, finish: str, tokens: tuple[int, int]
 ) -> dict[str, Any]:
-    """The body of an answer that is not streamed; `tokens` counts those of the prompt and of the answer."""
+    """Return the body of an answer that is not streamed; `tokens`: token counts of the prompt and of the answer."""
     choice = {"index": 0, "message": shown_message(message), "logprobs": None, "finish_reason": finish}
     head = {"id": identifier, "object": COMPLETION, "created": created, "model": model}
     return {**head, "choices": [choice], "usage": usage(*tokens)}
@@ -122,27 +122,27 @@ def whole_answer(
 def chunk(
     identifier: str, model: str, created: int, delta: Mapping[str, Any], finish: str | None = None
 ) -> dict[str, Any]:
-    """One event of a streamed answer."""
+    """Return one event of a streamed answer."""
     choice = {"index": 0, "delta": dict(delta), "logprobs": None, "finish_reason": finish}
     return {"id": identifier, "object": CHUNK, "created": created, "model": model, "choices": [choice]}
 
 
 def call_deltas(message: Message) -> list[dict[str, Any]]:
-    """The tool calls of a message as a stream tells them."""
+    """Return the tool calls of a message in the form of a stream's delta."""
     return [{"index": number, **call} for number, call in enumerate(message.get("tool_calls") or ())]
 
 
 def usage(prompt: int, answer: int) -> dict[str, int]:
-    """Token counts of an answer."""
+    """Return the token counts of an answer."""
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
 class TurnStream:
     """The text of a turn while it is sampled.
 
-    What holds: the texts of `take` and `end`, one after the other, are the content of the message that `end` returns:
-    that which `ChatFormat.read` makes of all ids, up to the first of the texts that end the turn. Text that may be a
-    thought, a tool call or such an end is held back until it is known.
+    Invariant: the concatenated texts of `take` and `end` are the content of the message that `end` returns: the result
+    of `ChatFormat.read` for all ids, up to the first of the texts that end the turn. Text that may belong to a thought,
+    a tool call or such an end is not returned until this is known.
     """
 
     def __init__(self, chat: ChatFormat, tools: Tools = NO_TOOLS, turn: int = 0, stop: Sequence[str] = ()) -> None:
@@ -153,10 +153,10 @@ class TurnStream:
         """All ids of the turn so far."""
         self._text = ""
         self._told = 0
-        """Characters of the content that were given out."""
+        """Number of characters of the content that were returned."""
 
     def take(self, ids: Sequence[int]) -> str:
-        """The content that further ids add for certain."""
+        """Add ids. Return the new content that is certain."""
         text, ends = "", self._chat.stop_token_ids
         for token in ids:
             if self.ids and self.ids[-1] in ends:  # it did not end the turn
@@ -164,17 +164,17 @@ class TurnStream:
             self.ids.append(token)
             if token not in ends:
                 text += self._chat.step(self._decoder, token)
-        if self._told and not self._tools and not self._stop:  # content has begun, and nothing can end it
+        if self._told and not self._tools and not self._stop:  # content has begun, and no text can end it
             self._told += len(text)
             return text
         self._text += text
         content = self._certain()
-        if self._stop:  # a longer end may begin in the last characters, and before the one that is found
+        if self._stop:  # a longer stop text may begin in the last characters, and before the one that is found
             content = self._cut(content)[: max(0, len(content) - self._longest_stop + 1)]
         return self._tell(content)
 
     def end(self, ids: Sequence[int] = ()) -> tuple[ReadTurn, str]:
-        """The whole turn, of which `ids` are the last ones, and the content that was not told yet."""
+        """Add the last ids. Return the whole turn, and the content that was not returned yet."""
         self.ids += ids
         read = self._chat.read(self.ids, self._tools, self._turn)
         content = self._cut(str(read.message["content"]))
@@ -202,7 +202,7 @@ class TurnStream:
         return text[:cut].rstrip()
 
     def _cut(self, content: str) -> str:
-        """The content up to the first of the texts that end the turn."""
+        """Return the content up to the first of the texts that end the turn."""
         return content[: min((at for stop in self._stop if (at := content.find(stop)) >= 0), default=len(content))]
 
     def _tell(self, content: str) -> str:

@@ -1,4 +1,4 @@
-"""Jinja for chat templates: as transformers sets it up, with bounds, since a template comes with a checkpoint."""
+"""Jinja for chat templates: configured as in transformers, with limits, since templates come from checkpoints."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_CHARACTERS = 2**20
-"""Of a template. Those of published models have up to 30,000."""
+"""Most characters of a template. Templates of published models have up to 30,000."""
 _COUNTED = "counted"
 _OF_DICT = frozenset(dir(dict))
 
 
 class ShownTool(dict[str, Any]):
-    """A tool whose JSON text is made once, since templates write it into every prompt."""
+    """A tool with cached JSON text, since templates write it into every prompt."""
 
     def __init__(self, tool: Mapping[str, Any]) -> None:
         super().__init__({key: ShownTool(item) if key == "function" else item for key, item in tool.items()})
@@ -31,9 +31,9 @@ class ShownTool(dict[str, Any]):
 
 
 class ChatSandbox(ImmutableSandboxedEnvironment):
-    """Jinja as chat templates expect it, with a fixed day in place of today, and a bound on the steps of a rendering.
+    """Jinja as chat templates expect it, with a fixed date in place of today, and a limit on the steps of a rendering.
 
-    A step is one round of a loop, or one call. Memory is not bounded.
+    A step is one iteration of a loop, or one call. Memory is not limited.
     """
 
     intercepted_binops = frozenset({"*", "**"})
@@ -46,9 +46,9 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         self._steps = threading.local()
 
     def bounded(self, source: str) -> Callable[[int, Mapping[str, Any]], str]:
-        """A template as a function of the most steps that it may take, and of its variables.
+        """Return a function that renders a template; it takes the greatest number of steps, and the variables.
 
-        Raises jinja2.TemplateError; the function raises anything that the template does.
+        Raises jinja2.TemplateError; the function raises any error that the template raises.
         """
         if len(source) > MOST_CHARACTERS:
             raise jinja2.TemplateError(f"it has {len(source)} characters, more than {MOST_CHARACTERS}")
@@ -57,7 +57,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
             if loop.recursive:
                 raise jinja2.TemplateError("it has a recursive loop")
             loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
-        # A plain dict: each rendering copies the globals, and jinja2's own chain of dicts is slow at that.
+        # A plain dict: each rendering copies the globals, and copying jinja2's own chain of dicts is slow.
         template = jinja2.Template.from_code(self, self.compile(tree), dict(self.globals))
 
         def render(most: int, variables: Mapping[str, Any]) -> str:
@@ -77,7 +77,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - as jinja2
-        # What jinja2 does, without its look at the attributes of a dict first: the most frequent thing in a template.
+        # As jinja2, but without first checking the attributes of a dict: this is the most frequent access.
         if isinstance(obj, dict) and attribute not in _OF_DICT:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
@@ -106,7 +106,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`, by which training libraries mark the assistant's text: its body is shown as it is."""
+    """`{% generation %}`, with which training libraries mark the assistant's text: its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 

@@ -1,7 +1,7 @@
-"""Chat in front of a server of token ids: a request becomes one to `/v1/completions`, and its answer becomes chat.
+"""Chat for a server of token ids: converts a chat request to one for `/v1/completions`, and its answer to chat.
 
-The router and the replica answer chat with this code alone. What holds: the ids that are sent for a conversation are
-those that a rollout sends for it, sampled turns as they came; and a turn is read as a rollout reads it.
+The router and the replica use only this code for chat. Invariants: a conversation has the same ids as in a rollout,
+with the ids of sampled turns unchanged; and a turn is read in the same way as in a rollout.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tidemill.schemas.config import ChatSettings
 
 LOG = logging.getLogger(__name__)
 LARGE = 2**16
-"""Characters of a conversation that is counted beside the event loop before it is rendered."""
+"""Number of characters from which a conversation's tokens are counted in another thread before it is rendered."""
 FILL_CONTEXT = "fill_context"
-"""Field of a request to a replica's `/v1/completions` in place of `max_tokens`: as many as the context holds."""
+"""Field of a request to a replica's `/v1/completions` instead of `max_tokens`: as many tokens as the context allows."""
 _VERSIONS = ("weight_versions", "weight_incarnation")
 
 
@@ -39,9 +39,9 @@ class ChatServer:
         """Serve a chat format.
 
         Args:
-            chat: None refuses every request with `refusal`.
-            most_turns: how many turns' token ids are remembered.
-            most_tokens: no prompt of more tokens is taken by the engine.
+            chat: the chat format; None: every request is refused with `refusal`.
+            most_turns: number of turns whose token ids are cached.
+            most_tokens: most tokens of a prompt that the engine accepts.
         """
         self.chat, self._most_tokens, self._refusal = chat, most_tokens, refusal
         self._contexts = Contexts[None](chat, most_turns) if chat is not None else None
@@ -50,20 +50,20 @@ class ChatServer:
     def load(cls, uri: str, settings: ChatSettings, most_turns: int, most_tokens: int) -> ChatServer:
         """Serve the chat format of a checkpoint directory (path or fsspec URL).
 
-        A checkpoint without a tokenizer file or a usable template refuses every request with the reason. Raises
-        ValueError for a damaged tokenizer.
+        If the checkpoint has no tokenizer file or no usable template, every request is refused with the reason. Raises
+        ValueError if the tokenizer is damaged.
         """
         try:
             return cls(load_chat_format(uri, settings), most_turns, most_tokens)
         except (FileNotFoundError, TemplateRefused) as error:
             LOG.warning("chat is not served: %s", error)
-            # Clients are not told where the checkpoint lies.
+            # Clients must not see the location of the checkpoint.
             return cls(None, most_turns, most_tokens, str(error).replace(uri.rstrip("/"), "the checkpoint"))
 
     async def begin(self, request: ChatRequest, *, stream: bool, versions: bool) -> ChatTurn:
-        """Render a request; `close` the turn when it has been answered or given up.
+        """Render a request. The caller must `close` the turn when it is answered or cancelled.
 
-        `versions`: whether the answer says which version sampled which token. Raises BadMessage.
+        `versions`: whether the answer names the version that sampled each token. Raises BadMessage.
         """
         if self.chat is None or self._contexts is None:
             raise BadMessage(f"chat is not served: {self._refusal}")
@@ -72,8 +72,8 @@ class ChatServer:
             arguments = [call["function"]["arguments"] for call in calls]
             texts = [*(message["content"] for message in request.messages), *arguments, request.tools.identity]
             if sum(map(len, texts)) > LARGE:
-                # A tokenizer needs a second for a megabyte, and lets other threads run meanwhile. A template may leave
-                # some of it out: only a conversation of twice the size is refused here.
+                # A tokenizer needs a second for a megabyte, and lets other threads run meanwhile. A template may omit
+                # some of the text: only a conversation of more than twice the limit is refused here.
                 ids = await asyncio.to_thread(self.chat.encode, "".join(texts))
                 if len(ids) > 2 * self._most_tokens:
                     raise BadMessage(f"`messages` have {len(ids)} tokens, at most {self._most_tokens} are served")
@@ -85,7 +85,7 @@ class ChatServer:
 
 
 class ChatTurn:
-    """One chat request and its answer. Made by `ChatServer.begin`."""
+    """One chat request and its answer. Created by `ChatServer.begin`."""
 
     def __init__(
         self, chat: ChatFormat, contexts: Contexts[None], request: ChatRequest, stream: bool, versions: bool
@@ -101,11 +101,11 @@ class ChatTurn:
 
     @property
     def prompt(self) -> list[int]:
-        """Token ids that the turn is sampled behind."""
+        """Token ids of the prompt."""
         return self._asked.ids
 
     def body(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """The request to `/v1/completions`; `sampling`: further fields, such as the temperature."""
+        """Return the request to `/v1/completions`; `sampling`: further fields, such as the temperature."""
         request = self._request
         body = {**sampling, "prompt": self.prompt, "return_token_ids": True}
         body |= {FILL_CONTEXT: True} if request.max_tokens is None else {"max_tokens": request.max_tokens}
@@ -114,14 +114,14 @@ class ChatTurn:
         if request.stop:
             body["stop"] = request.stop
         if request.alternatives is not None:
-            # Texts of tokens are not unique, their ids are.
+            # Token ids are unique, the texts of tokens are not.
             body |= {"logprobs": request.alternatives, "return_tokens_as_token_ids": True}
         return body
 
     def take(self, document: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The chat form of a body of `/v1/completions`, or of one event of a stream; None for an event to leave out."""
+        """Return the chat form of a body, or of one stream event, of `/v1/completions`; None for an event to omit."""
         head = (f"chat{document.get('id', '')}", str(document.get("model", "")), int(document.get("created", 0)))
-        if not document.get("choices"):  # what a stream has used, or an error
+        if not document.get("choices"):  # the usage of a stream, or an error
             return {**document, **chunk(*head, {}), "choices": []} if "usage" in document else dict(document)
         choice = document["choices"][0]
         ids = choice.get("token_ids") or []
@@ -142,7 +142,7 @@ class ChatTurn:
         return answer
 
     def close(self) -> None:
-        """The turn is over; without its end, the same turn may be asked for again."""
+        """Close the turn; if it did not end, the same turn may be requested again."""
         if not self._ended:
             self._contexts.release(self._asked)
 
@@ -162,7 +162,7 @@ class ChatTurn:
         return chunk(*head, {**delta, **{field: value for field, value in rest.items() if value}}, finish)
 
     def _logprobs(self, ids: Sequence[int], told: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """OpenAI's chat form of the logprobs of `/v1/completions`, tokens of which are written as token_id:N."""
+        """Return OpenAI's chat form of the logprobs of `/v1/completions`, in which tokens have the form token_id:N."""
         most, likely = self._request.alternatives, told.get("top_logprobs") or [{}] * len(ids)
         content = []
         for token, logprob, others in zip(ids, told.get("token_logprobs") or [], likely, strict=False):

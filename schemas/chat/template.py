@@ -1,10 +1,10 @@
 """A model's own chat template: conversations to text, and the text that follows a sampled turn.
 
-Templates differ in what they can show. Probes at construction, each a rendering of a known conversation, find out what
-this one does with system messages, tools, calls and results; what it cannot show is written into the messages that it
-can. A template that cannot continue a conversation behind a sampled turn is refused, with the reason.
+Templates support different kinds of messages. Probes at construction, each a rendering of a known conversation, find
+out how this one shows system messages, tools, calls and results; unsupported content is written into supported
+messages. A template that cannot continue a conversation after a sampled turn is refused, with the reason.
 
-What holds: the text of one conversation depends on its messages, its tools and the settings alone (the day that a
+Invariants: the text of one conversation depends only on its messages, its tools and the settings (the date that a
 template may print is a setting); content that spells a special token of the model does not become that token.
 """
 
@@ -25,13 +25,13 @@ from tidemill.schemas.chat.sandbox import ChatSandbox, ShownTool
 from tidemill.schemas.config import ChatSettings
 
 BREAK = "\u2060"
-"""Word joiner: put behind the first character of a special token's text, so that it is no token any more."""
+"""Word joiner: inserted after the first character of a special token's text, so that it is not that token any more."""
 MOST_STEPS = 5_000
-"""Rounds of loops and calls that a rendering may take."""
+"""Most loop iterations and calls of a rendering."""
 MOST_STEPS_EACH = 5_000
-"""As many more for each message and each tool."""
+"""Additional steps for each message and each tool."""
 MOST_TOOLS = 64
-"""Lists of tools whose shown form is remembered."""
+"""Number of lists of tools whose rendered form is cached."""
 TOOLS_TEXT = """You can call these functions:
 <tools>
 {tools}
@@ -40,7 +40,7 @@ To call one, write a JSON object with its name and its arguments, and nothing el
 <tool_call>
 {{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
 </tool_call>"""
-"""System message for a model whose template shows no tools; `tools` is one JSON object a line."""
+"""System message for a model whose template shows no tools; `tools` has one JSON object in each line."""
 
 _PROBE_TOOLS = checked_tools(
     [
@@ -56,7 +56,7 @@ _PROBE_TOOLS = checked_tools(
 )
 _PROBE_ARGUMENTS = {"probe_key": "probe value"}
 _PROBE_IDS = ("probe0001", "functions.probe_function:0")
-"""Ids of calls as families write them: Mistral's, and Kimi's, which holds the name."""
+"""Ids of calls as families write them: Mistral's, and Kimi's, which contains the name."""
 _SYSTEM: Message = {"role": "system", "content": "probe system"}
 _USER: Message = {"role": "user", "content": "probe question"}
 _MORE: Message = {"role": "user", "content": "probe further"}
@@ -64,11 +64,11 @@ _RESULT: Message = {"role": "tool", "content": "probe result", "name": "probe_fu
 
 
 class TemplateRefused(ValueError):
-    """The chat template cannot be used for this; the text says why, and what can be done."""
+    """The chat template cannot be used for this; the text says why, and what to do."""
 
 
 class ChatTemplate:
-    """One chat template, with what it was found to do. Safe to share between threads."""
+    """One chat template, with the results of its probes. Safe to share between threads."""
 
     def __init__(self, source: str, names: Mapping[str, str], specials: Iterable[str], settings: ChatSettings) -> None:
         """Probe a template.
@@ -76,7 +76,7 @@ class ChatTemplate:
         Args:
             source: Jinja text of the template.
             names: texts that templates read as variables, such as `bos_token`.
-            specials: texts of the tokens that must not come out of a message's content.
+            specials: texts of the tokens that must not appear in a message's content.
 
         Raises TemplateRefused.
         """
@@ -87,21 +87,21 @@ class ChatTemplate:
         self._variables = {**names, **settings.arguments}
         self.specials = sorted(specials, key=len, reverse=True)
         """Texts of special tokens, which no content can spell."""
-        # Patterns that share their beginnings, so that few are tried where one may begin.
+        # Patterns are grouped by their first two characters, so that few are tried at each position.
         ends: dict[str, list[str]] = {}
         for text in self.specials:
             ends.setdefault(text[:2], []).append(re.escape(text[2:]))
         self._specials = re.compile(
             "|".join(f"{re.escape(begin)}(?:{'|'.join(each)})" for begin, each in ends.items()) or "(?!)"
         )
-        # Not to be guessed: content that held the mark would be taken for the sampled turn.
+        # Random, so that content cannot contain the mark: it would be mistaken for the sampled turn.
         self._mark = secrets.token_hex(12)
         self._told: Callable[[str], tuple[list[ShownTool], str]] = self._told_anew
         self.closes: set[str] = set()
         """Texts of the special tokens that end a turn."""
         self.prompts: list[str] = []
-        """The text before a turn: after a question and, where calls are shown, after a result."""
-        # What a template can do, until a probe finds that it cannot.
+        """The text before a turn: after a question and, if calls are shown, after a result."""
+        # Capabilities of the template: assumed until a probe disproves them.
         self.shows_system = self._shows_later_system = True
         self._no_user_after: set[str] = set()
         self.shows_tools, self.shows_results = not settings.tools_in_system, True
@@ -117,9 +117,9 @@ class ChatTemplate:
         self._told = lru_cache(maxsize=MOST_TOOLS)(self._told_anew)
 
     def _probe_conversations(self) -> None:
-        """How conversations without tools are continued. Raises TemplateRefused."""
+        """Probe how conversations without tools continue. Raises TemplateRefused."""
         said: Message = {"role": "assistant", "content": self._mark}
-        for self._without_tools in ({"tools": None}, {}, {"tools": []}):  # some templates take no None
+        for self._without_tools in ({"tools": None}, {}, {"tools": []}):  # some templates do not accept None
             if self._shows([_USER], _USER["content"]):
                 break
         asked = self.text([_USER])
@@ -148,7 +148,7 @@ class ChatTemplate:
             self._shows_later_system = False
 
     def _shows_end_within(self, close: str) -> bool:
-        """Whether a token that ends turns stands between a thought and the text that it leads to."""
+        """Return whether a token that ends turns is between a thought and the text after it."""
         thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "probe thought")
         try:
             whole = self.text([_USER, {"role": "assistant", "content": self._mark, **thought}], prompt=False)
@@ -157,7 +157,7 @@ class ChatTemplate:
         return close in whole[: max(0, whole.find(self._mark))].partition("probe thought")[2]
 
     def _probe_calls(self) -> CallGrammar | None:
-        """The grammar of calls as this template writes them, and how it shows calls and results."""
+        """Return the grammar of the template's calls, and probe how it shows calls and results."""
         for self._object_arguments in (True, False):
             for identifier in _PROBE_IDS:
                 function = {"name": "probe_function", "arguments": json.dumps(_PROBE_ARGUMENTS)}
@@ -180,13 +180,13 @@ class ChatTemplate:
         return None
 
     def _grammar(self, call: Mapping[str, Any]) -> CallGrammar | None:
-        """The grammar in which the template writes a call, if it does."""
+        """Return the grammar in which the template writes a call; None if there is none."""
         try:
             asked = self.text([_USER], _PROBE_TOOLS)
             whole = self.text([_USER, {"role": "assistant", "content": "", "tool_calls": [call]}], _PROBE_TOOLS, False)
         except TemplateRefused:
             return None
-        # The prompt of a turn may open a thought, which a finished turn has not: the turn begins where they part.
+        # The prompt of a turn may open a thought, which a finished turn lacks: the turn begins at the first difference.
         begin = next((n for n, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))
         written = whole[max(whole.rfind(character, 0, begin) for character in "\n>]") + 1 :]
         ends = [place for close in self.closes if (place := written.find(close)) > 0]
@@ -194,7 +194,7 @@ class ChatTemplate:
 
     @property
     def call_grammar(self) -> CallGrammar:
-        """How calls are written: the family's grammar, or the one that the system message teaches."""
+        """The grammar of calls: the family's, or the one that the system message explains."""
         if not self.shows_tools:
             return HERMES
         if self.grammar is None:
@@ -205,9 +205,9 @@ class ChatTemplate:
         return self.grammar
 
     def text(self, messages: Sequence[Message], tools: Tools = NO_TOOLS, prompt: bool = True) -> str:
-        """The conversation as text; with `prompt`, up to where the assistant's next turn begins.
+        """Return the conversation as text; with `prompt`, up to the start of the assistant's next turn.
 
-        Raises TemplateRefused for a conversation that the template does not take.
+        Raises TemplateRefused for a conversation that the template does not accept.
         """
         shown: list[Message] = []
         for message in messages:
@@ -232,17 +232,17 @@ class ChatTemplate:
         variables = {**self._variables, **({"tools": told} if told else self._without_tools), "messages": shown}
         try:
             return self._render(steps, {**variables, "add_generation_prompt": prompt})
-        except Exception as error:  # a template is a program of the model's author, and raises anything
+        except Exception as error:  # a template is a program of the model's author, and may raise any error
             raise TemplateRefused(f"the chat template does not take this conversation: {error!s:.300}") from error
 
     def extension(
         self, head: Sequence[Message], said: Message, new: Sequence[Message], tools: Tools = NO_TOOLS
     ) -> tuple[str, str]:
-        """The text that ends the sampled turn `said`, and what follows it up to the assistant's next turn.
+        """Return the text that ends the sampled turn `said`, and the text from there to the assistant's next turn.
 
         Args:
             head: the messages before the conversation's first turn of the assistant.
-            said: the sampled turn, of which the calls alone matter here, to show their results.
+            said: the sampled turn; only its calls matter here, to show their results.
             new: the messages that answer it.
 
         Raises TemplateRefused.
@@ -256,7 +256,7 @@ class ChatTemplate:
         return self._continued(self.text([*head, marked, *new], tools))
 
     def broken(self, value: Any) -> Any:  # noqa: ANN401 - a JSON tree
-        """A JSON tree whose texts hold no special token any more."""
+        """Return a JSON tree in which no text contains a special token."""
         if isinstance(value, str):
             return self._specials.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
         if isinstance(value, dict):
@@ -264,7 +264,7 @@ class ChatTemplate:
         return [self.broken(item) for item in value] if isinstance(value, list) else value
 
     def _continued(self, whole: str) -> tuple[str, str]:
-        """The text that ends the marked turn of a conversation, and the text after it. Raises TemplateRefused."""
+        """Return the text that ends a conversation's marked turn, and the text after it. Raises TemplateRefused."""
         at = whole.find(self._mark)
         if at < 0:
             raise TemplateRefused("the chat template does not show earlier turns of the assistant, or alters them")
@@ -275,16 +275,16 @@ class ChatTemplate:
         raise TemplateRefused("no special token of the chat template ends a turn of the assistant")
 
     def _told_anew(self, tools: str) -> tuple[list[ShownTool], str]:
-        """The tools that the template is given, or the text of a system message that explains them."""
+        """Return the tools for the template, or the text of a system message that explains them."""
         told = [ShownTool(self.broken(tool)) for tool in json.loads(tools)]
         if self.shows_tools:
             if not self._native_calls:
-                _ = self.call_grammar  # says why not
+                _ = self.call_grammar  # raises, with the reason
             return told, ""
         return [], TOOLS_TEXT.format(tools="\n".join(json.dumps(each["function"], ensure_ascii=False) for each in told))
 
     def _message(self, message: Message) -> list[dict[str, Any]]:
-        """The message as this template shows it: several where it takes one call a turn."""
+        """Return the message in this template's form: several messages if it supports only one call for each turn."""
         shown = {key: self.broken(value) for key, value in message.items() if key != "tool_calls"}
         if message["role"] == "tool" and not self.shows_results:
             return [{"role": "user", "content": f"<tool_response>\n{shown['content']}\n</tool_response>"}]
@@ -292,7 +292,7 @@ class ChatTemplate:
         if not calls:
             return [shown]
         if not self._native_calls:
-            # As the system message teaches it.
+            # In the form that the system message explains.
             named = [(json.dumps(call["function"]["name"]), call["function"]["arguments"]) for call in calls]
             texts = [self.broken(f'{{"name": {name}, "arguments": {arguments}}}') for name, arguments in named]
             written = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
@@ -304,7 +304,7 @@ class ChatTemplate:
         return [{**shown, "tool_calls": called[:1]}, *more]
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """A call as templates read it: in most families, with its arguments as an object."""
+        """Return a call as templates read it: in most families, with its arguments as an object."""
         name, text = call["function"]["name"], call["function"]["arguments"]
         arguments = self.broken(text)
         if self._object_arguments:

@@ -2,10 +2,10 @@
 
 Invariants:
 
-- the outcome is a function of the partition's log prefix alone: no wall clock, no randomness but the group's id;
-- a group closes once, by size or by event-time deadline; a record that comes after is a duplicate or late;
+- the outcome is a function of the partition's log prefix alone: no wall clock, no randomness except group ids as seeds;
+- a group closes once, by size or by event-time deadline; a later record is a duplicate or late;
 - members are a set keyed by rollout_id, so that a record delivered twice changes nothing;
-- going on from entries that are newer than their head gives the same outputs: older versions wrote such states.
+- entries that are newer than their head give the same outputs: older versions wrote such states.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tidemill.streams.machine import OneTopicMachine, OutputRecord
 from tidemill.streams.state import NO_IDENTIFIER, MachineState, TimedEntries
 
 REWARD_LIMIT = 1e15
-"""Rewards beyond are broken ones: sums of them would overflow or lose every smaller reward of the group."""
+"""Rewards beyond this limit are invalid: their sums would overflow or lose every smaller reward of the group."""
 
 
 class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
-    """The groups of one partition of the rollouts topic."""
+    """The state machine for the groups of one partition of the rollouts topic."""
 
     def __init__(
         self, partition: int, run_id: str, settings: StreamSettings, state: MachineState | None = None
@@ -59,7 +59,7 @@ class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
                 return f"{type(other).__name__} is no record of this topic"
 
     def fall_due(self) -> None:
-        """Close the groups whose deadline has passed; forget those that closed long ago."""
+        """Close the groups whose deadline has passed; delete those that closed more than `done_ttl_s` ago."""
         for entry in self._store.due(self._head.clock_us):
             if isinstance(entry, OpenGroup):
                 self._close(entry, CloseReason.DEADLINE)
@@ -67,7 +67,7 @@ class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
                 self._store.forget(entry)
 
     def _admit(self, located: ConsumedRecord, rollout: Rollout) -> str:
-        """Take a rollout into its group; why that cannot be, empty where it can."""
+        """Add a rollout to its group. Return the reason if that is impossible, otherwise an empty string."""
         name, group = rollout.rollout_id, self._store.get(rollout.group_id)
         member = Member(
             rollout_id=name,
@@ -102,7 +102,7 @@ class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
             self._close(group, CloseReason.SIZE)
         else:
             self._store.save(group)
-            # A group that opens past its deadline has no other record to wait for.
+            # A group that opens after its deadline closes at once.
             self.fall_due()
         return ""
 
@@ -150,12 +150,12 @@ class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
             closed_at=self._head.clock_us if reason is CloseReason.DEADLINE else max(times),
             rewards_shuffled=self._settings.shuffle_rewards,
         )
-        # A group lies in the partition with the number of its rollouts' partition.
+        # A group is written to the partition with the number of its rollouts' partition.
         self._outputs.append(OutputRecord(Topic.GROUPS, record.group_id, record, self._partition))
 
 
 def broken_contract(key: bytes | None, rollout: Rollout) -> str:
-    """Why a rollout cannot be assembled; empty when it can. `key` is the record's key."""
+    """Return why a rollout cannot be assembled; empty if it can. `key` is the record's key."""
     if key != rollout.group_id.encode():
         return f"the key {key!r} is not the group_id {rollout.group_id!r}"
     if not rollout.group_id or not rollout.rollout_id or rollout.group_id.startswith(NO_IDENTIFIER):
@@ -164,7 +164,7 @@ def broken_contract(key: bytes | None, rollout: Rollout) -> str:
         return f"index {rollout.index} is outside a group of {rollout.group_size}"
     if rollout.status is RolloutStatus.FAILED:
         return "" if rollout.reward is None else "a failed rollout has a reward; a failure is never a reward"
-    # Written so that a NaN fails as well.
+    # This form of the comparison rejects NaN too.
     if rollout.reward is None or not abs(rollout.reward) <= REWARD_LIMIT:
         return f"a completed rollout needs a reward within ±{REWARD_LIMIT:g}, not {rollout.reward}"
     return ""

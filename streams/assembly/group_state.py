@@ -1,7 +1,7 @@
-"""The entries of group assembly and their bytes: open groups, closed groups, and how far a partition is decided.
+"""The entries of group assembly and their bytes: open groups, closed groups, and the decided position of a partition.
 
-Each entry is one kind byte and an Avro body. A group is written again with each of its rollouts, so that the bytes of
-those that it has are kept.
+Each entry is one kind byte and an Avro body. A group is written again for each new rollout; therefore the bytes of its
+members are cached.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GroupHeader:
 
     @classmethod
     def of(cls, rollout: Rollout) -> GroupHeader:
-        """The header that a rollout carries."""
+        """Return the header of a rollout."""
         return cls(
             rollout.task_id,
             rollout.run_id,
@@ -64,13 +64,13 @@ class OpenGroup:
     header: GroupHeader
     members: dict[str, Member] = field(default_factory=dict)
     packed: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
-    """The bytes of its members, once they were made."""
+    """Cached bytes of its members."""
     begun: bytes = field(default=b"", compare=False, repr=False)
-    """The bytes before those of its members, once they were made."""
+    """Cached bytes that precede those of its members."""
 
     @property
     def due_at(self) -> int:
-        """It closes at its deadline."""
+        """Deadline, at which the group closes."""
         return self.header.deadline_at
 
 
@@ -84,11 +84,11 @@ class DoneGroup:
     closed_clock_us: int
     rollout_ids: set[str]
     ttl_us: int
-    """A setting, and not written."""
+    """A setting; not written to the state."""
 
     @property
     def due_at(self) -> int:
-        """When it is forgotten."""
+        """Event time, microseconds, at which the marker is deleted."""
         return self.closed_clock_us + self.ttl_us
 
 
@@ -97,7 +97,7 @@ Entry = OpenGroup | DoneGroup
 
 @record(slots=True)
 class AssemblyHead:
-    """How far a partition was decided: everything up to `offset` is in the state, at event time `clock_us`."""
+    """Position up to which a partition is decided: the state includes all records up to `offset`, at `clock_us`."""
 
     partition: int
     offset: int = -1
@@ -127,7 +127,7 @@ class GroupBytes(EntryBytes[Entry, AssemblyHead]):
     """The bytes of group assembly's entries.
 
     Args:
-        ttl_us: how long a closed group is remembered.
+        ttl_us: how long a closed group is remembered, microseconds.
     """
 
     def __init__(self, ttl_us: int) -> None:
@@ -135,19 +135,19 @@ class GroupBytes(EntryBytes[Entry, AssemblyHead]):
         self._ttl_us = ttl_us
 
     def encode(self, entry: Entry) -> bytes:
-        """The bytes of an entry."""
+        """Return the bytes of an entry."""
         if isinstance(entry, DoneGroup):
             return _DONE.write(_DoneBytes(entry.partition, entry.closed_clock_us, sorted(entry.rollout_ids)), b"d")
         packed = entry.packed
         for name in entry.members.keys() - packed.keys():
             packed[name] = _MEMBER.write(entry.members[name])
-        # The members are an Avro array: one block with their number, and the end.
+        # The members are an Avro array: one block with their count, then the end.
         entry.begun = entry.begun or _OPEN.write(_OpenBytes(entry.partition, entry.header, []), b"o").removesuffix(_END)
         count = write_long(len(packed)) if packed else b""
         return b"".join((entry.begun, count, *(packed[name] for name in sorted(packed)), _END))
 
     def decode(self, key: str, data: bytes) -> Entry:
-        """The entry of `encode`d bytes. Raises StateError."""
+        """Return the entry of `encode`d bytes. Raises StateError."""
         match data[:1]:
             case b"o":
                 group = _OPEN.read(data, 1)

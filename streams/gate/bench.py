@@ -1,9 +1,9 @@
-"""The offline bench: how often each version solved held-out tasks, by the rollouts that it sampled itself. Pure.
+"""The offline bench: the success rate of each version on held-out tasks, from its own rollouts. Pure.
 
-A version's result is taken once, when its first so many rollouts are in, and never again: looking at it a second time,
-with more rollouts, would be a second chance. Bounds are those of C. J. Clopper and E. S. Pearson (Biometrika 26, 1934),
-exact for equal chances; held-out tasks differ in difficulty, which makes the sum of successes only less spread
-(W. Hoeffding, Annals of Mathematical Statistics 27, 1956), so that they err on the safe side.
+A version's result is computed once, when it has the required number of rollouts, and never again: a second test with
+more rollouts would be a second chance. Bounds are those of C. J. Clopper and E. S. Pearson (Biometrika 26, 1934), exact
+for equal probabilities. Held-out tasks differ in difficulty, which only reduces the variance of the sum of successes
+(W. Hoeffding, Annals of Mathematical Statistics 27, 1956), so that the bounds are conservative.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class BenchResult:
         return self.successes / self.rollouts
 
     def lower(self, alpha: float) -> float:
-        """The true rate is above this, but for a chance of `alpha`."""
+        """Return the lower bound: the true rate is below it with a probability of at most `alpha`."""
         if self.successes == 0:
             return 0.0
         return _crossing(lambda rate: 1.0 - _at_most(self.successes - 1, self.rollouts, rate) >= alpha)
 
     def upper(self, alpha: float) -> float:
-        """The true rate is below this, but for a chance of `alpha`."""
+        """Return the upper bound: the true rate is above it with a probability of at most `alpha`."""
         if self.successes == self.rollouts:
             return 1.0
         return _crossing(lambda rate: _at_most(self.successes, self.rollouts, rate) < alpha)
 
     def is_significantly_worse(self, other: BenchResult, margin: float, alpha: float) -> bool:
-        """Whether the rate is below the other's by more than `margin`, but for a chance of `alpha`."""
+        """Return whether the rate is lower than the other's by more than `margin`, with error probability `alpha`."""
         return self.upper(alpha / 2) < other.lower(alpha / 2) - margin
 
 
 def _at_most(successes: int, rollouts: int, rate: float) -> float:
-    """P(binomial(rollouts, rate) <= successes), for a rate strictly between 0 and 1."""
+    """Return P(binomial(rollouts, rate) <= successes), for a rate strictly between 0 and 1."""
     terms = []
     for count in range(successes + 1):
         ways = math.lgamma(rollouts + 1) - math.lgamma(count + 1) - math.lgamma(rollouts - count + 1)
@@ -56,7 +56,7 @@ def _at_most(successes: int, rollouts: int, rate: float) -> float:
 
 
 def _crossing(holds: Callable[[float], bool]) -> float:
-    """The rate from which on `holds` is true, by bisection."""
+    """Return the lowest rate at which `holds` is true, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -65,10 +65,10 @@ def _crossing(holds: Callable[[float], bool]) -> float:
 
 
 class Bench:
-    """Results by version.
+    """Bench results by version.
 
     Args:
-        rollouts: how many make a result.
+        rollouts: number of rollouts for a result.
     """
 
     def __init__(self, rollouts: int) -> None:
@@ -77,10 +77,10 @@ class Bench:
         self._seen: dict[int, set[str]] = {}
 
     def observe(self, group: Group) -> list[tuple[int, BenchResult]]:
-        """Take a group in. Only completed held-out rollouts that one version sampled whole count, each once.
+        """Process a group. Only completed held-out rollouts that one version sampled completely count, each once.
 
-        A group counts as a whole: rollouts that finish first are not the ones that are looked at first. Returns the
-        versions whose results it completes.
+        All members of a group are counted together, so that rollouts that finish first have no preference. Returns the
+        versions whose results the group completes.
         """
         if group.mode is not Mode.EVAL:
             return []
@@ -98,15 +98,15 @@ class Bench:
         return [(version, self.tally(version)) for version in done]
 
     def tally(self, version: int) -> BenchResult:
-        """The results of a version so far."""
+        """Return the successes and rollouts of a version so far."""
         return self._tallies.get(version, BenchResult(0, 0))
 
     def complete(self, version: int) -> bool:
-        """Whether a version has its result."""
+        """Return whether a version has its result."""
         return self.tally(version).rollouts >= self._needed
 
     def result(self, version: int) -> BenchResult | None:
-        """A version's result; None while rollouts are missing."""
+        """Return a version's result; None while rollouts are missing."""
         return self.tally(version) if self.complete(version) else None
 
 

@@ -1,6 +1,6 @@
-"""Everything that the gate knows of one branch, from the records of the log. Pure; it decides nothing.
+"""The gate's state of one branch, from the records of the log. Pure; it takes no decisions.
 
-A decision counts when it is read here, never when it is proposed, and once, however often the log delivers it.
+A decision counts when it is read here, not when it is proposed, and only once if the log delivers it repeatedly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tidemill.streams.gate.trial import ArmComparison, PromotionWatch
 
 
 class BranchVersions(BranchDecisions):
-    """The versions of a branch, the decisions on each, and the one that everyone is served."""
+    """The versions of a branch, the decisions on each, and the version that all users get."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class BranchVersions(BranchDecisions):
 
     @property
     def baseline(self) -> int:
-        """The version that everyone is served: the one named last, before that the oldest with an anchor. -1: none."""
+        """The version that all users get: the one named last; if none is named, the oldest with an anchor. -1: none."""
         return self.named[-1] if self.named else self._first
 
     def publish(self, manifest: Manifest) -> None:
-        """A version exists; of one that is published twice the first contents stand."""
+        """Add a version; if it is published twice, the first contents count."""
         version, parent = manifest.version, manifest.parent
         if version not in self.versions:
             self.made(version, parent if parent is not None and parent < version else None)
@@ -53,7 +53,7 @@ class BranchVersions(BranchDecisions):
             self._anchored.add(version)
 
     def fallback(self, version: int, proved: Iterable[int]) -> int | None:
-        """The version to go back to: the newest one named before `version`, proved where one is. None: nothing."""
+        """Return the version to roll back to: the newest other named one, if possible a proved one; None if none."""
         choices = [known for known in (self._first, *self.named) if known not in (-1, version, *self.rejected)]
         sure = set(proved)
         return next((known for known in reversed(choices) if known in sure), choices[-1] if choices else None)
@@ -64,17 +64,17 @@ class BranchVersions(BranchDecisions):
 
 
 REMEMBERED = 20
-"""Decisions that are shown."""
+"""Number of decisions in a snapshot."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """The candidate that is tried."""
+    """The current trial of a candidate."""
 
     canary: CanaryTrial
     baseline: int
     comparison: ArmComparison | None = None
-    """None while the bench measures."""
+    """None during the bench."""
 
     @property
     def version(self) -> int:
@@ -83,7 +83,7 @@ class Trial:
 
 
 class Branch:
-    """One branch of one run; records of others are left alone."""
+    """One branch of one run; records of others are ignored."""
 
     def __init__(self, run: RunSettings, gate: GateSettings) -> None:
         self.run, self._gate = run, gate
@@ -94,9 +94,9 @@ class Branch:
         self.clock = 0
         """The newest record timestamp seen, microseconds."""
         self.settled_at = 0
-        """When the last decision was taken that ended a trial."""
+        """Event time of the last decision that ended a trial."""
         self.admissible: set[int] = set()
-        """Versions whose bench result passed the floor."""
+        """Versions whose bench result reached the floor."""
         self.decisions: deque[GateDecision] = deque(maxlen=REMEMBERED)
         self.serving: dict[str, int] = {}
         """Version served by each replica."""
@@ -106,7 +106,7 @@ class Branch:
         self._known: set[object] = set()
 
     def observe(self, record: Record, at_us: int) -> None:
-        """Take a record in, with its event time in microseconds."""
+        """Process a record, with its event time in microseconds."""
         self.clock = max(self.clock, at_us)
         match record:
             case UserRequest(wish=UserWish.ERASE):
@@ -127,12 +127,12 @@ class Branch:
             self.watch = None
 
     def candidate(self) -> int | None:
-        """The newest version, unless its trial is over or everyone is served it."""
+        """Return the newest version; None if its trial is over or all users already get it."""
         head = self.standing.head
         return head if head > self.standing.baseline and head not in self.standing.decided else None
 
     def skipped(self, version: int) -> list[int]:
-        """Versions that came after the last one tried and before `version`."""
+        """Return the versions after the last one tried and before `version`."""
         standing = self.standing
         tried = {*standing.decided, standing.baseline, *([] if self.trial is None else [self.trial.version])}
         last = max((known for known in tried if known < version), default=-1)
@@ -159,7 +159,7 @@ class Branch:
             yield self.watch
 
     def _take_decision(self, decision: GateDecision) -> None:
-        # Equal for one decision that is read twice
+        # Equal if one decision is read twice
         numbers = tuple(sorted(decision.numbers.items()))
         key = decision.verdict, decision.version, decision.decided_by, decision.reason, decision.at, numbers
         if key in self._known:
@@ -172,7 +172,7 @@ class Branch:
         if held is not None and by_gate(decision):
             return
         if self.standing.settled is not settled:
-            # The first baseline that enough users were compared with is what later candidates must not drift from
+            # Later candidates must not drift from the first baseline that was compared with enough users
             if not self._origin and decision.numbers.get(f"{Arm.STABLE}/users", 0.0) >= self._gate.min_users:
                 self._origin = _of_arm(decision.numbers, Arm.STABLE)
             self.settled_at = decision.at
@@ -201,7 +201,7 @@ class Branch:
 
 
 def _of_arm(numbers: Mapping[str, float], arm: Arm) -> dict[str, float]:
-    """The means of an arm, by measure."""
+    """Return the means of an arm, by measure."""
     start, counts = f"{arm}/", {"users", "interactions"}
     found = {name.removeprefix(start): value for name, value in numbers.items() if name.startswith(start)}
     return {name: value for name, value in found.items() if name not in counts}

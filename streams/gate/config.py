@@ -12,102 +12,102 @@ from tidemill.streams.gate.guardrails import GUARDRAILS
 
 
 class OnAlert(StrEnum):
-    """What becomes of a candidate that sets off an alert: the verdict of the same name."""
+    """The verdict for a candidate that causes an alert."""
 
     REJECT = "reject"
     HOLD = "hold"
-    """Its traffic ends, and nothing more is decided until a person releases the branch."""
+    """Its traffic ends, and the gate takes no further decision until a person releases the branch."""
 
 
 class GateSettings(Section):
-    """Which versions reach users, and on what evidence. Times are event time; rewards as the reward map gives them."""
+    """Settings of the gate: trials, evidence and alerts. Times are event time; rewards are those of the reward map."""
 
     name: str = Field(default="gate", min_length=1)
     """Name of the gate in its decisions."""
 
     reward_low: float = -1.0
-    """Least reward that the map gives. A lower one counts as this."""
+    """Least reward of the map. A lower reward is clipped to it."""
 
     reward_high: float = 1.0
-    """Greatest reward that the map gives."""
+    """Greatest reward of the map. A greater reward is clipped to it."""
 
     alpha: float = Field(default=0.05, gt=0, lt=0.5)
-    """Chance of a wrong verdict by evidence, in each direction, however often the evidence is looked at."""
+    """Probability of a wrong verdict by evidence, in each direction; it does not grow with the number of checks."""
 
     margin: float = Field(default=0.1, ge=0)
-    """A candidate whose mean reward is lower by no more than this is not worse."""
+    """A candidate whose mean reward is lower by at most this is not worse."""
 
     share: float = Field(default=0.2, gt=0, lt=1)
-    """Part of the users that the canary pool serves while a candidate is compared."""
+    """Share of the users that the canary pool serves during a comparison."""
 
     outcomes_per_user: int = Field(default=8, ge=1)
-    """Outcomes of one user that count in one comparison. He counts once, by their mean."""
+    """Outcomes of one user that count in one comparison. A user counts once, by the mean of these outcomes."""
 
     user_window_s: float = Field(default=600.0, gt=0)
-    """A user with fewer outcomes counts so long after their first."""
+    """A user with fewer outcomes counts this long after their first outcome."""
 
     min_users: int = Field(default=20, ge=1)
     """Users with a reward that each arm needs before a candidate is promoted."""
 
     max_interactions: int = Field(default=20_000, ge=1)
-    """Outcomes of the candidate after which the comparison ends for want of evidence."""
+    """Outcomes of the candidate after which the comparison ends without evidence."""
 
     max_seconds: float = Field(default=6 * 3600.0, gt=0)
-    """Length of the comparison after which it ends for want of evidence, once `min_users` are there."""
+    """Length of the comparison after which it ends without evidence, when both arms have `min_users`."""
 
     promote_without_evidence: bool = False
-    """Promote a candidate whose comparison ended without evidence of harm. Else it is held for a person."""
+    """Promote a candidate whose comparison ended without evidence of harm. Otherwise it is held for a person."""
 
     bench_rollouts: int = Field(default=64, ge=1)
-    """Held-out rollouts of one version that make its bench result."""
+    """Number of held-out rollouts of one version for its bench result."""
 
     bench_margin: float = Field(default=0.1, ge=0, le=1)
-    """A candidate's success on held-out tasks may be lower than the promoted version's by so much."""
+    """A candidate's success on held-out tasks may be lower than the promoted version's by this much."""
 
     bench_alpha: float = Field(default=0.05, gt=0, lt=0.5)
-    """Chance that a candidate which keeps to `bench_margin` fails by it; also that of a wrong admission."""
+    """Probability that a candidate within `bench_margin` is rejected by it; also that of a wrong admission."""
 
     bench_seconds: float = Field(default=1800.0, gt=0)
-    """A candidate whose bench result is not there by then is passed over as soon as there is a newer one."""
+    """A candidate without a bench result after this time is skipped as soon as a newer version exists."""
 
     floor: float = Field(default=0.0, ge=0, le=1)
-    """Success on held-out tasks below which a version is not tried on users; and the success that the lower bound of
-    one version's result must reach before it and its descendants may learn from users."""
+    """Success on held-out tasks below which a version is not tried on users. The lower bound of a version's result must
+    also reach it before this version and its descendants may learn from users."""
 
     watch_seconds: float = Field(default=3600.0, ge=0)
-    """How long a promoted version is compared with what its predecessor did, ready to be rolled back. 0: not at all."""
+    """How long a promoted version is compared with its predecessor's results, and can be rolled back. 0: not at all."""
 
     watch_margin: float = Field(default=0.2, gt=0)
-    """How far its mean reward may fall below its predecessor's then. Greater than `margin`: times differ as well."""
+    """How far its mean reward may then fall below its predecessor's. Greater than `margin`: the times differ too."""
 
     guard_alpha: float = Field(default=0.05, gt=0, lt=0.5)
-    """Chance of any alert in one comparison where every measure keeps to its tolerance."""
+    """Probability of any alert in one comparison in which every measure is within its tolerance."""
 
     rate_tolerance: float = Field(default=0.1, gt=0, lt=1)
-    """How far a rate (edits, questions, tool errors, each reason of exclusion) may be from the baseline's."""
+    """Greatest allowed difference of a rate (edits, questions, tool errors, exclusions by reason) to the baseline's."""
 
     ratio_tolerance: float = Field(default=1.5, gt=1, lt=8)
-    """Factor by which length and latency may differ from the baseline's."""
+    """Greatest allowed factor between length or latency and the baseline's."""
 
     drift_rate_tolerance: float = Field(default=0.25, gt=0, lt=1)
-    """As `rate_tolerance`, against what the first baseline did: many small steps go a long way."""
+    """As `rate_tolerance`, against the first baseline's results: many small steps can add up."""
 
     drift_ratio_tolerance: float = Field(default=3.0, gt=1, lt=8)
-    """As `ratio_tolerance`, against what the first baseline did."""
+    """As `ratio_tolerance`, against the first baseline's results."""
 
     on_alert: OnAlert = OnAlert.REJECT
-    """The treatment of a candidate that differs from the baseline by more than a tolerance."""
+    """The verdict for a candidate that differs from the baseline by more than a tolerance."""
 
     on_drift: OnAlert = OnAlert.HOLD
-    """The treatment of a candidate that differs from the first baseline by more than a tolerance. A release accepts the
-    change: the next comparison's baseline is then the first one."""
+    """The verdict for a candidate that differs from the first baseline by more than a tolerance. A release accepts the
+    change: the next comparison's baseline then becomes the first one."""
 
     ignored: frozenset[str] = frozenset()
     """Measures without an alert: edit_rate, question_rate, tool_error_rate, tokens, latency_ms, excluded/REASON."""
 
     settle_s: float = Field(default=2.0, ge=0)
-    """How long after a decision the next candidate waits, so that no user's request is under way to the canary pool
-    when it takes a version that the bench has not seen."""
+    """How long after a decision the next candidate waits, so that no user's request is on its way to the canary pool
+    when the pool loads a version that the bench has not measured."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

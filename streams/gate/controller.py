@@ -1,13 +1,13 @@
 """The gate as a pure state machine: records of the log in, decisions out; no clock, no network, no randomness.
 
-A candidate goes through one trial: it is served by the canary pool without users (CANARY, share 0) while the bench
-measures it, then to a share of the users (CANARY), and is promoted, rejected or held by the comparison. What stays
-true:
+A candidate has one trial: the canary pool serves it without users (CANARY, share 0) while the bench measures it, then
+to a share of the users (CANARY), and the comparison promotes, rejects or holds it. Invariants:
 
-- what is due is a function of what the log says: a restarted gate, or a second one, stands where the log stands;
-- the newest version is tried; those that came and went during a trial are skipped, and the next decision names them;
-- one trial at a time, and nothing at all while the branch is held, but to say a hold again that was overrun;
-- time is the newest record timestamp seen, so that reading the log again decides the same.
+- the decisions are a function of the log: a restarted gate, or a second one, has the state that the log gives;
+- the newest version is tried; versions that were published during a trial and are no longer the newest are skipped,
+  and the next decision names them;
+- one trial at a time, and no decision while the branch is held, except to repeat a hold after a later decision;
+- time is the newest record timestamp seen, so that reading the log again gives the same decisions.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tidemill.streams.gate.guardrails import names
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Where a branch stands."""
+    """The state of a branch."""
 
     run_id: str
     branch: str
     at: int
-    """Event time, microseconds."""
+    """Event time of the snapshot, microseconds."""
     stage: str
-    """held, bench, comparison or idle."""
+    """One of held, bench, comparison, idle."""
     candidate: int | None
     promoted: int
-    """The version that all users get; before the first promotion, the oldest anchor. -1: there is no version."""
+    """The version that all users get; before the first promotion, the oldest anchor. -1: no version exists."""
     head: int
     admitted: bool
     """Whether the promoted version may learn from users."""
@@ -44,7 +44,7 @@ class Snapshot:
     watched: int | None
     """The promoted version that may still be rolled back without a person."""
     numbers: dict[str, float]
-    """Of the trial."""
+    """Numbers of the trial."""
     decisions: list[GateDecision]
     """The newest ones, oldest first."""
     serving: dict[str, int]
@@ -52,12 +52,12 @@ class Snapshot:
 
 
 class GateController:
-    """The gate of one branch of one run.
+    """The state machine for the gate of one branch of one run.
 
     Args:
-        run: names the run and the branch; records of others are left alone.
+        run: names the run and the branch; records of others are ignored.
         gate: the settings.
-        generation: of this gate process; greater for one that started later.
+        generation: generation of this gate process; a process that started later has a greater one.
     """
 
     def __init__(self, run: RunSettings, gate: GateSettings, generation: float) -> None:
@@ -65,15 +65,15 @@ class GateController:
         self._branch = Branch(run, gate)
 
     def observe(self, record: Record, at_us: int) -> list[GateDecision]:
-        """Take a record in, with its event time in microseconds. Returns what is to be written now.
+        """Process a record, with its event time in microseconds. Return the decisions to write now.
 
-        A decision is returned until it, or what it rests on, is observed otherwise.
+        A decision is returned until it is observed itself, or a record changes its reasons.
         """
         self._branch.observe(record, at_us)
         return self.due()
 
     def due(self) -> list[GateDecision]:
-        """The decisions to write now; at most one."""
+        """Return the decisions to write now; at most one."""
         if self._branch.clock == 0:
             return []
         hold, late = self._branch.standing.hold, self._branch.standing.overrun
@@ -91,11 +91,11 @@ class GateController:
         return decisions
 
     def greatest_generation(self) -> float:
-        """The generation of the last-started gate that decided; 0 before the first."""
+        """Return the generation of the last-started gate that decided; 0 before the first decision."""
         return self._branch.standing.generation
 
     def snapshot(self) -> Snapshot:
-        """Where the branch stands now."""
+        """Return the current state of the branch."""
         branch = self._branch
         standing, trial = branch.standing, branch.trial
         stage = "idle" if trial is None else "bench" if trial.comparison is None else "comparison"
@@ -167,7 +167,7 @@ class GateController:
         gate, bench = self._gate, self._branch.bench
         result, baseline = bench.result(trial.version), bench.result(trial.baseline)
         if result is None:
-            # Not for ever does a candidate without a bench result keep newer ones waiting.
+            # A candidate without a bench result must not delay newer ones without limit.
             waited = self._seconds_since(trial.canary.opened_at)
             if waited >= gate.bench_seconds and self._branch.candidate() not in (None, trial.version):
                 rollouts = f"{bench.tally(trial.version).rollouts} of {gate.bench_rollouts} rollouts"

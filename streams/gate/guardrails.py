@@ -1,13 +1,13 @@
-"""Guardrails: measures beside the reward, each with an alert that is valid at every moment. Pure.
+"""Guardrails: measures in addition to the reward, each with an alert that is valid at all times. Pure.
 
-Two comparisons, both by user: with the arm that is served the baseline at the same time (`ArmGuards`), and with numbers
-that were frozen earlier (`FrozenGuards`), since many small steps, each within its tolerance, can go a long way. The
-alerts of one comparison share its level, so that a comparison that is as it was gives any alert at all with a chance of
-at most that. An alert stays.
+There are two comparisons, both by user: with the arm that gets the baseline at the same time (`ArmGuards`), and with
+numbers that were frozen earlier (`FrozenGuards`), since many small steps, each within its tolerance, can add up. The
+alerts of one comparison share its error bound: if no measure is beyond its tolerance, the probability of any alert is
+at most that. An alert is permanent.
 
-Measures of an outcome are its reward, and beside it what a reward cannot be trusted to show. Rates are counted over
-every outcome that came, excluded ones as well and whether the product reported the signal or not: an answer must not
-leave a guardrail by being left out of the reward.
+Measures of an outcome are its reward, and quantities that a reward does not show reliably. Rates are counted over all
+outcomes, including excluded ones and those without a reported signal: an answer must not escape a guardrail by its
+exclusion from the reward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOOL_ERROR_RATE = "tool_error_rate"
 TOKENS = "tokens"
 LATENCY_MS = "latency_ms"
 EXCLUDED = "excluded/"
-"""Before the reason of an exclusion."""
+"""Prefix of the exclusion's reason."""
 
 _SIGNALS = {
     EDIT_RATE: SignalKind.EDIT_MADE,
@@ -38,20 +38,20 @@ _SIGNALS = {
 
 
 WIDEST_RATIO = 8.0
-"""Ratios beyond count as this one: a single user must not decide."""
+"""Greater ratios are clipped to this one: a single user must not decide."""
 
 
 class Guardrail(NamedTuple):
-    """A measure that is watched beside the reward."""
+    """A measure that is watched in addition to the reward."""
 
     name: str
     harm: tuple[Side, ...]
-    """Which way it must not move."""
+    """The directions in which it must not change."""
     ratio: bool
-    """Compared by ratio, as a positive quantity; else by difference, as a rate from 0 to 1."""
+    """Compared by ratio, as a positive quantity; otherwise by difference, as a rate from 0 to 1."""
 
     def contrast(self) -> Contrast:
-        """How two arms are compared."""
+        """Return the contrast for the comparison of two arms."""
         return log_ratio(WIDEST_RATIO) if self.ratio else difference(1.0)
 
 
@@ -64,15 +64,15 @@ GUARDRAILS = (
     Guardrail(LATENCY_MS, (UP,), ratio=True),
     *(Guardrail(EXCLUDED + reason, (UP, DOWN), ratio=False) for reason in OutcomeExclusion),
 )
-"""The measures that are watched beside the reward."""
+"""The measures that are watched in addition to the reward."""
 
 
 def measures(outcome: Outcome, low: float, high: float) -> dict[str, float]:
-    """The measures of one outcome, by name; no reward for an excluded one.
+    """Return the measures of one outcome, by name; without a reward if it is excluded.
 
     Args:
-        low: least reward; a lower one counts as this.
-        high: greatest reward.
+        low: least reward; a lower one is clipped to it.
+        high: greatest reward; a greater one is clipped to it.
     """
     found = {name: min(1.0, max(0.0, outcome.observed.get(kind.value, 0.0))) for name, kind in _SIGNALS.items()}
     found |= {EXCLUDED + reason: float(outcome.exclusion == reason) for reason in OutcomeExclusion}
@@ -83,13 +83,13 @@ def measures(outcome: Outcome, low: float, high: float) -> dict[str, float]:
 
 
 class Alert(NamedTuple):
-    """A measure that has moved by more than its tolerance."""
+    """A measure that has changed by more than its tolerance."""
 
     name: str
     candidate: float
     baseline: float
     p_value: float
-    """Of any alert in the comparison: the measure's own, times how many measures are watched."""
+    """p-value of any alert in the comparison: the measure's own, times the number of watched measures."""
 
     def __str__(self) -> str:
         return f"{self.name} is {self.candidate:.4g} against {self.baseline:.4g} (p = {self.p_value:.2g})"
@@ -104,26 +104,26 @@ class Tolerance:
     ratio: float
     """Factor between two positive quantities."""
     alpha: float
-    """Chance of any alert where nothing is beyond tolerance."""
+    """Probability of any alert if no measure is beyond its tolerance."""
     ignored: frozenset[str] = frozenset()
     """Measures without an alert."""
 
     def guardrails(self) -> list[Guardrail]:
-        """The measures that are watched."""
+        """Return the measures that are watched."""
         return [guardrail for guardrail in GUARDRAILS if guardrail.name not in self.ignored]
 
     def capitals(self, guardrail: Guardrail) -> list[Capital]:
-        """What bets that a contrast is beyond the tolerated one, on each side that does harm."""
+        """Return the capitals that bet on a contrast beyond the tolerance, one for each harmful side."""
         bound = math.log(self.ratio) / math.log(WIDEST_RATIO) if guardrail.ratio else self.rate
         return [Capital(side.value * bound, side) for side in guardrail.harm]
 
 
 class Guards:
-    """Measures that are watched, each with an alert.
+    """The watched measures, each with an alert.
 
     Args:
-        alpha: chance of any alert where nothing is beyond tolerance.
-        capitals: what bets on each measure that is watched. The mean of two supermartingales is one.
+        alpha: probability of any alert if no measure is beyond its tolerance.
+        capitals: the capitals of each watched measure. The mean of two supermartingales is one.
     """
 
     def __init__(self, alpha: float, capitals: Mapping[str, Sequence[Capital]]) -> None:
@@ -133,18 +133,18 @@ class Guards:
 
     @property
     def alerts(self) -> list[Alert]:
-        """Measures that have moved, in the order in which they did."""
+        """The alerts so far, in order."""
         return list(self._alerts.values())
 
     def look(self, name: str, means: Callable[[], tuple[float, float]]) -> None:
-        """Look at the evidence about a measure; `means`: candidate's and baseline's, asked for in an alert."""
+        """Check the evidence about a measure; `means` returns candidate's and baseline's, called for an alert."""
         evidence = log_mean_exp([capital.log_evidence for capital in self._capitals[name]])
         if evidence >= self._threshold and name not in self._alerts:
             self._alerts[name] = Alert(name, *means(), self._measures * math.exp(-evidence))
 
 
 class ArmGuards(Guards):
-    """Every guardrail between a candidate and a baseline that are served at the same time."""
+    """The guardrails between a candidate and a baseline that are served at the same time."""
 
     def __init__(self, share: float, tolerance: Tolerance) -> None:
         watched = tolerance.guardrails()
@@ -152,23 +152,23 @@ class ArmGuards(Guards):
         self._arms = {guard.name: TwoArms(share, guard.contrast(), self._capitals[guard.name]) for guard in watched}
 
     def observe(self, arm: int, user_id: str, means: Mapping[str, float]) -> None:
-        """Take a settled user in, or their corrected numbers."""
+        """Add a settled user, or their corrected numbers."""
         for name, arms in self._arms.items():
             if name in means:
                 arms.observe(arm, user_id, means[name])
                 self.look(name, arms.means)
 
     def means(self, arm: int) -> dict[str, float]:
-        """Mean over an arm's users, by measure; without measures that nobody has."""
+        """Return the means over an arm's users, by measure; without measures that no user has."""
         return {name: arms.mean(arm) for name, arms in self._arms.items() if arms.count(arm)}
 
 
 class FrozenGuards(Guards):
-    """Measures of one version against numbers that were frozen before, the reward too where it is among them.
+    """The guardrails between a version and numbers that were frozen earlier; they may include the reward.
 
     Args:
-        frozen: means by measure; measures that it does not have are not watched.
-        tolerance: what may be.
+        frozen: means by measure; other measures are not watched.
+        tolerance: the allowed differences.
         reward_width: greatest reward minus least.
         reward_tolerance: how far the reward's mean may fall. None: the reward is not watched.
     """
@@ -187,7 +187,7 @@ class FrozenGuards(Guards):
         self._values: dict[str, dict[str, float]] = {name: {} for name in watched}
 
     def observe(self, user_id: str, means: Mapping[str, float]) -> None:
-        """Take a settled user in, or their corrected numbers."""
+        """Add a settled user, or their corrected numbers."""
         for name, values in self._values.items():
             if name in means:
                 before, value = values.get(user_id), means[name]
@@ -206,5 +206,5 @@ class FrozenGuards(Guards):
 
 
 def names(alerts: Iterable[Alert]) -> str:
-    """Alerts as one line."""
+    """Return alerts as one line."""
     return "; ".join(str(alert) for alert in alerts)

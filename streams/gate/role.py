@@ -1,8 +1,8 @@
-"""The gate's process: rebuilds the branch from the log, then follows it and writes decisions.
+"""The gate's process: rebuilds the branch's state from the log, then follows the log and writes decisions.
 
-A decision is written, acknowledged, and waited for until it comes back in the log's order; meanwhile none is taken. Of
-two gates on one branch the one that started later goes on and the other stops when it reads that one's first decision.
-What both write before that is harmless, since every gate stands where the log stands.
+After a decision is written and acknowledged, the gate takes no other until it has read this one back from the log. If
+two gates run on one branch, the one that started later continues, and the other stops when it reads its first decision.
+The decisions of both before that do no harm, since every gate derives its state from the log.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tidemill.streams.gate.controller import GateController
 
 LOG = logging.getLogger(__name__)
 TOPICS = (Topic.MANIFESTS, Topic.ACKS, Topic.GROUPS, Topic.OUTCOMES, Topic.GATE)
-"""In the order in which records of one moment are taken in: a decision comes after what it rests on."""
+"""In the order in which records of equal time are processed: a decision comes after the records that it is based on."""
 CLIENT_ID = "tidemill-gate"
 POLL_S = 0.1
 REBUILD_S = 3600.0
@@ -36,29 +36,29 @@ _GRAVE = (GateVerdict.REJECT, GateVerdict.HOLD, GateVerdict.ROLL_BACK)
 
 
 class SecondGate(RuntimeError):
-    """Another gate of the branch started later, and decides from now on."""
+    """Another gate of the branch started later, and takes the decisions from now on."""
 
 
 def event_time(located: ConsumedRecord) -> int:
-    """When a record happened, microseconds: a decision when it was decided, others by the log's timestamp."""
+    """Return the event time of a record, microseconds: `at` of a decision, otherwise the record's timestamp."""
     return located.record.at if isinstance(located.record, GateDecision) else located.timestamp_ms * 1_000
 
 
 def rebuild(
     kafka: KafkaSettings, run: RunSettings, gate: GateSettings, started_at: int
 ) -> tuple[GateController, dict[tuple[Topic, int], int]]:
-    """Read the log to its end, the topics merged by event time, as they were when the decisions were taken.
+    """Read the log to its end, with the topics merged by event time, in the order at the time of the decisions.
 
     Args:
-        started_at: microseconds; the new gate's generation is this, or more where the log knows a later one.
+        started_at: microseconds; the new gate's generation is at least this, and greater than any in the log.
 
-    Returns the gate's keeper, and where each partition goes on. Raises LookupError when a topic does not exist,
-    TimeoutError when the log does not answer.
+    Returns the gate's controller and the next offset of each partition. Raises LookupError if a topic does not exist,
+    TimeoutError if the log does not answer.
     """
     keeper = GateController(run, gate, float(started_at))
     with ExitStack() as stack:
         readers = [stack.enter_context(LogReader(kafka, [topic], client_id=CLIENT_ID)) for topic in TOPICS]
-        # Of records of one moment, those of the earlier topic come first, and of one topic the earlier.
+        # At equal times, records of the earlier topic come first; within a topic, the earlier record.
         for located in heapq.merge(*(reader.read_to_end(REBUILD_S) for reader in readers), key=event_time):
             if located.record is not None:
                 keeper.observe(located.record, event_time(located))
@@ -79,7 +79,7 @@ class Gate:
         self._awaited: Position | None = None
 
     def observe(self, located: ConsumedRecord) -> None:
-        """Take a record of the log in. Raises SecondGate."""
+        """Process a record of the log. Raises SecondGate."""
         if located.record is None:
             if located.value is not None:
                 LOG.warning("skipped an unreadable record at %s: %s", located.position, located.error)
@@ -98,7 +98,7 @@ class Gate:
                 )
 
     def decide(self) -> None:
-        """Write what is due, unless a decision is still on its way back. Raises DeliveryError."""
+        """Write the decision that is due, unless the previous one was not read back yet. Raises DeliveryError."""
         if self._awaited is not None:
             return
         for decision in self._keeper.due():
@@ -108,9 +108,9 @@ class Gate:
 
 
 def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: threading.Event | None = None) -> None:
-    """Keep the gate of the run's branch until `stop` is set (without one: SIGINT or SIGTERM comes).
+    """Run the gate of the run's branch until `stop` is set (if None, until SIGINT or SIGTERM).
 
-    Raises SecondGate, DeliveryError, LookupError when a topic does not exist.
+    Raises SecondGate, DeliveryError, LookupError if a topic does not exist.
     """
     stop = stop or stop_on_signals()
     keeper, begin = rebuild(kafka, run, gate, now_us())

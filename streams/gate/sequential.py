@@ -1,4 +1,4 @@
-"""Always-valid evidence about the mean of bounded observations: looked at after every one of them, and still at level.
+"""Always-valid evidence about the mean of bounded observations: a test after each observation keeps the error bound.
 
 The method is betting (I. Waudby-Smith, A. Ramdas, "Estimating means of bounded random variables by betting", Journal of
 the Royal Statistical Society B 86, 2024): against the claim that the mean of x in [-1, 1] is at most m, a capital of 1
@@ -7,20 +7,20 @@ is bet at fair or worse odds,
     K_t(l) = product over i <= t of (1 + l * (x_i - m)),    0 <= l < 1 / (1 + m),
 
 and `Capital` is the mean of K_t(l) over a few fixed bets l ("diversified Kelly" there). Under the claim, and whenever
-the mean given the past keeps to it, this is a non-negative supermartingale that starts at 1, so that it ever reaches
-1/alpha with a probability of at most alpha (Ville's inequality). Hence 1 over its maximum so far is a p-value at every
-moment at once. No distribution, variance or sample size is assumed: that is why it was taken before mixtures of normal
-distributions (mixture SPRT, S. R. Howard and others, "Time-uniform, nonparametric, nonasymptotic confidence sequences",
-Annals of Statistics 49, 2021), which need a known sub-Gaussian scale to be exact and then pay for the worst variance,
-or a plugged-in variance, and then promise something about large samples only. Their stopping times are close.
+the conditional mean given the past satisfies it, this is a non-negative supermartingale that starts at 1. So the
+probability that it ever reaches 1/alpha is at most alpha (Ville's inequality), and 1 over its maximum so far is a
+p-value at all times simultaneously. It assumes no distribution, variance or sample size. Therefore it was preferred to
+mixtures of normal distributions (mixture SPRT, S. R. Howard and others, "Time-uniform, nonparametric, nonasymptotic
+confidence sequences", Annals of Statistics 49, 2021). These need a known sub-Gaussian scale to be exact and then assume
+the worst variance, or use an estimated variance and are valid only for large samples. Their stopping times are close.
 
-Two arms are compared (`TwoArms`) by matching their members in the order in which they came, in blocks of one fixed
-shape (1 candidate to 4 baseline, say, where a fifth of the users see the candidate); each block gives one number in
-[-1, 1], the contrast of its members, to bet on. What stays true:
+Two arms are compared (`TwoArms`) by matching their members in order of arrival, in blocks of one fixed shape (for
+example 1 candidate to 4 baseline members, if a fifth of the users get the candidate). Each block gives one number in
+[-1, 1] to bet on: the contrast of its members. Invariants:
 
-- of a block nothing but its members' order decides who is in it, so that a block's expected contrast is the difference
-  of the arms, for any sizes of the arms; a drift that meets both arms alike cancels within the block;
-- a member that is corrected corrects its block, and the evidence becomes that of the corrected numbers.
+- only the order of arrival decides which members a block has, so that a block's expected contrast is the difference of
+  the arms, for any sizes of the arms; a drift that affects both arms equally cancels within the block;
+- the correction of a member corrects its block, and the evidence becomes that of the corrected numbers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 BETS = tuple(0.99 * 0.5**power for power in range(6))
-"""Shares of the greatest bet that cannot ruin. Halves: a bet that is off by a factor of the square root of two still
-grows at 5/6 of the best rate or more, and six of them cost log 6 of the evidence."""
+"""Shares of the greatest bet that cannot lose all capital. Each is half of the previous one: a bet that is wrong by a
+factor of the square root of two still grows at 5/6 of the best rate or more, and six bets cost log 6 of evidence."""
 
 
 class Side(Enum):
-    """Which claim about the mean is bet against."""
+    """The side of a bound on which evidence for the mean is collected."""
 
     ABOVE = 1
     """Evidence that the mean is above the bound."""
@@ -46,11 +46,11 @@ class Side(Enum):
 
 
 class Capital:
-    """Evidence that the mean of observations in [-1, 1] lies on one side of a bound.
+    """Evidence that the mean of observations in [-1, 1] is on one side of a bound.
 
     Args:
         bound: the mean that is bet against, strictly between -1 and 1.
-        side: the side on which the evidence is looked for.
+        side: the side for which evidence is collected.
     """
 
     __slots__ = ("_bets", "_bound", "_logs", "_sign", "peak")
@@ -63,21 +63,21 @@ class Capital:
         self._bets = tuple(bet / (1.0 + self._bound) for bet in BETS)
         self._logs = [0.0] * len(BETS)
         self.peak = 0.0
-        """The greatest log-evidence so far; never below 0, which is that of no observation."""
+        """The greatest log-evidence so far; at least 0, the value without observations."""
 
     def bet(self, observed: float) -> None:
-        """Take one observation in. Raises ValueError outside of [-1, 1]: the guarantee would be gone."""
+        """Add one observation. Raises ValueError outside of [-1, 1]: the guarantee would not hold."""
         self._move(observed, 1.0)
         self.peak = max(self.peak, self.log_evidence)
 
     def correct(self, before: float, after: float) -> None:
-        """An observation was other than it was said to be: the capital becomes the one that it would have been."""
+        """Replace an earlier observation: the capital becomes the one with the corrected observation."""
         self._move(before, -1.0)
         self.bet(after)
 
     @property
     def log_evidence(self) -> float:
-        """Natural logarithm of the capital now."""
+        """Natural logarithm of the current capital."""
         return log_mean_exp(self._logs)
 
     @property
@@ -93,21 +93,21 @@ class Capital:
 
 
 def log_mean_exp(logs: Sequence[float]) -> float:
-    """log(mean(exp(logs))), without overflow."""
+    """Return log(mean(exp(logs))), without overflow."""
     top = max(logs)
     return top + math.log(math.fsum(math.exp(log - top) for log in logs) / len(logs))
 
 
 CANDIDATE, BASELINE = 0, 1
 WAITING_BLOCKS = 64
-"""So many blocks' worth of an arm wait for the other arm; beyond, the oldest go: they are no neighbours any more."""
+"""An arm's members for at most this many blocks wait for the other arm; older ones are dropped, as too old to match."""
 
 Contrast = Callable[[Sequence[float], Sequence[float]], float]
-"""(candidate's members, baseline's members) -> a number in [-1, 1], 0 where they are alike."""
+"""(candidate's members, baseline's members) -> a number in [-1, 1], 0 if they are equal."""
 
 
 def difference(width: float) -> Contrast:
-    """Difference of the means, in units of `width`, the widest difference that there can be."""
+    """Return a contrast: the difference of the means, in units of `width`, the greatest possible difference."""
 
     def contrast(candidate: Sequence[float], baseline: Sequence[float]) -> float:
         apart = math.fsum(candidate) / len(candidate) - math.fsum(baseline) / len(baseline)
@@ -117,7 +117,7 @@ def difference(width: float) -> Contrast:
 
 
 def log_ratio(widest: float) -> Contrast:
-    """Mean logarithm of the members' ratios, each cut at `widest` and its inverse, in units of log(widest)."""
+    """Return a contrast: the mean log of the members' ratios, clipped to `widest` and its inverse, over log(widest)."""
 
     def contrast(candidate: Sequence[float], baseline: Sequence[float]) -> float:
         ratios = [_cut_log(one, other, widest) for one in candidate for other in baseline]
@@ -133,7 +133,7 @@ def _cut_log(one: float, other: float, widest: float) -> float:
 
 
 def block_shape(share: float) -> tuple[int, int]:
-    """Candidate's and baseline's members of a block where the candidate has `share` of the users: (1, 4) for 0.2."""
+    """Return the numbers of candidate and baseline members of a block, for the candidate's share: (1, 4) for 0.2."""
     return max(1, round(share / (1.0 - share))), max(1, round((1.0 - share) / share))
 
 
@@ -147,8 +147,8 @@ class TwoArms:
     """The blocks of two arms and the capitals that bet on them.
 
     Args:
-        share: part of the users that see the candidate, strictly between 0 and 1.
-        contrast: what a block's number is.
+        share: share of the users who get the candidate, strictly between 0 and 1.
+        contrast: computes a block's number.
         capitals: each bets on every block.
     """
 
@@ -162,24 +162,24 @@ class TwoArms:
 
     @property
     def blocks(self) -> int:
-        """How many blocks were bet on."""
+        """Number of blocks that were bet on."""
         return len(self._blocks)
 
     def count(self, arm: int) -> int:
-        """Members of an arm."""
+        """Return the number of members of an arm."""
         return len(self._values[arm])
 
     def mean(self, arm: int) -> float:
-        """Mean of an arm's members; not a number for none."""
+        """Return the mean of an arm's members; NaN if there are none."""
         values = self._values[arm].values()
         return math.fsum(values) / len(values) if values else math.nan
 
     def means(self) -> tuple[float, float]:
-        """Candidate's and baseline's mean."""
+        """Return the means of candidate and baseline."""
         return self.mean(CANDIDATE), self.mean(BASELINE)
 
     def observe(self, arm: int, member: str, value: float) -> None:
-        """Take a member's number in; one that has one already is corrected. No member is in both arms."""
+        """Add a member's number; a second number of a member is a correction. No member is in both arms."""
         known = member in self._values[arm]
         self._values[arm][member] = value
         if known:

@@ -1,19 +1,19 @@
 """One candidate's trial: its bench result, then its comparison with the baseline among users. Pure.
 
-The comparison begins with the decision that gives the canary pool its share, and counts only answers that were served
-after it, whole by the candidate in the canary arm or whole by the baseline in the stable arm. The first conclusion
-stands: however often it is read, a verdict by evidence is wrong with a chance of `alpha` at most. The conclusion
-depends on the outcomes in the log's order and on event time alone, so that a restarted gate concludes the same.
+The comparison begins with the decision that gives the canary pool its share. It counts only answers that were served
+after it, completely by the candidate in the canary arm or completely by the baseline in the stable arm. The first
+conclusion is final: with any number of checks, a verdict by evidence is wrong with a probability of at most `alpha`.
+It depends only on the outcomes in the log's order and on event time, so that a restarted gate concludes the same.
 
-Outcomes are gathered by user, the unit that arms are compared by. Whole users are assigned to arms, and answers to one
-user have their taste in common. Taken one by one they would look like far more evidence than they are, so that an A/A
-test raises false alarms at any level (`bench_gate.py` shows how often). A user therefore counts once in a test: by the
-means of their first outcomes in it. What stays true:
+Outcomes are collected by user, the unit of the comparison. Whole users are assigned to arms, and answers to one user
+share the user's taste. Counted one by one, they would look like far more evidence than they are, so that an A/A test
+raises false alarms at any level (`bench_gate.py` shows how often). A user therefore counts once in a test, by the means
+of their first outcomes in it. Invariants:
 
 - a user is settled when they have `most` outcomes, or `window_us` of event time after their first; later ones do not
-  count, except for corrections of what counted;
-- a user belongs to the arm where they were first seen; what they say elsewhere does not count;
-- the same outcome twice changes nothing, and a higher revision replaces a lower one.
+  count, except for corrections of counted ones;
+- a user belongs to the arm in which they were first seen; their outcomes in the other arm do not count;
+- a repeated outcome changes nothing, and a higher revision replaces a lower one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TrialUser:
     settled: bool = False
 
     def means(self) -> dict[str, float]:
-        """By measure; without a measure that none of their outcomes has."""
+        """Return the means of the outcomes, by measure; without measures that no outcome has."""
         values = defaultdict[str, list[float]](list)
         for _, found in self.outcomes.values():
             for name, value in found.items():
@@ -54,8 +54,8 @@ class Users:
     """The users of one test.
 
     Args:
-        most: outcomes of a user that count.
-        window_us: how long after their first outcome a user is waited for, microseconds of event time.
+        most: number of outcomes of a user that count.
+        window_us: how long after their first outcome a user is settled, microseconds of event time.
     """
 
     def __init__(self, most: int, window_us: int) -> None:
@@ -64,7 +64,7 @@ class Users:
         self._due: list[tuple[int, str]] = []
 
     def observe(self, arm: str, name: str, outcome: Outcome, found: Mapping[str, float], at_us: int) -> list[TrialUser]:
-        """Take an outcome of the user `name` in, at an event time. Returns who is settled or corrected by it."""
+        """Add an outcome of the user `name`, at an event time. Return the users that it settles or corrects."""
         user = self._users.get(name)
         if user is None:
             user = self._users[name] = TrialUser(arm, name)
@@ -79,7 +79,7 @@ class Users:
         return [user] if user.settled else []
 
     def advance(self, at_us: int) -> list[TrialUser]:
-        """Event time has come to `at_us`: who is settled by it, in order."""
+        """Advance event time to `at_us`. Return the users that are settled by it, in order."""
         found = []
         while self._due and self._due[0][0] <= at_us:
             user = self._users.get(heapq.heappop(self._due)[1])
@@ -89,11 +89,11 @@ class Users:
         return found
 
     def settle_all(self) -> list[TrialUser]:
-        """Settle everybody who was seen, in the order of their windows' ends."""
+        """Settle all users, in the order in which their windows end. Return those that were not settled."""
         return self.advance(max((due for due, _ in self._due), default=0))
 
     def forget(self, name: str) -> None:
-        """Let go of a user's outcomes. Their settled means stand: a sum cannot be asked for one of its terms."""
+        """Delete a user's outcomes. Their settled means remain in the sums: they cannot be extracted from these."""
         self._users.pop(name, None)
 
 
@@ -108,19 +108,19 @@ class Conclusion:
     verdict: GateVerdict
     reason: str
     on_evidence: bool = True
-    """False where time or traffic ran out first."""
+    """False if the limit of time or traffic was reached first."""
 
 
 class ArmComparison:
-    """The candidate against the baseline among users.
+    """The comparison of the candidate with the baseline among users.
 
     Args:
         gate: the settings.
         candidate: version of the canary arm.
         baseline: version of the stable arm.
-        share: part of the users in the canary arm.
-        started_at: event time of the decision that began it, microseconds.
-        origin: means that candidates must not drift away from; empty for none.
+        share: share of the users in the canary arm.
+        started_at: event time of the decision that started it, microseconds.
+        origin: means from which candidates must not drift; empty for none.
     """
 
     def __init__(
@@ -148,11 +148,11 @@ class ArmComparison:
 
     @property
     def alerts(self) -> list[Alert]:
-        """Every alert so far, those against the first baseline last."""
+        """All alerts so far; those against the first baseline are last."""
         return self._guards.alerts + self._drift.alerts
 
     def observe(self, outcome: Outcome, at_us: int) -> None:
-        """Take an outcome in, at an event time; what belongs to neither arm is left alone."""
+        """Process an outcome, at an event time; outcomes of neither arm are ignored."""
         self.advance(at_us)
         arm = self._arm(outcome)
         if arm is None or self.conclusion is not None:
@@ -164,18 +164,18 @@ class ArmComparison:
             self._end("as many outcomes as may be")
 
     def advance(self, at_us: int) -> None:
-        """Event time has come to `at_us`."""
+        """Advance event time to `at_us`."""
         if self.conclusion is None:
             self._take(self._users.advance(at_us))
         if at_us - self.started_at >= to_us(self._gate.max_seconds):
             self._end("as long as may be")
 
     def forget(self, user_id: str) -> None:
-        """Let go of what a user said, as far as they are not counted yet."""
+        """Delete a user's outcomes, unless they are counted already."""
         self._users.forget(user_id)
 
     def numbers(self) -> dict[str, float]:
-        """The numbers that are known now, by name: `canary/...`, `stable/...`, and the evidence."""
+        """Return the current numbers, by name: `canary/...`, `stable/...`, and the evidence."""
         found = {
             "p_worse": self.worse.p_value,
             "p_not_worse": self.not_worse.p_value,
@@ -234,7 +234,7 @@ class ArmComparison:
         return all(self._rewards.count(number) >= self._gate.min_users for number in _NUMBER.values())
 
     def _end(self, limit: str) -> None:
-        """A limit is reached: all users seen so far are counted, and the evidence so far decides."""
+        """End the comparison at a limit: count all users seen so far, and conclude from the evidence so far."""
         self._take(self._users.settle_all())
         if self.conclusion is not None or not self._enough_users():
             return
@@ -245,28 +245,28 @@ class ArmComparison:
 
 
 def unit_of(outcome: Outcome) -> str:
-    """The user that an outcome counts for; one without a user is a user of its own."""
+    """Return the user of an outcome; an outcome without a user counts as a separate user."""
     return outcome.user_id or outcome.interaction_id
 
 
 def tolerance(gate: GateSettings) -> Tolerance:
-    """Against a baseline served at the same time."""
+    """Return the tolerance against a baseline that is served at the same time."""
     return Tolerance(gate.rate_tolerance, gate.ratio_tolerance, gate.guard_alpha, gate.ignored)
 
 
 def drift_tolerance(gate: GateSettings) -> Tolerance:
-    """Against numbers of an earlier time."""
+    """Return the tolerance against numbers of an earlier time."""
     return Tolerance(gate.drift_rate_tolerance, gate.drift_ratio_tolerance, gate.guard_alpha, gate.ignored)
 
 
 class PromotionWatch:
-    """A promoted version against what its predecessor did, ready to be rolled back.
+    """The comparison of a promoted version with its predecessor's results, for a possible roll-back.
 
     Args:
         gate: the settings.
         version: the promoted version.
         since: event time of the promotion, microseconds.
-        before: the predecessor's means in the comparison that promoted the version; empty where there was none.
+        before: the predecessor's means in the comparison that promoted the version; empty if there was none.
     """
 
     def __init__(self, gate: GateSettings, version: int, since: int, before: Mapping[str, float]) -> None:
@@ -274,7 +274,7 @@ class PromotionWatch:
         self._users = Users(gate.outcomes_per_user, to_us(gate.user_window_s))
         self._guards = FrozenGuards(before, drift_tolerance(gate), gate.reward_width, gate.watch_margin)
         self.users = 0
-        """How many users were counted."""
+        """Number of users that were counted."""
 
     def over(self, at_us: int) -> bool:
         """Whether the window has passed."""
@@ -282,11 +282,11 @@ class PromotionWatch:
 
     @property
     def alerts(self) -> list[Alert]:
-        """The measures that have collapsed."""
+        """Alerts for the measures that have collapsed."""
         return self._guards.alerts
 
     def observe(self, outcome: Outcome, at_us: int) -> None:
-        """Take an outcome in; only what the version served after its promotion counts, within the window."""
+        """Process an outcome; only answers by the version after its promotion and within the window count."""
         self.advance(at_us)
         ours = outcome.version_min == outcome.version_max == self.version and outcome.served_at >= self.since
         if ours and not self.over(outcome.served_at):
@@ -294,11 +294,11 @@ class PromotionWatch:
             self._take(self._users.observe("", unit_of(outcome), outcome, found, at_us))
 
     def advance(self, at_us: int) -> None:
-        """Event time has come to `at_us`."""
+        """Advance event time to `at_us`."""
         self._take(self._users.advance(at_us))
 
     def forget(self, user_id: str) -> None:
-        """Let go of what a user said, as far as they are not counted yet."""
+        """Delete a user's outcomes, unless they are counted already."""
         self._users.forget(user_id)
 
     def _take(self, settled: Iterable[TrialUser]) -> None:

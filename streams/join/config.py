@@ -1,4 +1,4 @@
-"""Settings of the feedback join: what signals are worth, how long they are waited for, and whom to leave out."""
+"""Settings of the feedback join: the weights of signals, how long the join waits for them, and exclusions."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ DAY_S = 24 * HOUR_S
 
 
 class ValueReading(StrEnum):
-    """How a signal's value becomes a number to be weighted."""
+    """The conversion of a signal's value into the number that is weighted."""
 
     LINEAR = "linear"
     """The value itself."""
     CLIPPED = "clipped"
-    """The value, within `low` and `high`."""
+    """The value, clipped to `low` and `high`."""
     THRESHOLD = "threshold"
     """`high` at or above `threshold`, `low` below it."""
 
 
 class SignalRule(Section):
-    """The worth of one kind of signal, and its horizon."""
+    """Weight and horizon of one kind of signal."""
 
     horizon_s: float = Field(gt=0)
-    """A signal counts when it was observed at most this long after the answer was served."""
+    """A signal counts if it was observed at most this long after the answer was served."""
 
     weight: float = Field(default=0.0, allow_inf_nan=False)
-    """The factor for the value, as read. 0: seen and recorded, but no part of the reward."""
+    """Factor for the converted value. 0: the signal is recorded, but is not part of the reward."""
 
     reading: ValueReading = ValueReading.LINEAR
-    """How the value is read."""
+    """The conversion of the value."""
 
     threshold: float = 0.5
-    """For `reading = "threshold"`: from which value on."""
+    """For `reading = "threshold"`: the lowest value that gives `high`."""
 
     low: float = -1.0
-    """Least number that a clipped or a threshold reading gives."""
+    """Least result of a clipped or a threshold reading."""
 
     high: float = 1.0
-    """Largest number that a clipped or a threshold reading gives."""
+    """Greatest result of a clipped or a threshold reading."""
 
     alone: bool = True
-    """Whether this kind is enough for a reward when nothing else is known. A report that comes with every answer, such
-    as latency, is not: it would turn every silent interaction into a rewarded one."""
+    """Whether this kind alone is enough for a reward. A signal that arrives for every answer, such as latency, is not:
+    it would give a reward to every interaction without an opinion of the user."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -60,30 +60,30 @@ class SignalRule(Section):
 
 
 class TargetRate(Section):
-    """Reward of an answer that the user accepts or not: accepted 1-rate, rejected -rate, not shown 0.
+    """Reward of an answer by its acceptance: accepted 1-rate, rejected -rate, not shown 0.
 
-    An answer is then worth showing when it is accepted more often than `rate`. Cursor's Tab uses 0.25: 0.75, -0.25, 0.
+    To show an answer then pays if it is accepted more often than `rate`. Cursor's Tab uses 0.25: 0.75, -0.25, 0.
     """
 
     rate: float = Field(default=0.25, gt=0, lt=1)
-    """The rate of acceptance at which showing and not showing are worth the same."""
+    """The acceptance rate at which showing and not showing have the same expected reward."""
 
     accepted_by: SignalKind = SignalKind.EDIT_KEPT_SOON
-    """The signal that tells whether the user accepted."""
+    """The signal that shows whether the user accepted."""
 
     accepted_from: float = 0.5
-    """From which value of `accepted_by` on it is an acceptance; below, a rejection."""
+    """Lowest value of `accepted_by` that is an acceptance; a lower one is a rejection."""
 
     shown_by: SignalKind = SignalKind.EDIT_MADE
-    """The signal that tells whether something was shown. 0: it was not. 1, and no word of `accepted_by` within its
+    """The signal that shows whether something was shown. 0: it was not. 1, without an `accepted_by` signal within its
     horizon: it was rejected."""
 
 
 def default_rules() -> dict[SignalKind, SignalRule]:
-    """The rules of a chat or coding product.
+    """Return the rules for a chat or coding product.
 
-    A broken tool call is a negative like any other: a sample that was dropped instead would be a way to escape a likely
-    failure. So is a question: at what it costs here, doing pays from one success in five.
+    A broken tool call has a negative weight, and is not excluded: otherwise the policy could break a call to avoid a
+    likely failure. A question has one too: with this cost, acting pays from one success in five.
     """
     return {
         SignalKind.THUMB: SignalRule(horizon_s=HOUR_S, weight=1.0),
@@ -101,30 +101,30 @@ def default_rules() -> dict[SignalKind, SignalRule]:
 
 
 class RewardMap(Section):
-    """How signals become one reward: the weighted sum of what was read, within bounds.
+    """The conversion of signals into one reward: the weighted sum of the converted values, within bounds.
 
-    Its version, a name and a hash of everything here, is in every outcome. Thumbs alone make a poor reward: a model
-    learns to please. They are allowed as the only weighted kind, and `notes` says so.
+    Its version, the name and a hash of all these settings, is in every outcome. Thumbs alone make a poor reward: a
+    model learns to please. They are allowed as the only weighted kind, with a warning from `notes`.
     """
 
     name: str = Field(default="default", pattern=r"^[A-Za-z0-9._]+$")
-    """Name of the map, for people; the hash tells two maps of one name apart."""
+    """Name of the map, for people; the hash distinguishes two maps with the same name."""
 
     rules: dict[SignalKind, SignalRule] = Field(default_factory=default_rules)
-    """The rule of each kind. Replaces the default table as a whole; a kind without a rule has weight 0 and the longest
-    horizon of the others."""
+    """The rule of each kind. A setting replaces the whole default table; a kind without a rule has weight 0 and the
+    longest horizon of the others."""
 
     low: float = Field(default=-1.0, allow_inf_nan=False)
     """Least reward."""
 
     high: float = Field(default=1.0, allow_inf_nan=False)
-    """Largest reward."""
+    """Greatest reward."""
 
     target_rate: TargetRate | None = None
-    """Adds a term for acceptance at a target rate; the two kinds that it reads then have no weight of their own."""
+    """Adds a term for acceptance at a target rate; the two kinds that it reads must then have no weight in `rules`."""
 
     no_signal: Literal["exclude"] | float = "exclude"
-    """What an interaction is worth of which no signal tells anything: it is left out, or it has this reward."""
+    """The result for an interaction without any signal that counts alone: it is excluded, or it has this reward."""
 
     @model_validator(mode="after")
     def _usable(self) -> Self:
@@ -146,22 +146,22 @@ class RewardMap(Section):
         return frozenset((target.accepted_by, target.shown_by)) if target else frozenset()
 
     def weighs(self, kind: SignalKind) -> bool:
-        """Whether a kind has a part in the reward."""
+        """Whether a kind is part of the reward."""
         return kind in self.target_kinds or (kind in self.rules and self.rules[kind].weight != 0)
 
     def horizon_s(self, kind: SignalKind) -> float:
-        """Until when a signal counts, seconds after the answer was served."""
+        """Return how long a signal of a kind counts, seconds after the answer was served."""
         if kind in self.rules:
             return self.rules[kind].horizon_s
         return max((rule.horizon_s for rule in self.rules.values()), default=DAY_S)
 
     @property
     def wait_s(self) -> float:
-        """The longest horizon of the kinds that have a part in the reward, seconds."""
+        """The longest horizon of the kinds that are part of the reward, seconds."""
         return max(self.horizon_s(kind) for kind in SignalKind if self.weighs(kind))
 
     def notes(self) -> list[str]:
-        """Warnings about settings that are allowed and probably not intended."""
+        """Return warnings about settings that are allowed but probably not intended."""
         if [kind for kind in SignalKind if self.weighs(kind)] == [SignalKind.THUMB]:
             return [
                 f"reward map {self.name!r}: thumbs are the only reward, and a model learns to please from them; give "
@@ -171,51 +171,51 @@ class RewardMap(Section):
 
 
 class JoinSettings(Section):
-    """The feedback join: which signals end an interaction, and how long the rest is waited for.
+    """Settings of the feedback join: which signals end an interaction, and how long it waits for the others.
 
     All times are event time, in the order of record timestamps.
     """
 
     application: str = Field(default="feedback-join", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the processor. With the topic prefix and the run it makes the consumer group and the name of the state
-    topic: change it and the processor starts from an empty state at the beginning of the log."""
+    """Name of the processor. Topic prefix, name and run form the names of the consumer group and the state topic:
+    with another name, the processor starts from an empty state at the beginning of the log."""
 
     map: RewardMap = Field(default_factory=RewardMap)
-    """From signals to a reward."""
+    """The conversion of signals into a reward."""
 
     grace_s: float = Field(default=MINUTE_S, ge=0)
-    """How long after the longest horizon an interaction still waits for signals that are on their way."""
+    """How long after the longest horizon an interaction still waits for delayed signals."""
 
     close_on: list[SignalKind] = Field(default_factory=lambda: [SignalKind.THUMB])
-    """Kinds that say enough: after one of them an interaction waits for `settle_s` only. What comes later is a
+    """Kinds that are sufficient: after one of them, an interaction waits only for `settle_s`. A later signal is a
     correction. Empty: every interaction waits for every horizon."""
 
     settle_s: float = Field(default=2.0, ge=0)
-    """How long an interaction waits on after a signal of `close_on`, so that a change of mind costs no correction."""
+    """How long an interaction still waits after a signal of `close_on`, so that a quick change needs no correction."""
 
     early_wait_s: float = Field(default=10 * MINUTE_S, gt=0)
-    """How long feedback waits for an interaction that is not known (yet), before it is rejected."""
+    """How long feedback waits for an interaction that is not known yet, before it is rejected."""
 
     late_s: float = Field(default=HOUR_S, gt=0)
-    """An interaction whose record comes this long after it was served is left out as `too_late`."""
+    """An interaction whose record arrives more than this long after it was served is excluded as `too_late`."""
 
     clock_skew_s: float = Field(default=MINUTE_S, ge=0)
-    """How far the clocks of users' machines and of replicas may be apart from the log's."""
+    """Greatest difference of the clocks of users' machines and of replicas from the log's clock."""
 
     done_ttl_s: float = Field(default=3 * DAY_S, gt=0)
-    """How long an ended interaction is remembered: for corrections, and so that the same record again is no new one.
-    Longer than the longest horizon, and than the longest replay into a live topic."""
+    """How long an ended interaction is remembered: for corrections, and to detect a repeated record. Longer than the
+    longest horizon, and than the longest replay into a live topic."""
 
     max_signals: int = Field(default=64, ge=1)
-    """Most signals of one interaction; what comes on top is rejected."""
+    """Most signals of one interaction; further signals are rejected."""
 
     bot_max_events: int = Field(default=300, ge=1)
-    """More interactions and signals of one user than this within `bot_window_s` are a bot's. Counted in each partition
-    by itself, over which a user's interactions are spread evenly."""
+    """A user with more interactions and signals than this within `bot_window_s` counts as a bot. Each partition counts
+    separately; a user's interactions are spread evenly over the partitions."""
 
     bot_window_s: float = Field(default=MINUTE_S, gt=0)
-    """Length of the window that opens with a user's first event. A bot's interactions that are open, or come within
-    the next such time, are left out."""
+    """Length of the window that opens with a user's first event. A bot's interactions that are open, or arrive within
+    the same time afterwards, are excluded."""
 
     @model_validator(mode="after")
     def _remembers_long_enough(self) -> Self:

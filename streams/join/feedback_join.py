@@ -2,13 +2,13 @@
 
 Invariants:
 
-- the outcomes are a function of the two logs alone, however their records interleave while they are read: both are
-  decided in one order (`streams.merge`), and time is what the clocks of both have passed;
+- the outcomes are a function of the two logs alone, independent of the order in which the topics are read: both are
+  decided in one order (`streams.merge`), and event time is the earlier of the two clocks;
 - every interaction of the run ends in exactly one outcome of revision 0: a reward, or an exclusion with its reason;
   a later change of its reward is one more outcome with the next revision;
-- an event counts once, by its id; a correction replaces the event that it names, whichever of them is read first;
-- only the user who was served is heard;
-- memory is bounded in event time: an ended interaction, feedback without interaction and an idle user are forgotten.
+- an event counts once, by its id; a correction replaces the event that it names, even if it is read first;
+- only feedback of the user who was served counts;
+- memory is bounded in event time: ended interactions, feedback without an interaction and idle users are deleted.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tidemill.streams.merge import TopicMerge
 from tidemill.streams.state import NEVER, Changes, MachineState
 
 INPUTS = (Topic.INTERACTIONS, Topic.FEEDBACK)
-"""Of two records of equal time, the interaction is decided first."""
+"""At equal times, the interaction is decided first."""
 INTERACTIONS, FEEDBACK = Topic.INTERACTIONS.value, Topic.FEEDBACK.value
 OUTCOMES_PARTITION = 0
 
 
 class FeedbackJoin:
-    """The interactions of one partition, and what users said of them."""
+    """The state machine for the interactions and the feedback of one partition."""
 
     def __init__(self, partition: int, run_id: str, settings: JoinSettings, state: MachineState | None = None) -> None:
         """Raises StateError."""
@@ -66,28 +66,28 @@ class FeedbackJoin:
         head = self._store.head or JoinHead({}, {})
         self._merge: TopicMerge[Item] = TopicMerge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
         self.counts = Counter(head.counts)
-        """Records that left no outcome of their own, by why."""
+        """Number of records without an outcome of their own, by reason."""
         self._outputs: list[Output] = []
         """The outputs that the current record decides."""
 
     def next_offset(self, topic: Topic) -> int:
-        """The first offset of a topic that is not decided yet."""
+        """Return the first offset of a topic that is not decided."""
         return self._merge.next_offset(topic)
 
     def clock_us(self, topic: Topic) -> int:
-        """Event time of a topic, with the records that wait for the other."""
+        """Return the event time of a topic, including the records that wait for the other topic."""
         return self._merge.clock_us(topic)
 
     def next_deadline_us(self) -> int | None:
-        """The earliest time at which an interaction ends, early feedback is given up, or a waiting record is decided.
+        """Return the earliest time at which an interaction ends, early feedback is rejected or a record is decided.
 
-        What is only forgotten then is no reason to hurry.
+        Entries that are only deleted do not count.
         """
         times = (self._store.next_awaited_us(), self._merge.wanted_us())
         return min((time for time in times if time is not None), default=None)
 
     def observe(self, located: ConsumedRecord) -> list[Output]:
-        """Take one record of either topic; what is decided by it."""
+        """Process one record of either topic. Return the outputs that it decides."""
         if self._merge.has_read(located.topic, located.offset):
             return []
         item = join_input.read(located, self._run_id, self._clock_skew_us)
@@ -107,17 +107,17 @@ class FeedbackJoin:
                     self._erase((item.key or b"").decode(), at_us)
                 case Rejected():
                     self._outputs.append(item)
-            # What falls due at once is not told by `next_deadline_us`: no tick would come for it.
+            # Process entries that are due at once: `next_deadline_us` would not cause a tick for them.
             self._advance(at_us)
         return self._outputs
 
     def take_changes(self) -> Changes:
-        """The changes since the last call."""
+        """Return the changes since the last call."""
         marks = {topic.value: mark for topic, mark in self._merge.marks.items()}
         return self._store.changes(JoinHead(marks, dict(self.counts)))
 
     def _advance(self, time_us: int) -> None:
-        """Everything that falls due up to a time, in the order of time."""
+        """Process all entries that are due up to a time, in order of time."""
         for entry in self._store.due(time_us):
             if isinstance(entry, InteractionState) and entry.open:
                 self._end(entry, self._exclusion(entry), entry.due_at)
@@ -145,13 +145,13 @@ class FeedbackJoin:
         if self._store.case(case.interaction_id) is not None:
             self.counts["duplicate_interaction"] += 1
             return
-        # Feedback may be as late on its way as the interaction was.
+        # Feedback may be delayed as much as the interaction was.
         case.full_wait_at = case.due_at = max(case.served_at + self._wait_us, at_us) + self._grace_us
         early = self._store.early(case.interaction_id)
         if early is not None:
             self._store.forget(early)
         if case.sealed:
-            # Remembered, so that its feedback is passed over as well, and is not one of an unknown interaction.
+            # Remembered, so that its feedback is ignored too and not rejected for an unknown interaction.
             self.counts["other_run"] += 1
             self._finalise(case, at_us + self._done_ttl_us)
         else:
@@ -182,7 +182,7 @@ class FeedbackJoin:
             self._add(case, held, at_us)
             return
         early = self._store.early(feedback.interaction_id) or EarlyFeedback(feedback.interaction_id, NEVER)
-        # Whether a signal is within its horizon is not known yet: only an equal one is a duplicate for sure.
+        # It is not known yet whether a signal is within its horizon: only an equal one is certainly a duplicate.
         if any((h.user_id, h.value) == (held.user_id, held.value) for h in early.held):
             self.counts["duplicate_feedback"] += 1
             return
@@ -219,7 +219,7 @@ class FeedbackJoin:
                 self._emit(case, result, "", previous, at_us)
 
     def _set_end(self, case: InteractionState, at_us: int) -> None:
-        """When an open case ends, with the signals that it has now."""
+        """Set when an open interaction ends, from its current signals."""
         end_at = case.full_wait_at
         for kind, signal in standing(case.signals.values()).items():
             if kind in self._close_on:
@@ -230,7 +230,7 @@ class FeedbackJoin:
     # Users
 
     def _is_bot(self, user_id: str, at_us: int) -> bool:
-        """Count an event of a user; whether they are a bot now."""
+        """Count an event of a user. Return whether they count as a bot now."""
         activity = self._store.activity(user_id, at_us)
         if at_us >= activity.opened_at + self._bot_window_us:
             activity.opened_at, activity.events = at_us, 0
@@ -249,10 +249,10 @@ class FeedbackJoin:
         user_id, wishes = request.user_id, self._store.wishes(request.user_id)
         if any(wish.request_id == request.request_id for wish in wishes.wishes):
             return
-        # A demand is never for a later time than the one at which it was read.
+        # A request never covers time after it was read.
         wish = DatedRequest(min(request.at, at_us), request.request_id, request.wish)
         settings = self._settings
-        # An interaction that was served before a demand ends within this time after it.
+        # An interaction that was served before a request ends within this time after it.
         keep_us = to_us(settings.late_s + settings.clock_skew_s + self._map.wait_s + 2 * settings.grace_s)
         ordered = sorted([*wishes.wishes, wish], key=lambda w: (w.at, w.request_id))
         past = [w for w in ordered if w.at + keep_us <= at_us and w.wish is not UserWish.ERASE]
@@ -270,7 +270,7 @@ class FeedbackJoin:
             self._keep_held(early, kept)
 
     def _erase(self, key: str, at_us: int) -> None:
-        """A tombstone: of an interaction, or of one feedback event."""
+        """Process a tombstone of an interaction or of one feedback event."""
         case = self._store.case(key)
         if case is not None:
             self._erase_case(case, at_us)
@@ -279,7 +279,7 @@ class FeedbackJoin:
         if unclaimed is not None:
             self.counts["erased_feedback"] += len(unclaimed.held)
             self._store.forget(unclaimed)
-        # Either id may hold a slash, so that every one of them may be the one between the two.
+        # Both ids may contain slashes, so each slash may be the separator.
         for place in (place for place, letter in enumerate(key) if letter == "/"):
             interaction_id, event_id = key[:place], key[place + 1 :]
             found, early = self._store.case(interaction_id), self._store.early(interaction_id)
@@ -303,7 +303,7 @@ class FeedbackJoin:
     # Endings
 
     def _exclusion(self, case: InteractionState) -> str:
-        """Why an interaction is left out for any signals; empty when it is not."""
+        """Return why an interaction is excluded regardless of its signals; empty if it is not."""
         wishes = self._store.wishes(case.user_id)
         if wishes.erased(case.served_at):
             return OutcomeExclusion.ERASED
@@ -316,7 +316,7 @@ class FeedbackJoin:
         return "" if case.sampled_tokens else OutcomeExclusion.NO_TOKENS
 
     def _end(self, case: InteractionState, exclusion: str, at_us: int) -> None:
-        """Give an interaction its one ending."""
+        """End an interaction: emit its first outcome."""
         result = reward_of(self._map, case.signals.values())
         if exclusion:
             observed = {} if exclusion == OutcomeExclusion.ERASED else result.observed
@@ -330,7 +330,7 @@ class FeedbackJoin:
             self._store.save(case)
 
     def _finalise(self, case: InteractionState, due_at: int) -> None:
-        """Finalise an ended interaction: nothing can change it now, so the state keeps nothing that could."""
+        """Seal an ended interaction: no record can change its outcome now, so its reward and signals are deleted."""
         case.revision, case.reward, case.sealed = max(case.revision, 0), None, True
         case.signals.clear()
         case.arrivals.clear()

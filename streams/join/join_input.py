@@ -1,4 +1,4 @@
-"""The input of the feedback join: one record becomes something to decide, or a reason to reject it."""
+"""The input of the feedback join: converts a record into an item to decide, or into a rejection with a reason."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tidemill.streams.machine import Rejected
 from tidemill.streams.state import NO_IDENTIFIER
 
 Item = InteractionState | ConsumedRecord | Rejected | None
-"""An interaction without its tokens, which stay in the log; feedback, a user's request or a tombstone; None: only the
-clock moves."""
+"""An interaction without its tokens, which remain in the log; feedback, a user request or a tombstone; None: the
+record only advances the clock."""
 
 
 def read(located: ConsumedRecord, run_id: str, clock_skew_us: int) -> Item:
-    """The item of a record of `interactions` or `feedback`; the case of another run's interaction is sealed."""
+    """Return the item of a record of `interactions` or `feedback`; an interaction of another run is sealed."""
     topic, record = located.topic, located.record
     if isinstance(record, Feedback) and topic is Topic.FEEDBACK:
         problem = broken_feedback(located.key, record)
@@ -48,7 +48,7 @@ def read(located: ConsumedRecord, run_id: str, clock_skew_us: int) -> Item:
 
 
 def broken_interaction(located: ConsumedRecord, interaction: Interaction, clock_skew_us: int) -> str:
-    """Why an interaction cannot be joined; empty when it can."""
+    """Return why an interaction cannot be joined; empty if it can."""
     name = interaction.interaction_id
     if located.key != name.encode():
         return f"the key {located.key!r} is not the interaction_id {name!r}"
@@ -66,7 +66,7 @@ def broken_interaction(located: ConsumedRecord, interaction: Interaction, clock_
 
 
 def broken_feedback(key: bytes | None, feedback: Feedback) -> str:
-    """Why feedback cannot be joined; empty when it can."""
+    """Return why feedback cannot be joined; empty if it can."""
     if not feedback.event_id or not feedback.interaction_id or not feedback.user_id:
         return "event_id, interaction_id and user_id must not be empty"
     expected = feedback_key(feedback.interaction_id, feedback.event_id)

@@ -1,6 +1,6 @@
-"""The state of the feedback join, and its bytes: interactions, early feedback, users, and how far it decided.
+"""The state of the feedback join, and its bytes: interactions, early feedback, users, and the decided positions.
 
-Each entry has a timer, `due_at`: the event time at which it is looked at again without a record.
+Each entry has a timer, `due_at`: the event time at which it is processed again without a record.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class InteractionState:
     consent: bool
     served_at: int
     full_wait_at: int
-    """Event time at which it ends when no signal ends it before."""
+    """Event time at which it ends if no signal ends it earlier."""
     due_at: int
-    """While open, when it ends; then, when it is forgotten."""
+    """Event time at which it ends while it is open; afterwards, at which it is deleted from the state."""
     revision: int = OPEN
     """-1 while open; then the revision of its newest outcome."""
     reward: float | None = None
     """That outcome's reward."""
     bot: bool = False
     sealed: bool = False
-    """No later record changes its ending: it was excluded for ever, erased, or belongs to another run."""
+    """No later record changes its outcome: it is excluded permanently, erased, or belongs to another run."""
     signals: dict[str, Signal] = field(default_factory=dict)
     arrivals: dict[str, int] = field(default_factory=dict)
     """Event time at which each signal was read, by event id."""
 
     @classmethod
     def of(cls, interaction: Interaction, offset: int) -> InteractionState:
-        """That of an interaction; how long it is waited for is set when it is admitted."""
+        """Return the state of an interaction; its times are set when it is admitted."""
         return cls(
             interaction_id=interaction.interaction_id,
             offset=offset,
@@ -69,7 +69,7 @@ class InteractionState:
 
     @property
     def open(self) -> bool:
-        """Whether it has no ending yet."""
+        """Whether it has no outcome yet."""
         return self.revision == OPEN
 
     @property
@@ -79,7 +79,7 @@ class InteractionState:
 
 @record(frozen=True, slots=True)
 class PendingSignal:
-    """Feedback that waits for its interaction; with its bytes, since it may yet be a dead letter."""
+    """Feedback that waits for its interaction. It includes the record's bytes, since it may become a dead letter."""
 
     arrived_at: int
     user_id: str
@@ -104,7 +104,7 @@ class EarlyFeedback:
 
 @record(frozen=True, slots=True)
 class DatedRequest:
-    """The last demand of a user, and its time."""
+    """One request of a user, and its time."""
 
     at: int
     request_id: str
@@ -113,12 +113,12 @@ class DatedRequest:
 
 @record(slots=True)
 class UserRequestState:
-    """The demands of one user, as far as interactions that still come may need them."""
+    """The requests of one user that later interactions may still need."""
 
     partition: int
     user_id: str
     due_at: int
-    """When they may be forgotten; never while the user has opted out."""
+    """Event time at which they may be deleted; never while the user has opted out."""
     wishes: list[DatedRequest] = field(default_factory=list)
 
     @property
@@ -126,25 +126,25 @@ class UserRequestState:
         return f"wishes/{self.partition}/{self.user_id}"
 
     def opted_out(self, served_at: int) -> bool:
-        """Whether the newest word before an interaction was served is a no."""
+        """Whether the newest consent request before an interaction was served is an opt-out."""
         if not self.wishes:
             return False
         said = [wish for wish in self.wishes if wish.wish is not UserWish.ERASE and wish.at <= served_at]
         return bool(said) and said[-1].wish is UserWish.OPT_OUT
 
     def erased(self, served_at: int) -> bool:
-        """Whether an interaction served then was demanded to be erased."""
+        """Whether an erasure was requested that covers an interaction served at this time."""
         return bool(self.wishes) and any(wish.wish is UserWish.ERASE and wish.at >= served_at for wish in self.wishes)
 
 
 @record(slots=True)
 class Activity:
-    """How much one user did in the window that opened last."""
+    """The number of events of one user in the newest window."""
 
     partition: int
     user_id: str
     due_at: int
-    """When the window, and what followed from it, is over."""
+    """Event time at which the window and any exclusion as a bot are over."""
     opened_at: int
     events: int = 0
     bot_until: int = 0
@@ -156,7 +156,7 @@ class Activity:
 
 @record(frozen=True, slots=True)
 class JoinHead:
-    """How far the inputs were decided, by topic, and what was counted on the way."""
+    """The decided position of each input topic, and the counts."""
 
     marks: Mapping[str, SourceMark]
     counts: Mapping[str, int]
@@ -171,13 +171,13 @@ BYTES: EntryBytes[Entry, JoinHead] = EntryBytes(
 
 
 class JoinStore(TimedEntries[Entry, JoinHead]):
-    """The memory of one partition: interactions, feedback and users."""
+    """The entries of one partition: interactions, feedback and users."""
 
     def __init__(self, partition: int, state: MachineState | None) -> None:
         """Raises StateError."""
         self._partition = partition
         self._of_user: dict[str, set[str]] = defaultdict(set)
-        # An outcome follows, or feedback is rejected.
+        # Awaited: an outcome follows, or feedback is rejected.
         super().__init__(
             state,
             BYTES,
@@ -185,37 +185,37 @@ class JoinStore(TimedEntries[Entry, JoinHead]):
         )
 
     def case(self, interaction_id: str) -> InteractionState | None:
-        """An interaction, open or ended."""
+        """Return an interaction, open or ended; None if it is not known."""
         entry = self._entries.get(f"case/{interaction_id}")
         return entry if isinstance(entry, InteractionState) else None
 
     def early(self, interaction_id: str) -> EarlyFeedback | None:
-        """The feedback that waits for an interaction."""
+        """Return the feedback that waits for an interaction; None if there is none."""
         entry = self._entries.get(f"early/{interaction_id}")
         return entry if isinstance(entry, EarlyFeedback) else None
 
     def wishes(self, user_id: str) -> UserRequestState:
-        """The demands of a user; empty if they are not known."""
+        """Return the requests of a user; empty if none are known."""
         entry = self._entries.get(f"wishes/{self._partition}/{user_id}")
         return entry if isinstance(entry, UserRequestState) else UserRequestState(self._partition, user_id, NEVER)
 
     def activity(self, user_id: str, at_us: int) -> Activity:
-        """The recent activity of a user; a window that opens at `at_us` if they are not known."""
+        """Return the recent activity of a user; if none is known, a window that opens at `at_us`."""
         entry = self._entries.get(f"activity/{self._partition}/{user_id}")
         return entry if isinstance(entry, Activity) else Activity(self._partition, user_id, NEVER, at_us)
 
     def cases_of(self, user_id: str) -> list[InteractionState]:
-        """The interactions of a user, by id."""
+        """Return the interactions of a user, sorted by id."""
         return [entry for entry in self._of(user_id) if isinstance(entry, InteractionState)]
 
     def early_of(self, user_id: str) -> list[EarlyFeedback]:
-        """Where feedback of a user waits, by interaction."""
+        """Return the entries with waiting feedback of a user, sorted by interaction."""
         return [entry for entry in self._of(user_id) if isinstance(entry, EarlyFeedback)]
 
     def save(self, entry: Entry) -> None:
-        """An entry is new or has changed."""
+        """Store a new or changed entry."""
         if isinstance(entry, InteractionState):
-            # It stays its user's.
+            # The user of an interaction never changes.
             if entry.key not in self._entries:
                 self._of_user[entry.user_id].add(entry.key)
         elif isinstance(entry, EarlyFeedback):
@@ -224,7 +224,7 @@ class JoinStore(TimedEntries[Entry, JoinHead]):
         super().save(entry)
 
     def forget(self, entry: Entry) -> None:
-        """An entry is over."""
+        """Delete an entry."""
         super().forget(entry)
         if isinstance(entry, InteractionState):
             self.release(entry, entry.user_id)
@@ -233,7 +233,7 @@ class JoinStore(TimedEntries[Entry, JoinHead]):
                 self.release(entry, held.user_id)
 
     def release(self, entry: Entry, user_id: str) -> None:
-        """An entry holds nothing of a user any more."""
+        """Remove an entry from a user's index: it no longer contains data of this user."""
         keys = self._of_user.get(user_id, set())
         keys.discard(entry.key)
         if not keys:

@@ -1,7 +1,7 @@
-"""From the signals of one interaction to its reward: a pure function of the map and the signals, in any order.
+"""The reward of one interaction from its signals: a pure function of the map and the signals, independent of order.
 
-Invariants: "no signal" is a decision of the map and never a silent zero; of several votes of one kind the latest holds;
-a corrected or withdrawn event holds no longer, whichever of the two was read first.
+Invariants: the map decides the reward without signals, it is never silently zero; the latest of several signals of one
+kind counts; a corrected or withdrawn event does not count, even if it is read after its correction.
 
 Target rate: accepted 1-rate, rejected -rate, not shown 0 (Cursor, "Improving Cursor Tab with online RL").
 """
@@ -20,7 +20,7 @@ from tidemill.streams.join.config import RewardMap, SignalRule, TargetRate, Valu
 
 HASH_DIGITS = 12
 _NAMES = {kind: kind.value for kind in SignalKind}
-"""Plain strings; to ask each kind for its value costs six times as much."""
+"""Cached strings: reading `value` of each kind takes six times as long."""
 
 
 @record(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Signal:
     """Event time, microseconds."""
     corrects: str | None = None
     offset: int = 0
-    """Where it lies in its partition of the feedback topic."""
+    """Its offset in its partition of the feedback topic."""
 
 
 @record(frozen=True, slots=True)
 class CountedSignal:
-    """A signal that the reward was made of, and what it added."""
+    """A signal that is part of the reward, and its contribution."""
 
     signal: Signal
     contribution: float
@@ -48,24 +48,24 @@ class CountedSignal:
 
 @record(frozen=True, slots=True)
 class RewardResult:
-    """The reward that the signals of an interaction give."""
+    """The reward of an interaction from its signals."""
 
     reward: float | None
-    """None: no signal tells anything, and the map excludes that."""
+    """None: no signal counts alone, and the map excludes such interactions."""
     uses: tuple[CountedSignal, ...]
     """Sorted by event id."""
     observed: Mapping[str, float]
-    """The value of each kind that was seen, with weight or without."""
+    """The value of each kind that was observed, with or without a weight."""
 
 
 def map_version(reward_map: RewardMap) -> str:
-    """Name and hash of a map: equal for equal settings."""
+    """Return name and hash of a map: equal for equal settings."""
     canonical = json.dumps(reward_map.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
     return f"{reward_map.name}-{hashlib.sha256(canonical.encode()).hexdigest()[:HASH_DIGITS]}"
 
 
 def reward_of(reward_map: RewardMap, signals: Iterable[Signal]) -> RewardResult:
-    """The reward of an interaction with these signals; each is within its kind's horizon."""
+    """Return the reward of an interaction with these signals, which must be within the horizons of their kinds."""
     latest = standing(signals)
     rules, targeted = reward_map.rules, reward_map.target_kinds
     uses: list[CountedSignal] = []
@@ -74,7 +74,7 @@ def reward_of(reward_map: RewardMap, signals: Iterable[Signal]) -> RewardResult:
         rule = rules.get(kind)
         if rule is not None and rule.weight and kind not in targeted:
             uses.append(CountedSignal(signal, rule.weight * _read(rule, signal)))
-            # "It did not ask" and "it did nothing" are reports of every answer, and no opinion of anybody's.
+            # A "no" of a yes-or-no kind (nothing asked, nothing done) is reported for every answer: it is no opinion.
             silent = not signal.value and LEGAL[kind] is YES_OR_NO
             tells = tells or (rule.alone and not silent)
     if reward_map.target_rate is not None:
@@ -90,7 +90,7 @@ def reward_of(reward_map: RewardMap, signals: Iterable[Signal]) -> RewardResult:
 
 
 def standing(signals: Iterable[Signal]) -> dict[SignalKind, Signal]:
-    """The signal of each kind that holds: not corrected by another, and the latest of those (then by event id)."""
+    """Return the valid signal of each kind: not corrected by another, and the latest (at equal times, by event id)."""
     distinct = list(signals)
     corrected = {(signal.kind, signal.corrects) for signal in distinct if signal.corrects is not None}
     held = [s for s in distinct if s.value is not None and (s.kind, s.event_id) not in corrected]

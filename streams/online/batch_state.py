@@ -1,8 +1,8 @@
-"""The state of the online batcher, and its bytes: outcomes, pending ones, open batches, and how far it decided.
+"""The state of the online batcher, and its bytes: outcomes, pending members, open batches, and the decided position.
 
-A batch is a selection: short answers and angry users come back first, and some users consent more than others. A tally
-sums those that were served, or those that are trained; its figures are means and shares, so that both can be put beside
-each other.
+A batch is a biased selection: outcomes of short answers and of angry users arrive first, and some users consent more
+than others. `FeatureSums` sums over the served or over the trained interactions; its numbers are means and shares, so
+that the two can be compared.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tidemill.streams.state import NEVER, EntryBytes
 
 @record(frozen=True, slots=True)
 class SelectionFeatures:
-    """The numbers of one interaction that are compared."""
+    """The features of one interaction that are compared."""
 
     tokens: int
     latency_ms: float
     reward: float | None
     arm: str
     kinds: tuple[str, ...]
-    """The kinds of signals that were seen."""
+    """The kinds of signals that were observed."""
 
     @classmethod
     def of(cls, outcome: Outcome) -> SelectionFeatures:
-        """Those of an outcome."""
+        """Return the features of an outcome."""
         kinds = tuple(sorted(outcome.observed))
         return cls(outcome.sampled_tokens, outcome.latency_ms, outcome.reward, outcome.arm, kinds)
 
@@ -61,7 +61,7 @@ class FeatureSums:
         self.arms[figures.arm] = self.arms.get(figures.arm, 0) + 1
 
     def numbers(self, users: int) -> dict[str, float]:
-        """Number of interactions and distinct users; means; shares by signal and arm. Nothing is 0 for want of data."""
+        """Return counts of interactions and users, means, and shares by signal and arm; no mean if it has no data."""
         found: dict[str, float] = {"interactions": self.interactions, "users": users}
         if self.interactions:
             found["mean_tokens"] = self.tokens / self.interactions
@@ -85,13 +85,13 @@ class InteractionStatus(StrEnum):
 
 @record(slots=True)
 class OutcomeState:
-    """An outcome that was read."""
+    """The newest outcome of an interaction that was read."""
 
     interaction_id: str
     revision: int
     fate: InteractionStatus
     due_at: int
-    """When it is forgotten."""
+    """Event time at which it is deleted from the state."""
 
     @property
     def key(self) -> str:
@@ -104,7 +104,7 @@ class PendingMember:
 
     interaction_id: str
     order: int
-    """Offset of its outcome: members wait in this order."""
+    """Offset of its outcome: members are kept in this order."""
     user_id: str
     topic: str
     partition: int
@@ -117,7 +117,7 @@ class PendingMember:
     served_at: int
     figures: SelectionFeatures
     due_at: ClassVar[int] = NEVER
-    """Its batch decides."""
+    """No timer: it is deleted when its batch closes."""
 
     @property
     def key(self) -> str:
@@ -125,7 +125,7 @@ class PendingMember:
 
     @classmethod
     def of(cls, outcome: Outcome, order: int, reward: float, *, correction: bool) -> PendingMember:
-        """That of an outcome, with the reward that its batch is to have."""
+        """Return the pending member of an outcome, with its reward in the batch."""
         return cls(
             interaction_id=outcome.interaction_id,
             order=order,
@@ -143,7 +143,7 @@ class PendingMember:
         )
 
     def member(self) -> OnlineMember:
-        """Its reference in a batch."""
+        """Return its reference for a batch."""
         return OnlineMember(
             interaction_id=self.interaction_id,
             user_id=self.user_id,
@@ -162,14 +162,14 @@ class PendingMember:
 
 @record(slots=True)
 class OpenBatch:
-    """A batch that is being filled."""
+    """A batch that collects members."""
 
     version: int
     map_version: str
     opened_at: int
     overdue_at: int
     due_at: int
-    """When it is overdue; never again, once it was looked at then."""
+    """Equal to `overdue_at`; NEVER after it was processed at that time."""
 
     @property
     def key(self) -> str:
@@ -178,7 +178,7 @@ class OpenBatch:
 
 @record(frozen=True, slots=True)
 class ErasedUser:
-    """A user whose interactions up to a time are kept out."""
+    """A user whose interactions up to a time are dropped, after an erasure."""
 
     user_id: str
     until: int
@@ -191,11 +191,11 @@ class ErasedUser:
 
 @record(frozen=True, slots=True)
 class ServedUser:
-    """A user who was served since the batch before."""
+    """A user who was served since the previous batch."""
 
     user_id: str
     due_at: ClassVar[int] = NEVER
-    """The next batch ends it."""
+    """No timer: the next batch deletes it."""
 
     @property
     def key(self) -> str:
@@ -207,24 +207,24 @@ Entry = OutcomeState | PendingMember | OpenBatch | ErasedUser | ServedUser
 
 @record(slots=True)
 class BatchHead:
-    """How far the outcomes were decided, and what was counted on the way."""
+    """The decided position in the outcomes, and the counts."""
 
     offset: int = -1
     clock_us: int = 0
     sequence: int = 0
-    """Of the next batch."""
+    """Number of the next batch."""
     read: int = 0
-    """Outcomes that carried a reward, or changed one."""
+    """Number of outcomes that had a reward, or changed one."""
     batched: int = 0
-    """Those in a batch."""
+    """Number of these that are in a batch."""
     lost: int = 0
-    """Those in none, and dropped."""
+    """Number of these that were dropped."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Dropped since the batch before, by reason."""
+    """Dropped since the previous batch, by reason."""
     last_served: dict[str, int] = field(default_factory=dict)
-    """When each version that may be served now was seen last, by version."""
+    """When each version that may be served now was served last, by version."""
     served: FeatureSums = field(default_factory=FeatureSums)
-    """The interactions that were served since the batch before."""
+    """The interactions that were served since the previous batch."""
 
 
 BYTES: EntryBytes[Entry, BatchHead] = EntryBytes(
@@ -233,7 +233,7 @@ BYTES: EntryBytes[Entry, BatchHead] = EntryBytes(
 
 
 class PendingMembers:
-    """Rewarded interactions by version, in the order of their outcomes; corrections apart, since any batch has them."""
+    """Pending members by version, in the order of their outcomes; corrections separately, since any batch has them."""
 
     def __init__(self, waiting: Iterable[PendingMember] = ()) -> None:
         self._of_version: dict[int, dict[str, PendingMember]] = defaultdict(dict)
@@ -245,12 +245,12 @@ class PendingMembers:
         return len(self._corrections) + sum(map(len, self._of_version.values()))
 
     def add(self, one: PendingMember) -> None:
-        """One more, after all that came before."""
+        """Append a pending member."""
         queue = self._corrections if one.correction else self._of_version[one.version_max]
         queue[one.interaction_id] = one
 
     def remove(self, one: PendingMember) -> None:
-        """It waits no longer."""
+        """Remove a pending member."""
         if one.correction:
             del self._corrections[one.interaction_id]
             return
@@ -260,24 +260,24 @@ class PendingMembers:
             del self._of_version[one.version_max]
 
     def of_version(self, version: int) -> list[PendingMember]:
-        """The members that wait for the batch of a version."""
+        """Return the members that wait for the batch of a version."""
         return list(self._of_version.get(version, {}).values())
 
     def corrections(self, most: int) -> list[PendingMember]:
-        """The first corrections."""
+        """Return the first corrections, at most `most`."""
         return list(self._corrections.values())[:most]
 
     def of_user(self, user_id: str) -> list[PendingMember]:
-        """All that a user is behind."""
+        """Return all pending members of a user."""
         everyone = [*self._corrections.values(), *(one for q in self._of_version.values() for one in q.values())]
         return [one for one in everyone if one.user_id == user_id]
 
 
 def within_share(waiting: Sequence[PendingMember], share: float) -> list[PendingMember]:
-    """The first of each user, as many as keep them at `share` of the result; one of each at the least."""
+    """Return the first members of each user, such that none has more than `share` of the result, or only one."""
     members = Counter(one.user_id for one in waiting)
     most = max(members.values(), default=0)
-    # Fewer of one user make the whole smaller, and with it every share: the largest number that fits is looked for.
+    # A lower limit also makes the total smaller: search for the greatest limit that keeps every share.
     while most > 1 and most > share * sum(min(n, most) for n in members.values()):
         most -= 1
     taken: Counter[str] = Counter()

@@ -3,9 +3,9 @@
 Invariants:
 
 - the batches are a function of the outcomes' log alone: no wall clock, no randomness;
-- every member of a batch was sampled under the batch's one version, corrections aside where the policy lets them in;
+- every member of a batch was sampled by the batch's one version, except for corrections if the settings include them;
 - an outcome counts once, by interaction and revision;
-- outcomes that carried a reward = members of batches + dropped, by reason + those that wait.
+- outcomes that had a reward or changed one = members of batches + dropped (by reason) + pending.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tidemill.streams.state import NEVER, NO_IDENTIFIER, MachineState, TimedEntr
 
 BATCHES_PARTITION = 0
 
-# Why an outcome with a reward is in no batch. `old_map`: the map changed before its batch had enough members;
+# Reasons why an outcome with a reward is in no batch. `old_map`: the map changed before its batch had enough members;
 # `replaced`: its reward changed while it waited, and the new one counts; `correction`: its reward changed after it was
 # in a batch, or was withdrawn.
 OLD_VERSION = "old_version"
@@ -54,13 +54,13 @@ REPLACED = "replaced"
 
 
 class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
-    """The online batches of one branch of one run."""
+    """The state machine for the online batches of one branch of one run."""
 
     def __init__(self, run_id: str, branch: str, settings: BatchSettings, state: MachineState | None = None) -> None:
         """Raises StateError."""
         self._run_id, self._branch = run_id, branch
         self._settings = settings
-        # An open batch may close when it falls due.
+        # Awaited: an open batch may close when it is due.
         super().__init__(TimedEntries(state, BYTES, lambda entry: isinstance(entry, OpenBatch)), BatchHead())
         found = list(self._store.entries())
         self._room = PendingMembers(entry for entry in found if isinstance(entry, PendingMember))
@@ -69,7 +69,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
 
     @property
     def current_version(self) -> int | None:
-        """The newest version among those that are served; None before the first outcome."""
+        """The newest version that is served now; None before the first outcome."""
         return max(map(int, self._head.last_served), default=None)
 
     def fall_due(self) -> None:
@@ -81,7 +81,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
                     self._close_if_ready(entry)
                     self._end_leftovers()
                 case OutcomeState() if self._waiting(entry.interaction_id) is not None:
-                    # Who waits must not come in a second time.
+                    # Keep the mark while the member waits: a repeated outcome must not be added again.
                     self._mark(entry.interaction_id, entry.revision, entry.fate)
                 case _:
                     self._store.forget(entry)
@@ -112,7 +112,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
         return ""
 
     def _erase(self, request: UserRequest) -> None:
-        # A demand is never for a later time than the one at which it was read.
+        # A request never covers time after it was read.
         until = min(request.at, self._head.clock_us)
         known = self._store.get(f"erased/{request.user_id}")
         if isinstance(known, ErasedUser):
@@ -140,7 +140,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
                 self._store.save(self._served_users[outcome.user_id])
         version = outcome.version_max
         if outcome.version_min == version >= 0 and self._learns_from(outcome.arm):
-            # Which versions are served now.
+            # Update the versions that are served now.
             seen = {int(key): at for key, at in self._head.last_served.items()}
             seen[version] = max(seen.get(version, 0), outcome.served_at)
             oldest = max(seen.values()) - to_us(self._settings.version_idle_s)
@@ -183,7 +183,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
             return
         batch = self._open.get(outcome.version_max)
         if batch is not None and batch.map_version != outcome.map_version:
-            # Rewards of two maps are no rewards of one batch.
+            # A batch has rewards of one map only.
             if len(self._kept(batch)) >= self._settings.min_members:
                 self._close(batch, BatchClose.TIME)
             self._drop_all(batch.version, OLD_MAP)
@@ -216,10 +216,10 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
     # Batches
 
     def _end_leftovers(self) -> None:
-        """Drop the batches of versions that are not served now, as the policy says."""
+        """Drop the batches of versions that are not served now, as `leftovers` says."""
         for batch in list(self._open.values()):
             left_over = batch.version != self.current_version
-            # A kept one that is overdue and has too few would wait for members that nobody serves any more.
+            # With KEEP, an overdue batch with too few members would wait for a version that is no longer served.
             if left_over and (self._settings.leftovers is Leftovers.DROP or batch.due_at == NEVER):
                 self._drop_all(batch.version, OLD_VERSION)
 
@@ -295,12 +295,12 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
         self._room.add(waiting)
 
     def _drop(self, waiting: PendingMember, reason: str) -> None:
-        # What a dropped correction would have corrected was trained all the same.
+        # The interaction of a dropped correction was in an earlier batch, so it stays BATCHED.
         self._end_wait(waiting, InteractionStatus.BATCHED if waiting.correction else InteractionStatus.DROPPED)
         self._count(reason)
 
     def _lose(self, outcome: Outcome, reason: str, fate: InteractionStatus = InteractionStatus.DROPPED) -> None:
-        """An outcome that does not even wait."""
+        """Drop an outcome at once."""
         self._mark(outcome.interaction_id, outcome.revision, fate)
         self._count(reason)
 
@@ -323,7 +323,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
 
 
 def broken_outcome(key: bytes | None, outcome: Outcome) -> str:
-    """Why an outcome cannot be used; empty when it can."""
+    """Return why an outcome cannot be used; empty if it can."""
     name = outcome.interaction_id
     if not name or name.startswith(NO_IDENTIFIER) or key != name.encode():
         return f"the key {key!r} is not the interaction_id {name!r}"

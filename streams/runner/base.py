@@ -1,5 +1,5 @@
-"""The part of a worker that every runner shares: topics and partitions before records flow, machines, outputs and dead
-letters, and ticks for partitions that are idle."""
+"""The common part of all runners: checks of topics and partitions at the start, machines, outputs and dead letters, and
+ticks for idle partitions."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tidemill.streams.machine import Machine, Output, OutputRecord, Processor, R
 from tidemill.streams.runner.journal import Journal
 
 STATE_TOPIC_CONFIG = {"segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"}
-"""Short segments let compaction keep up, and with it the time that a recovery takes."""
+"""Short segments, so that compaction keeps up and a recovery stays short."""
 LOG = logging.getLogger("tidemill.streams")
 
 
 class StreamFailure(RuntimeError):
-    """The stream worker cannot go on; the message says why and what to do."""
+    """The stream worker cannot continue; the message says why and what to do."""
 
 
 def checked_partitions(kafka: KafkaSettings, processor: Processor) -> int:
-    """Partition count of a processor's inputs; waits for the leaders of all its topics. Raises StreamFailure."""
+    """Return the partition count of a processor's inputs, once all its topics have leaders. Raises StreamFailure."""
     names = Names(kafka.topic_prefix)
     topics = [*processor.inputs, *processor.outputs]
     wanted = [*map(names.of, topics), *map(names.dead_letter, processor.inputs)]
@@ -40,11 +40,11 @@ def checked_partitions(kafka: KafkaSettings, processor: Processor) -> int:
     if missing:
         raise StreamFailure(f"missing topics: {missing}. Create them with `tidemill topics --create`")
     try:
-        # Leaders of new topics are elected within moments; a client that writes before would fail.
+        # Leaders of new topics are elected within moments; a client that writes earlier would fail.
         wait_until_led(client, set(wanted))
     except TimeoutError as error:
         raise StreamFailure(str(error)) from error
-    # What lies in equal partitions by the catalogue must do so in the log: machines and their outputs go by number.
+    # Co-partitioned topics of the catalogue must have equal partition counts: machines and outputs go by number.
     aligned = [
         topic for topic in topics if topic in processor.inputs or co_partitioned(processor.inputs[0], topic, kafka)
     ]
@@ -55,7 +55,7 @@ def checked_partitions(kafka: KafkaSettings, processor: Processor) -> int:
 
 
 def check_position(topic: str, partition: int, offset: int, end: int | None) -> None:
-    """Raise StreamFailure for a state that goes further than the log."""
+    """Raise StreamFailure if the state's offset is beyond the end of the log."""
     if end is not None and offset > end:
         raise StreamFailure(
             f"the state of {topic}[{partition}] goes to offset {offset}, the log ends at {end}: the topic was "
@@ -71,13 +71,13 @@ class Write:
     key: bytes | None
     value: bytes | None
     partition: int | None
-    """None: the partition of the key, by murmur2."""
+    """None: the partition is chosen from the key, by murmur2."""
     headers: Mapping[str, bytes] | None = None
     timestamp_ms: int | None = None
 
 
 class Runner:
-    """The part of a worker that every runner shares: its machines, the records that it writes, and ticks."""
+    """Base class of the runners: the machines of a worker, the records that it writes, and ticks."""
 
     def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
         self._kafka, self._stream, self._processor = kafka, stream, processor
@@ -92,7 +92,7 @@ class Runner:
         self._ticked_us: dict[tuple[Topic, int], int] = {}
 
     def write_of(self, output: Output) -> Write:
-        """A record that a machine emits, or a dead letter."""
+        """Return the write of an output: a record that a machine emits, or a dead letter."""
         match output:
             case OutputRecord(topic, key, record, partition):
                 return Write(self._names.of(topic), key.encode(), self._codec.encode(record), partition)
@@ -103,8 +103,8 @@ class Runner:
                 return Write(self._names.dead_letter(located.topic), located.key, value, None, headers)
 
     def due_ticks(self) -> Iterator[Write]:
-        """A tick for each partition in which a deadline has passed that no record reached; each counts as written."""
-        # Kafka keeps milliseconds: a tick must not fall short of the deadline that it is sent for.
+        """Yield a tick for each partition whose clock is behind a passed deadline; each tick counts as written."""
+        # Kafka stores milliseconds: a tick must not be earlier than the deadline for which it is sent.
         now_ms = to_ms(now_us())
         value = self._codec.encode(Tick(source=self._application, at=now_ms * 1000))
         for partition, machine in self._machines.items():
@@ -112,21 +112,21 @@ class Runner:
             if deadline is None or deadline > now_ms * 1000:
                 continue
             for topic in self._processor.inputs:
-                # A tick that is in the log and not read yet is as good as a second one.
+                # No second tick while the first one is in the log but not read yet.
                 if max(machine.clock_us(topic), self._ticked_us.get((topic, partition), 0)) < deadline:
                     self._ticked_us[topic, partition] = now_ms * 1000
                     key = tick_key(partition).encode() if is_compacted(topic) else None
                     yield Write(self._names.of(topic), key, value, partition, timestamp_ms=now_ms)
 
     def owned(self, assigned: Collection[Partition]) -> set[int]:
-        """The partitions that this worker has of every input. Raises StreamFailure where they are not together."""
+        """Return the partitions of this worker. Raises StreamFailure if they are not the same for every input."""
         owned = [{p for topic, p in assigned if topic == self._names.of(t)} for t in self._processor.inputs]
         if any(partitions != owned[0] for partitions in owned):
             raise StreamFailure(f"the inputs' partitions are not assigned together: {sorted(assigned)}")
         return owned[0]
 
     def make_machines(self, written: Mapping[int, Iterable[tuple[str, bytes]]]) -> dict[Partition, int]:
-        """Make the machines from keys and values of the state topic, by partition; where each reads on."""
+        """Create the machines from keys and values of the state topic, by partition. Return their next offsets."""
         self._ticked_us.clear()
         self._journals = {partition: Journal(partition, found) for partition, found in written.items()}
         self._machines = {p: self._processor.machine(p, journal.state) for p, journal in self._journals.items()}
@@ -137,7 +137,7 @@ class Runner:
         }
 
     def pass_over(self, gap: RetentionGap) -> None:
-        """Count the records that are missing; raise the gap where it is not accepted."""
+        """Count the missing records; raise the gap if gaps are not accepted."""
         if not self._stream.accept_gaps:
             raise gap
         self._skipped += gap.first - gap.wanted

@@ -1,7 +1,7 @@
-"""Faust's settings: at least once, without a web server and without topics of its own but the state's changelog.
+"""Faust's settings: at least once, without a web server and with the state's changelog as its only own topic.
 
-Faust speaks through aiokafka, which does not know librdkafka's options: its credentials are made from Kafka's settings.
-Certificates are verified, and the host's name with them; no option turns that off here.
+Faust uses aiokafka, which does not know librdkafka's options: its credentials are made from Tidemill's Kafka settings.
+Certificates and host names are always verified; no option turns that off here.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ TAKEN = frozenset(
 ONLY = MappingProxyType(
     {"ssl.endpoint.identification.algorithm": "https", "enable.ssl.certificate.verification": "true"}
 )
-"""Options that may say what holds anyway."""
+"""Options that are accepted only with the value that always applies."""
 
 
 def broker_credentials(kafka: KafkaSettings) -> Credentials | None:
-    """Faust's credentials for the brokers, and its demands on theirs; None for plain connections.
+    """Return Faust's credentials for the brokers, and its checks of theirs; None for plain connections.
 
-    Raises SecurityError, also for an option that Faust would go without.
+    Raises SecurityError, also for an option that Faust would ignore.
     """
     security = security_of(kafka)
     given = security_options(kafka.client_options)
@@ -80,7 +80,7 @@ def broker_credentials(kafka: KafkaSettings) -> Credentials | None:
 
 
 def _tls(security: Security) -> ssl.SSLContext:
-    """The context of a client that verifies whom it speaks to. Raises SecurityError for files that it cannot read."""
+    """Return the TLS context of a client that verifies the server. Raises SecurityError for unreadable files."""
     directory = bool(security.ca) and Path(security.ca).is_dir()
     try:
         context = ssl.create_default_context(
@@ -90,7 +90,7 @@ def _tls(security: Security) -> ssl.SSLContext:
         raise SecurityError(f"kafka.client_options: ssl.ca.location, {security.ca}: {error}") from error
     if security.certificate or security.key:
         try:
-            # Without a password OpenSSL would ask for one at the terminal.
+            # Without a password argument, OpenSSL would ask for one at the terminal.
             context.load_cert_chain(security.certificate, security.key or None, security.key_password.get_secret_value)
         except (ssl.SSLError, OSError) as error:
             raise SecurityError(
@@ -101,7 +101,7 @@ def _tls(security: Security) -> ssl.SSLContext:
 
 
 def checked_credentials(kafka: KafkaSettings) -> Credentials | None:
-    """Faust's credentials, checked with the brokers; None for plain connections. Raises StreamFailure."""
+    """Return Faust's credentials, checked with the brokers; None for plain connections. Raises StreamFailure."""
     try:
         credentials = broker_credentials(kafka)
         check_access(kafka)
@@ -113,9 +113,9 @@ def checked_credentials(kafka: KafkaSettings) -> Credentials | None:
 def faust_settings(
     kafka: KafkaSettings, stream: StreamSettings, partitions: int, credentials: Credentials | None
 ) -> dict[str, Any]:
-    """Faust's settings.
+    """Return Faust's settings.
 
-    `exactly_once` is left out on purpose: Faust's leaves outputs outside of the transaction.
+    `exactly_once` is not set on purpose: Faust's implementation writes outputs outside of the transaction.
     """
     return {
         "broker": [URL(f"kafka://{address.strip()}") for address in kafka.address().split(",")],
@@ -144,7 +144,7 @@ def faust_settings(
 
 
 def refuse_transactional_state(kafka: KafkaSettings, topic: str) -> None:
-    """Raise StreamFailure for a state topic that ends in the mark of a transaction: Faust would never read it whole."""
+    """Raise StreamFailure if a state topic ends in a transaction marker: Faust would never reach its end."""
     log = Consumer(groupless_settings(kafka, "tidemill-stream-state") | {"enable.partition.eof": True})
     try:
         metadata = log.list_topics(timeout=METADATA_TIMEOUT_S).topics.get(topic)

@@ -1,13 +1,13 @@
 """Faust's Kafka transport, corrected in four places.
 
-- Where to go on reading is what the state topic says, not the group's committed offsets: Faust may commit offsets of
-  records whose state changes are still in its buffers (its flush gives up after 0.1 s), and a crash would lose them.
-- Fetches wait for a set time. aiokafka has one fetch in flight a broker, and Faust's fixed 1.5 s is how long a record
-  of a partition outside of that fetch may wait.
-- Holes in the log are told from records that Faust drops between a fetch and the stream, as it does when the flow is
-  stopped: a hole is what the fetcher itself steps over, since compaction removed the records in it.
-- Records that the log deleted before they were read are told from such holes by the first offset that the log keeps:
-  aiokafka would go on there without a word.
+- Reading continues at the positions in the state topic, not at the group's committed offsets: Faust may commit offsets
+  of records whose state changes are still in its buffers (its flush ends after 0.1 s), and a crash would lose them.
+- The wait time of fetches can be set. aiokafka has one fetch in flight for each broker, so with Faust's fixed 1.5 s a
+  record of a partition that is not in this fetch may wait that long.
+- Holes in the log are distinguished from records that Faust drops between fetch and stream, as it does when the flow
+  is stopped: a hole is a range that the fetcher itself skips, because compaction removed its records.
+- Records that the log deleted before they were read are distinguished from such holes by the first offset in the log:
+  aiokafka would continue there silently.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LOG = logging.getLogger("tidemill.streams")
 
 
 class OffsetGaps:
-    """Which offsets follow each other in the log although they are not neighbours, by partition.
+    """The holes in the log, by partition: offsets that follow each other although they are not consecutive.
 
-    Noted in the consumer's thread and asked in the worker's; each hole is asked for once.
+    Recorded in the consumer's thread and queried in the worker's; each hole is queried once.
 
     Args:
-        topics: full names of the topics that compaction may make holes in.
+        topics: full names of the topics in which compaction may make holes.
     """
 
     def __init__(self, topics: Collection[str]) -> None:
@@ -41,13 +41,13 @@ class OffsetGaps:
         self._deleted: dict[tuple[TP, int], int] = {}
 
     def expect(self, tp: TP, offset: int) -> None:
-        """The next fetch begins at `offset`."""
+        """Record that the next fetch begins at `offset`."""
         self._next[tp] = offset
 
     def note(self, tp: TP, offsets: Iterable[int]) -> list[int]:
-        """Offsets of one fetch, ascending. One that lies behind the fetch before begins anew: somebody sought.
+        """Record the offsets of one fetch, ascending. A lower offset than expected follows a seek and is not a hole.
 
-        Returns the offsets that were expected where another one came.
+        Returns the expected offsets that the fetch skipped.
         """
         stepped_over = []
         for offset in offsets:
@@ -60,19 +60,19 @@ class OffsetGaps:
         return stepped_over
 
     def note_first(self, tp: TP, stepped_over: Iterable[int], first: int) -> None:
-        """The log keeps nothing before `first`, so that what was stepped over there was deleted."""
+        """Record that the log begins at `first`, so that skipped offsets before it were deleted."""
         self._deleted.update({(tp, expected): first for expected in stepped_over if expected < first})
 
     def first_kept(self, tp: TP, expected: int) -> int | None:
-        """The first offset that the log keeps, where it deleted the one that was expected."""
+        """Return the first offset in the log if it deleted the expected one; otherwise None."""
         return self._deleted.pop((tp, expected), None)
 
     def take(self, tp: TP, expected: int, offset: int) -> bool:
-        """Whether the log has nothing in [expected, offset)."""
+        """Return whether the log has no records in [expected, offset)."""
         return self._found.pop((tp, expected), expected) == offset
 
     def clear(self) -> None:
-        """Forget what was noted; the next record of a partition begins anew."""
+        """Delete all entries; the next record of a partition is not checked."""
         self._next.clear()
         self._found.clear()
         self._deleted.clear()
@@ -81,7 +81,7 @@ class OffsetGaps:
 class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # faust is untyped here
     def _create_worker_consumer(self, transport: Any) -> Any:  # noqa: ANN401 - aiokafka's consumer
         consumer = super()._create_worker_consumer(transport)
-        # The constructor's argument is fixed by Faust; aiokafka reads this attribute when the consumer starts.
+        # Faust fixes the constructor's argument; aiokafka reads this attribute when the consumer starts.
         consumer._fetch_max_wait_ms = self.transport.fetch_wait_ms
         return consumer
 
@@ -102,7 +102,7 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
         return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
 
     async def seek_to_committed(self) -> Mapping[TP, int]:
-        """Seek to the committed offsets, then to the positions of the state where there is one."""
+        """Seek to the committed offsets, then to the positions in the state for partitions that have one."""
         found = await super().seek_to_committed()
         assigned = self.assignment()
         wanted = {tp: offset for tp, offset in self.transport.positions().items() if tp in assigned}
@@ -112,12 +112,12 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
             check_position(tp.topic, tp.partition, offset, ends.get(tp))
             self._check_kept(tp, offset, firsts.get(tp, 0))
         if wanted:
-            # In the consumer's own thread: its plain `seek` would touch aiokafka's futures from this one.
+            # `seek_wait` runs in the consumer's own thread; `seek` would use aiokafka's futures from this one.
             await self.seek_wait(wanted)
         return {**found, **wanted}
 
     def _check_kept(self, tp: TP, offset: int, first: int) -> None:
-        """Raises RetentionGap when records after the state's are gone and may not be."""
+        """Raise RetentionGap if records after the state's offset were deleted and gaps are not accepted."""
         if offset == 0 and first > 0:
             LOG.warning("%s[%d] is read from its beginning, which is now offset %d", tp.topic, tp.partition, first)
             return
@@ -127,13 +127,13 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
 
 
 class PositionedTransport(driver.Transport):  # type: ignore[misc]  # faust is untyped here
-    """aiokafka transport that reads on from the positions of the state.
+    """aiokafka transport that continues reading at the positions in the state.
 
     Args:
-        positions: the next offset to read, by input partition; asked whenever Faust seeks.
+        positions: returns the next offset to read, by input partition; called whenever Faust seeks.
         fetch_wait_ms: longest time that a fetch waits for records.
-        may_have_holes: full names of the inputs from whose middle records may be gone.
-        accept_gaps: read on where the log has deleted what comes next.
+        may_have_holes: full names of the inputs in which compaction may make holes.
+        accept_gaps: continue if the log has deleted the next records.
     """
 
     Consumer = _Consumer

@@ -1,17 +1,17 @@
-"""The Faust runner: inputs in, outputs out, at least once, the state in a changelog topic as a redo log.
+"""The Faust runner: processes inputs at least once, with the state in a changelog topic as a redo log.
 
-The decisions are those of the processor's machines, one a partition; here is only the talking. Invariants:
+The processor's machines make all decisions, one machine for each partition; this module only does the I/O. Invariants:
 
-- per batch, and in this order, each acknowledged by the log before the next: outputs and dead letters; the steps of
-  the redo log (`journal`); then the records are marked as done;
-- so a worker killed anywhere goes on from the heads of each partition, and can only repeat outputs byte for byte;
-- equal partitions of all inputs are read by one worker and given to one machine, each record once in its life;
-- any failure to read or write ends the worker: a fresh one begins from what the log says.
+- for each batch, in this order, each acknowledged by the broker before the next: outputs and dead letters; the steps
+  of the redo log (`journal`); then the records are acknowledged;
+- so a killed worker continues from the head of each partition, and can only repeat outputs byte for byte;
+- one worker reads the partitions of equal number of all inputs; one machine gets them, and observes each record once;
+- any failure to read or write ends the worker: a new one continues from the state in the log.
 
-Limits that no other runner has: no input and no state topic may be written in transactions. Faust commits past the end
-marker of one transaction at a time, cannot tell a marker from a record that it lost, does not come to the end of a
-state topic that ends in a marker, and reads what was aborted. So a processor whose input the transactional runner
-writes (`batches` and the gate behind `join`) runs in that one as well, and a state that it wrote stays with it.
+Limits of this runner only: no input and no state topic may be written in transactions. Faust commits past the end
+marker of only one transaction at a time, cannot distinguish a marker from a lost record, never reaches the end of a
+state topic that ends in a marker, and reads aborted records. So a processor whose input the transactional runner
+writes (`batches` and the gate after `join`) needs that runner too, and must keep it for a state that it wrote.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tidemill.streams.runner.watchdog import STOP_TIMEOUT_S, Watchdog
 
 
 class FaustRunner(Runner):
-    """As many partitions as the consumer group gives it, in one process."""
+    """Runs the partitions that the consumer group assigns to it, in one process."""
 
     def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
         super().__init__(kafka, run, stream, processor)
@@ -92,7 +92,7 @@ class FaustRunner(Runner):
     async def _work(self, stream: Any) -> None:  # noqa: ANN401 - a faust stream
         batch: list[Any] = []
         try:
-            # Faust would acknowledge a record when the next one is asked for, or when an exception leaves the loop.
+            # Faust would acknowledge a record when the next one is requested, or when an exception leaves the loop.
             manual = stream.noack()
             async for event in manual.events():
                 batch.append(event)
@@ -100,7 +100,7 @@ class FaustRunner(Runner):
                     await self._decide(batch, manual)
                     batch = []
         except BaseException as error:
-            # Faust would start the agent anew, over a state in memory that is ahead of what was written.
+            # Faust would restart the agent with a state in memory that is ahead of the written one.
             self._fail(error)
             raise
 
@@ -114,14 +114,14 @@ class FaustRunner(Runner):
         partitions = sorted({event.message.partition for event in events})
         changes = {p: self._journals[p].redo(self._machines[p].take_changes()) for p in partitions}
         for step in zip(*changes.values(), strict=True):
-            # The new owner of the partition may have written newer heads, and deletions that stand on them.
+            # The new owner of the partition may have written newer heads, and deletions that depend on them.
             if not self._owns(generation):
                 return
             writes = []
             for partition, written in zip(changes, step, strict=True):
                 for key, value in written.items():
                     writes.append(Write(self._table.changelog_topic_name, key.encode(), value, partition))
-                    # The table's own setter would write the changelog without an acknowledgement to wait for.
+                    # The table's own setter would write the changelog without waiting for an acknowledgement.
                     if value is None:
                         self._table.data.pop(key.encode(), None)
                     else:
@@ -132,12 +132,12 @@ class FaustRunner(Runner):
                 await stream.ack(event)
 
     def _owns(self, generation: int) -> bool:
-        # After a rebalance somebody else, or this worker from its written heads, decides these records.
+        # After a rebalance another worker, or this one from its written heads, decides these records.
         return bool(self._ready and generation == self.app.consumer_generation_id)
 
     def _observe(self, message: Any) -> list[Output]:  # noqa: ANN401 - a faust message
-        """The outputs that a record decides; none if the machine has seen it. Raises StreamFailure if records before it
-        are missing.
+        """Return the outputs that a record decides; none if the machine has observed it. Raises StreamFailure if
+        records before it are missing.
         """
         tp, offset = TP(message.topic, message.partition), message.offset
         expected = self._next[tp]
@@ -164,7 +164,7 @@ class FaustRunner(Runner):
         first = self._transport.holes.first_kept(tp, expected)
         if first is not None:
             self.pass_over(RetentionGap(tp.topic, tp.partition, expected, first))
-        # The first record after a seek is what the log still has. From there on only compaction leaves records out.
+        # The first record after a seek is the first one still in the log. After it, only compaction may remove records.
         elif tp in self._reading and not self._transport.holes.take(tp, expected, offset):
             raise StreamFailure(
                 f"{tp.topic}[{tp.partition}] went from offset {expected} to {offset}: records were lost on the way, or "
@@ -174,7 +174,7 @@ class FaustRunner(Runner):
     # Writing
 
     async def _write(self, writes: Sequence[Write]) -> None:
-        """Send in order and wait for every acknowledgement."""
+        """Send the writes in order and wait for all acknowledgements."""
         async with self._writing:
             producer = self.app.producer
             waiting: list[Awaitable[Any]] = []
@@ -187,7 +187,7 @@ class FaustRunner(Runner):
     async def _send_ticks(self) -> None:
         try:
             await self._write(list(self.due_ticks()))
-        except Exception as error:  # an error here would keep deadlines from passing, unseen
+        except Exception as error:  # without this, deadlines would silently stop having an effect
             self._fail(error)
             raise
 
@@ -196,22 +196,22 @@ class FaustRunner(Runner):
     async def _restore(self, *_sender: object, **_arguments: object) -> None:
         try:
             self._begin()
-        except Exception as error:  # Faust would try again for ever after any error here
+        except Exception as error:  # Faust would retry endlessly after any error here
             self._fail(error)
             raise
         self._ready = True
 
     async def _lose(self, *_sender: object, **_arguments: object) -> None:
-        # The next owner reads the state while this worker may be in the middle of writing it: what was begun is
-        # finished, and no further step begins.
+        # The next owner reads the state while this worker may still write it: finish the current write, and start no
+        # further step.
         self._ready = False
         async with self._writing:
             return
 
     def _begin(self) -> None:
-        """Make the machines of the partitions that this worker has now from the recovered table."""
-        # Faust seeks next, and then empties the queues as it resumes the flow. A record delivered between the two would
-        # be dropped and never fetched again, so nothing may flow until then.
+        """Create the machines of the partitions that this worker has now, from the recovered table."""
+        # Faust seeks next, and then empties the queues when it resumes the flow. A record delivered between the two
+        # would be dropped and never fetched again, so the flow must remain stopped until then.
         self.app.consumer.stop_flow()
         self.app.flow_control.suspend()
         owned = self.owned(self.app.consumer.assignment())
@@ -227,10 +227,10 @@ class FaustRunner(Runner):
         self._transport.holes.clear()
         self._reading.clear()
 
-    # Life
+    # Lifecycle
 
     async def serve(self) -> None:
-        """Work until SIGINT or SIGTERM. Raises StreamFailure when the worker cannot go on."""
+        """Process records until SIGINT or SIGTERM. Raises StreamFailure if the worker cannot continue."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._ended.set)
@@ -268,7 +268,7 @@ class FaustRunner(Runner):
         try:
             await asyncio.wait_for(self.app.stop(), STOP_TIMEOUT_S)
         except TimeoutError:
-            # A worker that joins a group does not hear a stop. Nothing is lost: what was not written is read again.
+            # Faust ignores a stop while it joins a group. No data is lost: unwritten records are read again.
             LOG.error("Faust did not stop within %g s; ending the process", STOP_TIMEOUT_S)
             os._exit(EXIT_HUNG)
         finally:
@@ -281,13 +281,13 @@ class FaustRunner(Runner):
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
-    """Run a processor in Faust until SIGINT or SIGTERM. Raises StreamFailure when the worker cannot go on."""
+    """Run a processor in Faust until SIGINT or SIGTERM. Raises StreamFailure if the worker cannot continue."""
     for name in ("faust", "mode", "aiokafka"):
         logging.getLogger(name).setLevel(stream.log_level)
     Path(stream.data_dir).mkdir(parents=True, exist_ok=True)
 
     async def work() -> None:
-        # Faust's own objects belong to the loop that runs when they are made.
+        # Faust's own objects belong to the event loop that runs when they are created.
         await FaustRunner(kafka, run, stream, processor).serve()
 
     asyncio.run(work())

@@ -1,20 +1,20 @@
-"""The state topic: how the changes of a partition's machine are written, and found again.
+"""The state topic: the encoding of the changes of a partition's machine, and their recovery.
 
 Keys are those of the entries; each value begins with its kind and the partition that it belongs to, and ends with the
 machine's own bytes. The head is a commit record. There are two ways to write a `Changes`:
 
-- `commit`, for a writer whose writes of one batch are in the log whole or not at all;
-- `redo`, for one that a crash may cut off between any two writes: a redo log inside of the state topic.
+- `commit`, for a writer that writes a batch atomically (in a transaction);
+- `redo`, for a writer that may crash between any two writes: a redo log within the state topic.
 
 Invariants of `redo`:
 
-- what a batch changed is written twice: as parts of the journal before the head of that batch, and as entries of their
-  own before the head of the next;
+- the changes of a batch are written twice: as parts of the journal before the head of that batch, and as separate
+  entries before the head of the next;
 - so every entry that a restart finds was committed by a head, and the journal of the newest head makes them exact;
-- parts of two batches in a row have different keys, so that parts without a head spoil nothing.
+- parts of two consecutive batches have different keys, so that parts without a head do no harm.
 
-A topic that was written in one way is read, and written on, in the other. Values of group assembly from before there
-was one format for all processors are read as they are: they bear no envelope, and name their partition themselves.
+A topic that was written in one way can be read, and continued, in the other. Values of group assembly that are older
+than the common format of all processors can still be read: they have no envelope, and contain their partition.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tidemill.schemas.record_class import record
 from tidemill.streams.state import NO_IDENTIFIER, Changes, MachineState, StateBytes, StateError
 
 PART_BYTES = 262_144
-"""Size from which a part of the journal is closed: well below what one record may hold."""
+"""Size at which a part of the journal is closed: well below the largest record."""
 
 Written = Mapping[str, bytes | None]
 """Values by key; None deletes."""
@@ -41,7 +41,7 @@ _BARE_ENTRIES = frozenset({b"o", b"d"})
 
 @record(frozen=True, slots=True)
 class JournalHead:
-    """The newest batch: its number, in how many parts it is written, and the machine's own head."""
+    """The newest batch: its number, its number of parts, and the machine's own head."""
 
     sequence: int
     parts: int
@@ -60,12 +60,12 @@ _HEADS, _PARTS = StateBytes(JournalHead), StateBytes(JournalPart)
 
 
 def partition_of_state(key: str, value: bytes) -> int:
-    """The partition that a written value belongs to. Raises StateError."""
+    """Return the partition to which a written value belongs. Raises StateError."""
     return _opened(key, value)[1]
 
 
 def _opened(key: str, value: bytes) -> tuple[bytes, int, bytes]:
-    """Kind, partition and body of a written value. Raises StateError."""
+    """Return kind, partition and body of a written value. Raises StateError."""
     kind = value[:1]
     if kind in _BARE_ENTRIES:
         try:
@@ -87,20 +87,20 @@ class Journal:
     """The written state of one partition's machine: read at the start, then only written."""
 
     def __init__(self, partition: int, written: Iterable[tuple[str, bytes]] = ()) -> None:
-        """`written` is every key and value of the partition in the state topic. Raises StateError."""
+        """`written` contains all keys and values of the partition in the state topic. Raises StateError."""
         self._partition = partition
         self._head_key = f"{_HEAD_PREFIX}{partition}"
         self._sequence = -1
         self._committed: dict[str, bytes] = {}
-        """Entries that lie in the journal of the newest head, and perhaps nowhere else."""
+        """Entries in the journal of the newest head that may not be written as separate entries yet."""
         self._deleted: dict[str, None] = {}
-        """Deletions of that head that were perhaps not written."""
+        """Deletions of that head that may not be written yet."""
         self._parts = {0: 0, 1: 0}
         self.state = self._recovered({key: _opened(key, value) for key, value in written})
         """The machine's state at the start."""
 
     def commit(self, changes: Changes) -> Written:
-        """The writes of a batch, of which the log keeps all or none."""
+        """Return the writes of a batch that is written atomically."""
         self._sequence += 1
         writes: dict[str, bytes | None] = {key: self._sealed(_ENTRY, body) for key, body in self._committed.items()}
         for parity, count in self._parts.items():
@@ -113,7 +113,7 @@ class Journal:
         return writes
 
     def redo(self, changes: Changes) -> tuple[Written, Written, Written]:
-        """The writes of a batch in three steps: each is to be acknowledged by the log before the next is sent."""
+        """Return the writes of a batch in three steps: the broker must acknowledge each before the next is sent."""
         self._sequence += 1
         parity = self._sequence % 2
         changed = {**dict.fromkeys(self._deleted, None), **changes.entries}
@@ -123,7 +123,7 @@ class Journal:
         forgotten = [key for key, body in changed.items() if body is None]
         forgotten += [self._part_key(parity, index) for index in range(len(parts), self._parts[parity])]
         self._parts[parity] = len(parts)
-        # Deletions are written by this batch already; entries only once this head has committed them.
+        # This batch writes its deletions itself; its entries are written only after this head has committed them.
         self._committed = {key: entry for key, entry in changed.items() if entry is not None}
         self._deleted = {}
         return states, {self._head_key: self._sealed_head(len(parts), changes.head)}, dict.fromkeys(forgotten, None)
@@ -174,7 +174,7 @@ class Journal:
                 if change is not None:
                     entries[key] = self._committed[key] = change
                     continue
-                # Whether the deletion was written is not known: the next head commits it again.
+                # It is not known whether the deletion was written: the next head commits it again.
                 entries.pop(key, None)
                 self._deleted[key] = None
         return MachineState(entries, found.body)

@@ -1,17 +1,17 @@
 """The transactional runner: outputs, dead letters, state and offsets of a batch of records in one transaction.
 
-The decisions are those of the processor's machines, one a partition; here is only the talking. Invariants:
+The processor's machines make all decisions, one machine for each partition; this module only does the I/O. Invariants:
 
-- readers of what is committed (every reader of Tidemill) see each output once, and never one without its state;
-- a worker goes on from the state topic alone, read to its end after all transactions there have ended; the offsets in
-  the transaction serve lag monitors, and shut out a worker that its group has given up: the log refuses them, and with
+- readers of committed records (every reader of Tidemill) see each output once, and never an output without its state;
+- a worker continues only from the state topic, read to its end after all transactions there have ended; the offsets in
+  the transaction serve lag monitors, and fence a worker that its group has removed: the broker rejects them, and with
   them the transaction;
-- everything of a transaction is in the log before its offsets are sent, so that the next owner of a partition waits
-  for the end of what the last one may still commit;
-- equal partitions of all inputs are read by one worker (assignor `range`) and given to one machine;
+- all records of a transaction are in the log before its offsets are sent, so that the next owner of a partition waits
+  for the end of a transaction that the previous owner may still commit;
+- one worker (assignor `range`) reads the partitions of equal number of all inputs and gives them to one machine;
 - a transaction that fails is aborted, and its records are decided again from the state in the log.
 
-Ticks are written outside of transactions: they are no outputs, and inputs stay readable for Faust.
+Ticks are written outside of transactions: they are not outputs, and the inputs remain readable for Faust.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ from tidemill.streams.runner.watchdog import Watchdog
 
 CLIENT = "tidemill-stream"
 TRANSACTION_TIMEOUT_MS = 15_000
-"""After this the log aborts the transaction of a worker that is gone."""
+"""After this time the broker aborts the transaction of a dead worker."""
 CHUNK = 500
-"""Most records taken from the client at once."""
+"""Most records taken from the client in one call."""
 IDLE_S = 0.1
 AGAIN_S = 0.5
 """Pause after an aborted transaction."""
 
 
 class _Stopped(Exception):
-    """The worker is to end, and its state is not read to the end."""
+    """The worker must end before its state was read to the end."""
 
 
 class TransactionalRunner(Runner):
-    """As many partitions as the consumer group gives it, in one process and one thread."""
+    """Runs the partitions that the consumer group assigns to it, in one process and one thread."""
 
     def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
         try:
@@ -81,7 +81,7 @@ class TransactionalRunner(Runner):
         self._changelog = f"{self._application}-{processor.table}-changelog"
         self._next: dict[Partition, int] = {}
         self._found: dict[Partition, int] = {}
-        """How far the state was read, while it is."""
+        """Last offset read of each partition of the state topic, during recovery."""
         self._touched: set[int] = set()
         """Partitions with records in the open transaction; empty while none is open."""
         self._taken = 0
@@ -101,13 +101,13 @@ class TransactionalRunner(Runner):
             }
         )
         self._state_reader = Consumer(groupless_settings(kafka, f"{CLIENT}-state") | {"enable.partition.eof": True})
-        # An end that only counts what is committed would hide a transaction that may still be.
+        # The end of committed records would hide a transaction that may still be committed.
         uncommitted = {"isolation.level": "read_uncommitted"}
         self._log_ends = Consumer(groupless_settings(kafka, f"{CLIENT}-ends") | uncommitted)
         self._producer = Producer(
             {
                 **producer_settings(kafka, CLIENT),
-                # A worker that is started again under its name ends at once what the one before left open.
+                # A restarted worker with the same name ends the open transaction of its predecessor at once.
                 "transactional.id": f"{self._application}-{stream.instance or uuid.uuid4().hex}",
                 "transaction.timeout.ms": TRANSACTION_TIMEOUT_MS,
                 "delivery.timeout.ms": TRANSACTION_TIMEOUT_MS,
@@ -117,7 +117,7 @@ class TransactionalRunner(Runner):
         self._ticks = Producer(producer_settings(kafka, f"{CLIENT}-ticks"))
 
     def _make_changelog(self, partitions: int) -> None:
-        """Create the state topic where there is none. Raises StreamFailure for one of another partition count."""
+        """Create the state topic if it is missing. Raises StreamFailure if it has another partition count."""
         client = admin_client(self._kafka)
         config = {"cleanup.policy": "compact", **STATE_TOPIC_CONFIG}
         topic = NewTopic(self._changelog, partitions, self._kafka.replication_factor, config=config)
@@ -132,10 +132,10 @@ class TransactionalRunner(Runner):
                 "processor another `application` name, or delete the state topic"
             )
 
-    # Life
+    # Lifecycle
 
     def serve(self, stop: threading.Event) -> None:
-        """Work until `stop` is set. Raises StreamFailure when the worker cannot go on."""
+        """Process records until `stop` is set. Raises StreamFailure if the worker cannot continue."""
         self._stop = stop
         watchdog = Watchdog(
             self._kafka,
@@ -179,7 +179,7 @@ class TransactionalRunner(Runner):
     # Reading
 
     def _turn(self) -> None:
-        """Take what there is, for as long as a transaction may last; commit it when it is time."""
+        """Read and decide available records; commit the transaction when its time or size is reached."""
         now_s = time.monotonic()
         most, wait_s = 1, IDLE_S
         if self._touched:
@@ -189,12 +189,12 @@ class TransactionalRunner(Runner):
         for message in messages:
             self._observe(message)
         now_s = time.monotonic()
-        # Where records wait to be read, a transaction of more of them costs less than two.
+        # If more records wait to be read, one larger transaction costs less than two.
         ends_at = self._ends_at + (self._stream.commit_interval_s if len(messages) == most else 0.0)
         if self._touched and (now_s >= ends_at or self._taken >= self._stream.transaction_records):
             self._commit()
         elif not messages:
-            # The consumer's own position moves past the ends of transactions and what compaction dropped.
+            # The consumer's own position moves past transaction markers and compacted records.
             for tp in self._consumer.position([TopicPartition(*place) for place in self._next]):
                 place = (tp.topic, tp.partition)
                 self._next[place] = max(self._next[place], tp.offset)
@@ -210,7 +210,7 @@ class TransactionalRunner(Runner):
                 place = (topic, partition)
                 self._next[place] = self._kept(place, self._next[place])
                 self._consumer.assign([TopicPartition(*found, offset) for found, offset in self._next.items()])
-            # Away for too long; what the group does about it comes through the callbacks.
+            # The poll interval was exceeded: the group reacts, and the callbacks report it.
             elif error.code() != KafkaError._MAX_POLL_EXCEEDED:
                 raise_lasting(error)
             return
@@ -227,7 +227,7 @@ class TransactionalRunner(Runner):
             self._write(self.write_of(output))
 
     def _kept(self, place: Partition, offset: int) -> int:
-        """The first offset from `offset` that the log keeps. Raises RetentionGap, StreamFailure."""
+        """Return the first offset from `offset` on that the log still has. Raises RetentionGap, StreamFailure."""
         first, end = watermarks(self._log_ends, place)
         check_position(*place, offset, end)
         if offset >= first:
@@ -242,7 +242,7 @@ class TransactionalRunner(Runner):
 
     def _write(self, write: Write) -> None:
         headers: dict[str, str | bytes | None] | None = dict(write.headers) if write.headers else None
-        # -1 is librdkafka's word for the partition of the key.
+        # -1 tells librdkafka to choose the partition from the key.
         partition = -1 if write.partition is None else write.partition
         while True:
             try:
@@ -271,7 +271,7 @@ class TransactionalRunner(Runner):
         self._touched.clear()
 
     def _restart_transaction(self, error: KafkaException) -> None:
-        """Abort, and decide the records of the transaction again. Raises StreamFailure where that cannot be."""
+        """Abort, and decide the records of the transaction again. Raises StreamFailure if that is impossible."""
         cause: KafkaError = error.args[0]
         over = cause.fatal() or cause.code() in (*FENCED, KafkaError._FATAL)
         if not (over or cause.txn_requires_abort() or cause.code() == KafkaError._TIMED_OUT):
@@ -290,20 +290,20 @@ class TransactionalRunner(Runner):
 
     def _abort(self) -> None:
         self._forget()
-        # The log may still be ending the transaction before, and refuses to add to this one until then. An abort that
-        # comes first is of a transaction that it does not know, which costs the producer its life.
+        # The broker may still be ending the previous transaction, and rejects additions to this one until then. An
+        # abort before that names a transaction that the broker does not know, which is fatal for the producer.
         self._producer.flush(CALL_TIMEOUT_S)
         try:
             resumed(self._producer.abort_transaction)
         except KafkaException as error:
-            # There may have been none; and a producer at its end has none, which the next call says.
+            # There may be no open transaction; after a fatal error there is none, and the next call reports the error.
             if error.args[0].code() != KafkaError._STATE and not error.args[0].fatal():
                 raise
 
     def _send_ticks(self) -> None:
         def written(error: KafkaError | None, _message: Message) -> None:
             if error is not None:
-                # A deadline would pass unseen.
+                # Without the tick, a deadline would have no effect.
                 self._end(f"the log refused a tick: {error}")
 
         for tick in self.due_ticks():
@@ -336,7 +336,7 @@ class TransactionalRunner(Runner):
         self._ready = False
 
     def _restore(self, partitions: Collection[int]) -> None:
-        """Make the machines of these partitions from the log, and read on from where they stand."""
+        """Create the machines of these partitions from the log, and continue reading at their next offsets."""
         self._forget()
         written = self._read_state(partitions)
         begin = self.make_machines({partition: found.items() for partition, found in written.items()})
@@ -345,7 +345,7 @@ class TransactionalRunner(Runner):
         self._ready = True
 
     def _read_state(self, partitions: Iterable[int]) -> dict[int, dict[str, bytes]]:
-        """Everything committed in the state topic, once all that was written there is committed or aborted."""
+        """Return all committed values of the state topic, after all transactions there are committed or aborted."""
         found: dict[int, dict[str, bytes]] = {partition: {} for partition in partitions}
         bounds = {p: watermarks(self._log_ends, (self._changelog, p)) for p in found}
         self._found = {(self._changelog, p): low for p, (low, _) in bounds.items()}
@@ -366,7 +366,7 @@ class TransactionalRunner(Runner):
                     raise_lasting(error)
                     continue
                 self._found[self._changelog, partition] = offset
-                # What is at the end may be the end of a transaction, which carries no message.
+                # The last offset may be a transaction marker, which is not delivered as a message.
                 if offset + (error is None) >= left.get(partition, 0):
                     left.pop(partition, None)
         self._state_reader.unassign()
@@ -374,6 +374,6 @@ class TransactionalRunner(Runner):
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
-    """Run a processor in transactions until SIGINT or SIGTERM. Raises StreamFailure when it cannot go on."""
+    """Run a processor in transactions until SIGINT or SIGTERM. Raises StreamFailure if it cannot continue."""
     stop = stop_on_signals()
     TransactionalRunner(kafka, run, stream, processor).serve(stop)

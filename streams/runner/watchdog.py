@@ -1,7 +1,7 @@
-"""The progress watchdog: a stream worker that has records to read and reads none is of no use, and must end.
+"""The progress watchdog: ends a stream worker that has records to read but reads none.
 
-Faust and aiokafka are known to stall silently after a broker outage or a rebalance. The watchdog asks the broker for
-the end of each assigned partition over its own connection, from its own thread, so that it sees a hung event loop too.
+Faust and aiokafka are known to stall silently after a broker outage or a rebalance. The watchdog requests the end of
+each assigned partition over its own connection, from its own thread, so that it also detects a hung event loop.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tidemill.schemas.log.watermarks import EndsClient
 CHECKS_PER_TIMEOUT = 10
 REQUEST_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = 20.0
-"""Longest that a worker takes to end."""
+"""Longest time that a worker may take to end."""
 LOG = logging.getLogger("tidemill.streams")
 
 Progress = tuple[bool, Mapping[Partition, int]]
-"""Whether partitions are assigned and their state is recovered, and the next offset of each: then of the inputs, before
-of the state topic."""
+"""Whether partitions are assigned and their state is recovered, and the next offset of each: of the inputs if so, of
+the state topic before that."""
 
 
 class Watchdog:
-    """Looks at a worker's progress until stopped; ends the process where the worker does not end by itself.
+    """Checks a worker's progress until stopped; ends the process if the worker does not end by itself.
 
     Args:
-        timeout_s: without progress for this long the worker is stalled. 0: nobody looks.
-        progress: asks the worker how far it is; called from the watchdog's thread.
-        on_stall: takes the message of a stall; called once, from the watchdog's thread.
+        timeout_s: without progress for this long, the worker is stalled. 0: no checks.
+        progress: returns the worker's progress; called from the watchdog's thread.
+        on_stall: gets the message about a stall; called once, from the watchdog's thread.
     """
 
     def __init__(
@@ -57,21 +57,21 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the checks."""
         if self._timeout_s:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop looking."""
+        """Stop the checks."""
         self._stopped.set()
         if self._timeout_s:
             self._thread.join(REQUEST_TIMEOUT_S * 2)
         self._log.close()
 
     def stalled(self, now_s: float, progress: Progress, ends: Mapping[Partition, int]) -> str:
-        """One look, with the log's end by input partition; why the worker is stalled, empty where it is not.
+        """Check once, with the log's end by input partition. Return why the worker is stalled; empty if it is not.
 
-        A partition without an end counts as read. `now_s` is of any monotonic clock.
+        A partition without an end counts as read. `now_s` is the time of any monotonic clock.
         """
         ready, positions = progress
         waiting = sum(max(0, ends[place] - position) for place, position in positions.items() if place in ends)
@@ -90,14 +90,14 @@ class Watchdog:
             progress = ready, positions = self._progress()
             ends: Mapping[Partition, int] = {}
             if ready:
-                # Without a broker nobody can make progress, and a fresh worker could not either.
+                # Without a broker no worker can make progress, and a new one could not either.
                 with suppress(KafkaException):
                     ends = self._log.ends(positions, REQUEST_TIMEOUT_S)
             stall = self.stalled(time.monotonic(), progress, ends)
             if stall:
                 LOG.error("%s", stall)
                 self._on_stall(stall)
-                # A loop that hangs in a call never gets there.
+                # A hung event loop never handles `on_stall`: end the process.
                 timer = threading.Timer(STOP_TIMEOUT_S, os._exit, [EXIT_HUNG])
                 timer.daemon = True
                 timer.start()

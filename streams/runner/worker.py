@@ -1,7 +1,7 @@
-"""The stream processors by name, and one stream worker: a processor under the runner that the settings name.
+"""The stream processors by name, and the stream worker: a processor with the runner that the settings name.
 
 `python -m tidemill.streams.runner.worker SETTINGS.json [PROCESSOR]` starts one without the command line of `tidemill`.
-The file holds sections of the configuration: `kafka`, `run`, `stream`, `join` and `batches`.
+The file contains sections of the configuration: `kafka`, `run`, `stream`, `join` and `batches`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOG = logging.getLogger("tidemill.streams")
 
 @dataclass(frozen=True, slots=True)
 class ProcessorSettings:
-    """The sections of the configuration that decide what processors put out."""
+    """The sections of the configuration that determine the outputs of processors."""
 
     run: RunSettings = field(default_factory=RunSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
@@ -39,7 +39,7 @@ class ProcessorSettings:
 
 
 def group_assembly(run: RunSettings, stream: StreamSettings) -> Processor:
-    """`rollouts` in, `groups` out, each group in the partition of its rollouts."""
+    """Return group assembly: reads `rollouts`, writes `groups`, each group in the partition of its rollouts."""
 
     def machine(partition: int, state: MachineState) -> GroupAssembler:
         return GroupAssembler(partition, run.run_id, stream, state)
@@ -48,7 +48,7 @@ def group_assembly(run: RunSettings, stream: StreamSettings) -> Processor:
 
 
 def feedback_join(run: RunSettings, settings: JoinSettings) -> Processor:
-    """`interactions` and `feedback` in, `outcomes` out. Settings that deserve a second thought are logged."""
+    """Return the feedback join: reads `interactions` and `feedback`, writes `outcomes`. Logs questionable settings."""
     for note in settings.map.notes():
         LOG.warning(note)
 
@@ -59,7 +59,7 @@ def feedback_join(run: RunSettings, settings: JoinSettings) -> Processor:
 
 
 def online_batches(run: RunSettings, settings: BatchSettings) -> Processor:
-    """`outcomes` in, `online-batches` out. Each branch has an application of its own."""
+    """Return the online batcher: reads `outcomes`, writes `online-batches`. Each branch has its own application."""
 
     def machine(_partition: int, state: MachineState) -> OnlineBatcher:
         return OnlineBatcher(run.run_id, run.branch, settings, state)
@@ -69,7 +69,7 @@ def online_batches(run: RunSettings, settings: BatchSettings) -> Processor:
 
 
 def processor_of(name: ProcessorName, rules: ProcessorSettings) -> Processor:
-    """The processor of a name: an application of its own, with its own consumer group and state."""
+    """Return the processor of a name: a separate application, with its own consumer group and state."""
     match name:
         case ProcessorName.ASSEMBLY:
             return group_assembly(rules.run, rules.stream)
@@ -80,9 +80,9 @@ def processor_of(name: ProcessorName, rules: ProcessorSettings) -> Processor:
 
 
 def run(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
-    """Run a processor until SIGINT or SIGTERM. Raises StreamFailure when the worker cannot go on."""
+    """Run a processor until SIGINT or SIGTERM. Raises StreamFailure if the worker cannot continue."""
     logging.basicConfig(level=stream.log_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    # One runner's client is of no use to the other, and takes long to import.
+    # Import only the chosen runner: the clients take long to import.
     if stream.runner is RunnerName.FAUST:
         from tidemill.streams.runner import faust_worker as runner
     else:
@@ -91,7 +91,7 @@ def run(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processo
 
 
 def main() -> int:
-    """Read the settings and work until a signal; the exit status."""
+    """Read the settings and run until a signal. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tidemill.streams.runner.worker", description=__doc__)
     parser.add_argument("settings", type=Path, help="JSON file with sections of the configuration")
     names = [name.value for name in ProcessorName]
