@@ -1,14 +1,14 @@
-"""Which kernels run: compiled loops on the CPU, or Triton on the GPU that holds the weights.
+"""Choice of the kernels: compiled loops on the CPU, or Triton on the GPU that holds the weights.
 
 `TIDEMILL_KERNELS` decides:
 
-    auto      (default) Triton where a tensor is on a GPU, the compiled loops for all else. A GPU's tensor that cannot
-              have Triton is copied to the CPU: slower, the same bytes, and said once, loudly
-    strict    as auto, but that copy is an error that says why Triton cannot run
+    auto      (default) Triton if a tensor is on a GPU, otherwise the compiled loops. If Triton cannot run on the GPU,
+              the tensor is copied to the CPU: slower, the same bytes, and one warning in the log
+    strict    as auto, but instead of that copy an error gives the reason why Triton cannot run
     cpu       the compiled loops, for any tensor
-    triton    Triton, for any array: a CPU's is copied to the GPU, or stays where it is under Triton's interpreter
+    triton    Triton, for any array: a CPU array is copied to the GPU, or is used in place by Triton's interpreter
 
-`backend_for` gives the kernels for an array: a numpy array of bit patterns or a PyTorch tensor.
+`backend_for` returns the kernels for an array: a numpy array of bit patterns or a PyTorch tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class KernelUnavailableError(RuntimeError):
-    """The kernels that were asked for cannot run here, and nothing may take their place; the message says why."""
+    """The requested kernels cannot run here, and the setting allows no other; the message gives the reason."""
 
 
 BackendMode = Literal["auto", "strict", "cpu", "triton"]
@@ -47,9 +47,9 @@ BackendChoice = Literal["cpu", "triton", "fallback"]
 
 
 def choose(mode: BackendMode, on_gpu: bool, obstacle: Callable[[], str | None]) -> BackendChoice:
-    """Which kernels run for an array; `obstacle` says what keeps Triton from running, None if nothing does.
+    """Choose the kernels for an array; `obstacle` returns the reason why Triton cannot run, None if it can.
 
-    `obstacle` is asked only where Triton is wanted. Raises KernelUnavailableError.
+    `obstacle` is called only if Triton is wanted. Raises KernelUnavailableError.
     """
     if mode == "cpu" or (mode != "triton" and not on_gpu):
         return "cpu"
@@ -62,9 +62,9 @@ def choose(mode: BackendMode, on_gpu: bool, obstacle: Callable[[], str | None]) 
 
 
 def choice_for(array: AnyArray, instead: str) -> BackendChoice:
-    """Which kernels run for an array, by the environment; without Triton on a GPU, the log says what happens `instead`.
+    """Choose the kernels for an array by the environment; if a GPU has no Triton, the log states the `instead` text.
 
-    Raises KernelUnavailableError where Triton is asked for and cannot run, ValueError for an unknown mode.
+    Raises KernelUnavailableError if Triton is required and cannot run, ValueError for an unknown mode.
     """
     mode = os.environ.get(ENVIRONMENT) or "auto"
     if mode not in get_args(BackendMode):
@@ -76,29 +76,29 @@ def choice_for(array: AnyArray, instead: str) -> BackendChoice:
 
 
 def backend_for(array: AnyArray) -> KernelBackend:
-    """The kernels for a numpy array or a PyTorch tensor. Raises like `choice_for`."""
+    """Return the kernels for a numpy array or a PyTorch tensor. Raises like `choice_for`."""
     choice = choice_for(array, "are copied to the CPU for every kernel")
     return triton_backend() if choice == "triton" else CPU_BACKEND
 
 
 def runs_triton(tensor: AnyArray) -> bool:
-    """Whether Triton's kernels take a PyTorch tensor where it lies; else torch's own operations do what they would.
+    """Whether Triton's kernels can read a PyTorch tensor in place; if not, torch's operations give the same result.
 
-    On a GPU without Triton that is slower, the same bits, and said once. A CPU's tensor is not copied to a GPU,
-    whatever the mode. Raises like `choice_for`.
+    On a GPU without Triton these are slower, give the same bits, and are logged once. A CPU tensor is never copied
+    to a GPU, in any mode. Raises like `choice_for`.
     """
     choice = choice_for(tensor, "are quantised by torch's operations")
     return choice == "triton" and tensor.device.type == _triton_device()
 
 
 def is_on_host(array: AnyArray) -> bool:
-    """Whether a numpy array or a PyTorch tensor lies in the CPU's memory."""
+    """Whether a numpy array or a PyTorch tensor is in the CPU's memory."""
     return isinstance(array, np.ndarray) or array.device.type == HOST_DEVICE
 
 
 @functools.cache
 def triton_obstacle() -> str | None:
-    """The reason why Triton cannot run kernels here, found by running one; None if it can."""
+    """Run one Triton kernel and return the reason why Triton cannot run here; None if it can."""
     try:
         import torch
 
@@ -118,30 +118,30 @@ def triton_obstacle() -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class KernelBackend:
-    """The kernels of the weight loop on one processor: on each the same input gives the same bytes.
+    """The kernels of the weight loop on one processor: the same input gives the same bytes on each processor.
 
     Arrays are flat, contiguous rows of bit patterns (uN[n]: u1, u2 or u4): numpy arrays, or PyTorch tensors of any type
-    of that width. Those of one call lie on one device. Where that is not the processor's they are moved to it, and what
-    is made of them is moved back. Tables, counts and streams are small and belong to the host: they are numpy arrays
-    everywhere. Raises ValueError for arrays that do not fit each other.
+    of that width. The arrays of one call are on one device. If this is not the processor's device, they are moved to
+    it, and the results are moved back. Tables, counts and streams are small: they are always numpy arrays, on the host.
+    Raises ValueError for arrays that do not fit each other.
     """
 
     rows: Any
-    """Functions over rows, of the names of the methods here, for arrays where the processor works."""
+    """Functions over rows, with the names of the methods here, for arrays in the processor's memory."""
     split: Any
     """The split into classes, and the count of exponents, for the same arrays."""
     near: Callable[..., AbstractContextManager[list[Any]]]
-    """Gives patterns or indices where the processor works; views where memory is shared."""
+    """Moves patterns or indices to the processor's memory; if they are already there, returns views."""
 
     @staticmethod
     def host(array: AnyArray) -> npt.NDArray[Any]:
-        """Patterns or indices as a numpy array; the same memory where that is the CPU's, else a copy."""
+        """Return patterns or indices as a numpy array; a view of memory on the CPU, otherwise a copy."""
         found: npt.NDArray[Any] = array if isinstance(array, np.ndarray) else flat_row(array).cpu().numpy()
         return found
 
     @staticmethod
     def beside(array: AnyArray, other: AnyArray) -> AnyArray:
-        """Patterns or indices where `other` lies, as the kind of array that it is."""
+        """Return patterns or indices on the device of `other`, as an array of the same library."""
         if isinstance(other, np.ndarray):
             return KernelBackend.host(array)
         import torch
@@ -149,7 +149,7 @@ class KernelBackend:
         return (torch.from_numpy(array) if isinstance(array, np.ndarray) else array).to(other.device)
 
     def changed_elements(self, old: AnyArray, new: AnyArray) -> tuple[AnyArray, ...]:
-        """The elements that differ between `old` and `new` (uN[n] each).
+        """Find the elements that differ between `old` and `new` (uN[n] each).
 
         Returns their indices (i8[changed], ascending), and their patterns in `old` and in `new` (uN[changed] each).
         """
@@ -185,24 +185,24 @@ class KernelBackend:
             return ClassStreams(*map(self.host, self.split.split_classes(kind, *rows, table, active)))
 
     def count_exponents(self, kind: ElementType, bits: AnyArray) -> Counts:
-        """How often each exponent occurs in `bits`: i8[exponents]."""
+        """Count each exponent in `bits`: i8[exponents]."""
         with self.near(bits) as rows:
             return self.host(self.split.count_exponents(kind, *rows))
 
     def fingerprint(self, bits: AnyArray, key: TensorKey, start: int = 0) -> Fingerprint:
-        """Fingerprint of elements [start, start + n) of a tensor."""
+        """Compute the fingerprint of elements [start, start + n) of a tensor."""
         with self.near(bits) as (row,):
             made: Fingerprint = self.rows.fingerprint(row, key, start)
             return made
 
     def fingerprint_at(self, bits: AnyArray, key: TensorKey, indices: AnyArray) -> Fingerprint:
-        """Fingerprint of the elements at `indices` (i8[k], in any order), whose patterns are `bits` (uN[k])."""
+        """Compute the fingerprint of the elements at `indices` (i8[k], in any order) with patterns `bits` (uN[k])."""
         with self.near(bits, indices) as (row, places):
             made: Fingerprint = self.rows.fingerprint_at(row, key, places)
             return made
 
     def fingerprint_change(self, key: TensorKey, indices: AnyArray, old_at: AnyArray, new_at: AnyArray) -> Fingerprint:
-        """F(new) - F(old) when the elements at `indices` (i8[k]) go from `old_at` to `new_at` (uN[k] each)."""
+        """Compute F(new) - F(old) for elements at `indices` (i8[k]): `old_at` becomes `new_at` (uN[k] each)."""
         with self.near(indices, old_at, new_at) as rows:
             made: Fingerprint = self.rows.fingerprint_change(key, *rows)
             return made
@@ -224,7 +224,7 @@ CPU_BACKEND = KernelBackend(
 
 @functools.cache
 def triton_backend() -> KernelBackend:
-    """Triton: on a GPU's tensors, or on the CPU's in Triton's interpreter."""
+    """Return the Triton kernels: for tensors on a GPU, or on the CPU in Triton's interpreter."""
     from tidemill.kernels import triton_rows, triton_split
 
     return KernelBackend(triton_rows, triton_split, _on_gpu)
@@ -232,7 +232,7 @@ def triton_backend() -> KernelBackend:
 
 @contextmanager
 def _on_gpu(*arrays: AnyArray) -> Iterator[list[Any]]:
-    """The arrays as tensors on a GPU, which is the current one meanwhile: there Triton launches."""
+    """Yield the arrays as tensors on a GPU, the current GPU within the context: Triton launches there."""
     import torch
 
     moved = []

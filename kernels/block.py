@@ -1,22 +1,22 @@
 """One block: the independent unit of a delta. It changes at most 2**24 elements: a run of one tensor, or small tensors.
 
-A block says what it changes (tensor, element type, range), from what (base fingerprint) and into what (target
-fingerprint), and carries a digest over all of its bytes. It can be checked and refused alone; what it writes can be
-read only beside the weights that it changes. Layout, little-endian, integers variable (`kernels.wire`):
+A block contains what it changes (tensor, element type, range), the base fingerprint (before), the target fingerprint
+(after) and a digest over all of its bytes. It can be checked and refused alone; its changes can be decoded only
+together with the weights that it changes. Layout, little-endian, variable-length integers (`kernels.wire`):
 
-    prefix    5 bytes   magic, which names the format: one tensor, or several; how many bytes of fields follow
+    prefix    5 bytes   magic, which names the format: one tensor, or several; the number of bytes of fields
     fields              encoding, element type, digest, a byte each; name length, tensor elements, start, elements,
-                        changed, payload length; base fingerprint, target fingerprint, 16 bytes each. Of several
-                        tensors: elements of all, start 0, and the sums of their fingerprints
-    digest   16 bytes   of everything but itself: xxh3-128, or the first half of blake3
-    name                the tensor's name in the checkpoint, UTF-8; of several, their directory
+                        changed, payload length; base fingerprint, target fingerprint, 16 bytes each. For several
+                        tensors: the elements of all, start 0, and the sums of their fingerprints
+    digest   16 bytes   of all other bytes: xxh3-128, or the first half of blake3
+    name                the tensor's name in the checkpoint, UTF-8; for several tensors, their directory
     payload             `kernels.payload`
 
-A block says some 200 bytes besides its changes (fingerprints, digest, names, the tables of its coder), which is much
-beside the changes of a small tensor; so small tensors share a block, whole, one after the other. Their directory:
+A block has about 200 bytes in addition to its changes (fingerprints, digest, names, coder tables), which is much
+compared with the changes of a small tensor; so whole small tensors share a block, one after the other. Their directory:
 
-    size       varint, of what follows once it is unpacked
-    packed     u1 0: as it is; 1: a frame
+    size       varint, size of the unpacked entries
+    packed     u1 0: plain; 1: a frame
     entries    for each tensor: length of its name, a varint; the name, UTF-8; its elements, a varint
 """
 
@@ -42,17 +42,17 @@ BLOCK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class CodecSettings:
-    """How blocks are cut, coded and sealed. A block says of itself how it was made: nothing here is needed to decode.
+    """Settings for block size, coder and digest. A block records how it was made: no setting is needed to decode it.
 
-    Raises DeltaError for a block size that no decoder takes.
+    Raises DeltaError for a block size that no decoder accepts.
     """
 
     block_elements: int = BLOCK_ELEMENTS
     """Largest number of elements of a block, 1 to `BLOCK_ELEMENTS`."""
     coder: CoderChoice = "auto"
-    """Entropy coder of sparse blocks; "auto" takes the smallest."""
+    """Entropy coder of sparse blocks; "auto" chooses the smallest."""
     digest: DigestChoice = "xxh3"
-    """Digest over a block's bytes: xxh3-128 finds damage; blake3 also withstands malice."""
+    """Digest over a block's bytes: xxh3-128 detects damage; blake3 also withstands attacks."""
 
     def __post_init__(self) -> None:
         if not 0 < self.block_elements <= BLOCK_ELEMENTS:
@@ -76,7 +76,7 @@ class BlockPart:
 
 
 def read_name(data: memoryview) -> str:
-    """A tensor's name from its bytes. Raises DeltaError."""
+    """Read a tensor's name from its bytes. Raises DeltaError."""
     if not 0 < len(data) <= NAME_LIMIT:
         raise DeltaError(f"a tensor name of {len(data)} bytes")
     try:
@@ -86,7 +86,7 @@ def read_name(data: memoryview) -> str:
 
 
 def write_directory(parts: Sequence[BlockPart]) -> bytes:
-    """The directory of several whole tensors."""
+    """Return the directory of several whole tensors as bytes."""
     entries = b"".join(
         varint(len(part.name.encode())) + part.name.encode() + varint(part.tensor_elements) for part in parts
     )
@@ -96,12 +96,12 @@ def write_directory(parts: Sequence[BlockPart]) -> bytes:
 
 
 def directory_entry_limit(part: BlockPart) -> int:
-    """Upper bound of the bytes that a tensor adds to a directory's entries."""
+    """Return an upper bound of the bytes that a tensor adds to a directory's entries."""
     return len(part.name.encode()) + 16
 
 
 def read_directory(data: memoryview, elements: int) -> tuple[BlockPart, ...]:
-    """The tensors of a directory, at least two and each once, of `elements` elements together. Raises DeltaError."""
+    """Read a directory of at least two different tensors with `elements` elements in total. Raises DeltaError."""
     source = WireReader(data)
     size, form = source.varint(), source.byte()
     if size > DIRECTORY_LIMIT or form > 1:
@@ -158,33 +158,33 @@ class BlockHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedBlock:
-    """A block whose digest and bounds have been checked; whether it fits some weights is for `resolve`."""
+    """A block whose digest and bounds have been checked; `resolve` checks whether it fits given weights."""
 
     parts: tuple[BlockPart, ...]
     """The parts that the block covers."""
     dtype: str
     n: int
-    """Elements that it covers."""
+    """Number of elements that it covers."""
     changed: int
-    """How many of them it changes."""
+    """Number of elements that it changes."""
     base: Fingerprint
     """Fingerprint of the block's elements before the change."""
     target: Fingerprint
     """Fingerprint of the block's elements after it."""
     encoding: int
     payload: memoryview
-    """The encoded changes, for `kernels.payload` to read beside the old bits."""
+    """The encoded changes; `kernels.payload` decodes them together with the old bits."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors that it covers."""
+        """Names of the tensors that it covers."""
         return tuple(part.name for part in self.parts)
 
 
 def write_block(header: BlockHeader, name: bytes, payload: bytes) -> bytes:
-    """The bytes of a block; the digest and the lengths in `header` are computed, not taken from it.
+    """Return the bytes of a block; the digest and the lengths in `header` are ignored and computed here.
 
-    `name` is the tensor's name, or the directory of several.
+    `name` is the tensor's name, or the directory of several tensors.
     """
     numbers = len(name), header.tensor_elements, header.start, header.elements, header.changed, len(payload)
     fields = b"".join(
@@ -200,7 +200,7 @@ def write_block(header: BlockHeader, name: bytes, payload: bytes) -> bytes:
 
 
 def header_size(prefix: bytes | memoryview) -> int:
-    """Length of the header that begins with `PREFIX_SIZE` bytes. Raises DeltaError where no block begins."""
+    """Return the length of the header that begins with `prefix`. Raises DeltaError if this is not a block's prefix."""
     if len(prefix) < PREFIX_SIZE:
         raise DeltaError(f"the delta ends inside a block's header: {len(prefix)} of {PREFIX_SIZE} bytes")
     if prefix[: len(MAGIC)] not in (MAGIC, SEVERAL_MAGIC):
@@ -236,7 +236,7 @@ def read_header(data: memoryview) -> BlockHeader:
     if not 0 < name_length <= (DIRECTORY_LIMIT if header.several else NAME_LIMIT):
         raise DeltaError(f"a tensor name or directory of {name_length} bytes")
     unpacked = elements * header.kind.bits.itemsize
-    # No encoding makes more of a block.
+    # No encoding of a block is longer.
     if length > unpacked + unpacked // 128 + 512:
         raise DeltaError(f"a payload of {length} bytes for {elements} elements")
     return header

@@ -1,21 +1,21 @@
-"""Splitting a block's changes by the exponent of the old weight, and finding them again: what both ends know for free.
+"""Split of a block's changes by the exponent of the old weight, and its inverse: both ends know the old weights.
 
-A step of training moves every weight by about as much, and a small weight has close neighbours: the smaller a weight,
-the more often it changes. So the elements of a block fall into classes, each an interval of exponents of the OLD
-pattern, and each class has its own stream:
+A training step moves every weight by about the same amount, and a small weight has close neighbours: the smaller a
+weight, the more often it changes. So the elements of a block are divided into classes, each an interval of exponents of
+the OLD pattern, and each class has its own stream:
 
-    rank     how many elements of the class come before this one in the block (in active segments)
-    gap      rank - the rank of the class's previous changed element - 1; its first changed element: its rank
-    step     how many values the element moved by, with the direction (`kernels.elements`)
+    rank     number of elements of the class before this one in the block (in active segments)
+    gap      rank - the rank of the class's previous changed element - 1; for its first changed element: the rank
+    step     number of values by which the element moved, with the direction (`kernels.elements`)
 
-The streams lie one after the other, class by class, each in ascending order. A block has segments of 256 elements; a
-segment may be inactive, which takes its elements out of the count: it holds no change.
+The streams follow one after the other, class by class, each in ascending order. A block has segments of 256 elements. A
+segment may be inactive: it contains no change, and its elements are not counted.
 
-Plain arrays in, plain arrays out, integers only: other processors can do the same and must come to the same result.
+Input and output are plain arrays of integers: implementations for other processors must give the same result.
 
-Splitting and selecting go over a block tile by tile: a mask of each word of 64 elements, and the ranks before it. A
+Splitting and selecting process a block tile by tile: a mask for each word of 64 elements, and the ranks before it. A
 tile is marked once, by vector comparisons, for every class; after that the rank of an element, or the element of a
-rank, is a count of bits, without a loop over its neighbours.
+rank, is found by counting bits, without a loop over its neighbours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tidemill.kernels.fingerprint import Bits, Indices
 from tidemill.kernels.wire import DeltaError
 
 SEGMENT = 256
-"""Elements that are active, or not, together."""
+"""Number of elements that are active or inactive together."""
 TILE = 1 << 14
 """Elements marked at a time: many, so that a class has many changes in a tile; few enough for a processor's caches."""
 WORDS = TILE // WORD
@@ -46,7 +46,7 @@ Masks = npt.NDArray[np.uint64]
 
 
 class Tile(NamedTuple):
-    """The numbers of a tile, written by `mark` and read until the next one."""
+    """The numbers of a tile; `mark` writes them and overwrites them for the next tile."""
 
     exponents: Bytes
     """u1[16384], of each element."""
@@ -55,13 +55,13 @@ class Tile(NamedTuple):
     masks: Masks
     """u8[classes, 256], the active elements of each class."""
     ranks: Masks
-    """u8[classes, 256], how many of the class lie before the word, counted from the block's beginning."""
+    """u8[classes, 256], number of elements of the class before the word, counted from the block's beginning."""
     totals: Masks
-    """u8[classes], how many of the class lie before the tile's end."""
+    """u8[classes], number of elements of the class before the tile's end."""
 
 
 def new_tile(classes: int) -> Tile:
-    """A tile before the first."""
+    """Return an empty tile, for `mark` to fill."""
     return Tile(
         np.zeros(TILE, np.uint8),
         np.zeros(WORDS, np.uint64),
@@ -75,7 +75,7 @@ def new_tile(classes: int) -> Tile:
 def mark(old: Bits, first: np.uint64, firsts: Bytes, spans: Bytes, active: Bytes, form: Form, tile: Tile) -> None:
     """Mark the tile of `old` that begins at element `first`; the last one may be short.
 
-    A class has the exponents from its one of `firsts` (u1[classes]) on, and so many more as its one of `spans` says.
+    Class c has the exponents from `firsts[c]` (u1[classes]) to `firsts[c] + spans[c]`, inclusive.
     Tiles are marked in ascending order.
     """
     exponents, inside, masks, ranks, totals = tile
@@ -97,7 +97,7 @@ def mark(old: Bits, first: np.uint64, firsts: Bytes, spans: Bytes, active: Bytes
 
 @compiled
 def _read(old: Bits, first: np.uint64, active: Bytes, form: Form, exponents: Bytes, inside: Masks) -> np.uint64:
-    """Read the exponents, and mark the active elements; how many words there are."""
+    """Read the exponents, and mark the active elements; return the number of words."""
     shift, mask = form[0], form[1]
     size = min(np.uint64(TILE), np.uint64(old.size) - first)
     whole, rest = size >> WORD_BITS, size & IN_WORD
@@ -118,7 +118,7 @@ ClassTable = npt.NDArray[np.uint8]
 """u1[exponents]: the class of each exponent; ascending, from 0, without holes. Integers have one exponent."""
 
 Active = npt.NDArray[np.uint8]
-"""u1[segments]: 1 where a segment may hold changes, else 0."""
+"""u1[segments]: 1 if a segment may contain changes, otherwise 0."""
 
 MAX_CLASSES = 32
 
@@ -135,12 +135,12 @@ class ClassStreams(NamedTuple):
 
 
 def segments(n_elements: int) -> int:
-    """How many segments a block of `n_elements` has; the last one may be short."""
+    """Return the number of segments of a block of `n_elements`; the last one may be short."""
     return -(-n_elements // SEGMENT)
 
 
 def all_active(n_elements: int) -> Active:
-    """Every segment may hold changes."""
+    """Return an `Active` in which every segment may contain changes."""
     return np.ones(segments(n_elements), np.uint8)
 
 
@@ -152,11 +152,11 @@ def split_classes(
     Args:
         kind: the element type.
         old: uN[n], the block's old patterns, contiguous.
-        old_at: uN[changed], those of the changed elements.
+        old_at: uN[changed], the old patterns of the changed elements.
         new_at: uN[changed], the new patterns of the changed elements.
-        indices: i8[changed], ascending, where they are in the block; each in an active segment.
+        indices: i8[changed], ascending, their indices in the block; each in an active segment.
         table: class of each exponent.
-        active: which segments count.
+        active: the segments whose elements are counted.
     """
     counts = np.zeros(int(table[-1]) + 1, np.int64)
     gaps, steps = np.empty(indices.size, np.uint32), np.empty(indices.size, np.uint32)
@@ -168,10 +168,10 @@ def split_classes(
 def select_classes(
     kind: ElementType, old: Bits, streams: ClassStreams, table: ClassTable, active: Active, start: int
 ) -> tuple[Indices, Bits, Bits]:
-    """The changes that `split_classes` split: indices + `start` (i8[changed]), old and new patterns (uN[changed]).
+    """Invert `split_classes`: return indices + `start` (i8[changed]), old and new patterns (uN[changed]).
 
-    They come tile by tile, and within a tile class by class. Raises DeltaError when a class has fewer elements in `old`
-    (uN[n], contiguous) than its stream asks for.
+    Their order is tile by tile, and within a tile class by class. Raises DeltaError if a class has fewer elements in
+    `old` (uN[n], contiguous) than its stream needs.
     """
     indices = np.empty(streams.gaps.size, np.int64)
     old_at, new_at = np.empty(indices.size, kind.bits), np.empty(indices.size, kind.bits)
@@ -185,7 +185,7 @@ def select_classes(
 
 
 def _ranges(table: ClassTable) -> tuple[ClassTable, ClassTable]:
-    """u1[classes] each: the first exponent of each class, and how many more there are up to its last."""
+    """Return the first exponent of each class and the number of exponents after it, u1[classes] each."""
     firsts = np.flatnonzero(np.diff(table, prepend=np.uint8(255)))
     spans = np.diff(firsts, append=table.size) - 1
     return firsts.astype(np.uint8), spans.astype(np.uint8)
@@ -193,7 +193,7 @@ def _ranges(table: ClassTable) -> tuple[ClassTable, ClassTable]:
 
 @compiled
 def _starts(counts: Counts) -> npt.NDArray[np.uint64]:
-    """Where each class's stream begins."""
+    """Return the position at which each class's stream begins."""
     starts = np.zeros(counts.size, np.uint64)
     for which in range(1, counts.size):
         starts[which] = starts[which - 1] + np.uint64(counts[which - 1])
@@ -252,7 +252,7 @@ def _select(
     old_at: Bits,
     new_at: Bits,
 ) -> int:
-    """How many of the changes were found."""
+    """Fill `indices`, `old_at` and `new_at`; return the number of changes found."""
     place, wanted = _starts(counts), np.zeros(counts.size, np.uint64)
     end = place + counts.astype(np.uint64)
     for group in range(counts.size):
@@ -281,9 +281,9 @@ def _select(
 
 @compiled
 def _element(masks: npt.NDArray[np.uint64], ranks: npt.NDArray[np.uint64], rank: np.uint64) -> np.uint64:
-    """Where in its tile the element is that has a rank in a class; `masks` and `ranks` (u8[256]) are the class's."""
+    """Return the index in its tile of the element with this rank; `masks` and `ranks` (u8[256]) belong to its class."""
     word = ZERO
-    # Sums, not branches: which way a search turns cannot be predicted.
+    # Sums, not branches: the direction of a binary search cannot be predicted.
     for bit in (7, 6, 5, 4, 3, 2, 1, 0):
         half = np.uint64(bit)
         word += np.uint64(ranks[word + (ONE << half)] <= rank) << half

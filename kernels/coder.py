@@ -1,8 +1,8 @@
-"""Coders: from the class streams of a block to bytes and back, each with its code on the wire.
+"""Coders: from the class streams of a block to bytes and back, each with its code in the block.
 
-A coder sees gaps and steps class by class and nothing of the weights, so that its bytes can be checked and decoded
-before, or elsewhere than, the weights that they change. "auto" takes rANS, which comes within a few per cent of what a
-block's changes must cost, unless pcodec is found to be smaller.
+A coder reads only gaps and steps, class by class, and no weights, so that its bytes can be checked and decoded before
+the weights are available, or in another place. "auto" chooses rANS, whose size is within a few per cent of the least
+possible for a block's changes, unless pcodec is smaller.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Coder(NamedTuple):
     code: int
     """Its number in a block."""
     encode: Callable[[ClassStreams], bytes]
-    """The streams' gaps and steps as bytes; their counts are known to the decoder."""
+    """Return the streams' gaps and steps as bytes; the decoder knows their counts."""
     decode: Callable[[memoryview, Counts, int], ClassStreams]
-    """The inverse of `encode`, for the counts (i8[classes]) of a block of so many elements.
+    """Invert `encode`; arguments: the bytes, the counts (i8[classes]) and the number of elements of the block.
 
-    Memory is bounded by the counts. Raises DeltaError and nothing else when the bytes do not hold exactly that, or a
+    Memory is bounded by the counts. Raises only DeltaError: if the bytes do not contain exactly these streams, or a
     gap is longer than the block.
     """
 
@@ -61,10 +61,10 @@ ESCAPE = 255
 
 
 def encode_zstd(streams: ClassStreams) -> bytes:
-    """Streams in the portable coder: numpy and zstandard, nothing compiled. Larger than the others, readable anywhere.
+    """Encode streams by the portable coder: numpy and zstandard only. Larger than the others, readable anywhere.
 
     small      varint length, then one frame: u1 min(gap, 255) of every change, then u1 min(step, 255) of every change
-    large      only where some are 255: one frame of u4 little-endian, the rest of each above 255, in order
+    large      only if some are 255: one frame of u4 little-endian: for each of these, in order, the value minus 255
     """
     values = np.concatenate((streams.gaps, streams.steps))
     small = compress(np.minimum(values, ESCAPE).astype(np.uint8).tobytes())
@@ -73,7 +73,7 @@ def encode_zstd(streams: ClassStreams) -> bytes:
 
 
 def decode_zstd(payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
-    """The inverse of `encode_zstd`, as `Coder.decode`."""
+    """Invert `encode_zstd`, as `Coder.decode`."""
     source, changed = WireReader(payload), int(counts.sum())
     values = np.frombuffer(decompress(source.take(source.varint()), 2 * changed), np.uint8).astype(np.uint32)
     escaped, rest = np.flatnonzero(values == ESCAPE), source.rest()
@@ -88,7 +88,7 @@ def decode_zstd(payload: memoryview, counts: Counts, n_elements: int) -> ClassSt
 
 
 def _checked(streams: ClassStreams, n_elements: int) -> ClassStreams:
-    """The streams, or DeltaError where a gap is longer than the block."""
+    """Return the streams. Raises DeltaError if a gap is longer than the block."""
     if streams.gaps.size and int(streams.gaps.max()) >= n_elements:
         longest = streams.gaps.max()
         raise DeltaError(f"a gap of {longest} in a block of {n_elements} elements: a stream leaves its block")
@@ -96,7 +96,7 @@ def _checked(streams: ClassStreams, n_elements: int) -> ClassStreams:
 
 
 def encode_pcodec(streams: ClassStreams) -> bytes:
-    """Streams in the coder for gaps of any distribution: pcodec, which sends the bins that it finds.
+    """Encode streams by pcodec, for gaps of any distribution: it sends the bins that it finds.
 
     gaps       varint length, then a pcodec file of u4
     steps      a pcodec file of u4
@@ -107,14 +107,14 @@ def encode_pcodec(streams: ClassStreams) -> bytes:
 
 
 def decode_pcodec(payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
-    """The inverse of `encode_pcodec`, as `Coder.decode`."""
+    """Invert `encode_pcodec`, as `Coder.decode`."""
     source, changed = WireReader(payload), int(counts.sum())
     gaps = _numbers(source.take(source.varint()), changed)
     return _checked(ClassStreams(counts, gaps, _numbers(source.rest(), changed)), n_elements)
 
 
 def _numbers(data: memoryview, n: int) -> Values:
-    """Exactly `n` numbers, in memory that is allocated here."""
+    """Decode exactly `n` numbers, into memory that is allocated here."""
     numbers = np.zeros(n, np.uint32)
     try:
         progress = standalone.simple_decompress_into(bytes(data), numbers)
@@ -132,12 +132,12 @@ PROBLEMS = {rans.TRUNCATED: "ends early", rans.OVERLONG: "leaves its block", ran
 
 
 def encode_rans(streams: ClassStreams) -> bytes:
-    """Streams by rANS over computed and fitted tables (`kernels.models`).
+    """Encode streams by rANS over computed and fitted tables (`kernels.models`).
 
     models     u1 for each class with changes: its gaps' model
-    tables     bits: for each class with changes, 1 and a table of steps, or 0: as before
-    words      how many 16-bit words, a varint; both states, 5 bytes each; the words
-    low bits   what is not entropy-coded (`kernels.rans`)
+    tables     bits: for each class with changes, 1 and a table of steps, or 0: the previous table
+    words      number of 16-bit words, a varint; both states, 5 bytes each; the words
+    low bits   the bits that are not entropy-coded (`kernels.rans`)
     """
     counts = streams.counts[streams.counts > 0]
     ends = np.cumsum(counts).tolist()
@@ -156,7 +156,7 @@ def encode_rans(streams: ClassStreams) -> bytes:
 
 
 def decode_rans(payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
-    """The inverse of `encode_rans`, as `Coder.decode`."""
+    """Invert `encode_rans`, as `Coder.decode`."""
     source = WireReader(payload)
     used = counts[counts > 0]
     models = list(source.take(used.size))
@@ -231,7 +231,7 @@ def _gap_codes() -> Reciprocals:
 
 
 def _padded(data: memoryview, kind: str) -> npt.NDArray[Any]:
-    """Little-endian numbers, the last of them filled up with zeros, and `rans.PADDING` zeros more, to be read here."""
+    """Return the data as native numbers, the last one filled with zero bytes, followed by `rans.PADDING` zeros."""
     stored = np.dtype(kind)
     row = np.zeros(-(-len(data) // stored.itemsize) + rans.PADDING, stored)
     row.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
@@ -251,11 +251,11 @@ ZSTD = Coder(3, encode_zstd, decode_zstd)
 CODERS = {coder.code: coder for coder in (RANS, PCODEC, ZSTD)}
 CHOICES: dict[CoderChoice, Coder] = {"auto": RANS, "rans": RANS, "pcodec": PCODEC, "zstd": ZSTD}
 WORTH = 20
-"""Another model of the gaps is tried where it promises to save 1 / 20 of the geometric one's bits."""
+"""pcodec is tried if another model of the gaps would save more than 1 / 20 of the geometric model's bits."""
 
 
 def encode_streams(streams: ClassStreams, choice: CoderChoice) -> tuple[int, bytes]:
-    """The code of the coder that was chosen, or found to be the smallest, and its bytes."""
+    """Encode by the chosen coder, or with "auto" by the smallest found; return its code and the bytes."""
     coder = CHOICES[choice]
     coded = coder.encode(streams)
     if choice == "auto":
@@ -269,7 +269,7 @@ def encode_streams(streams: ClassStreams, choice: CoderChoice) -> tuple[int, byt
 
 @compiled
 def _gap_costs(gaps: Values, counts: Counts, lanes: Counts) -> tuple[int, int]:
-    """The cost of the gaps if they are geometric, class by class, and if their orders of magnitude are counted."""
+    """Compute the gaps' cost, class by class, by a geometric model and by counts of their orders of magnitude."""
     geometric, binned = 0, 0
     i = np.uint64(0)
     for count in counts:

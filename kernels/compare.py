@@ -1,7 +1,7 @@
-"""Loops over bit patterns: which elements changed between two arrays, and how often each exponent occurs.
+"""Loops over bit patterns: find the elements that differ between two arrays, and count each exponent.
 
-Changes are compacted in one linear pass, a word of 64 elements at a time: the comparison of a word is a mask, whose set
-bits are visited.
+Changes are compacted in one linear pass, a word of 64 elements at a time: the comparison of a word gives a mask, and
+the loop visits its set bits.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from tidemill.kernels.elements import Counts, ElementType, Form, form_of
 from tidemill.kernels.fingerprint import Bits, Indices
 
 TILE = 1 << 16
-"""Elements compared between two looks at the room that is left for differences."""
+"""Elements compared between two checks of the free space for differences."""
 EXPECTED_SHARE = 16
-"""Room is made for so many differences at first: 1 / 16 of the elements. What is not written to takes no memory."""
+"""Space is allocated first for differences in 1 / 16 of the elements. Pages that are not written use no memory."""
 
 ONE = np.uint64(1)
 
 
 def changed_elements(old: Bits, new: Bits) -> tuple[Indices, Bits, Bits]:
-    """The elements that differ between `old` and `new` (uN[n] each, contiguous).
+    """Find the elements that differ between `old` and `new` (uN[n] each, contiguous).
 
     Returns their indices (i8[changed], ascending), and their patterns in `old` and in `new` (uN[changed] each). Raises
     ValueError for differing sizes or widths.
@@ -56,7 +56,7 @@ def _rows(room: int, like: Bits) -> tuple[Indices, Bits, Bits]:
 
 @compiled
 def _compact(old: Bits, new: Bits, start: int, indices: Indices, old_at: Bits, new_at: Bits) -> int:
-    """Write start + the index of each difference, and both patterns, into rows that have room; how many there are."""
+    """Write start + index and both patterns of each difference into rows that are long enough; return their number."""
     found = np.uint64(0)
     words = old.size // WORD
     for word in range(words):
@@ -79,11 +79,11 @@ def _compact(old: Bits, new: Bits, start: int, indices: Indices, old_at: Bits, n
 
 
 LANES = 4
-"""Counters of each exponent that take turns, so that none waits for itself."""
+"""Number of counters for each exponent, used in turn, so that an addition does not wait for the previous one."""
 
 
 def count_exponents(kind: ElementType, bits: Bits) -> Counts:
-    """i8[exponents]: how often each exponent occurs in `bits` (uN[n], contiguous)."""
+    """Count each exponent in `bits` (uN[n], contiguous): i8[exponents]."""
     lanes = np.zeros((LANES, kind.exponents), np.int64)
     _count(bits, form_of(kind), lanes)
     counts: Counts = lanes.sum(axis=0)
@@ -91,7 +91,7 @@ def count_exponents(kind: ElementType, bits: Bits) -> Counts:
 
 
 def count_active_exponents(kind: ElementType, bits: Bits, active: Active, run: int, every: int) -> Counts:
-    """The same of the active segments of `bits` alone, and of those of the first `run` of each `run` * `every`."""
+    """Count exponents in the active segments of `bits`, and of these only in the first `run` of `run` * `every`."""
     lanes = np.zeros((LANES, kind.exponents), np.int64)
     _count_active(bits, active, form_of(kind), run, every, lanes)
     counts: Counts = lanes.sum(axis=0)

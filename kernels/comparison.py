@@ -1,14 +1,13 @@
 """The cost of a delta between two sets of weights: its size, the bounds, the speed, and the size in other formats.
 
-Every block is encoded, decoded, resolved and applied as a replica would, and the result compared bit for bit. Tensors
-are taken one after the other and blocks one by one: beyond the tensors that it is given, which may be mapped from
-files, the comparison holds a few blocks, small tensors that wait for a block together among them. Speeds are bytes of
-dense weights for each second of processor time of this process; the first, compiling run of each element type is not
-counted.
+Every block is encoded, decoded, resolved and applied as in a replica, and the result is compared bit for bit. Tensors
+are processed one after the other, and blocks one by one: in addition to the input tensors, which may be mapped from
+files, memory holds a few blocks, and small tensors that wait for a shared block. Speeds are bytes of dense weights for
+each second of processor time of this process; the first run of each element type, which compiles, is not counted.
 
-The formats that others ship weight deltas in are yardsticks for ours. Each turns a tensor's old and new patterns into
-bytes, and the bytes and the old patterns into the new ones, bit for bit. They are measured, never sent: what they
-decode is what they encoded a moment before, and they do not check it.
+The delta is compared with formats that other systems use for weight deltas. Each converts a tensor's old and new
+patterns into bytes, and these bytes and the old patterns into the new ones, bit for bit. They are only measured, never
+sent: they decode only what they have just encoded, and do not check it.
 """
 
 from __future__ import annotations
@@ -40,27 +39,27 @@ ZSTD_LEVEL = 1
 INDEX = np.dtype("<i4")
 COUNT = np.dtype("<u4")
 ESCAPE = 0xFFFF
-"""A two-byte gap that says: so many unchanged elements, and no changed one after them."""
+"""A two-byte gap that means: this many unchanged elements, without a changed one after them."""
 
 
 class Format(NamedTuple):
-    """A way to write what changed between two tensors of at most 2**31 elements."""
+    """A format for the changes between two tensors of at most 2**31 elements."""
 
     name: str
     encode: Callable[[Bits, Bits], bytes]
-    """The change from the old patterns to the new ones (uN[n] each) as bytes."""
+    """Encode the change from the old patterns to the new ones (uN[n] each)."""
     decode: Callable[[bytes, Bits], Bits]
-    """The new patterns (uN[n]) from these bytes and the old patterns, which are left alone."""
+    """Decode the new patterns (uN[n]) from these bytes and the old patterns, which stay unchanged."""
 
 
 def encode_raw(old_bits: Bits, new_bits: Bits) -> bytes:
-    """Four bytes of index and the new pattern for each changed element, as they are."""
+    """Encode four bytes of index and the new pattern for each changed element, without compression."""
     indices = np.flatnonzero(old_bits != new_bits)
     return indices.astype(INDEX).tobytes() + new_bits[indices].tobytes()
 
 
 def decode_raw(data: bytes, old_bits: Bits) -> Bits:
-    """The inverse of `encode_raw`."""
+    """Invert `encode_raw`."""
     count = len(data) // (INDEX.itemsize + old_bits.itemsize)
     new_bits = old_bits.copy()
     new_bits[np.frombuffer(data, INDEX, count)] = np.frombuffer(data[count * INDEX.itemsize :], old_bits.dtype)
@@ -68,9 +67,9 @@ def decode_raw(data: bytes, old_bits: Bits) -> Bits:
 
 
 def encode_gap_value(old_bits: Bits, new_bits: Bits) -> bytes:
-    """The number of unchanged elements before each changed one in two bytes with an escape, and the new pattern."""
+    """Encode the gap of unchanged elements before each changed one (two bytes, with an escape), and the new pattern."""
     indices = np.flatnonzero(old_bits != new_bits)
-    # Two-byte gaps; one that does not fit follows escapes that hold the rest.
+    # Two-byte gaps; a longer gap is written as escapes and its remainder.
     counts = _gaps(indices)
     escapes = counts // ESCAPE
     gaps = np.full(counts.size + int(escapes.sum()), ESCAPE, "<u2")
@@ -79,7 +78,7 @@ def encode_gap_value(old_bits: Bits, new_bits: Bits) -> bytes:
 
 
 def decode_gap_value(data: bytes, old_bits: Bits) -> Bits:
-    """The inverse of `encode_gap_value`."""
+    """Invert `encode_gap_value`."""
     gaps, values = _split(_decompress(data), np.dtype("<u2"))
     ends = gaps != ESCAPE
     new_bits = old_bits.copy()
@@ -88,7 +87,7 @@ def decode_gap_value(data: bytes, old_bits: Bits) -> Bits:
 
 
 def encode_gap_xor(old_bits: Bits, new_bits: Bits) -> bytes:
-    """The number of unchanged elements before each changed one in two or four bytes, and old XOR new."""
+    """Encode the gap of unchanged elements before each changed one (two or four bytes), and old XOR new."""
     indices = np.flatnonzero(old_bits != new_bits)
     gaps = _gaps(indices)
     wide = bool(gaps.size and gaps.max() > ESCAPE)
@@ -97,7 +96,7 @@ def encode_gap_xor(old_bits: Bits, new_bits: Bits) -> bytes:
 
 
 def decode_gap_xor(data: bytes, old_bits: Bits) -> Bits:
-    """The inverse of `encode_gap_xor`."""
+    """Invert `encode_gap_xor`."""
     gaps, changes = _split(_decompress(data[1:]), np.dtype("<u4" if data[0] else "<u2"))
     new_bits = old_bits.copy()
     new_bits[np.cumsum(gaps.astype(np.int64) + 1) - 1] ^= np.frombuffer(changes, old_bits.dtype)
@@ -113,7 +112,7 @@ def _counted(values: npt.NDArray[Any]) -> bytes:
 
 
 def _split(data: bytes, layout: np.dtype[Any]) -> tuple[npt.NDArray[Any], bytes]:
-    """The integers that a count announces, and the bytes after them."""
+    """Read a count and that many integers; return the integers and the bytes after them."""
     count = int(np.frombuffer(data, COUNT, 1)[0])
     end = COUNT.itemsize + count * layout.itemsize
     return np.frombuffer(data[COUNT.itemsize : end], layout), data[end:]
@@ -146,20 +145,20 @@ GIGA = 1e9
 
 @dataclass(frozen=True, slots=True)
 class DeltaSize:
-    """How large a delta is, and how small it could be (`kernels.bounds`). Ratios are None where nothing changed."""
+    """The size of a delta, and its lower bounds (`kernels.bounds`). Ratios are None if nothing changed."""
 
     elements: int
     changed: int
     density: float
     """Share of the elements that changed."""
     wire_bytes: int
-    """Everything that is sent: payloads, names, fingerprints, digests."""
+    """All bytes that are sent: payloads, names, fingerprints, digests."""
     bytes_per_changed: float | None
     iid_bound_bytes: float
     exponent_class_bound_bytes: float
-    """By a fit to all tensors of an element type together."""
+    """For a model fitted to all tensors of an element type together."""
     exponent_class_bound_by_tensor_bytes: float
-    """By a fit to each tensor."""
+    """For a model fitted to each tensor."""
     ratio_to_iid_bound: float | None
     ratio_to_exponent_class_bound: float | None
 
@@ -187,19 +186,19 @@ class DeltaReport:
     """By element type; the stream's own header and trailer are in the total only."""
     encode_gb_per_second: float
     apply_gb_per_second: float
-    """Decode, guard and apply, of the blocks that change anything."""
+    """Decode, check and apply, for the blocks that change anything."""
     round_trip_equal: bool
     """Whether the delta turned the old patterns into the new ones, bit for bit."""
     against: tuple[FormatReport, ...]
-    """Other formats, where they were asked for."""
+    """Other formats, if they were requested."""
 
 
 def compare(
     changes: Iterable[TensorChange], settings: CodecSettings | None = None, *, against: bool = False
 ) -> DeltaReport:
-    """Measure the delta of `changes`; with `against`, also what other formats take.
+    """Measure the delta of `changes`; with `against`, also the size in other formats.
 
-    Raises DeltaError when a change cannot be encoded: another shape, an unknown element type, a name too long.
+    Raises DeltaError if a change cannot be encoded: another shape, an unknown element type, a name too long.
     """
     comparison = _Comparison(settings or CodecSettings(), FORMATS if against else ())
     for change in changes:
@@ -209,7 +208,7 @@ def compare(
 
 @dataclass(slots=True)
 class _Clock:
-    """Processor time spent, and the bytes of weights that it was spent on."""
+    """Processor time, and the bytes of weights that were processed in it."""
 
     seconds: float = 0.0
     n_bytes: int = 0
@@ -231,11 +230,11 @@ class _Comparison:
         self._encoder, self._writer = DeltaEncoder(settings), StreamWriter(1, 0)
         self._edges = len(self._writer.header()) + len(self._writer.trailer())
         self._open: dict[str, tuple[Bits, Bits]] = {}
-        """Tensors of which blocks are still to come, before and after."""
+        """Tensors with blocks that are not written yet, before and after."""
         self._wire: dict[str, int] = {}
         self._whole: dict[str, DeltaCounts] = {}
         self._apart: dict[str, DeltaBounds] = {}
-        """By element type: the sum of the bounds of a fit to each tensor."""
+        """By element type: the sum of the bounds of models fitted to each tensor."""
         self._formats = [_FormatMeter(other) for other in formats]
         self._encode, self._apply = _Clock(), _Clock()
         self._tensors, self._equal = 0, True
@@ -272,13 +271,13 @@ class _Comparison:
             by_dtype=by_dtype,
             encode_gb_per_second=self._encode.gb_per_second(),
             apply_gb_per_second=self._apply.gb_per_second(),
-            # Every block made what it should, and none is missing.
+            # Every block gave the right result, and no block is missing.
             round_trip_equal=self._equal and self._writer.changed == total.changed,
             against=tuple(meter.report(total) for meter in self._formats),
         )
 
     def _take_all(self, blocks: Iterator[Encoded]) -> None:
-        """Apply blocks, each to a copy of what it covers, and compare; with the time that each takes to make."""
+        """Apply each block to a copy of the elements that it covers, and compare; measure both times."""
         while True:
             with self._encode:
                 encoded = next(blocks, None)
@@ -352,7 +351,7 @@ def _ratio(above: float, below: float) -> float | None:
 
 
 def _warm_up(change: TensorChange, settings: CodecSettings) -> None:
-    """Run the codec once over the head of a tensor, so that compiling its loops is not timed."""
+    """Run the codec once on the first elements of a tensor, so that compiling its loops is not timed."""
     old = flat_bits(change.old_bits, element_type(change.dtype))[:WARM_UP_ELEMENTS]
     new = old.copy()
     new[::WARM_UP_STRIDE] += new.dtype.type(1)

@@ -1,20 +1,20 @@
-"""Weight deltas: the stream that holds the blocks, and the way from blocks onto weights, or not at all.
+"""Weight deltas: the stream that contains the blocks, and how blocks are checked and applied to weights.
 
-With the writing side of a block (`kernels.encoder`) this is the whole codec. What it keeps true:
+Together with the encoder of blocks (`kernels.encoder`) this is the whole codec. Invariants:
 
-- lossless: after the apply the target holds the new patterns, bit for bit, for any patterns;
-- a block is applied to the very weights it was made from, or skipped where it is already in, or refused;
-- bytes from outside raise DeltaError and nothing else, before the first write, in memory bounded by a block.
+- lossless: after a block is applied, the target holds the new patterns, bit for bit, for any patterns;
+- a block is applied only to the weights it was made from, is skipped if they already have its changes, or is refused;
+- invalid bytes raise only DeltaError, before the first write, in memory bounded by a block.
 
-A delta as a stream: which version it makes of which parent, its blocks, and an end that says nothing is missing.
+A delta as a stream: its version and parent version, its blocks, and a trailer that proves that nothing is missing.
 
     header    40 bytes   magic, format, version, parent, xxh3-128 of these
-    blocks               `kernels.block`, any number
+    blocks               any number (`kernels.block`)
     trailer   40 bytes   magic, format, blocks, changed elements, xxh3-128 of these and of every block's digest in order
 
 The stream may be cut anywhere into chunks for the log; a block may span chunks. A reader holds one block at a time.
-A part that is cut off, missing, repeated, moved or altered raises DeltaError, at the latest at the trailer: nothing may
-be made visible before the trailer has been read.
+Bytes that are cut off, missing, repeated, moved or altered raise DeltaError, at the latest at the trailer: no change
+may become visible before the trailer has been read.
 """
 
 from __future__ import annotations
@@ -72,22 +72,22 @@ EDGE_SIZE = EDGE.size + DIGEST_SIZE
 
 
 class StreamWriter:
-    """A stream of encoded blocks, as it is written: `header()`, then `block(...)` for each block, then `trailer()`."""
+    """Writer of a stream of encoded blocks: call `header()`, then `block(...)` for each block, then `trailer()`."""
 
     def __init__(self, version: int, parent: int) -> None:
         self._edge = EDGE.pack(STREAM_MAGIC, STREAM_FORMAT, version, parent)
         self._digests = xxhash.xxh3_128()
         self.blocks = 0
         self.changed = 0
-        """Changed elements of the blocks so far."""
+        """Number of changed elements of the blocks so far."""
         self.change = ZERO
-        """Fingerprint of the change that the blocks so far make."""
+        """Fingerprint of the change by the blocks so far."""
 
     def header(self) -> bytes:
         return self._edge + xxhash.xxh3_128_digest(self._edge)
 
     def block(self, data: bytes) -> bytes:
-        """Count a block in and return its bytes unchanged."""
+        """Add a block to the counts and the digest, and return its bytes unchanged."""
         header = read_header(memoryview(data))
         self._digests.update(header.digest)
         self.blocks += 1
@@ -100,16 +100,16 @@ class StreamWriter:
 
 
 def decode_blocks(data: bytes | memoryview) -> Iterator[EncodedBlock]:
-    """Read blocks that lie one after the other, without a stream around them. Raises DeltaError."""
+    """Read blocks that follow one after the other, without a stream's header and trailer. Raises DeltaError."""
     source = _Source([data])
     while not source.at_end():
         yield _take_block(source)[1]
 
 
 def decode_delta(pieces: Iterable[bytes | memoryview], version: int, parent: int) -> Iterator[EncodedBlock]:
-    """Read a stream cut anywhere into `pieces`, which must lead from `parent` to `version`. Payloads are not touched.
+    """Read a stream cut anywhere into `pieces`, which must lead from `parent` to `version`. Payloads are not decoded.
 
-    Raises DeltaError, possibly after some blocks were yielded: only when the iterator ends is the delta whole.
+    Raises DeltaError, possibly after some blocks were yielded: the delta is complete only when the iterator ends.
     """
     source = _Source(pieces)
     data = source.take(EDGE_SIZE, "its header")
@@ -146,19 +146,19 @@ def _take_block(source: _Source) -> tuple[BlockHeader, EncodedBlock]:
 
 
 class _Source:
-    """Bytes of a stream that arrives in pieces; holds what has not been taken of the current pieces."""
+    """Bytes of a stream that arrives in pieces; holds the bytes of the current pieces that were not taken yet."""
 
     def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
         self._pieces = iter(pieces)
         self._left = memoryview(b"")
 
     def peek(self, size: int) -> bytes:
-        """The next `size` bytes, fewer at the end, left in place."""
+        """Return the next `size` bytes, fewer at the end, without taking them."""
         self._fill(size)
         return bytes(self._left[:size])
 
     def take(self, size: int, what: str) -> memoryview:
-        """The next `size` bytes. Raises DeltaError when the stream ends before."""
+        """Take the next `size` bytes. Raises DeltaError if the stream ends before."""
         self._fill(size)
         if len(self._left) < size:
             raise DeltaError(f"the delta ends inside {what}: {len(self._left)} of {size} bytes")
@@ -181,12 +181,12 @@ class _Source:
 
 
 class FingerprintMismatch(DeltaError):
-    """A block meets weights that are neither the ones it was made from nor the ones it makes."""
+    """The weights have neither the fingerprint before the block's change nor the one after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockChange:
-    """The changes of one block, checked against the weights that it changes."""
+    """The changes of one block to one tensor, checked against the weights that it changes."""
 
     name: str
     dtype: str
@@ -196,7 +196,7 @@ class BlockChange:
     indices: Indices
     """i8[changed], flat indices in the tensor, each once, in no particular order."""
     old_bits: Bits
-    """uN[changed], the patterns that are overwritten."""
+    """uN[changed], the patterns before the change."""
     new_bits: Bits
     """uN[changed], the new patterns, absolute."""
     base: Fingerprint
@@ -206,14 +206,14 @@ class BlockChange:
 
 
 def resolve(block: EncodedBlock, bits: AnyArray, offset: int | None = None) -> BlockChange | None:
-    """The change of a block of one tensor in the weights `bits` (uN, any shape), or None if they have it already.
+    """Return the change of a one-tensor block in the weights `bits` (uN, any shape), or None if they already have it.
 
-    `bits` is the whole tensor, or, with `offset`, its local part that begins at flat element `offset` and holds
-    the block. Nothing is written.
+    `bits` is the whole tensor, or, with `offset`, the local part that begins at flat element `offset` and contains the
+    block's elements. Nothing is written.
 
-    Raises DeltaError when the tensor has another width or size, the block covers several, or the payload is malformed,
-    and FingerprintMismatch when the weights are neither the block's base nor its target, or when its new patterns would
-    not make its target.
+    Raises DeltaError if the tensor has another width or size, the block covers several, or the payload is malformed,
+    and FingerprintMismatch if the weights have neither the base nor the target fingerprint, or if the new patterns
+    would not give the target fingerprint.
     """
     if len(block.parts) != 1:
         raise DeltaError(f"a block covers {len(block.parts)} tensors where one was asked about")
@@ -222,9 +222,9 @@ def resolve(block: EncodedBlock, bits: AnyArray, offset: int | None = None) -> B
 
 
 def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[BlockChange, ...]:
-    """The changes of a block in whole tensors, by name; empty if they have them already. Nothing is written.
+    """Return the changes of a block in whole `tensors` (by name); empty if they already have them. Nothing is written.
 
-    Raises like `resolve`, and DeltaError for a tensor that is not among them.
+    Raises like `resolve`, and DeltaError if the block's tensors are not all in `tensors`.
     """
     kind, rows = element_type(block.dtype), []
     for part in block.parts:
@@ -237,7 +237,7 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
 def apply_change(change: BlockChange, bits: AnyArray, offset: int = 0) -> None:
     """Write a change into `bits` (uN, contiguous), in place: the tensor, or its part that begins at `offset`.
 
-    Raises DeltaError when `bits` is not contiguous or does not hold the change's range.
+    Raises DeltaError if `bits` is not contiguous or does not contain the change's range.
     """
     if isinstance(bits, np.ndarray) and not bits.flags.c_contiguous:
         raise DeltaError(f"{change.name}: a delta is written into contiguous memory only")
@@ -250,7 +250,7 @@ def apply_change(change: BlockChange, bits: AnyArray, offset: int = 0) -> None:
 
 
 def _resolve(block: EncodedBlock, rows: list[AnyArray]) -> tuple[BlockChange, ...]:
-    """The changes of a block in its parts; `rows` are the patterns of these."""
+    """Return the changes of a block in its parts; `rows` are the patterns of the parts."""
     kernels = backend_for(rows[0])
     keys = [TensorKey.of(part.name) for part in block.parts]
     held = [kernels.fingerprint(row, key, part.start) for part, key, row in zip(block.parts, keys, rows, strict=True)]
@@ -289,9 +289,9 @@ def _split(
     own_new: Bits,
     cuts: Indices,
 ) -> None:
-    """Order changes by tensor, and count their places from its beginning: tensor i's lie in [cuts[i], cuts[i + 1]).
+    """Order changes by tensor, with indices within their tensor: those of tensor i are in [cuts[i], cuts[i + 1]).
 
-    The tensors lie one after the other; they begin, and the last one ends, at `begins` (i8[tensors + 1]).
+    The tensors follow one after the other: tensor i is [begins[i], begins[i + 1]) (`begins` i8[tensors + 1]).
     """
     owner = np.empty(indices.size, np.int64)
     which = 0
@@ -314,7 +314,7 @@ def _split(
 
 
 def _local(part: BlockPart, flat: AnyArray, offset: int | None) -> AnyArray:
-    """A part's elements within `flat`, which begins at `offset`, or is the whole tensor."""
+    """Return a part's elements in `flat`, which begins at `offset`, or is the whole tensor."""
     if offset is None and len(flat) != part.tensor_elements:
         raise DeltaError(f"{part.name}: {len(flat)} elements here, {part.tensor_elements} where the delta was made")
     first = part.start - (offset or 0)

@@ -1,13 +1,13 @@
 """The element types that a weight delta can carry, as bit patterns.
 
-A tensor is a flat array of unsigned integers: the patterns of its elements. The codec and the fingerprints see nothing
-else, so that every pattern survives: NaN payloads, the sign of zero, infinities, subnormals. An int4 tensor is packed,
+A tensor is a flat array of unsigned integers: the patterns of its elements. The codec and the fingerprints use only
+these, so that every pattern is kept: NaN payloads, the sign of zero, infinities, subnormals. An int4 tensor is packed,
 two values to a byte, the first in the low four bits; its elements, for the codec and the fingerprints, are the bytes.
 
-How far a pattern moved among its type's values is the signed step between two patterns, folded to an unsigned number.
+A step is the signed distance between two patterns, counted in values of the type, folded to an unsigned number.
 `_place` orders the patterns of a type by value. A step is place(new) - place(old) modulo 2**width, and is never 0;
-folded, +1, -1, +2, -2 ... become 0, 1, 2, 3 ... A place differs from its pattern in some bits, which the sign alone
-decides: so one formula, without a branch, serves every type.
+folded, +1, -1, +2, -2 ... become 0, 1, 2, 3 ... A place differs from its pattern in some bits that depend only on the
+sign: so one formula, without a branch, is valid for every type.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.wire import DeltaError
 
 AnyArray = Any
-"""A numpy array or a PyTorch tensor; what a backend gives back is of the same kind, on the same device."""
+"""A numpy array or a PyTorch tensor; a backend's result is of the same kind, on the same device."""
 
 
 class Order(IntEnum):
-    """How the values of a type are ordered by their patterns."""
+    """The order of a type's values in relation to their patterns."""
 
     SIGN_MAGNITUDE = 0
     TWOS_COMPLEMENT = 1
@@ -37,7 +37,7 @@ class Order(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """One element type: its name (PyTorch's, without the `torch.`), its code on the wire, and what its patterns are."""
+    """One element type: its name (PyTorch's, without `torch.`), its code in a block, and the form of its patterns."""
 
     name: str
     code: int
@@ -46,16 +46,16 @@ class ElementType:
     exponent_bits: int
     """Width of the exponent; 0 for integers."""
     mantissa_bits: int
-    """Where the exponent begins."""
+    """Number of mantissa bits: the bit at which the exponent begins."""
 
     @property
     def width(self) -> int:
-        """Bits of a pattern."""
+        """Number of bits of a pattern."""
         return 8 * self.bits.itemsize
 
     @property
     def exponents(self) -> int:
-        """How many exponents there are; 1 for integers."""
+        """Number of different exponents; 1 for integers."""
         return 1 << self.exponent_bits
 
 
@@ -84,22 +84,22 @@ class TensorChange(NamedTuple):
     new_bits: AnyArray
     """uN, of `old_bits`' shape."""
     start: int = 0
-    """Flat element of the tensor that the run begins with."""
+    """Flat index in the tensor of the run's first element."""
     total: int | None = None
-    """Elements of the tensor; None where the run is its end."""
+    """Number of elements of the tensor; None if the tensor ends with the run."""
 
 
 def element_type(dtype: str) -> ElementType:
-    """The element type of a name. Raises DeltaError for one that a delta cannot carry."""
+    """Return the element type with a name. Raises DeltaError for a type that a delta cannot carry."""
     if dtype not in BY_NAME:
         raise DeltaError(f"dtype {dtype!r} cannot be carried by a delta; known are {', '.join(BY_NAME)}")
     return BY_NAME[dtype]
 
 
 def flat_bits(bits: AnyArray, kind: ElementType) -> AnyArray:
-    """The patterns of an element type as one row, in C order, of the kind of array that they are.
+    """Return patterns of an element type as one row, in C order, as the same kind of array.
 
-    Raises DeltaError when they are not of the type's width, or a tensor that is not contiguous.
+    Raises DeltaError for patterns that do not have the type's width, and for a tensor that is not contiguous.
     """
     if isinstance(bits, np.ndarray):
         if bits.dtype != kind.bits:
@@ -113,9 +113,9 @@ def flat_bits(bits: AnyArray, kind: ElementType) -> AnyArray:
 
 
 def flat_row(tensor: AnyArray) -> AnyArray:
-    """The elements of a PyTorch tensor as one row of u1, u2, u4 (patterns) or i8 (indices), sharing its memory.
+    """Return a view of a PyTorch tensor's elements as one row of u1, u2, u4 (patterns) or i8 (indices).
 
-    Raises ValueError when the tensor is not contiguous, TypeError for elements of another size.
+    Raises ValueError if the tensor is not contiguous, TypeError for elements of another size.
     """
     import torch
 
@@ -130,14 +130,14 @@ def flat_row(tensor: AnyArray) -> AnyArray:
 Values = npt.NDArray[np.uint32]
 Counts = npt.NDArray[np.int64]
 Form = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
-"""Of an element type: where the exponent begins; its mask; where the sign lies; all bits; the bits in which the place
-of a pattern with sign 0 differs from it; those in which the flips of both signs differ."""
+"""Parameters of an element type: shift of the exponent; its mask; shift of the sign; mask of all bits; the bits that
+`_place` flips in a pattern with sign 0; the bits in which the flips for the two signs differ."""
 
 ZERO, ONE = np.uint64(0), np.uint64(1)
 
 
 def form_of(kind: ElementType) -> Form:
-    """Parameters of an element type for the loops."""
+    """Return the parameters of an element type for the loops."""
     top = kind.width - 1
     sign, ones = 1 << top, (2 << top) - 1
     flips = {Order.SIGN_MAGNITUDE: (sign, ones ^ sign), Order.TWOS_COMPLEMENT: (sign, 0), Order.UNSIGNED: (0, 0)}
@@ -147,14 +147,14 @@ def form_of(kind: ElementType) -> Form:
 
 
 def fold_steps(kind: ElementType, old: Bits, new: Bits) -> Values:
-    """u4[n]: the folded steps from `old` to `new` (uN[n] each, contiguous), which differ everywhere."""
+    """Return the folded steps (u4[n]) from `old` to `new` (uN[n] each, contiguous), which differ everywhere."""
     steps = np.empty(old.size, np.uint32)
     _fold_all(old, new, form_of(kind), steps)
     return steps
 
 
 def move(kind: ElementType, old: Bits, step: int) -> Bits:
-    """uN[n]: where one folded step leads from each of `old` (uN[n], contiguous)."""
+    """Return the patterns (uN[n]) that one folded step gives from each of `old` (uN[n], contiguous)."""
     new = np.empty_like(old)
     _move_all(old, np.uint64(step), form_of(kind), new)
     return new
@@ -162,14 +162,14 @@ def move(kind: ElementType, old: Bits, step: int) -> Bits:
 
 @compiled
 def _place(pattern: np.uint64, form: Form) -> np.uint64:
-    """A pattern's place among all patterns by value."""
+    """Return a pattern's place among all patterns, ordered by value."""
     top, flip, difference = form[2], form[4], form[5]
     return pattern ^ flip ^ (difference & (ZERO - (pattern >> top)))
 
 
 @compiled
 def folded(old: np.uint64, new: np.uint64, form: Form) -> np.uint64:
-    """The folded step from one pattern to another, which differs."""
+    """Return the folded step from one pattern to a different one."""
     top, ones = form[2], form[3]
     step = (_place(new, form) - _place(old, form)) & ones
     down = step >> top
@@ -179,7 +179,7 @@ def folded(old: np.uint64, new: np.uint64, form: Form) -> np.uint64:
 
 @compiled
 def moved(old: np.uint64, step: np.uint64, form: Form) -> np.uint64:
-    """The pattern that a folded step leads to."""
+    """Return the pattern that a folded step from `old` gives."""
     top, ones, flip, difference = form[2], form[3], form[4], form[5]
     down = step & ONE
     length = (step >> ONE) + ONE

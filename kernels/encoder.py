@@ -1,7 +1,7 @@
-"""Weight deltas, the writing side: from old and new bit patterns to blocks.
+"""The encoder of weight deltas: from old and new bit patterns to blocks.
 
-A tensor becomes blocks of its own, cut at multiples of the block size. A small one waits for others of its type and
-shares a block with them (`kernels.block`): what is held for that is a copy, bounded by a share of a block.
+A tensor has its own blocks, cut at multiples of the block size. A small tensor waits for others of its type and shares
+a block with them (`kernels.block`): until then a copy is held, in memory bounded by a part of a block.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ DEFAULTS = CodecSettings()
 SHARED_SHARE = 4
 """A block that tensors share has at most 1 / 4 of the elements of the largest block."""
 SMALL_SHARE, SMALL_SHARE_ON_GPU = 8, 256
-"""A tensor of at most 1 / 8 of the largest block's elements shares one; of 1 / 256 on a GPU, since it is copied."""
+"""A tensor of at most 1 / 8 of the largest block's elements shares a block; on a GPU 1 / 256, because it is copied."""
 
 
 class Encoded(NamedTuple):
-    """A block, and what it does."""
+    """An encoded block and its effect."""
 
     data: bytes
     targets: Mapping[str, tuple[int, Fingerprint]]
-    """How many elements of each tensor that it changes it covers, and their fingerprint after the change."""
+    """By name of each tensor that it changes: number of covered elements, and their fingerprint after the change."""
 
 
 class _Difference(NamedTuple):
@@ -47,15 +47,15 @@ class _Difference(NamedTuple):
 
     part: BlockPart
     changes: ElementChanges
-    """By their places in the run, ascending."""
+    """With indices in the run, ascending."""
     base: Fingerprint
     added: Fingerprint
 
 
 class DeltaEncoder:
-    """The encoder of a delta's tensors, one after the other: `add` for each, then `finish`.
+    """The encoder of a delta's tensors, one after the other: call `add` for each, then `finish`. `encode` does both.
 
-    Each tensor's patterns may be overwritten once `add` has been exhausted. `encode` does both.
+    A tensor's patterns may be overwritten after the iterator of its `add` has ended.
     """
 
     def __init__(self, settings: CodecSettings = DEFAULTS) -> None:
@@ -63,7 +63,7 @@ class DeltaEncoder:
         self._waiting: dict[ElementType, _SmallTensors] = {}
 
     def encode(self, changes: Iterable[tuple[Any, ...]]) -> Iterator[Encoded]:
-        """The blocks of a whole delta; each of `changes` is what `add` takes."""
+        """Yield the blocks of a whole delta; each of `changes` contains the arguments of one `add`."""
         for change in changes:
             yield from self.add(*change)
         yield from self.finish()
@@ -77,14 +77,14 @@ class DeltaEncoder:
         start: int = 0,
         total: int | None = None,
     ) -> Iterator[Encoded]:
-        """The blocks that a tensor's change completes, in ascending order; unchanged ones are left out.
+        """Yield the blocks that a tensor's change completes, in ascending order; unchanged ones are omitted.
 
         With `start` and `total` the arrays (uN, of equal shape) are the part of a tensor of `total` elements that
         begins at flat element `start`: one rank's shard. Blocks are cut at multiples of the block size counted from the
         tensor's first element, for every part. PyTorch tensors on a GPU are compared and split there, as
-        `kernels.backend` says.
+        `kernels.backend` describes.
 
-        Raises DeltaError when the tensors do not have the element type's width or one shape, or leave the tensor.
+        Raises DeltaError if the arrays have different shapes or another width than the type, or exceed the tensor.
         """
         kind, settings = element_type(dtype), self._settings
         if old_bits.shape != new_bits.shape:
@@ -120,14 +120,14 @@ class DeltaEncoder:
         waiting.take(difference, old)
 
     def finish(self) -> Iterator[Encoded]:
-        """The blocks of all tensors that still wait."""
+        """Yield the blocks of all tensors that still wait."""
         for waiting in self._waiting.values():
             if waiting.differences:
                 yield waiting.write(self._settings)
 
     @property
     def waiting(self) -> frozenset[str]:
-        """Tensors whose changes are in no block yet."""
+        """Names of tensors whose changes are in no block yet."""
         return frozenset().union(*(waiting.differences for waiting in self._waiting.values()))
 
 
@@ -136,7 +136,7 @@ class _SmallTensors:
 
     def __init__(self, kind: ElementType, limit: int) -> None:
         self.differences: dict[str, _Difference] = {}
-        """By tensor, in the order of their patterns; the changes by their places among these."""
+        """By tensor, in the order of their patterns in `_old`; the indices of their changes are indices in `_old`."""
         self._kind = kind
         self._old = np.empty(limit, kind.bits)
         self._elements = 0
@@ -155,7 +155,7 @@ class _SmallTensors:
         self._directory += directory_entry_limit(part)
 
     def write(self, settings: CodecSettings) -> Encoded:
-        """The block of all of them; none waits any more."""
+        """Return one block of all waiting tensors, and remove them."""
         differences = list(self.differences.values())
         changes = ElementChanges(*map(np.concatenate, zip(*(one.changes for one in differences), strict=True)))
         block = _block(differences, self._kind, self._old[: self._elements], changes, settings)
@@ -164,7 +164,7 @@ class _SmallTensors:
 
 
 def _difference(part: BlockPart, old: AnyArray, new: AnyArray) -> _Difference | None:
-    """What changed in a run of which these are the patterns; None for nothing."""
+    """Return the changes of a run with these patterns; None if nothing changed."""
     kernels, key = backend_for(old), TensorKey.of(part.name)
     changes = ElementChanges(*kernels.changed_elements(old, new))
     if not len(changes.indices):
@@ -181,7 +181,7 @@ def _block(
     changes: ElementChanges,
     settings: CodecSettings,
 ) -> Encoded:
-    """The block of one run, or of several whole tensors, one after the other in `old` and `changes`."""
+    """Return the block of one run, or of several whole tensors, one after the other in `old` and `changes`."""
     encoding, payload = pack(kind, old, changes, settings.coder)
     base = sum((one.base for one in differences), start=ZERO)
     target = sum((one.added for one in differences), start=base)

@@ -4,14 +4,14 @@
 
 where `bits[i]` is element i's bit pattern in the checkpoint's dtype, i the flat index in checkpoint coordinates, and
 PRF the splitmix64 generator (Steele, Lea, Flood 2014) at position i of a stream that starts at the tensor's key,
-xxh3-128 of its name. What this keeps true:
+xxh3-128 of its name. Invariants:
 
 - the order of the elements and how they are split over shards, ranks or fused runtime tensors do not matter;
 - F(new) = F(old) + the fingerprint of the change, in time proportional to the number of changed elements;
-- index and tensor name are bound in: two elements that change places, or two tensors, change the sum;
+- index and tensor name are part of the sum: if two elements, or two tensors, are exchanged, it changes;
 - every bit counts (NaN payloads, the sign of zero), and a zero element counts as much as any other.
 
-It finds damage, not malice: a person who knows the keys can build collisions. Arithmetic wraps at 2**64 by design.
+It detects damage, not attacks: a person who knows the keys can build collisions. Arithmetic wraps at 2**64 by design.
 """
 
 from __future__ import annotations
@@ -50,31 +50,31 @@ class Fingerprint:
     hi: int
 
     def __add__(self, other: Fingerprint) -> Fingerprint:
-        """Fingerprint of the union of two disjoint sets of elements, or of a tensor and its change."""
+        """Return the fingerprint of the union of two disjoint sets of elements, or of a tensor after its change."""
         return Fingerprint((self.lo + other.lo) & MASK, (self.hi + other.hi) & MASK)
 
     def __sub__(self, other: Fingerprint) -> Fingerprint:
-        """The change that leads from `other` to `self`."""
+        """Return the fingerprint of the change from `other` to `self`."""
         return Fingerprint((self.lo - other.lo) & MASK, (self.hi - other.hi) & MASK)
 
     def hex(self) -> str:
-        """32 hexadecimal digits, high lane first."""
+        """Return 32 hexadecimal digits, high lane first."""
         return f"{self.hi:016x}{self.lo:016x}"
 
     @classmethod
     def from_hex(cls, text: str) -> Fingerprint:
-        """The inverse of `hex`; ValueError for anything but 32 hexadecimal digits."""
+        """Invert `hex`. Raises ValueError for any text that is not 32 hexadecimal digits."""
         if len(text) != 32:
             raise ValueError(f"a fingerprint has 32 hexadecimal digits, got {len(text)} characters: {text[:40]!r}")
         return cls.from_bytes(bytes.fromhex(text)[::-1])
 
     def to_bytes(self) -> bytes:
-        """16 bytes, little-endian, low lane first."""
+        """Return 16 bytes, little-endian, low lane first."""
         return self.lo.to_bytes(8, "little") + self.hi.to_bytes(8, "little")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Fingerprint:
-        """The inverse of `to_bytes`; ValueError unless given exactly 16 bytes."""
+        """Invert `to_bytes`. Raises ValueError unless there are exactly 16 bytes."""
         if len(data) != 16:
             raise ValueError(f"a fingerprint has 16 bytes, got {len(data)}")
         return cls(int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little"))
@@ -85,20 +85,20 @@ ZERO = Fingerprint(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """Where the two pseudo-random streams of one tensor start."""
+    """The start positions of the two pseudo-random streams of one tensor."""
 
     lo: int
     hi: int
 
     @classmethod
     def of(cls, name: str) -> TensorKey:
-        """The key of a tensor, from xxh3-128 of its checkpoint name."""
+        """Return the key of a tensor, from xxh3-128 of its checkpoint name."""
         digest = xxhash.xxh3_128_intdigest(name.encode())
         return cls(digest & MASK, digest >> 64)
 
 
 def fingerprint(bits: Bits, key: TensorKey, start: int = 0) -> Fingerprint:
-    """Fingerprint of elements [start, start + bits.size) of a tensor, read in C order.
+    """Compute the fingerprint of elements [start, start + bits.size) of a tensor, read in C order.
 
     `bits` has any shape; a view that is not contiguous is copied. Raises TypeError for a dtype other than u1, u2, u4
     and ValueError for a negative start.
@@ -110,16 +110,16 @@ def fingerprint(bits: Bits, key: TensorKey, start: int = 0) -> Fingerprint:
 
 
 def fingerprint_at(bits: Bits, key: TensorKey, indices: Indices) -> Fingerprint:
-    """Fingerprint of the elements at `indices` (i8[n], flat, in any order) whose patterns are `bits` (uN[n]).
+    """Compute the fingerprint of the elements at `indices` (i8[n], flat, in any order) with patterns `bits` (uN[n]).
 
-    For runtime tensors whose elements lie in another order than the checkpoint's. Raises like `fingerprint`.
+    For runtime tensors that store elements in another order than the checkpoint. Raises like `fingerprint`.
     """
     row = _row(bits)
     return Fingerprint(*map(int, _sum_at(row, _places(indices, row), np.uint64(key.lo), np.uint64(key.hi))))
 
 
 def fingerprint_change(key: TensorKey, indices: Indices, old_bits: Bits, new_bits: Bits) -> Fingerprint:
-    """F(new) - F(old) when the elements at `indices` (i8[n]) go from `old_bits` to `new_bits` (uN[n] each).
+    """Compute F(new) - F(old) for elements at `indices` (i8[n]): `old_bits` becomes `new_bits` (uN[n] each).
 
     Raises TypeError for differing or unknown dtypes and ValueError for differing sizes.
     """

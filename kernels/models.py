@@ -1,24 +1,24 @@
-"""Models for entropy coding: costs in whole numbers, frequencies of gaps and of steps. The same on every machine.
+"""Models for entropy coding: integer costs, and frequencies of gaps and of steps. The same on every machine.
 
-Costs are in fixed point, so that encoders on every machine reckon, and so choose, alike.
+Costs are in fixed point, so that encoders on every machine compute the same costs and make the same choices.
 
 Gaps: elements of a class change independently of each other, so the gaps between changed ones are geometric, with the
-mean as their one parameter. A block names, for each class, a model by one byte:
+mean as the only parameter. A block names, for each class, a model by one byte:
 
     0 .. 59     mean (4 + code % 4) / 4096 * 2**(code // 4): from 1/1024 to 28; the gap itself is the symbol
     60 .. 139   as 56 + code % 4, means 16 to 28, for the gap without its lowest k = (code - 60) // 4 + 1 bits, which
-                are as good as random
+                are almost random
     255         every gap is 0
 
-The last symbol of a model stands for all gaps from its own value on.
+The last symbol of a model means all gaps from its own value on.
 
-Steps: a step of length |step| - 1 = m has a token, and low bits that are sent as they are:
+Steps: a step of length |step| - 1 = m has a token, and low bits that are sent uncoded:
 
     m < 8       token m
-    m >= 8      token 8 + 2 * (b - 4) + the second highest bit of m, of b bits, and its lowest b - 2 bits
+    m >= 8      with b the number of bits of m: token 8 + 2 * (b - 4) + the second highest bit of m; b - 2 low bits
 
-The direction is a bit of its own where both are as likely, else part of the token: 2 * token + direction. A table holds
-each token's frequency as 6 bits on a logarithmic scale, four to the octave, and serves all classes until the next one.
+The direction is a separate bit if both are equally likely, otherwise part of the token: 2 * token + direction. A table
+holds each token's frequency as 6 bits on a logarithmic scale, four per octave, and is used until the next table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BIT = 1 << FRACTION
 
 @compiled
 def log2(value: int) -> int:
-    """The binary logarithm of an integer from 1 to 2**31, in units of 2**-24, rounded down; 0 for 0."""
+    """Return the binary logarithm of an integer from 1 to 2**31, in units of 2**-24, rounded down; 0 for 0."""
     if value <= 0:
         return 0
     whole = 0
@@ -62,14 +62,14 @@ def log2(value: int) -> int:
 
 @compiled
 def choice_cost(total: int, chosen: int) -> int:
-    """Which `chosen` of `total` things, when every one is as likely."""
+    """Return the cost of naming `chosen` of `total` things, when all are equally likely."""
     other = total - chosen
     return total * log2(total) - chosen * log2(chosen) - other * log2(other)
 
 
 @compiled
 def kind_cost(counts: npt.NDArray[np.int64]) -> int:
-    """Which kind each of some things is, when `counts` (i8[kinds]) of each kind occur."""
+    """Return the cost of naming the kind of each thing, when `counts` (i8[kinds]) of each kind occur."""
     total, cost = 0, 0
     for count in counts:
         total += count
@@ -90,7 +90,7 @@ class GapTables(NamedTuple):
     """Every model's frequencies, which add up to 2**14."""
 
     last: npt.NDArray[np.int64]
-    """i8[60], the symbol that stands for all larger gaps."""
+    """i8[60], the symbol that means its own value and all larger gaps."""
     start: npt.NDArray[np.uint64]
     """u8[60, 256], the sum of the frequencies before a symbol's."""
     frequency: npt.NDArray[np.uint64]
@@ -100,17 +100,17 @@ class GapTables(NamedTuple):
 
 
 def low_bits(model: int) -> int:
-    """How many lowest bits of a gap are sent as they are."""
+    """Return the number of lowest bits of a gap that are sent uncoded."""
     return (model - TABLES) // 4 + 1 if model >= TABLES else 0
 
 
 def table_of(model: int) -> int:
-    """Which table a model uses."""
+    """Return the number of the table that a model uses."""
     return TABLES - 4 + model % 4 if model >= TABLES else model
 
 
 def model_of(gap_sum: int, n_gaps: int) -> int:
-    """The model nearest to the mean gap_sum / n_gaps."""
+    """Return the model nearest to the mean gap_sum / n_gaps."""
     return bisect_right(_borders(), gap_sum * 8192 // n_gaps) if gap_sum else ALL_ZERO
 
 
@@ -133,7 +133,7 @@ def gap_tables() -> GapTables:
 
 
 def _geometric(numerator: int, denominator: int) -> list[int]:
-    """Frequencies of 0, 1, 2 ... with mean numerator / denominator, then of all that follow, in sum 2**14."""
+    """Return frequencies of 0, 1, 2 ... with mean numerator / denominator, then of all larger gaps; sum 2**14."""
     left, reached = EXACT, 0
     frequencies: list[int] = []
     while len(frequencies) < SYMBOLS - 1:
@@ -151,7 +151,7 @@ def _geometric(numerator: int, denominator: int) -> list[int]:
 
 @cache
 def _borders() -> list[int]:
-    """Where, in 1 / 8192, a mean is as near to a model as to the next one."""
+    """Return the means, in 1 / 8192, that are equally near to a model and to the next one."""
     means = []
     for model in range(MODELS):
         table, k = table_of(model), low_bits(model)
@@ -162,13 +162,13 @@ def _borders() -> list[int]:
 STEP_PRECISION = 12
 STEP_TOTAL = 1 << STEP_PRECISION
 TOKENS = 128
-"""Tokens with directions."""
+"""Number of tokens with directions."""
 LENGTH_BITS, LEVEL_BITS = 7, 6
 TABLE_BITS = 1 + LENGTH_BITS
 TOP_LEVEL = 56
 TOP_WEIGHT = 7 << 13
 TOKEN_LANES = 4
-"""Counters of each token that take turns, so that none waits for itself."""
+"""Number of counters for each token, used in turn, so that an addition does not wait for the previous one."""
 ONE = np.uint64(1)
 
 
@@ -177,10 +177,10 @@ class StepTable:
     directed: bool
     """Whether tokens include the direction."""
     levels: npt.NDArray[np.uint8]
-    """u1[tokens], frequency of each token on the logarithmic scale, 0 for never; the last is not 0."""
+    """u1[tokens], frequency of each token on the logarithmic scale, 0 if it does not occur; the last is not 0."""
 
     def frequencies(self) -> Counts:
-        """i8[tokens], in sum 2**12; at least 1 for every token that occurs."""
+        """Return i8[tokens] with the sum 2**12; at least 1 for every token that occurs."""
         level = self.levels.astype(np.int64) - 1
         weights = np.where(level < 0, 0, (4 + level % 4) << np.maximum(level, 0) // 4)
         frequencies: Counts = np.maximum(weights * STEP_TOTAL // weights.sum(), weights > 0)
@@ -197,7 +197,7 @@ class StepTable:
 
     @classmethod
     def read(cls, source: BitReader) -> StepTable:
-        """The inverse of `write`. Raises DeltaError."""
+        """Read a table that `write` wrote. Raises DeltaError."""
         directed = bool(source.get(1))
         levels = [source.get(LEVEL_BITS) for _ in range(source.get(LENGTH_BITS) + 1)]
         if not levels[-1] or (not directed and len(levels) > TOKENS // 2):
@@ -206,9 +206,9 @@ class StepTable:
 
 
 def fit_tables(steps: Values, counts: Counts) -> list[StepTable | None]:
-    """For each class with changes, in order, a new table, or None where the one before serves it more cheaply.
+    """Return for each class with changes, in order, a new table, or None if sharing the previous one costs less.
 
-    `steps` u4[changed], folded, class by class as `counts` (i8[classes]) says.
+    `steps` u4[changed], folded, class by class; `counts` (i8[classes]) are the numbers of steps.
     """
     tables: list[StepTable | None] = []
     first, group, group_cost, group_at = 0, np.zeros(TOKENS, np.int64), 0, 0
@@ -224,7 +224,7 @@ def fit_tables(steps: Values, counts: Counts) -> list[StepTable | None]:
         plain_cost, directed_cost = _costs(group)
         directed = directed_cost < plain_cost
         used = group if directed else group.reshape(-1, 2).sum(axis=1)
-        # Up to the last kind that occurs.
+        # Up to the last token that occurs.
         used = used[: int(np.flatnonzero(used)[-1]) + 1]
         top = int(used.max())
         tables[group_at] = StepTable(
@@ -235,7 +235,7 @@ def fit_tables(steps: Values, counts: Counts) -> list[StepTable | None]:
 
 @compiled
 def _costs(counts: Counts) -> tuple[int, int]:
-    """Cost of a table and of all that it codes, without and with directions."""
+    """Return the cost of a table and of all steps that it codes, without and with directions."""
     plain = np.zeros(counts.size // 2, np.int64)
     plain_size, directed_size, total = 0, 0, 0
     for kind in range(counts.size):
@@ -250,7 +250,7 @@ def _costs(counts: Counts) -> tuple[int, int]:
 
 
 def _level(weight: int, count: int) -> int:
-    """The level whose weight is nearest."""
+    """Return the level with the nearest weight."""
     if not count:
         return 0
     octave = max(weight.bit_length() - 3, 0)
@@ -260,7 +260,7 @@ def _level(weight: int, count: int) -> int:
 
 @compiled
 def token_of(length: np.uint64) -> tuple[np.uint64, np.uint64]:
-    """The token of a length, and how many of its lowest bits are sent as they are."""
+    """Return the token of a length, and the number of its lowest bits that are sent uncoded."""
     if length < np.uint64(8):
         return length, np.uint64(0)
     bits = bit_length(length)
@@ -270,7 +270,7 @@ def token_of(length: np.uint64) -> tuple[np.uint64, np.uint64]:
 
 @compiled
 def length_of(token: np.uint64, low: np.uint64) -> np.uint64:
-    """The length with this token and these lowest bits."""
+    """Return the length with this token and these lowest bits."""
     if token < np.uint64(8):
         return token
     bits = ((token - np.uint64(8)) >> ONE) + np.uint64(4)
@@ -279,13 +279,13 @@ def length_of(token: np.uint64, low: np.uint64) -> np.uint64:
 
 @compiled
 def low_bits_of(token: np.uint64) -> np.uint64:
-    """How many lowest bits of a length with this token are sent as they are."""
+    """Return the number of lowest bits that are sent uncoded for a length with this token."""
     return np.uint64(0) if token < np.uint64(8) else ((token - np.uint64(8)) >> ONE) + np.uint64(2)
 
 
 @compiled
 def _count_tokens(steps: Values, lanes: Counts) -> Counts:
-    """How often each token with its direction occurs; `lanes` (i8[4, tokens]) take turns and are zeros."""
+    """Count each token with its direction; `lanes` (i8[4, tokens]) are zeros at first and are used in turn."""
     for i in range(steps.size):
         step = np.uint64(steps[i])
         token, _ = token_of(step >> ONE)

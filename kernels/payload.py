@@ -1,20 +1,20 @@
 """The payload of a block: the changed elements as bytes, in the smallest of several encodings.
 
     RAW        u1 0: the new patterns of all elements, little-endian; 1: a frame of their byte planes
-    CONSTANT   u1 0: all elements of the block become one pattern; 1: all take one folded step; then that as u4
-    CLASSES    u1 coder; active segments; classes: how many beyond the first, a varint, and the first exponent of each
-               of those, u1; for each class how many changed, a varint; the coder's bytes
+    CONSTANT   u1 0: all elements become one pattern; 1: all change by one folded step; then the pattern or step, u4
+    CLASSES    u1 coder; active segments; classes: the number after the first, a varint, and the first exponent of each
+               of these, u1; for each class the number of changed elements, a varint; the coder's bytes
 
-Segments are named where that is worth saying, as where a few rows of an embedding moved:
+Active segments are listed if this saves bytes, for example if only a few rows of an embedding changed:
 
     u1         0: all are active; 1: a bit for each segment, lowest first; 2: varint length and a frame of these bits
 
-There are as many classes as pay for themselves. A class costs its share of the block's fields; what it saves is that
-its elements are not taken as likely to change as others. Neighbouring classes are merged as long as the merger is
-cheaper, the cheapest first.
+The number of classes is chosen by cost. A class costs its share of the block's fields; it saves bytes because its
+elements have their own probability of a change. Neighbouring classes are merged while a merge reduces the cost, the
+largest reduction first.
 
-A decoder knows the exact size of what it unpacks before it unpacks it, so hostile bytes cannot ask for memory. That the
-new patterns are the right ones is for the block's fingerprints to say.
+A decoder knows the exact unpacked size before it unpacks, so hostile bytes cannot make it allocate memory.
+The block's fingerprints prove that the new patterns are right.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tidemill.kernels.models import BIT, choice_cost, log2
 from tidemill.kernels.wire import DeltaError, WireReader, compress, decompress, varint
 
 RAW_SHARE = 4
-"""Classes that need less than 1 / 4 of the block's own bytes are not compared with these."""
+"""If CLASSES needs less than 1 / 4 of the block's unencoded bytes, RAW is not tried."""
 SAMPLE_RUN, SAMPLE_EVERY = 1 << 14, 8
-"""Of large blocks the exponents of one run in so many are counted: the choice of classes needs no more."""
+"""In large blocks the exponents of one run in `SAMPLE_EVERY` are counted: this is enough for the choice of classes."""
 
 
 class ElementChanges(NamedTuple):
-    """Changed elements, where the block lies: numpy arrays or PyTorch tensors."""
+    """Changed elements, on the device of the block: numpy arrays or PyTorch tensors."""
 
     indices: AnyArray
     """i8[changed], each once."""
@@ -53,7 +53,7 @@ class ElementChanges(NamedTuple):
 
 
 class Encoding(IntEnum):
-    """How a block's payload is to be read."""
+    """The encoding of a block's payload."""
 
     RAW = 1
     CONSTANT = 2
@@ -61,9 +61,9 @@ class Encoding(IntEnum):
 
 
 def pack(kind: ElementType, old: AnyArray, changes: ElementChanges, coder: CoderChoice) -> tuple[Encoding, bytes]:
-    """Encode the step from `old` (uN[n], contiguous) by `changes`, in ascending order.
+    """Encode `changes` (in ascending order) of `old` (uN[n], contiguous).
 
-    Of tensors on a GPU only what changed comes to the host, unless nearly all did.
+    For tensors on a GPU only the changed elements are copied to the host, unless nearly all changed.
     """
     kernels = backend_for(old)
     constant = _pack_constant(kernels, kind, old, kernels.host(changes.new))
@@ -89,9 +89,9 @@ def pack(kind: ElementType, old: AnyArray, changes: ElementChanges, coder: Coder
 def unpack(
     encoding: int, payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int
 ) -> ElementChanges:
-    """The changes of a payload in the block `old` (uN[n], contiguous), as indices + `start`, old and new patterns.
+    """Decode a payload for the block `old` (uN[n], contiguous): indices + `start`, old and new patterns.
 
-    Raises DeltaError when the payload does not change exactly `n_changed` elements.
+    Raises DeltaError if the payload is malformed or does not change exactly `n_changed` elements.
     """
     source = WireReader(payload)
     if encoding == Encoding.CLASSES:
@@ -130,9 +130,9 @@ def unpack(
 
 
 def _pack_constant(kernels: KernelBackend, kind: ElementType, old: AnyArray, new_at: Bits) -> bytes | None:
-    """The block as one pattern or one step, or None where it is neither."""
+    """Encode the block as one pattern or one step; None if it is neither."""
     same = new_at[0] == new_at[-1] and bool(np.all(new_at == new_at[0]))
-    # What changed was another pattern before: the block is one pattern when all that did not change is that one.
+    # Changed elements had another pattern before: the block is one pattern if all unchanged elements have it already.
     if same and np.count_nonzero(kernels.host(old) == new_at[0]) == len(old) - len(new_at):
         return b"\0" + int(new_at[0]).to_bytes(4, "little")
     if len(new_at) != len(old):
@@ -145,7 +145,7 @@ def _pack_constant(kernels: KernelBackend, kind: ElementType, old: AnyArray, new
 
 
 def _exponents(kernels: KernelBackend, kind: ElementType, old: AnyArray, active: Active) -> Counts:
-    """How often each exponent occurs in the active segments, of large blocks about."""
+    """Count each exponent in the active segments; in large blocks by sampling."""
     n_active = int(active.sum()) * SEGMENT
     every = 1 if kind.exponents == 1 or n_active < 8 * SAMPLE_RUN * SAMPLE_EVERY else SAMPLE_EVERY
     if isinstance(old, np.ndarray) or not active.all():
@@ -165,7 +165,7 @@ FIXED_COST = 300 * BIT
 
 
 def find_active(indices: Indices, n_elements: int) -> Active:
-    """The segments with changes, or all, whichever is cheaper, for ascending `indices` (i8[changed]) in the block."""
+    """Return the segments with changes, or all if that is cheaper, for ascending `indices` (i8[changed])."""
     active = np.zeros(segments(n_elements), np.uint8)
     _activate(indices, active)
     n_active = int(active.sum())
@@ -174,7 +174,7 @@ def find_active(indices: Indices, n_elements: int) -> Active:
 
 
 def write_active(active: Active) -> bytes:
-    """The segments as bytes."""
+    """Return the active segments as bytes."""
     if active.all():
         return bytes([ALL])
     bits = np.packbits(active, bitorder="little").tobytes()
@@ -184,7 +184,7 @@ def write_active(active: Active) -> bytes:
 
 
 def read_active(source: WireReader, n_elements: int) -> Active:
-    """The inverse of `write_active`. Raises DeltaError."""
+    """Invert `write_active`. Raises DeltaError."""
     form, n = source.byte(), segments(n_elements)
     size = -(-n // 8)
     if form == ALL:
@@ -202,33 +202,33 @@ def _activate(indices: Indices, active: Active) -> None:
 
 
 CLASS_COST = 10 * BIT
-"""A class's boundary and its count."""
+"""The cost of a class's boundary and its count."""
 STREAM_COST = 22 * BIT
-"""The cost that a class with changes adds: its gap code, a longer count, its share of a table of steps."""
+"""The additional cost of a class with changes: its gap code, a longer count, its share of a table of steps."""
 
 
 def choose_table(elements: Counts, changed: Counts) -> ClassTable:
-    """The cheapest classes for a block of which `changed` (i8[exponents]) of `elements` (i8[exponents]) changed."""
+    """Return the cheapest classes for a block, from its `elements` and its `changed` elements (i8[exponents] each)."""
     seen = np.maximum(elements, changed)
     used = np.flatnonzero(seen)
     if not used.size:
         return np.zeros(elements.size, np.uint8)
     last = np.empty(used.size, np.int64)
     classes = _merge(seen[used], changed[used], last)
-    # What does not occur costs nothing in a neighbour's class: the next one's, or the last.
+    # Exponents that do not occur cost nothing: each is added to the class of the next used exponent, or to the last.
     ends = used[last[:classes]]
     ends[-1] = elements.size - 1
     return np.searchsorted(ends, np.arange(elements.size)).astype(np.uint8)
 
 
 def write_table(table: ClassTable) -> bytes:
-    """Classes as bytes."""
+    """Return a table of classes as bytes."""
     firsts = np.flatnonzero(np.diff(table)) + 1
     return varint(firsts.size) + firsts.astype(np.uint8).tobytes()
 
 
 def read_table(source: WireReader, exponents: int) -> ClassTable:
-    """The inverse of `write_table` for a type of so many `exponents`. Raises DeltaError."""
+    """Invert `write_table` for a type with this number of `exponents`. Raises DeltaError."""
     more = source.varint()
     if more >= min(MAX_CLASSES, exponents):
         raise DeltaError(f"{more + 1} classes of {exponents} exponents")
@@ -245,7 +245,7 @@ def _cost(elements: int, changed: int) -> int:
 
 @compiled
 def _merge(elements: Counts, changed: Counts, last: Counts) -> int:
-    """Write the last exponent of each class into `last`; how many classes there are."""
+    """Write the last exponent of each class into `last`; return the number of classes."""
     n, c = elements.copy(), changed.copy()
     classes = n.size
     cost, merged = np.zeros(classes + 1, np.int64), np.zeros(classes + 1, np.int64)

@@ -1,16 +1,16 @@
-"""Weights in formats of few bits: codes with a scale for each block, and the values that they stand for.
+"""Weights in formats of few bits: codes with a scale for each block, and the values of codes and scales.
 
-Three formats, each with scales by which every value is exact in bf16:
+Three formats; the scales make every value exact in bf16:
 
     fp8_blocks  E4M3 codes, an E8M0 scale for 128 x 128 (DeepSeek-V3.1's `ue8m0` scales)
     mxfp8       E4M3 codes, an E8M0 scale for 32 of a row (OCP Microscaling Formats 1.0)
     nvfp4       E2M1 codes, an E4M3 scale for 16 of a row, and an outer scale for each row: a power of two, in f4
 
-A power-of-two scale is the least with which the greatest value of its block is in range, greatest / 448 rounded up (for
-an outer one greatest / (6 x 448)), never below 2**-116: so no value and no scale is subnormal in f4. An E4M3 scale is
-greatest / (6 x outer) rounded to nearest, and at least 2**-9, its smallest. A code is the quotient of value and scale,
-by an IEEE division, rounded to nearest, ties to even, saturating. An outer scale is of a row alone, never of a tensor:
-what a later row holds changes nothing in an earlier one.
+A power-of-two scale is the smallest for which the greatest value of its block is in range: greatest / 448 rounded up
+(an outer scale: greatest / (6 x 448)), never below 2**-116, so that no value and no scale is subnormal in f4. An E4M3
+scale is greatest / (6 x outer) rounded to nearest, and at least 2**-9, its smallest. A code is the quotient of value
+and scale, by an IEEE division, rounded to nearest, ties to even, saturating. An outer scale belongs to one row, never
+to a tensor: the values of a later row change nothing in an earlier one.
 
 The functions here run Triton's kernels or torch's operations, which give the same bits (`kernels.backend` chooses).
 """
@@ -27,16 +27,16 @@ from torch.nn.functional import pad
 from tidemill.kernels.backend import runs_triton
 
 EXPONENT_BIAS = 127
-"""Of f4 and of E8M0."""
+"""The bias of f4 and of E8M0."""
 LEAST_EXPONENT = EXPONENT_BIAS - 116
 """Biased exponent of the smallest power-of-two scale."""
 LARGEST = 2.0**127
-"""Values beyond it are refused: rounded up they could leave the range of bf16."""
+"""Greater values are refused: rounded up they could exceed the range of bf16."""
 E8M0_NAN = 0xFF
 
 
 class QuantiseError(ValueError):
-    """Values that cannot be quantised, or scales that no values have; the message says why."""
+    """Values that cannot be quantised, or scales that are not valid; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class MiniFloat:
     mantissa: int
     bias: int
     sign: int
-    """Which bit the sign is."""
+    """Position of the sign bit."""
     top: int
     """Code of the greatest finite value, without the sign."""
     greatest: float
@@ -58,14 +58,14 @@ E2M1 = MiniFloat(mantissa=1, bias=1, sign=3, top=0x7, greatest=6.0)
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A format of codes with a scale for each block of `rows` x `columns`; the last ones of a tensor may be smaller."""
+    """A format of codes with a scale for each block of `rows` x `columns`; a tensor's last blocks may be smaller."""
 
     name: str
     codes: MiniFloat
     rows: int
     columns: int
     has_outer: bool
-    """Whether scales are E4M3 under an outer scale a row, not E8M0."""
+    """Whether scales are E4M3, with an outer scale for each row, instead of E8M0."""
 
 
 FP8_BLOCKS = BlockFormat("fp8_blocks", E4M3, 128, 128, has_outer=False)
@@ -80,17 +80,17 @@ class QuantisedTensor:
 
     form: BlockFormat
     codes: Tensor
-    """u1[..., R, C]: one code in a byte, also one of four bits."""
+    """u1[..., R, C]: one code in each byte, also for codes of four bits."""
     scales: Tensor
     """u1[..., blocks of R, blocks of C]: E8M0 or E4M3 codes."""
     outer: Tensor | None = None
-    """f4[..., R, 1], of a format that has it."""
+    """f4[..., R, 1], if the format has outer scales."""
 
 
 def quantise(values: Tensor, form: BlockFormat) -> QuantisedTensor:
-    """The codes and scales of `values` (f4[..., R, C]), on the same device.
+    """Return the codes and scales of `values` (f4[..., R, C]), on the same device.
 
-    Raises QuantiseError for a value that is not finite or beyond 2**127, and for a tensor of fewer than two dimensions.
+    Raises QuantiseError for values that are not finite or beyond 2**127, and for tensors of fewer than two dimensions.
     """
     if values.dim() < 2:
         raise QuantiseError(f"a tensor of shape {tuple(values.shape)} has no rows to quantise")
@@ -111,9 +111,9 @@ def quantise(values: Tensor, form: BlockFormat) -> QuantisedTensor:
 
 
 def dequantise(held: QuantisedTensor) -> Tensor:
-    """The values (f4[..., R, C]) that codes and scales stand for, exact in bf16 too where `quantise` made them.
+    """Return the values (f4[..., R, C]) of codes and scales; those of `quantise` are exact in bf16 too.
 
-    An E4M3 code of NaN stands for NaN. Raises QuantiseError for a scale that is zero, negative, not finite or subnormal
+    An E4M3 code of NaN gives NaN. Raises QuantiseError for a scale that is zero, negative, not finite or subnormal
     in f4 (E4M3's own subnormals are normal numbers there), and for scales that do not fit the codes.
     """
     _check_scales(held)
@@ -128,12 +128,12 @@ def dequantise(held: QuantisedTensor) -> Tensor:
 
 
 def blocks_of(form: BlockFormat, shape: torch.Size) -> tuple[int, int]:
-    """How many blocks the rows and the columns of a tensor (shape [..., R, C]) are cut into."""
+    """Return the numbers of blocks along the rows and along the columns of a tensor (shape [..., R, C])."""
     return -(-shape[-2] // form.rows), -(-shape[-1] // form.columns)
 
 
 def quantise_by_torch(values: Tensor, form: BlockFormat, outer: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes (u1[B, R, C]) and scales (u1[B, blocks, blocks]) of `values` (f4[B, R, C]), by torch's operations."""
+    """Return codes (u1[B, R, C]) and scales (u1[B, blocks, blocks]) of `values` (f4[B, R, C]), by torch operations."""
     count, rows, columns = values.shape
     down, across = blocks_of(form, values.shape)
     filled = pad(values, (0, across * form.columns - columns, 0, down * form.rows - rows))
@@ -152,7 +152,7 @@ def quantise_by_torch(values: Tensor, form: BlockFormat, outer: Tensor | None) -
 
 
 def dequantise_by_torch(codes: Tensor, scales: Tensor, outer: Tensor | None, form: BlockFormat) -> Tensor:
-    """The values (f4[B, R, C]) of `codes` (u1[B, R, C]), by torch's operations."""
+    """Return the values (f4[B, R, C]) of `codes` (u1[B, R, C]), by torch operations."""
     values = _decode_e4m3(codes) if form.codes is E4M3 else _decode_e2m1(codes)
     factors = (scales.to(torch.int32) << 23).view(torch.float32) if outer is None else _decode_e4m3(scales) * outer
     if form.rows > 1:
@@ -161,7 +161,7 @@ def dequantise_by_torch(codes: Tensor, scales: Tensor, outer: Tensor | None, for
 
 
 def _matrices(tensor: Tensor) -> Tensor:
-    """[B, R, C]: a tensor of shape [..., R, C] as one row of matrices."""
+    """Return a tensor of shape [..., R, C] as one row of matrices: [B, R, C]."""
     return tensor.contiguous().view(prod(tensor.shape[:-2]), *tensor.shape[-2:])
 
 
@@ -189,9 +189,9 @@ def _check_scales(held: QuantisedTensor) -> None:
 
 
 def _power_of_two(greatest: Tensor, divisor: int) -> Tensor:
-    """The least power of two (f4) that is no less than `greatest` (f4, none negative) / `divisor`, in range.
+    """Return the smallest power of two (f4) that is at least `greatest` (f4, none negative) / `divisor`, in range.
 
-    In integers, so that it is the same on every device: the fraction of `greatest` beyond that of `divisor` carries.
+    Integer arithmetic gives the same result on every device: a fraction of `greatest` above that of `divisor` carries.
     """
     fraction, exponent = frexp(divisor)
     below = int((2 * fraction - 1) * 2**23)
@@ -210,7 +210,7 @@ def _decode_e4m3(codes: Tensor) -> Tensor:
 
 
 def _encode_e2m1(values: Tensor) -> Tensor:
-    """The numbers of E2M1 are 0.5 apart below 2, 1 below 4 and 2 from there on; `round` takes ties to even."""
+    """Encode E2M1, whose numbers are 0.5 apart below 2, 1 below 4, and 2 above; `round` rounds ties to even."""
     sizes = values.abs().clamp_(max=E2M1.greatest)
     codes = torch.where(sizes < 2, (2 * sizes).round_(), (sizes.round() + 2))
     codes = torch.where(sizes < 4, codes, (sizes / 2).round_() + 4)

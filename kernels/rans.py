@@ -1,13 +1,13 @@
 """The loops of the asymmetric numeral system (Duda 2013) that code gaps and steps: two states, one stream of words.
 
-A change is a gap, coded with the first state, and a step, coded with the second, so that a processor can work on both
-at once; both take their words from one stream, in the order of decoding. What is as good as random (low bits, most
-directions, the rest of a very long gap) lies in a stream of bits beside it. A state is at least 2**24 between changes
-and below 2**40; 16-bit words go in and out. Decoding ends in the states that encoding began with, and at the end of
-both streams: a decoder that arrives anywhere else was given something else.
+A change is a gap, coded with the first state, and a step, coded with the second, so that a processor can compute both
+at the same time; both read their words from one stream, in the order of decoding. Bits that are almost random (low
+bits, most directions, the rest of a very long gap) are stored in a second stream, of bits. A state is at least 2**24
+between changes and below 2**40, and shifts 16-bit words in and out. Decoding ends with the states that encoding began
+with, and at the end of both streams: if it ends elsewhere, the input was invalid.
 
-What comes next is as good as random, so the loops have no branch that depends on it where sums and shifts will do; and
-they multiply by reciprocals where the definition (`tests/kernels/reference.py`) divides.
+The input is almost random, so the loops use sums and shifts, if possible, instead of branches that depend on it. They
+multiply by reciprocals instead of the divisions of the definition (`tests/kernels/reference.py`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Table = npt.NDArray[np.uint64]
 Symbols = npt.NDArray[np.uint8]
 
 LOWEST = 1 << 24
-"""Every state begins here."""
+"""The initial value of every state."""
 EXCESS_BITS = 5
-"""A gap beyond its model's last symbol: how many bits the excess has, then the excess."""
+"""A gap's excess over its model's last symbol is sent as its number of bits, in a field of this width, and its bits."""
 NO_GAPS = -1
-"""In place of a table: every gap of the class is 0."""
+"""Instead of a table number: every gap of the class is 0."""
 
 GOOD, TRUNCATED, OVERLONG, LEFT_OVER = 0, 1, 2, 3
 
@@ -51,45 +51,45 @@ WORD_BITS, WORD_MASK = U(16), U(0xFFFF)
 GAP_BITS, GAP_MASK = U(GAP_PRECISION), U(GAP_TOTAL - 1)
 STEP_BITS, STEP_MASK = U(STEP_PRECISION), U(STEP_TOTAL - 1)
 ROOM = U(24 + 16)
-"""Bits of a state's limit."""
+"""Number of bits of a state: it is below 2**40."""
 PADDING = 4
-"""Numbers behind the end of a stream that a decoder may look at before it sees that it ended."""
+"""Numbers after the end of a stream that a decoder may read before it detects the end."""
 
 
 class ClassPlan(NamedTuple):
-    """How each class with changes is coded."""
+    """The coding of each class with changes."""
 
     counts: Counts
-    """i8[classes], its changes."""
+    """i8[classes], number of its changes."""
     tables: Counts
     """i8[classes], the table of its gaps (`models.GapTables`), or `NO_GAPS`."""
     low_bits: Counts
-    """i8[classes], how many lowest bits of a gap are sent as they are."""
+    """i8[classes], the number of lowest bits of a gap that are sent uncoded."""
     directed: Symbols
-    """u1[classes], 1 where tokens of steps include the direction."""
+    """u1[classes], 1 if tokens of steps include the direction."""
     step_start: Table
     """u8[classes, tokens], the sum of the frequencies before a token's."""
     step_frequency: Table
-    """u8[classes, tokens], in sum 2**12 for each class."""
+    """u8[classes, tokens], with the sum 2**12 for each class."""
     step_symbol: Symbols
     """u1[classes, 2**12], the token of each place between 0 and the sum."""
 
 
 class Reciprocals(NamedTuple):
-    """The factors and summands of an encoder for each symbol of each table (u8[tables, symbols])."""
+    """The encoder's factors and summands for each symbol of each table (u8[tables, symbols])."""
 
     frequency: Table
     factor: Table
     """2**64 / frequency, rounded up; 2**64 - 1 for a frequency of 1."""
     bias: Table
-    """The sum of the frequencies before it; what a factor of 2**64 - 1 leaves out besides."""
+    """The sum of the frequencies before the symbol; for a factor of 2**64 - 1 also total - 1, as a correction."""
 
 
 def reciprocals(start: Table, frequency: Table, total: int) -> Reciprocals:
-    """Of tables whose frequencies add up to `total`, 2**14 at most.
+    """Compute the reciprocals of tables whose frequencies add up to `total`, at most 2**14.
 
-    The quotient of a state, below 2**40, is exact: the factor is off by less than 1, the product, after its division by
-    2**64, by less than 2**-24, and a quotient's fraction is at most 1 - 2**-14.
+    The quotient of a state, below 2**40, is exact: the factor's error is less than 1, the product's error after its
+    division by 2**64 is less than 2**-24, and a quotient's fraction is at most 1 - 2**-14.
     """
     divisor = np.maximum(frequency, ONE)
     factor = np.where(divisor == ONE, ~ZERO, ~ZERO // divisor + ONE)
@@ -100,7 +100,7 @@ def reciprocals(start: Table, frequency: Table, total: int) -> Reciprocals:
 def _symbol_written(
     state: U, codes: Reciprocals, table: int, symbol: U, precision: U, words: Words, at: U
 ) -> tuple[U, U]:
-    """The state after one more symbol, and where the words begin then."""
+    """Encode one more symbol; return the new state and the new beginning of the words."""
     frequency, factor, bias = codes.frequency[table, symbol], codes.factor[table, symbol], codes.bias[table, symbol]
     full = U(state >= frequency << (ROOM - precision))
     words[at - ONE] = state & WORD_MASK
@@ -118,9 +118,9 @@ def encode_symbols(
     step_codes: Reciprocals,
     words: Words,
 ) -> tuple[int, int, int]:
-    """Fill `words` (u2, two a change) from its end; where they begin, and both states. The last change comes first.
+    """Fill `words` (u2, two per change) from its end, last change first; return where they begin, and both states.
 
-    `last` (i8[60]) is that of the gap tables.
+    `last` (i8[60]) is the field of the gap tables.
     """
     counts, tables = plan.counts, plan.tables
     gap_state, step_state = LOW, LOW
@@ -142,7 +142,7 @@ def encode_symbols(
 
 @compiled
 def _appended(out: Bits, at: U, value: U, bits: U) -> U:
-    """The position after `bits` bits (at most 63) more; the word at which it begins is 0 beyond them, then and now."""
+    """Append `bits` bits (at most 63); return the new position. The bits after a position in its word are always 0."""
     word, width = at >> U(6), at & U(63)
     out[word] |= value << width
     out[word + ONE] = (value >> ONE) >> (U(63) - width)
@@ -151,7 +151,7 @@ def _appended(out: Bits, at: U, value: U, bits: U) -> U:
 
 @compiled
 def write_low_bits(gaps: Values, steps: Values, plan: ClassPlan, last: Counts, out: Bits) -> int:
-    """Write what is not entropy-coded into `out` (u8, one a change and two more); how many bits that is."""
+    """Write bits that are not entropy-coded into `out` (u8, one per change and two more); return their number."""
     counts, tables = plan.counts, plan.tables
     at, out[0] = ZERO, ZERO
     i = 0
@@ -179,7 +179,7 @@ def write_low_bits(gaps: Values, steps: Values, plan: ClassPlan, last: Counts, o
 
 @compiled
 def _peeked(raw: Bits, at: U) -> U:
-    """The next 64 bits."""
+    """Return the next 64 bits."""
     word, width = at >> U(6), at & U(63)
     held: U = (raw[word] >> width) | ((raw[word + ONE] << ONE) << (U(63) - width))
     return held
@@ -187,7 +187,7 @@ def _peeked(raw: Bits, at: U) -> U:
 
 @compiled
 def _refilled(state: U, words: Words, at: U) -> tuple[U, U]:
-    """The state with one more word if it is below the limit, and the position of the next word."""
+    """Add a word to the state if it is below the lower limit; return the state and the position of the next word."""
     wanted = U(state < LOW)
     return (state << (wanted * WORD_BITS)) | (U(words[at]) * wanted), at + wanted
 
@@ -206,9 +206,9 @@ def decode_changes(
     gaps: Values,
     steps: Values,
 ) -> int:
-    """The inverse of both; gaps of `limit` or more are refused. GOOD, or what is wrong. Reads within its arrays only.
+    """Invert both encoders, for gaps below `limit`; return GOOD, or the code of the problem. Reads only its arrays.
 
-    `words` and `raw` end in `PADDING` zeros beyond their `n_words` and `n_bytes`. Both states are below 2**40.
+    `words` and `raw` have `PADDING` zeros after their `n_words` and `n_bytes`. Both states are below 2**40.
     """
     counts, tables, directed = plan.counts, plan.tables, plan.directed
     step_start, step_frequency, step_symbol = plan.step_start, plan.step_frequency, plan.step_symbol

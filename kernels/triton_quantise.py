@@ -1,7 +1,7 @@
-"""Block formats on a GPU: each program makes a tile of whole blocks, with codes and scales by integer arithmetic.
+"""Block formats on a GPU: each program computes a tile of whole blocks; codes and scales use integer arithmetic.
 
-See `kernels.quantise` for the formats. Divisions are IEEE's (`div_rn`): the compiler's own `/` is off by up to two
-units in the last place, enough to move a code.
+See `kernels.quantise` for the formats. Divisions are IEEE divisions (`div_rn`): the error of the compiler's own `/` is
+up to two units in the last place, enough to change a code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tidemill.kernels.quantise import LEAST_EXPONENT, BlockFormat, blocks_of
 from tidemill.kernels.triton_rows import Kernel, kernel, tiles
 
 TILE_ROWS = 8
-"""Rows of a tile of a format whose blocks lie in one row."""
+"""Rows of a tile, for a format whose blocks are in one row."""
 TILE_COLUMNS = 128
 WARPS = 8
 
 CARRY = tl.constexpr(0x1FFFFF)
-"""The summand that carries into the exponent if a fraction is above that of 448 = 1.75 x 2**8."""
+"""Added to a fraction, it carries into the exponent if the fraction is above that of 448 = 1.75 x 2**8."""
 LEAST = tl.constexpr(LEAST_EXPONENT)
 E2M1_GREATEST = tl.constexpr(6.0)
 
@@ -30,12 +30,12 @@ E2M1_GREATEST = tl.constexpr(6.0)
 def encode(
     values: tl.tensor, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr, TOP: tl.constexpr
 ) -> tl.tensor:
-    """i4: the codes of values (f4) by rounding to nearest, ties to even, saturating."""
+    """Return the codes (i4) of values (f4) by rounding to nearest, ties to even, saturating."""
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     DROPPED: tl.constexpr = 23 - MANTISSA
     normal = ((size + ((1 << (DROPPED - 1)) - 1) + ((size >> DROPPED) & 1)) >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # Adding a number whose unit in the last place is the step of the subnormals rounds to one of them.
+    # Adding a number whose unit in the last place equals the distance of the subnormals rounds to a subnormal.
     SHIFTER: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
     shifter = tl.full(values.shape, SHIFTER, tl.int32).to(tl.float32, bitcast=True)
     subnormal = (size.to(tl.float32, bitcast=True) + shifter).to(tl.int32, bitcast=True) - SHIFTER
@@ -47,7 +47,7 @@ def encode(
 def decode(
     codes: tl.tensor, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr, TOP: tl.constexpr
 ) -> tl.tensor:
-    """f4: the values of codes (i4); NaN beyond the greatest finite code."""
+    """Return the values (f4) of codes (i4); NaN for codes above the greatest finite one."""
     size = codes & ((1 << SIGN) - 1)
     normal = ((size << (23 - MANTISSA)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
     STEP: tl.constexpr = (128 - BIAS - MANTISSA) << 23
@@ -74,7 +74,7 @@ def quantise_tile(
     SIGN: tl.constexpr,
     TOP: tl.constexpr,
 ) -> None:
-    """Codes and scales of a tile of matrix `program_id(2)`; `outer_pointer` is None without outer scales."""
+    """Write codes and scales of a tile of matrix `program_id(2)`; `outer_pointer` is None without outer scales."""
     matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.program_id(0).to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
@@ -123,7 +123,7 @@ def dequantise_tile(
     SIGN: tl.constexpr,
     TOP: tl.constexpr,
 ) -> None:
-    """The values of a tile of matrix `program_id(2)`; `outer_pointer` is None without outer scales."""
+    """Write the values of a tile of matrix `program_id(2)`; `outer_pointer` is None without outer scales."""
     matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.program_id(0).to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
@@ -142,7 +142,7 @@ def dequantise_tile(
 
 
 def quantise(values: Tensor, form: BlockFormat, outer: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes (u1[B, R, C]) and scales (u1[B, blocks, blocks]) of `values` (f4[B, R, C], contiguous)."""
+    """Return codes (u1[B, R, C]) and scales (u1[B, blocks, blocks]) of `values` (f4[B, R, C], contiguous)."""
     codes = torch.empty_like(values, dtype=torch.uint8)
     scales = torch.empty((len(values), *blocks_of(form, values.shape)), dtype=torch.uint8, device=values.device)
     _launch(quantise_tile, values, codes, scales, outer, form)
@@ -150,7 +150,7 @@ def quantise(values: Tensor, form: BlockFormat, outer: Tensor | None) -> tuple[T
 
 
 def dequantise(codes: Tensor, scales: Tensor, outer: Tensor | None, form: BlockFormat) -> Tensor:
-    """The values (f4[B, R, C]) of `codes` (u1[B, R, C], contiguous)."""
+    """Return the values (f4[B, R, C]) of `codes` (u1[B, R, C], contiguous)."""
     values = torch.empty_like(codes, dtype=torch.float32)
     _launch(dequantise_tile, values, codes, scales, outer, form)
     return values

@@ -1,20 +1,19 @@
 """Kernels on a GPU over rows of bit patterns: compare and compact, gather and scatter, the linear fingerprint.
 
-Kernels are compiled for the GPU that holds their tensors, or run by Triton's interpreter on the CPU, where the
-environment said TRITON_INTERPRET=1 before triton was first imported. Every kernel, of the other modules too, keeps
-true:
+Kernels are compiled for the GPU that holds their tensors, or run by Triton's interpreter on the CPU if
+TRITON_INTERPRET=1 was set before triton was first imported. Invariants of every kernel, also in the other modules:
 
 - integers only, no atomics, disjoint stores: the bytes do not depend on the schedule, the tile size or the GPU;
 - offsets of whole tiles are 64-bit, offsets within a tile 32-bit: tensors of more than 2**31 elements are in bounds;
 - whole tiles are read without a mask, so that loads are vectorised for any length; only the last one has a mask.
 
-The comparison has two passes. The first reads both tensors once and leaves one bit an element and a count a tile; a
-scan of the counts says where each tile's indices begin; the second reads the bits alone and writes the indices. The one
-thing that the host waits for is the number of changed elements.
+The comparison has two passes. The first reads both tensors once and writes one bit per element and a count per tile; a
+scan of the counts gives the position at which each tile's indices begin; the second reads only the bits and writes the
+indices. The host waits only for the number of changed elements.
 
-In the fingerprint (`kernels.fingerprint`) each program walks over tiles at a fixed stride and keeps both lanes in
-registers; the sums of all programs are added at the end. Sums modulo 2**64 do not depend on the order, so neither does
-the fingerprint. The host waits once, for them.
+In the fingerprint (`kernels.fingerprint`) each program processes tiles at a fixed stride and keeps both lanes in
+registers; the sums of all programs are added at the end. Sums modulo 2**64 do not depend on the order, so the
+fingerprint does not either. The host waits once, for these sums.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 Kernel = Any
 """A Triton kernel: `kernel[grid](...)` runs one program for each point of the grid. Within another kernel it is a
-device function, which takes and gives Triton values."""
+device function, with Triton values as arguments and result."""
 
 
 def kernel(function: Callable[..., Any]) -> Kernel:
-    """`triton.jit`, typed. Scalars named `start` or `key_*` differ on each call and are not compiled in."""
+    """Apply `triton.jit`, typed. Scalars named `start` or `key_*` differ on each call and are not compiled in."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     varying = [name for name in names if name == "start" or name.startswith("key_")]
     return triton.jit(function, do_not_specialize=varying)
 
 
 def tiles(n: int, tile: int) -> int:
-    """Number of tiles that cover `n` elements."""
+    """Return the number of tiles that cover `n` elements."""
     return -(-n // tile)
 
 
 def flat_patterns(tensor: torch.Tensor) -> torch.Tensor:
-    """The bit patterns as one row of u1, u2 or u4. Raises like `flat_row`, and TypeError for elements of 8 bytes."""
+    """Return bit patterns as one row of u1, u2 or u4. Raises like `flat_row`, and TypeError for elements of 8 bytes."""
     if tensor.element_size() > 4:
         raise TypeError(f"bit patterns have 1, 2 or 4 bytes, {tensor.dtype} has {tensor.element_size()}")
     row: torch.Tensor = flat_row(tensor)
@@ -59,7 +58,7 @@ def flat_patterns(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_rows(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Raise ValueError unless two rows have one length, one type and one device."""
+    """Raise ValueError unless two rows have the same length, type and device."""
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         raise ValueError(
             f"{first.dtype}{list(first.shape)} on {first.device} does not fit "
@@ -68,7 +67,7 @@ def check_rows(first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def check_places(indices: torch.Tensor, patterns: torch.Tensor) -> None:
-    """Raise ValueError unless `indices` (i8[k]) is a row of as many places as `patterns` has, on its device."""
+    """Raise ValueError unless `indices` (i8[k]) has the length and the device of `patterns`."""
     if indices.dtype != torch.int64 or indices.shape != patterns.shape or indices.device != patterns.device:
         raise ValueError(
             f"{list(indices.shape)} indices ({indices.dtype}) on {indices.device} "
@@ -77,7 +76,7 @@ def check_places(indices: torch.Tensor, patterns: torch.Tensor) -> None:
 
 
 def check_type(bits: torch.Tensor, patterns: torch.Tensor) -> None:
-    """Raise ValueError unless two rows have one type and one device."""
+    """Raise ValueError unless two rows have the same type and device."""
     if bits.dtype != patterns.dtype or bits.device != patterns.device:
         raise ValueError(f"{patterns.dtype} on {patterns.device} for {bits.dtype} on {bits.device}")
 
@@ -85,12 +84,12 @@ def check_type(bits: torch.Tensor, patterns: torch.Tensor) -> None:
 TILE_BYTES = 8192
 """Bytes of each tensor that one program compares."""
 WORDS_WRITTEN = 512
-"""Words of 32 elements whose indices one program writes; a multiple of the words of a compared tile."""
+"""Number of 32-element words whose indices one program writes; a multiple of the words of a compared tile."""
 
 
 @kernel
 def bits_set(word: tl.tensor) -> tl.tensor:
-    """Number of bits set in each word, u4 -> u4."""
+    """Return the number of bits set in each word, u4 -> u4."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
@@ -106,7 +105,7 @@ def mark_changes(
     n: tl.int64,
     TILE: tl.constexpr,
 ) -> None:
-    """One program a tile: bit i % 32 of word i // 32 says whether element i differs; `counts` says how many do."""
+    """Mark one tile: bit i % 32 of word i // 32 is set if element i differs; `counts` is the number of set bits."""
     tile = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, TILE)
     left = n - tile * TILE
@@ -131,9 +130,9 @@ def write_indices(
     TILE_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
-    """One program for `WORDS` words: takes the lowest bit off every word at once until none is left.
+    """Write the indices of `WORDS` words: clear the lowest bit of all words in parallel until no bit is set.
 
-    `begins` says for each tile of `TILE_WORDS` words how many changed elements lie before it.
+    `begins` contains, for each tile of `TILE_WORDS` words, the number of changed elements before it.
     """
     program = tl.program_id(0).to(tl.int64)
     at = program * WORDS + tl.arange(0, WORDS)
@@ -150,7 +149,7 @@ def write_indices(
 
 
 def compare_and_compact(old: torch.Tensor, new: torch.Tensor, tile_bytes: int = TILE_BYTES) -> torch.Tensor:
-    """Indices (i8[changed], ascending) of the elements whose patterns differ; both tensors contiguous, of one type."""
+    """Return the indices (i8[changed], ascending) of differing patterns in two contiguous tensors of the same type."""
     old, new = flat_patterns(old), flat_patterns(new)
     check_rows(old, new)
     n, tile = old.numel(), tile_bytes // old.element_size()
@@ -179,7 +178,7 @@ def gather_patterns(
     n_bits: tl.int64,
     TILE: tl.constexpr,
 ) -> None:
-    """taken[k] = bits[indices[k]] for k < n; 0 for an index outside the tensor."""
+    """Write taken[k] = bits[indices[k]] for k < n; 0 for an index outside the tensor."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < n
     index = tl.load(indices_pointer + at, mask=inside, other=0)
@@ -196,7 +195,7 @@ def scatter_patterns(
     n_bits: tl.int64,
     TILE: tl.constexpr,
 ) -> None:
-    """bits[indices[k]] = new[k] for k < n; an index outside the tensor writes nothing."""
+    """Write bits[indices[k]] = new[k] for k < n; nothing for an index outside the tensor."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < n
     index = tl.load(indices_pointer + at, mask=inside, other=0)
@@ -205,13 +204,13 @@ def scatter_patterns(
 
 
 def changed_elements(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result of `kernels.compare.changed_elements` for the same arrays, contiguous."""
+    """Return the result of `kernels.compare.changed_elements` for the same arrays, contiguous."""
     indices = compare_and_compact(old, new)
     return indices, take(old, indices), take(new, indices)
 
 
 def take(bits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """The patterns (uN[n]) of `bits`, contiguous, at `indices` (i8[n])."""
+    """Return the patterns (uN[n]) of `bits`, contiguous, at `indices` (i8[n])."""
     flat, places = flat_patterns(bits), flat_row(indices)
     taken = torch.empty(places.numel(), dtype=flat.dtype, device=flat.device)
     check_places(places, taken)
@@ -230,7 +229,7 @@ def scatter(bits: torch.Tensor, indices: torch.Tensor, new_at: torch.Tensor) -> 
 
 
 PROGRAMS = 2048
-"""Programs of a full grid: several for each processor of any GPU, and few enough to add up their sums."""
+"""Programs of a full grid: several for each multiprocessor of any GPU, and few enough to add up their sums."""
 
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -239,7 +238,7 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 @kernel
 def prf(position: tl.tensor) -> tl.tensor:
-    """splitmix64's output for a state, u8 -> u8."""
+    """Return splitmix64's output for a state, u8 -> u8."""
     mixed = (position ^ (position >> 30)) * MIX_1
     mixed = (mixed ^ (mixed >> 27)) * MIX_2
     return mixed ^ (mixed >> 31)
@@ -247,7 +246,7 @@ def prf(position: tl.tensor) -> tl.tensor:
 
 @kernel
 def store_sums(sums_pointer: tl.tensor, lo: tl.tensor, hi: tl.tensor) -> None:
-    """Leave this program's two sums (of u8[tile] each) in its row of `sums` (i8[programs, 2])."""
+    """Write this program's two sums (of u8[tile] each) to its row of `sums` (i8[programs, 2])."""
     row = sums_pointer + tl.program_id(0) * 2
     tl.store(row, tl.sum(lo, axis=0).to(tl.int64, bitcast=True))
     tl.store(row + 1, tl.sum(hi, axis=0).to(tl.int64, bitcast=True))
@@ -263,7 +262,7 @@ def sum_range(
     key_hi: tl.uint64,
     TILE: tl.constexpr,
 ) -> None:
-    """Sums over the elements of the tensor's range that begins at `start`: whole tiles first, then the last part."""
+    """Sum over the elements of the tensor's range that begins at `start`: whole tiles first, then the last part."""
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lanes = tl.arange(0, TILE)
     whole = n // TILE
@@ -298,7 +297,7 @@ def sum_chosen(
     CHANGE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Sums over the `n` elements at `indices`: of new - old with `CHANGE`, of new + 1 without."""
+    """Sum over the `n` elements at `indices`: new - old with `CHANGE`, new + 1 without."""
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lanes = tl.arange(0, TILE)
     lo = tl.zeros((TILE,), tl.uint64)
@@ -319,7 +318,7 @@ def sum_chosen(
 
 
 def fingerprint(bits: torch.Tensor, key: TensorKey, start: int = 0, programs: int = PROGRAMS) -> Fingerprint:
-    """Fingerprint of elements [start, start + bits.numel()) of a tensor; `bits` is contiguous."""
+    """Compute the fingerprint of elements [start, start + bits.numel()) of a tensor; `bits` is contiguous."""
     flat = flat_patterns(bits)
     if start < 0:
         raise ValueError(f"start must not be negative, got {start}")
@@ -329,14 +328,14 @@ def fingerprint(bits: torch.Tensor, key: TensorKey, start: int = 0, programs: in
 
 
 def fingerprint_at(bits: torch.Tensor, key: TensorKey, indices: torch.Tensor) -> Fingerprint:
-    """Fingerprint of the elements at `indices` (i8[n], in any order) whose patterns are `bits` (uN[n])."""
+    """Compute the fingerprint of the elements at `indices` (i8[n], in any order) with patterns `bits` (uN[n])."""
     return _chosen(indices, None, bits, key)
 
 
 def fingerprint_change(
     key: TensorKey, indices: torch.Tensor, old_at: torch.Tensor, new_at: torch.Tensor
 ) -> Fingerprint:
-    """F(new) - F(old) when the elements at `indices` (i8[n]) go from `old_at` to `new_at` (uN[n] each)."""
+    """Compute F(new) - F(old) for elements at `indices` (i8[n]): `old_at` becomes `new_at` (uN[n] each)."""
     return _chosen(indices, old_at, new_at, key)
 
 

@@ -1,14 +1,14 @@
 """The class split of `kernels.classes` on a GPU: gaps within a class and folded steps, class by class.
 
-The rank of an element is the number of elements of its class before it, in active segments. Ranks are put together from
-three counts, so that one pass alone reads the whole block:
+The rank of an element is the number of elements of its class before it, in active segments. A rank is the sum of three
+counts of elements of the class, so that only one pass reads the whole block:
 
-- of the class in the tiles before: a scan of the tiles' totals;
-- of the class in the rows of the tile before: sixteen-bit counts, four to a word, kept for each row;
-- of the class in the row before the element: counted anew for each changed element.
+- in earlier tiles: a scan of the tiles' totals;
+- in earlier rows of the same tile: 16-bit counts, four per word, stored for each row;
+- in the same row, before the element: counted again for each changed element.
 
-The changed elements are then put in order of class, stably, by a count, a scan and a write; a gap is the difference of
-two ranks that lie side by side.
+The changed elements are then sorted by class, stably, by a count, a scan and a write; a gap is computed from two
+neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tidemill.kernels.triton_rows import check_places, check_type, flat_patterns
 
 CLASSES_IN_WORD = 4
 BLOCK_LIMIT = (1 << 32) - 1
-"""Elements of a block whose ranks fit in 32 bits."""
+"""Greatest number of elements of a block: ranks have 32 bits."""
 EXPONENT_TILE = 2048
 EXPONENT_PROGRAMS = 512
 LEAST_BINS = 32
@@ -33,16 +33,16 @@ LEAST_BINS = 32
 
 @dataclass(frozen=True, slots=True)
 class SplitTiling:
-    """How the work is cut; powers of two. The result is the same for all values."""
+    """Sizes of the parts of the work; powers of two. The result is the same for all values."""
 
     row: int = 128
-    """Elements of a row, which divides a segment."""
+    """Number of elements of a row; it divides a segment."""
     rows: int = 32
-    """Rows of a tile, of less than 2**16 elements."""
+    """Number of rows of a tile; a tile has less than 2**16 elements."""
     ranked: int = 32
-    """Changed elements whose rows one program counts."""
+    """Number of changed elements whose rows one program counts."""
     placed: int = 1024
-    """Changed elements that one program puts in order, less than 2**16."""
+    """Number of changed elements that one program sorts, less than 2**16."""
 
 
 GPU_TILING = SplitTiling()
@@ -50,14 +50,14 @@ GPU_TILING = SplitTiling()
 
 @kernel
 def class_of(pattern: tl.tensor, table_pointer: tl.tensor, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr) -> tl.tensor:
-    """The class of each pattern, i4."""
+    """Return the class of each pattern, i4."""
     exponent = (pattern.to(tl.uint32) >> SHIFT) & (EXPONENTS - 1)
     return tl.load(table_pointer + exponent.to(tl.int32)).to(tl.int32)
 
 
 @kernel
 def place_of(pattern: tl.tensor, BITS: tl.constexpr, ORDER: tl.constexpr) -> tl.tensor:
-    """A pattern's place among all patterns of `BITS` bits by value, u4. `ORDER` is `kernels.elements.Order`."""
+    """Return a pattern's place by value among all patterns of `BITS` bits, u4. `ORDER` is `kernels.elements.Order`."""
     place = pattern.to(tl.uint32)
     if ORDER == 0:
         negative = (place >> (BITS - 1)) != 0
@@ -69,7 +69,7 @@ def place_of(pattern: tl.tensor, BITS: tl.constexpr, ORDER: tl.constexpr) -> tl.
 
 @kernel
 def folded_step(old: tl.tensor, new: tl.tensor, BITS: tl.constexpr, ORDER: tl.constexpr) -> tl.tensor:
-    """The step from one place to another modulo 2**BITS, folded: +1, -1, +2, -2 ... become 0, 1, 2, 3 ..., u4."""
+    """Return the step between two places modulo 2**BITS, folded: +1, -1, +2, -2 ... become 0, 1, 2, 3 ..., u4."""
     step = (place_of(new, BITS, ORDER) - place_of(old, BITS, ORDER)) & ((1 << BITS) - 1)
     down = (step >> (BITS - 1)) != 0
     return tl.where(down, ((((1 << BITS) - 1) - step) << 1) | 1, (step - 1) << 1)
@@ -77,14 +77,14 @@ def folded_step(old: tl.tensor, new: tl.tensor, BITS: tl.constexpr, ORDER: tl.co
 
 @kernel
 def one_in_field(held: tl.tensor, group: tl.tensor, word: tl.constexpr) -> tl.tensor:
-    """A 1 in the sixteen-bit field of the class where the class belongs to `word` and is `held`, else 0, u8."""
+    """Return a 1 in the class's 16-bit field if the class belongs to `word` and `held` is set, otherwise 0, u8."""
     one = tl.full(group.shape, 1, tl.uint64) << ((group % 4) * 16).to(tl.uint64)
     return tl.where(held & (group // 4 == word), one, 0)
 
 
 @kernel
 def field_of(packed: tl.tensor, group: tl.tensor) -> tl.tensor:
-    """The sixteen-bit field of a class in the word that holds it, u8."""
+    """Return the 16-bit field of a class in the word that contains it, u8."""
     return (packed >> ((group % 4) * 16).to(tl.uint64)) & 0xFFFF
 
 
@@ -114,7 +114,7 @@ def count_rows(
     ROW: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """One program a tile: elements of each class in the rows of the tile before each row, and in the whole tile."""
+    """Count, in one tile, the elements of each class in the rows before each row, and in the whole tile."""
     tile = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, ROWS * ROW)
     left = n - tile * (ROWS * ROW)
@@ -150,7 +150,7 @@ def rank_changed(
     ROWS: tl.constexpr,
     RANKED: tl.constexpr,
 ) -> None:
-    """The rank of each changed element, u4. `begins` (i8[classes, tiles]) are the ranks at which tiles begin."""
+    """Write the rank of each changed element, u4. `begins` (i8[classes, tiles]) are the ranks at which tiles begin."""
     at = tl.program_id(0).to(tl.int64) * RANKED + tl.arange(0, RANKED)
     inside = at < n_changed
     index = tl.load(indices_pointer + at, mask=inside, other=0)
@@ -179,7 +179,7 @@ def count_changed(
     WORDS: tl.constexpr,
     PLACED: tl.constexpr,
 ) -> None:
-    """One program a tile of changed elements: how many of each class it holds."""
+    """Count the elements of each class in one tile of changed elements."""
     tile = tl.program_id(0).to(tl.int64)
     at = tile * PLACED + tl.arange(0, PLACED)
     inside = at < n_changed
@@ -208,7 +208,7 @@ def place_changed(
     WORDS: tl.constexpr,
     PLACED: tl.constexpr,
 ) -> None:
-    """Ranks and steps in order of class. `begins` (i8[classes, tiles]) are the places at which tiles begin."""
+    """Write ranks and steps sorted by class. `begins` (i8[classes, tiles]) are the places at which tiles begin."""
     tile = tl.program_id(0).to(tl.int64)
     at = tile * PLACED + tl.arange(0, PLACED)
     inside = at < n_changed
@@ -234,7 +234,7 @@ def write_gaps(
     CLASSES: tl.constexpr,
     PLACED: tl.constexpr,
 ) -> None:
-    """Gaps from ranks in order of class. `firsts` (i8[classes]) are the places at which classes begin."""
+    """Write gaps from ranks sorted by class. `firsts` (i8[classes]) are the places at which classes begin."""
     at = tl.program_id(0).to(tl.int64) * PLACED + tl.arange(0, PLACED)
     inside = at < n_changed
     first = at == 0
@@ -255,7 +255,7 @@ def count_patterns(
     BINS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """How many elements of each exponent a program met: a row of `counts` (i4[programs, BINS])."""
+    """Count the elements of each exponent that this program reads, to a row of `counts` (i4[programs, BINS])."""
     first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lanes = tl.arange(0, TILE)
     counts = tl.zeros((BINS,), tl.int32)
@@ -277,11 +277,11 @@ def split_classes(
     active_segments: Active,
     tiling: SplitTiling = GPU_TILING,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Counts (i8[classes]), gaps and steps (u4[changed]) as `kernels.classes.split_classes` makes them of these arrays.
+    """Return the counts (i8[classes]), gaps and steps (u4[changed]) of `kernels.classes.split_classes`.
 
     All tensors are on one device; `old_at` is not read.
 
-    Raises ValueError for arrays that do not fit each other, or more elements than a gap can count.
+    Raises ValueError for arrays that do not fit each other, and for more elements than ranks of 32 bits can count.
     """
     flat, new, places = flat_patterns(old), flat_patterns(new_at), flat_row(indices)
     check_places(places, new)
@@ -290,7 +290,7 @@ def split_classes(
         raise ValueError(f"{flat.numel()} elements in a block; their ranks have 32 bits")
     if class_table.size != kind.exponents or active_segments.size != tiles(flat.numel(), SEGMENT):
         raise ValueError(f"{class_table.size} of {kind.exponents} exponents, {active_segments.size} segments")
-    # Copies, because numpy may hold them read-only.
+    # Copies, because the numpy arrays may be read-only.
     table = torch.tensor(class_table, dtype=torch.uint8, device=flat.device)
     active = torch.tensor(active_segments, dtype=torch.uint8, device=flat.device)
     classes = int(class_table[-1]) + 1
@@ -311,7 +311,7 @@ def split_classes(
 
 
 def count_exponents(kind: ElementType, bits: torch.Tensor) -> torch.Tensor:
-    """Number of elements (i8[exponents]) of each exponent in `bits`, contiguous."""
+    """Count the elements (i8[exponents]) of each exponent in `bits`, contiguous."""
     flat, bins = flat_patterns(bits), max(LEAST_BINS, kind.exponents)
     programs = min(EXPONENT_PROGRAMS, tiles(flat.numel(), EXPONENT_TILE))
     counts = torch.empty((programs, bins), dtype=torch.int32, device=flat.device)
@@ -329,7 +329,7 @@ def _ranks(
     tiling: SplitTiling,
     form: dict[str, int],
 ) -> torch.Tensor:
-    """u4[changed], the rank of each changed element, in the order of `places`."""
+    """Return the rank of each changed element (u4[changed]), in the order of `places`."""
     n_tiles = tiles(flat.numel(), tiling.row * tiling.rows)
     rows = torch.empty(n_tiles * tiling.rows * form["WORDS"], dtype=torch.int64, device=flat.device)
     totals = _counts(form["WORDS"], n_tiles, flat.device)
@@ -347,5 +347,5 @@ def _counts(words: int, columns: int, device: torch.device) -> torch.Tensor:
 
 
 def _begins(totals: torch.Tensor) -> torch.Tensor:
-    """Exclusive sums along each row, i8."""
+    """Return exclusive sums along each row, i8."""
     return torch.cumsum(totals, 1, dtype=torch.int64) - totals

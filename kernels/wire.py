@@ -1,6 +1,6 @@
 """Reading and writing the small fields of a block: bytes, variable-length integers and single bits, bounds-checked.
 
-Zstandard frames say their size before they are unpacked, so that hostile bytes cannot ask for memory.
+Zstandard frames declare their size before they are unpacked, so hostile bytes cannot make the reader allocate memory.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import zstandard
 
 
 class DeltaError(ValueError):
-    """Bytes that are not a delta, or not one for these weights; the message says why. Nothing was written."""
+    """The bytes are not a delta, or not one for these weights; the message gives the reason. Nothing was written."""
 
 
 VARINT_BYTES = 7
-"""Length of the longest integer: below 2**49."""
+"""Greatest length of an integer, which is below 2**49."""
 
 
 def varint(value: int) -> bytes:
-    """A non-negative integer below 2**49, seven bits a byte, the lowest first; the top bit says that more follow."""
+    """Encode a non-negative integer below 2**49, seven bits per byte, lowest first; a set top bit means more bytes."""
     out = bytearray()
     while value >= 128:
         out.append(value & 127 | 128)
@@ -27,7 +27,7 @@ def varint(value: int) -> bytes:
 
 
 class WireReader:
-    """Fields taken off the front of some bytes; one that they do not hold raises DeltaError."""
+    """Reader of fields from the beginning of some bytes; a field beyond their end raises DeltaError."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -43,7 +43,7 @@ class WireReader:
         return self.take(1)[0]
 
     def varint(self) -> int:
-        """The next variable-length integer, in its shortest form."""
+        """Read the next variable-length integer, which must have its shortest form."""
         value = 0
         for place in range(VARINT_BYTES):
             byte = self.byte()
@@ -59,7 +59,7 @@ class WireReader:
 
 
 class BitWriter:
-    """Small integers of given widths as bytes, the lowest bits first."""
+    """Writer of small integers of given widths as bytes, lowest bits first."""
 
     def __init__(self) -> None:
         self._value = 0
@@ -71,12 +71,12 @@ class BitWriter:
         self._width += width
 
     def getvalue(self) -> bytes:
-        """All bits so far, filled up with zeros to whole bytes."""
+        """Return all bits so far, padded with zeros to whole bytes."""
         return self._value.to_bytes(-(-self._width // 8), "little")
 
 
 class BitReader:
-    """The integers that a `BitWriter` wrote; takes a byte off a `WireReader` when it is needed."""
+    """Reader of the integers that a `BitWriter` wrote; reads a byte from a `WireReader` only when it is needed."""
 
     def __init__(self, source: WireReader) -> None:
         self._source = source
@@ -84,7 +84,7 @@ class BitReader:
         self._width = 0
 
     def get(self, width: int) -> int:
-        """The next integer of `width` bits."""
+        """Read the next integer of `width` bits."""
         while self._width < width:
             self._value |= self._source.byte() << self._width
             self._width += 8
@@ -94,7 +94,7 @@ class BitReader:
         return value
 
     def close(self) -> None:
-        """Raise DeltaError unless what fills the last byte is zero."""
+        """Raise DeltaError unless the padding of the last byte is zero."""
         if self._value:
             raise DeltaError("bits are set behind the last one that counts")
 
@@ -103,12 +103,12 @@ LEVEL = 3
 
 
 def compress(data: bytes) -> bytes:
-    """One frame that states its content's size."""
+    """Compress to one frame that declares its content's size."""
     return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compress(data)
 
 
 def decompress(frame: memoryview, expected: int) -> memoryview:
-    """The frame's content, which must say that it has `expected` bytes before it is unpacked, and then have them.
+    """Unpack a frame, which must declare `expected` bytes before it is unpacked, and then contain them.
 
     Raises DeltaError.
     """
