@@ -156,7 +156,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             )
 
     async def _logprobs(self, request: str, prompt: list[int]) -> Hashable:
-        """Return a short greedy answer, and the logprob of every token of it and of the prompt."""
+        """Return a short greedy answer to a prompt, and the logprobs of all tokens of both."""
         asked = SamplingParams(
             temperature=0, max_tokens=_ANSWERED, ignore_eos=True, logprobs=0, prompt_logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -134,7 +134,7 @@ def join(
         said = False
         while not stopped():
             for located in found:
-                # The subscriber reads unreadable records again and dead-letters them; here they are only skipped.
+                # Unreadable records are only skipped here; the subscriber dead-letters those that it reads.
                 record = located.record
                 if isinstance(record, Manifest | SkipDelta | GateDecision) and (objection := state.observe(record)):
                     logger.warning("%s", objection)

@@ -86,7 +86,7 @@ def record_map(
 def _record_copies(
     model: torch.nn.Module, spec: TensorSpec, owners: Mapping[int, str]
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Record each copy of the loader: the parameter, the part of it to write, and the part of the tensor to read."""
+    """Record each copy of the loader: the parameter, its part to write, and the part of the tensor to read."""
     source = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
     storage = source.untyped_storage()._cdata
     original = torch.Tensor.copy_

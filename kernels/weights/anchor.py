@@ -86,7 +86,7 @@ def anchor_uri(root: str, run_id: str, branch: str, version: int) -> str:
 
 
 def begin_anchor(uri: str, base_model: Path, dtype: str | None = "bfloat16") -> list[AnchorFile]:
-    """Empty the directory `uri` and write the files that an anchor copies from `base_model`, not weights and marker.
+    """Empty the directory `uri` and write the files that an anchor copies from `base_model`; no weights, no marker.
 
     Args:
         dtype: element type to write into the configuration; None keeps the base model's.

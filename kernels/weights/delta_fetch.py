@@ -9,7 +9,7 @@ arrives. It seeks back to chunks that are not, and seeks past chunks that no cal
 
 `open_fetcher` reads over several connections, each for its share of the partitions: a client has one connection to a
 broker, whose window grows with every round trip and shrinks with every loss, so that one connection is slow over a
-long or lossy link. A connection is idle for a round trip between two responses, so a response should have many chunks.
+long or lossy link. A connection is idle for a round trip between two responses: a response should have several chunks.
 """
 
 from __future__ import annotations

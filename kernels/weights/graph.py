@@ -180,7 +180,7 @@ class VersionGraph:
         return sorted(found, key=lambda delta: (delta.base, delta.version))
 
     def expired(self, shards: Iterable[ShardPosition]) -> str:
-        """Describe the first chunk that the log's retention has deleted; empty if the log has all of them."""
+        """Describe the first chunk that the log's retention has deleted; empty if the log has all chunks."""
         for shard in shards:
             kept_from = self.kept_from.get(shard.partition, 0)
             if shard.uri is None and shard.offsets and min(shard.offsets) < kept_from:

@@ -182,7 +182,7 @@ def rebuild_whole(make: Callable[[], HeldVersion], ranks: Ranks) -> HeldVersion:
 def rebuild_parts(make: Callable[[], HeldVersion], version: int, like: Tensors, ranks: Ranks) -> HeldVersion:
     """Run `make` on the first rank and distribute the version, so that each rank has its part.
 
-    The first rank holds all of it at first, and sends the other ranks their parts tensor by tensor.
+    The first rank holds the whole version at first, and sends the other ranks their parts tensor by tensor.
 
     Args:
         version: number of the version that will continue it.

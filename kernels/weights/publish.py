@@ -21,7 +21,7 @@ Invariants:
 - the versions of a branch are a tree: a version continues the newest, or an older one after `go_back`;
 - every rank gets the same result of a publication, and a version's tensors and fingerprints do not depend on the
   number of ranks. A rank holds its parts of the newest version, and one whole tensor while an anchor is written. Only
-  when that version is rebuilt from the log, the first rank holds all of it, until the other ranks have their parts.
+  when that version is rebuilt from the log, the first rank holds it whole, until the other ranks have their parts.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class WeightPublisher:
                 this rank's `TensorPart` of each. Each keeps its own type. They are read once, one by one, and may
                 change after the return. With several shards, or if several ranks rebuild the newest version, they
                 are read twice: the items of an iterator are all held in memory then.
-            learning_rate: learning rate of the step that made the version; a reader compares it with the density.
+            learning_rate: learning rate of the step that made the version, to be read together with its density.
             step: the optimizer step that made the version; `version` if None.
             parent: raise VersionError unless the version continues this one; not compared if None.
             trained_at: time at which that step ended, microseconds since the epoch; now if None.

@@ -3,7 +3,7 @@
 Every k-th version of a branch gets a delta from the version k before it, for each configured k: with 8 and 64, a
 replica that is n versions behind needs about n/64 + 8 + 8 deltas instead of n. They are in the object store, so that
 other replicas never read them, and only every k-th version has one of length k: over eight steps a delta grows to
-about three or four times the size for one step, over 64 to about ten times, so that 8 and 64 add about half as much.
+about three or four times one step's size, over 64 to about ten times, so that 8 and 64 together add about 50 %.
 
 Invariants: nothing here delays or fails a publication. Skip-deltas that are due while the backlog is full, or that
 fail, are dropped and counted; a version is complete without them. Memory: a copy of the weights for each version that
