@@ -16,12 +16,12 @@ def run(kafka: KafkaSettings, run: RunSettings, replica: ReplicaSettings, chat: 
         kafka: the log.
         run: the run and the branch to follow.
         replica: the replica itself.
-        chat: how conversations become tokens.
+        chat: settings that turn conversations into tokens.
 
     Raises:
         RuntimeError: vLLM is not installed, was imported before its environment was set, or cannot be
             `batch_invariant` on this device.
-        ValueError: vLLM does not take an argument of `vllm_args`.
+        ValueError: vLLM refuses an argument of `vllm_args`.
     """
     prepare_environment(replica.threads, replica.batch_invariant)
     # Imported here because vLLM reads its environment when it is imported.

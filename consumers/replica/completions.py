@@ -1,7 +1,7 @@
-"""vLLM's completion handler, whose answers say which weight version sampled which token, and chat over it.
+"""vLLM's completion handler with the weight version of each sampled token in its answers, and chat on top of it.
 
-`POST /v1/chat/completions` is rendered and read as in training: the handler is called in this process with token ids,
-and its documents become chat by `schemas.chat.serving`.
+`POST /v1/chat/completions` is rendered and parsed as in training: the handler is called in this process with token
+ids, and `schemas.chat.serving` turns its documents into chat.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _PASSED = {
     "min_tokens", "logit_bias", "bad_words", "allowed_token_ids", "ignore_eos", "seed", "stream", "stream_options",
     "response_format", "structured_outputs", "priority", "request_id", "session_id", "cache_salt", "vllm_xargs",
 }  # fmt: skip
-"""Fields that go to the completion handler as they are."""
+"""Fields that are passed to the completion handler unchanged."""
 
 
 class _Versioned(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is read without its types
-    """vLLM's completion handler, the choices of whose whole answers say which version sampled which token."""
+    """vLLM's completion handler; the choices of its unstreamed answers contain the version of each sampled token."""
 
     incarnation_of: IncarnationOf
-    """Set when it is made."""
+    """Set after construction."""
 
     async def render_completion_request(self, request: CompletionRequest) -> list[EngineInput] | ErrorResponse:
-        """vLLM's inputs of the engine; with `fill_context` the answer may be as long as the context holds."""
+        """Return vLLM's engine inputs; with `fill_context` the answer may fill the rest of the context."""
         if getattr(request, FILL_CONTEXT, False) is True and isinstance(request.prompt, list):
             request.max_tokens = max(1, self.model_config.max_model_len - len(request.prompt))
         inputs: list[EngineInput] | ErrorResponse = await super().render_completion_request(request)
@@ -64,7 +64,7 @@ class _Versioned(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is read
         *rest: Any,  # noqa: ANN401 - passed through to vLLM
         **options: Any,  # noqa: ANN401 - passed through to vLLM
     ) -> CompletionResponse:
-        """vLLM's response with `weight_versions` in each choice."""
+        """Return vLLM's response with `weight_versions` in each choice."""
         response = super().request_output_to_completion_response(final_res_batch, *rest, **options)
         outputs = [output for result in final_res_batch for output in result.outputs]
         for choice, output in zip(response.choices, outputs, strict=True):
@@ -84,7 +84,7 @@ class VersionedCompletion(_Versioned):
         *rest: Any,  # noqa: ANN401 - passed through to vLLM
         **options: Any,  # noqa: ANN401 - passed through to vLLM
     ) -> AsyncIterator[str]:
-        """vLLM's events, with the `weight_versions` of the choices that there is news of."""
+        """Return vLLM's events, with `weight_versions` in the choices whose spans have changed."""
         news = SpanUpdates(self.incarnation_of)
 
         async def watched() -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -97,7 +97,7 @@ class VersionedCompletion(_Versioned):
 
 
 class ChatCompletion(_Versioned):
-    """The handler behind chat: one prompt, one choice, and a stream of documents, which chat makes its events of."""
+    """The handler for chat: one prompt, one choice, and a stream of documents, which chat turns into events."""
 
     async def completion_stream_generator(
         self,
@@ -111,7 +111,7 @@ class ChatCompletion(_Versioned):
         tokenizer: Any,  # noqa: ANN401 - vLLM's own types
         request_metadata: Any,  # noqa: ANN401 - vLLM's own types
     ) -> AsyncIterator[dict[str, Any]]:
-        """The documents of `/v1/completions` with token ids and spans, and without texts."""
+        """Yield the documents of `/v1/completions` with token ids and spans, without texts."""
         assert num_prompts == request.n == 1, "a chat has one prompt and one answer"
         head = {"id": request_id, "created": created_time, "model": model_name}
         at_end, always = should_include_usage(request.stream_options, self.enable_force_include_usage)
@@ -141,13 +141,13 @@ class ChatCompletion(_Versioned):
                 yield {**head, "choices": [], "usage": used.model_dump(exclude_none=True)}
         except GenerationError as error:
             yield json.loads(self._convert_generation_error_to_streaming_response(error))
-        except Exception as error:  # as vLLM does: the answer has begun, and ends with what went wrong
+        except Exception as error:  # as vLLM does: the answer has begun, so the error is its last document
             logger.exception("a chat broke off")
             yield json.loads(self.create_streaming_error_response(error))
 
 
 def chat_route(chat: ChatServer, completion: ChatCompletion) -> APIRouter:
-    """The route `CHAT_PATH`, over a completion handler."""
+    """Return the route `CHAT_PATH` over a completion handler."""
     router = APIRouter()
 
     @with_cancellation  # type: ignore[untyped-decorator]  # vLLM is read without its types
@@ -184,7 +184,7 @@ def chat_route(chat: ChatServer, completion: ChatCompletion) -> APIRouter:
 
     @router.post(CHAT_PATH, dependencies=[Depends(validate_json_request)])
     async def chat_completions(raw_request: Request) -> Response:
-        # Read here: what watches for the client's departure takes all that still comes from it.
+        # Read here: the check for a disconnected client consumes all later messages of the client.
         response: Response = await answered(await raw_request.body(), raw_request=raw_request)
         return response
 
@@ -192,7 +192,7 @@ def chat_route(chat: ChatServer, completion: ChatCompletion) -> APIRouter:
 
 
 async def _events(turn: ChatTurn, documents: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[str, None]:
-    """Server-sent events of a streamed completion's chat form."""
+    """Yield the server-sent events of a streamed completion's chat form."""
     try:
         async for document in documents:
             if (told := turn.take(document)) is not None:

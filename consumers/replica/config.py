@@ -1,6 +1,6 @@
 """Settings of a replica: a vLLM engine of one or more ranks with its HTTP server and its weight subscriber.
 
-Everything here is known before the process imports vLLM; what a version looks like comes from the log.
+All settings are known before the process imports vLLM; the description of a version comes from the log.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tidemill.schemas.config import HttpSettings, Section
 from tidemill.schemas.records import Arm
 
 FETCH_BYTES = 4 << 20
-"""Bytes that an answer of the log carries by default: four chunks."""
+"""Default limit of one response of the log, in bytes: four chunks."""
 
 
 class KvPolicy(StrEnum):
-    """The treatment of keys and values that older weights computed, in a running request."""
+    """Treatment of the keys and values that older weights computed for a running request."""
 
     STALE = "stale"
-    """Keep them: no recomputation, later tokens attend to a slightly older prefix."""
+    """Keep them: no recomputation; later tokens attend to a slightly older prefix."""
     RECOMPUTE = "recompute"
-    """Drop them: every running request is prefilled again under the new weights (one long step an update)."""
+    """Drop them: every running request is prefilled again with the new weights (one long step per update)."""
 
 
 class EngineDtype(StrEnum):
@@ -38,14 +38,14 @@ class EngineDtype(StrEnum):
 
 
 class Pool(StrEnum):
-    """The arm whose versions a replica goes to, or none."""
+    """The pool whose versions a replica serves, or none."""
 
     ALL = ""
-    """Every version that is published, as far as the gate's limits let it."""
+    """Every published version within the gate's limits."""
     STABLE = Arm.STABLE.value
-    """Versions that were promoted, or rolled back to; before the first of them the oldest that can be reached."""
+    """Versions that were promoted or rolled back to; before the first of them, the oldest that can be reached."""
     CANARY = Arm.CANARY.value
-    """The version under trial while there is one, else as the stable pool."""
+    """The version on trial; if there is none, the same as the stable pool."""
 
 
 REFUSED: Mapping[str, str] = {
@@ -75,17 +75,17 @@ REFUSED: Mapping[str, str] = {
         disable-access-log-for-endpoints shutdown-timeout root-path tokens-only""",
     "the router and the rollout workers send no key": "api-key",
 }
-"""Patterns of long names of vLLM's options that are not taken, by the reason: nothing that Tidemill decides, and
-nothing that a proved version or a recorded logprob depends on, can be changed in silence."""
+"""Patterns of long names of vLLM's options that are refused, by reason: an option that Tidemill sets, or on which a
+proved version or a recorded logprob depends, cannot be changed silently."""
 
 
 def option_name(given: str) -> str:
-    """The long option name of a key of the settings, without its dashes."""
+    """Return the long option name for a key of the settings, without its dashes."""
     return given.strip().lstrip("-").replace("_", "-")
 
 
 def refusal(given: str) -> str:
-    """Why an argument is not taken; empty for one that is."""
+    """Return why an argument is refused; empty if it is accepted."""
     name = option_name(given).partition(".")[0]
     for reason, patterns in REFUSED.items():
         if any(fnmatchcase(each, pattern) for pattern in patterns.split() for each in (name, name.removeprefix("no-"))):
@@ -94,19 +94,19 @@ def refusal(given: str) -> str:
 
 
 class ReplicaSettings(Section):
-    """How one replica serves and how it follows the weight versions of a branch."""
+    """Settings of one replica: its server, its engine, and how it follows the weight versions of a branch."""
 
     replica_id: str = Field(default="replica-0", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the replica: key of its acknowledgements, value of the `x-tidemill-replica` header."""
     region: str = "local"
-    """Region that staleness is reported for."""
+    """Region for which staleness is reported."""
     pool: Pool = Pool.ALL
-    """Pool of the replica: empty (every published version), "stable" (promoted versions) or "canary" (the version under
+    """Pool of the replica: empty (every published version), "stable" (promoted versions) or "canary" (the version on
     trial)."""
     host: str = "127.0.0.1"
-    """Address that the HTTP server listens on; loopback unless the operator opens it."""
+    """Address that the HTTP server listens on; loopback unless the operator sets another."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """TCP port of the HTTP server; 0 lets the system choose one, which the log line and the status name."""
+    """TCP port of the HTTP server; with 0 the system chooses one, which the log line and the status contain."""
     http: HttpSettings = HttpSettings()
     """Limits of the HTTP server on clients' connections."""
     served_model: str = "tidemill"
@@ -120,58 +120,57 @@ class ReplicaSettings(Section):
     max_num_seqs: int = Field(default=128, ge=1)
     """Requests decoded in one engine step."""
     max_num_batched_tokens: int = Field(default=4096, ge=32)
-    """Tokens computed in one engine step; bounds how long a prefill holds up decoding."""
+    """Tokens computed in one engine step; limits how long a prefill delays decoding."""
     block_size: int = Field(default=32, multiple_of=32)
-    """Tokens in a KV block: the grain of prefix caching. A CPU engine needs a multiple of 32."""
+    """Tokens in a KV block: the unit of prefix caching. A CPU engine needs a multiple of 32."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Processes (on GPUs: devices) that an engine's tensors are cut over. The model's attention heads must be divisible
-    by it. Every rank's share is written and proved as one engine."""
+    """Processes (on GPUs: devices) over which an engine's tensors are cut. The number of the model's attention heads
+    must be divisible by it. The parts of all ranks are written and proved as one engine."""
     data_parallel: int = Field(default=1, ge=1)
-    """Engines side by side behind the one server, each with `tensor_parallel` ranks. Of a dense model each has whole
-    weights, and takes a version between two steps of its own. Of a mixture of experts they share the experts
+    """Number of engines behind the one server, each with `tensor_parallel` ranks. For a dense model, each has whole
+    weights, and a version is written between two of its own steps. For a mixture of experts, they share the experts
     (`expert_parallel`) and compute each step together: all are paused while a version is written."""
     expert_parallel: bool = False
-    """Give each rank whole experts instead of a slice of every expert: each of `tensor_parallel` ranks of each of
-    `data_parallel` engines. On a CPU it saves no time: a rank multiplies by 0 for the experts of a token that others
-    hold."""
+    """Give each rank (`tensor_parallel` ranks in each of `data_parallel` engines) whole experts instead of a slice of
+    every expert. On a CPU this saves no time: a rank multiplies by 0 for a token's experts on other ranks."""
     expert_ids: bool = False
-    """Have each answer of `/v1/completions` say which experts of each layer its tokens were sent to, so that the
-    trainer can route them the same (trainer.routing). For mixtures of experts. An answer that ended at a stop string,
-    not at a stop token, says nothing."""
+    """Return, with each answer of `/v1/completions`, the experts of each layer to which its tokens were sent, so that
+    the trainer can route them in the same way (trainer.routing). For mixtures of experts. An answer that ended at a
+    stop string, not at a stop token, has no expert ids."""
     batch_invariant: bool = False
-    """Compute each token so that its logprobs, to the last bit, do not depend on the requests beside it. Also set by
-    `numerics.batch_invariant`."""
+    """Compute each token so that its logprobs, to the last bit, do not depend on other requests in the batch. Also set
+    by `numerics.batch_invariant`."""
     threads: int = Field(default=1, ge=1)
     """Compute threads of each rank."""
     kv_policy: KvPolicy = KvPolicy.STALE
-    """The treatment of older keys and values by running requests when the weights change."""
+    """Treatment of the older keys and values of running requests when the weights change."""
     log_stats: bool = False
     """Export vLLM's engine statistics on `/metrics`; costs a few percent of the server's time."""
     staging_dir: Path | None = None
-    """Where anchors of a remote store are downloaded; a private temporary directory when not set."""
+    """Directory to which remote anchors are downloaded; a private temporary directory if not set."""
     fetch_timeout_s: float = Field(default=60.0, gt=0)
-    """How long a chunk that a manifest names may take after the last one that came, before the version is refused, in
-    seconds. Chunks come `fetch_bytes` at a time."""
+    """Longest time between the last chunk of a delta and the next, before the version is refused, in seconds. Chunks
+    arrive `fetch_bytes` at a time."""
     move_timeout_s: float = Field(default=1800.0, gt=0)
-    """How long a move to another version may take in all, before the process is taken for hung and ends."""
+    """Longest time for a change to another version, in seconds; after it the process is considered hung and ends."""
     fetch_connections: int = Field(default=4, ge=1)
-    """Connections to the log over which the shards of a delta come side by side: one alone is slow over a long way."""
+    """Connections to the log over which the shards of a delta are read in parallel: one is slow over a long link."""
     fetch_bytes: int = Field(default=FETCH_BYTES, ge=1 << 20, le=1 << 26)
-    """The most that one answer of the log carries over a connection, in bytes. A connection is idle for a round trip
-    between two answers: make it large beside the link's rate times that, and small enough to arrive in a part of
-    `fetch_timeout_s` over every connection at once."""
+    """Limit of one response of the log over a connection, in bytes. A connection is idle for a round trip between two
+    responses: the limit should be much larger than the link's rate times the round trip, and small enough to arrive
+    over all connections at the same time in a part of `fetch_timeout_s`."""
     decode_threads: int = Field(default=2, ge=1)
-    """Threads that decode the blocks of a delta, beside the engine's."""
+    """Threads that decode the blocks of a delta, in addition to the engine's."""
     poll_interval_s: float = Field(default=0.05, gt=0, le=10)
-    """How long one poll of `weights.manifests` and `gate.decisions` waits for a record."""
+    """How long one poll of `weights.manifests` and `gate.decisions` waits for a record, in seconds."""
     remembered_turns: int = Field(default=4096, ge=1)
-    """Turns of chats whose token ids are remembered, so that a conversation goes on with the ids that were sampled; one
-    that is forgotten is tokenised anew. A token takes about 40 bytes."""
+    """Turns of chats whose token ids are kept, so that a conversation continues with the sampled ids; older turns are
+    tokenised again. A token needs about 40 bytes."""
     vllm_args: dict[str, Any] = Field(default={})
     """vLLM's own server and engine arguments by their long option name, for instance `gpu-memory-utilization = 0.8`.
-    Switches are true or false, tables and lists are written as TOML."""
+    Switches are true or false; tables and lists are written as TOML."""
     anchor_wait_s: float | None = Field(default=None, gt=0)
-    """How long to wait at start for a first anchor; without a limit when not set."""
+    """How long to wait at start for a first anchor, in seconds; without a limit if not set."""
 
     @field_validator("vllm_args")
     @classmethod
@@ -183,12 +182,12 @@ class ReplicaSettings(Section):
 
 
 def flags(arguments: Mapping[str, Any], repeats: Callable[[str], bool], takes_many: Callable[[str], bool]) -> list[str]:
-    """vLLM's arguments in the settings as command-line flags.
+    """Return vLLM's arguments of the settings as command-line flags.
 
     Args:
-        arguments: values by option name: true and false are switches, tables are JSON.
-        repeats: whether an option is given once for each item of a list.
-        takes_many: whether it takes the items of a list one after the other; else a list is JSON.
+        arguments: values by option name: true and false are switches, tables become JSON.
+        repeats: returns whether an option is repeated for each item of a list.
+        takes_many: returns whether an option accepts several values; otherwise a list becomes JSON.
     """
 
     def text(value: object) -> str:

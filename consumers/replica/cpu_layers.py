@@ -1,11 +1,11 @@
-"""Layers of CPU engines where vLLM's own are not as a replica needs them: the experts of a mixture, and attention.
+"""Replacements for layers of vLLM's CPU engine that a replica cannot use: experts of a mixture, and attention.
 
-vLLM's grouped product on a CPU reads each expert's matrix in an order of its own, which it makes once at load; a weight
-that is written in the checkpoint's order afterwards would silently be another weight. The order depends only on the
-matrix's shape, its dtype and the instruction set: it is found by packing a matrix whose elements number themselves.
-Keeps true: what is returned is a permutation of an expert's elements, checked element by element.
+vLLM's grouped product on a CPU reads each expert's matrix in its own order, to which it packs the matrix once at load;
+a weight that is written later in the checkpoint's order would silently be another weight. The order depends only on the
+matrix's shape, its dtype and the instruction set: it is found by packing a matrix whose elements are their own numbers.
+Invariant: the returned order is a permutation of an expert's elements, checked element by element.
 
-With `replica.batch_invariant` a token's result does not depend on its company. On a GPU vLLM has a switch of its own.
+With `replica.batch_invariant` a token's result does not depend on the rest of the batch. On a GPU vLLM has this option.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tidemill.consumers.replica.weight_map import Indices, UnsupportedModelError
 
 _PACKED = ("w13_weight", "w2_weight")
 _AS_LOADED = "TritonExperts"
-"""vLLM's experts for GPUs that lie in the checkpoint's order; by name, because a CPU need not import their kernels."""
+"""vLLM's experts for GPUs that keep the checkpoint's order; by name, because a CPU need not import their kernels."""
 _DIGIT = 7
-"""Bits of a number that are packed at once: bf16 holds the integers below 2**8 exactly."""
+"""Bits of a number that are packed in one pass: bf16 holds the integers below 2**8 exactly."""
 
 
 def orders_of_experts(model: torch.nn.Module) -> dict[str, Indices]:
-    """Parameter name -> i8[elements of an expert]: the place within an expert of each element, by its loaded place.
+    """Return for each reordered parameter i8[elements of an expert]: an element's place in its expert, by loaded place.
 
     Raises:
-        UnsupportedModelError: the model has experts that no known kernel multiplies by.
+        UnsupportedModelError: the model has experts of an unknown kernel.
     """
     orders: dict[str, Indices] = {}
     known: set[str] = set()
@@ -72,10 +72,10 @@ def orders_of_experts(model: torch.nn.Module) -> dict[str, Indices]:
 
 @lru_cache(maxsize=8)
 def packed_order(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Indices:
-    """Where the packing for `isa` puts each element of a matrix, i8[rows * columns].
+    """Return the place of each element of a matrix after packing for `isa`, i8[rows * columns].
 
     Raises:
-        UnsupportedModelError: the packing is no permutation of the matrix.
+        UnsupportedModelError: the packing is not a permutation of the matrix.
     """
     size = rows * columns
     numbers = torch.arange(size)
@@ -94,10 +94,10 @@ def packed_order(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Indic
 
 
 def apply_held(experts: CPUUnquantizedExperts, /, **given: Any) -> None:  # noqa: ANN401 - vLLM's own arguments
-    """vLLM's `apply` on a rank that holds whole experts, and not all of them (`replica.expert_parallel`).
+    """Run vLLM's `apply` on a rank that holds some of the experts, each whole (`replica.expert_parallel`).
 
-    vLLM's products for CPUs take the ids of a token's experts in the model for those on the rank. Here an expert that
-    another rank holds has weight 0, so that the sum over the ranks has each expert of a token once.
+    vLLM's products for CPUs use a token's expert ids in the model as ids on the rank. This function converts them and
+    gives experts on other ranks weight 0, so that the sum over the ranks contains each expert of a token once.
     """
     if (held := given["expert_map"]) is not None:
         if given["apply_router_weight_on_input"]:
@@ -112,9 +112,9 @@ def apply_held(experts: CPUUnquantizedExperts, /, **given: Any) -> None:  # noqa
 
 
 def gather_rows(group: CpuCommunicator, given: list[torch.Tensor], dim: int, sizes: list[int]) -> list[torch.Tensor]:
-    """Give each tensor the rows of every rank, `sizes` of them: tokens on their way to experts of other engine cores.
+    """Return each tensor with the rows of every rank (`sizes`), to send tokens to experts of other engine cores.
 
-    vLLM's communicator for CPUs has neither this (`all_gatherv`, in dimension 0) nor the way back.
+    vLLM's communicator for CPUs lacks this (`all_gatherv`, in dimension 0) and the inverse.
     """
     gathered = []
     for rows in given:
@@ -127,7 +127,7 @@ def gather_rows(group: CpuCommunicator, given: list[torch.Tensor], dim: int, siz
 
 
 def scatter_sums(group: CpuCommunicator, given: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
-    """Sum over the ranks and keep this rank's rows (`reduce_scatterv`): the way back of `gather_rows`."""
+    """Sum over the ranks and return this rank's rows (`reduce_scatterv`): the inverse of `gather_rows`."""
     summed = given.clone(memory_format=torch.contiguous_format)
     torch.distributed.all_reduce(summed, group=group.device_group)
     rank = group.rank_in_group
@@ -138,11 +138,11 @@ _vllm_apply = CPUUnquantizedExperts.apply
 
 
 class TokenwiseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]  # vLLM is read without its types
-    """Tells the attention kernel that every token is a request, of one query.
+    """Builder of metadata in which every token is a request with one query.
 
-    vLLM's kernel cuts keys and values into pieces by the number of queries that it is given, so that the sums have
-    another order in a prefill than in a piece of it or in decoding. With linear layers in tiles (`linear`) nothing else
-    of a model of `Attention` layers depends on the company: all else that vLLM computes works on a token's row alone.
+    vLLM's kernel cuts keys and values into pieces by the number of queries, so that the sums have another order in a
+    whole prefill than in a part of it or in decoding. With linear layers in tiles (`linear`), nothing else in a model
+    of `Attention` layers depends on the batch: all other layers of vLLM compute each token's row separately.
     """
 
     def build(
@@ -151,11 +151,11 @@ class TokenwiseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]  # vL
         common_attn_metadata: Any,  # noqa: ANN401 - vLLM's type
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
-        """The metadata of a step with the requests of `common_attn_metadata`."""
+        """Return the metadata of a step with the requests of `common_attn_metadata`."""
         given = common_attn_metadata
         starts = given.query_start_loc[: given.num_reqs + 1].long()
         request = torch.repeat_interleave(torch.arange(given.num_reqs), starts.diff())
-        # The last token of a request attends to its whole length, each before that to one less.
+        # The last token of a request attends to its whole length, each earlier token to one less.
         after = starts[1:][request] - 1 - torch.arange(len(request))
         tokens = replace(
             given,
@@ -169,16 +169,16 @@ class TokenwiseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]  # vL
 
 
 class TokenwiseAttention(CPUAttentionBackend):  # type: ignore[misc]  # vLLM is read without its types
-    """vLLM's attention for CPUs, token by token: no token's result depends on what is computed beside it."""
+    """vLLM's attention for CPUs, token by token: a token's result does not depend on the rest of the batch."""
 
     @staticmethod
     def get_builder_cls() -> type[TokenwiseBuilder]:
-        """The class that prepares a step."""
+        """Return the class that prepares a step."""
         return TokenwiseBuilder
 
 
 def require_tokenwise(model: torch.nn.Module) -> None:
-    """Raise UnsupportedModelError for a layer that mixes tokens in another way than `TokenwiseAttention`."""
+    """Raise UnsupportedModelError if a layer mixes tokens in another way than `TokenwiseAttention`."""
     for name, layer in model.named_modules():
         if not isinstance(layer, AttentionLayerBase):
             continue

@@ -1,15 +1,15 @@
 """The replica's engine client: vLLM's `AsyncLLM` with versioned weights.
 
-Keeps true:
+Invariants:
 
-- `version` is the version that every engine core serves, and changes only when all have confirmed it;
-- a delta is handed to the ranks once, and written by none of them before all have staged it;
+- `version` is the version that every engine core serves, and changes only after all have confirmed it;
+- a delta is passed to the ranks once, and no rank writes it before all have staged it;
 - engine cores that compute one forward pass together (a mixture of experts with `replica.data_parallel`) are paused
   while the weights are written, so that no pass sees two versions;
-- a version is proved from the ranks of all engine cores, added up;
+- a version is proved by the sum over the ranks of all engine cores;
 - every request is salted with the version at its admission, so that it never reuses a prefix that older weights
-  computed: vLLM's prefix cache outlives a weight change. It may finish under a newer version; its salt is then never
-  given to a new request.
+  computed: vLLM's prefix cache survives a weight change. A request may finish under a newer version; no new request
+  gets its salt then.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from tidemill.kernels.weights.mirror import ElementChange
 _FIRST_LOOK_S, _LONGEST_WAIT_S = 0.001, 0.02
 _DEATH_CHECK_S = 1.0
 _PROBED, _ANSWERED = 256, 4
-"""Tokens of the longest context by which `batch_invariant` is checked, and those of them that are sampled."""
+"""Tokens of the longest context with which `batch_invariant` is checked, and the number of them that are sampled."""
 _TIMES = ("apply_ms", "pause_ms", "decode_step_ms", "stage_ms")
 
 
 class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its types
-    """`AsyncLLM` whose weights have a version. Build it with `start`."""
+    """`AsyncLLM` with versioned weights. Create it with `start`."""
 
     version: int
     epoch: int = 0
-    """Times that the weights were written: a version that is served again after a roll-back has another salt, because
-    requests that were admitted under the first one went on under other weights."""
+    """Number of weight writes: a version that is served again after a roll-back has another salt, because requests
+    that were admitted under it at first have continued under other weights."""
     kv_policy: KvPolicy
     holdings: RankCoverage
-    """Which elements the ranks hold, engine core by engine core."""
+    """The elements that each rank holds, engine core by engine core."""
 
     @classmethod
     async def start(
@@ -68,10 +68,10 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         """Load the checkpoint that `arguments` name, map its tensors and call it `version`.
 
         Args:
-            expert_ids: have each answer say which experts its tokens were sent to; on a GPU `arguments` ask vLLM to.
+            expert_ids: return the expert ids of its tokens with each answer; on a GPU an argument of vLLM does it.
 
         Raises:
-            RuntimeError: the engine did not start, or holds the model in a way that cannot be mapped.
+            RuntimeError: the engine did not start, or its form of the model cannot be mapped.
         """
         options = AsyncEngineArgs.from_cli_args(arguments)
         config = options.create_engine_config()
@@ -88,10 +88,10 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             )
         hide_llvmlite_from_kernel_search()
         tell_spans_before_the_end()
-        # Processes that are forked have the plugin from here, those that are started anew load it by its entry point.
+        # Forked processes inherit the plugin from here; spawned processes load it by its entry point.
         register()
-        # vLLM chooses to spawn on a CPU, which imports everything a second time; a fork is safe here because nothing
-        # has used a compute thread or opened a client of the log yet.
+        # On a CPU vLLM would spawn, which imports everything a second time; a fork is safe here because no compute
+        # thread has run and no client of the log is open yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         engine: ReplicaEngine = cls.from_vllm_config(config, disable_log_stats=options.disable_log_stats)
         engine.version, engine.kv_policy = version, kv_policy
@@ -105,7 +105,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
     async def map(self, tensors: Sequence[TensorSpec], expert_ids: bool = False) -> None:
         """Map these tensors on every rank: the engine holds `version`, unproved.
 
-        Raises RuntimeError or UnsupportedModelError where they cannot be mapped.
+        Raises RuntimeError or UnsupportedModelError if they cannot be mapped.
         """
         specs = [(spec.name, list(spec.shape), spec.dtype) for spec in tensors]
         cores = await self._cores("tidemill_install", specs, self.version, expert_ids)
@@ -120,12 +120,12 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         return len(self.engine_core.core_engines) > 1 and bool(self.model_config.is_moe)
 
     async def _cores(self, method: str, *arguments: Any) -> list[Any]:  # noqa: ANN401 - vLLM's untyped utility calls
-        """The answers of all engine cores. Raises vLLM's EngineDeadError if one has died."""
+        """Return the answers of all engine cores. Raises vLLM's EngineDeadError if one has died."""
         asked: asyncio.Future[list[Any]] = asyncio.ensure_future(
             self.engine_core.call_utility_all_async(method, *arguments)
         )
         try:
-            # vLLM never ends a call that an engine core took before its death.
+            # vLLM never ends a call that an engine core accepted before it died.
             while not (await asyncio.wait({asked}, timeout=_DEATH_CHECK_S))[0]:
                 if self.errored:
                     raise self.dead_error
@@ -134,7 +134,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             asked.cancel()
 
     async def _done(self, method: str, *arguments: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - vLLM's utility calls
-        """The answers of all engine cores, once the work that was begun is done."""
+        """Wait until the work in progress is finished, and return the answers of all engine cores."""
         wait_s = _FIRST_LOOK_S
         while None in (answers := await self._cores(method, *arguments)):
             await asyncio.sleep(wait_s)
@@ -142,7 +142,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         return _accepted(answers)
 
     async def require_invariance(self) -> None:
-        """Raise UnsupportedModelError where a prompt has other logprobs beside other prompts than by itself."""
+        """Raise UnsupportedModelError if a prompt has other logprobs in a batch with other prompts than alone."""
         words = self.model_config.get_vocab_size()
         length = min(self.model_config.max_model_len, _PROBED) - _ANSWERED
         prompt = [7 * place % min(words, 997) for place in range(length)]
@@ -156,7 +156,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             )
 
     async def _logprobs(self, request: str, prompt: list[int]) -> Hashable:
-        """Of every token of a prompt and of a short greedy answer."""
+        """Return a short greedy answer to a prompt, and the logprobs of all tokens of both."""
         asked = SamplingParams(
             temperature=0, max_tokens=_ANSWERED, ignore_eos=True, logprobs=0, prompt_logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -169,33 +169,33 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
     async def apply(self, changes: Sequence[ElementChange], version: int) -> Applied:
         """Write the changed elements and serve `version` from the next engine step on.
 
-        Everything but the stores happens while tokens flow.
+        Everything except the stores happens while the engine samples.
 
         Raises:
-            WriteRefusedError: a rank could not take the changes; unless it says otherwise, nothing was written.
+            WriteRefusedError: a rank could not write the changes; unless the message says otherwise, none were written.
         """
         with ExitStack() as stack:
             handed = await asyncio.to_thread(stack.enter_context, handed_over(changes))
             return await self._write(version, "stage", *handed)
 
     async def load(self, directory: Path, version: int) -> Applied:
-        """Overwrite every tensor from a checkpoint directory, read while tokens flow, and serve `version`.
+        """Overwrite every tensor from a checkpoint directory, read while the engine samples, and serve `version`.
 
-        Raises WriteRefusedError like `apply`.
+        Raises WriteRefusedError, as `apply`.
         """
         return await self._write(version, "load", str(directory))
 
     async def _write(self, version: int, work: str, *arguments: str) -> Applied:
         _accepted(await self._cores("tidemill_begin", work, arguments))
         if len(self.engine_core.core_engines) > 1:
-            # No engine writes before the ranks of all have staged. A single one finds that out when it commits.
+            # No engine writes before the ranks of all have staged. A single engine checks this in its commit.
             await self._done("tidemill_answers")
         begun = time.monotonic()
         async with self._paused():
             try:
                 reports = await self._done("tidemill_commit", version, self.kv_policy is KvPolicy.RECOMPUTE)
             except WriteRefusedError:
-                # An engine core that has written takes it back; one that has refused has nothing to take back.
+                # An engine core that has written undoes it; one that has refused has nothing to undo.
                 await self._cores("tidemill_undo")
                 raise
         self.version, self.epoch = version, self.epoch + 1
@@ -206,11 +206,11 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Pause computation if the engine cores compute together; else they continue."""
+        """Pause computation if the engine cores compute together; otherwise they continue."""
         if not self._together:
             yield
             return
-        # vLLM's cores agree on the step after which they stop. Requests in flight, and those that come, wait.
+        # vLLM's cores agree on the step after which they stop. Requests in flight and new requests wait.
         try:
             await self._cores("pause_scheduler", "keep", False)
             yield
@@ -218,18 +218,18 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             await self._cores("resume_scheduler")
 
     async def undo(self) -> None:
-        """Take the last `apply` back. Raises WriteRefusedError when there is none, or a rank cannot."""
+        """Undo the last `apply`. Raises WriteRefusedError if there is none, or a rank cannot undo it."""
         async with self._paused():
             answers = _accepted(await self._cores("tidemill_undo"))
         self.version, self.epoch = answers[0]["version"], self.epoch + 1
 
     async def prove(self) -> Proof:
-        """Fingerprint the live tensors of every rank while tokens flow. Nothing may be applied meanwhile."""
+        """Fingerprint the live tensors of every rank while the engine samples. Nothing may be applied meanwhile."""
         _accepted(await self._cores("tidemill_begin", "prove", []))
         return self.holdings.proof(await self._done("tidemill_answers"))
 
     async def abort_all(self) -> int:
-        """End every request in flight with what was sampled so far, as aborted. Returns how many there were."""
+        """Abort every request in flight, with the tokens sampled so far. Returns the number of requests."""
         requests = list(self.output_processor.request_states)
         await self.abort(requests, internal=True)
         return len(requests)
@@ -241,12 +241,12 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         *rest: Any,  # noqa: ANN401 - vLLM's own types
         **options: Any,  # noqa: ANN401 - vLLM's own types
     ) -> AsyncGenerator[RequestOutput, None]:
-        """vLLM's `generate`, salted with the version served now.
+        """Run vLLM's `generate`, salted with the version served now.
 
         Raises VLLMValidationError for a seeded request on a CPU.
         """
         if sampling_params.seed is not None and current_platform.is_cpu():
-            # On a CPU a seeded request that is prefilled in two pieces ends the engine core (vLLM 0.32).
+            # On a CPU a seeded request that is prefilled in two pieces crashes the engine core (vLLM 0.32).
             raise VLLMValidationError("this replica takes no per-request seeds: leave `seed` out", parameter="seed")
         salted = {**prompt, "cache_salt": f"version-{self.version}-{self.epoch}"}
         outputs: AsyncGenerator[RequestOutput, None] = super().generate(salted, sampling_params, *rest, **options)

@@ -1,7 +1,7 @@
 """Environment of the engine, set before vLLM is imported (`vllm.envs` reads most variables once, at import).
 
-Why each is set: for one rank the multiprocessing executor would add a process and two hops to every call (for several
-vLLM uses it all the same); ranks that share a NUMA node cannot be bound to nodes of their own; the one compiled logprob
+Reasons: for one rank the multiprocessing executor would add a process and two hops to every call (for several ranks
+vLLM uses it in any case); ranks that share a NUMA node cannot be bound to separate nodes; the one compiled logprob
 helper costs seconds at the first request; splitting the KV loop over threads makes a token's logprob depend on the
 thread count; and the integer-GiB cache variable would override `kv_cache_memory_bytes`.
 """
@@ -12,9 +12,9 @@ import os
 import sys
 
 PARENT_VARIABLE = "TIDEMILL_ENGINE_PARENT"
-"""Process id of the server, so that its engine core dies with it."""
+"""Process id of the server, so that its engine core ends with it."""
 INVARIANT_VARIABLE = "TIDEMILL_BATCH_INVARIANT"
-"""1 where no token may depend on its company."""
+"""1 if a token's result must not depend on the rest of the batch."""
 PLUGIN = "tidemill"
 """Name of the entry point of `plugin.register` in the group `vllm.general_plugins`."""
 
@@ -38,8 +38,8 @@ def prepare_environment(threads: int, batch_invariant: bool = False) -> None:
     """Set the variables of an engine with `threads` compute threads in this process.
 
     Raises:
-        RuntimeError: vLLM was imported already, so that it would not see them; or its engine for this device has no way
-            to be `batch_invariant`.
+        RuntimeError: vLLM was imported already, so that it would not read them; or its engine for this device cannot
+            be `batch_invariant`.
     """
     wanted = {
         **_ALWAYS,
@@ -56,8 +56,8 @@ def prepare_environment(threads: int, batch_invariant: bool = False) -> None:
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     if not batch_invariant:
         return
-    # Read when kernels are imported, which the platform does not do yet. A CPU engine with it on dies at the first
-    # forward pass (vLLM 0.32): there the plugin does it.
+    # vLLM reads the variable when it imports kernels, which the platform does not do yet. With it, a CPU engine crashes
+    # in the first forward pass (vLLM 0.32): there the plugin replaces it.
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda_alike():

@@ -1,12 +1,12 @@
-"""The replica's extension of each worker of vLLM: its rank's weights, staged in a thread, written between two steps.
+"""The replica's extension of each vLLM worker: its rank's weights, staged in a thread, written between two steps.
 
-vLLM mixes `ReplicaExtension` into its workers (`worker_extension_cls`); the engine core (`plugin`) calls the methods on
-all ranks at once. A worker answers one call at a time and computes nothing meanwhile, so that long work is begun by one
-call, goes on in a thread while tokens flow, and is asked for by others. A commit only stores: what goes where, and what
-an undo would write, is worked out before.
+vLLM mixes `ReplicaExtension` into its workers (`worker_extension_cls`); the engine core (`plugin`) calls its methods on
+all ranks at the same time. A worker answers one call at a time and computes nothing meanwhile. So one call starts long
+work, which continues in a thread while the engine samples, and later calls poll its result. A commit only stores: the
+places, the new elements and those for an undo are computed before.
 
-Every method answers, with its fault where it has one. An exception would be worse than an answer: vLLM then leaves the
-other ranks' answers unread, and takes them for answers to its next call.
+Every method returns an answer, with its fault if it failed. It must not raise: vLLM would leave the other ranks'
+answers unread, and read them as answers to its next call.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from tidemill.schemas.expert_ids import ExpertIds
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
-# A worker that vLLM started anew, without a fork, has not loaded its model yet: its linear layers stay unpacked too.
+# A spawned worker has not loaded its model yet, so this call keeps its linear layers unpacked too.
 register()
 CPUUnquantizedExperts.apply = apply_held
 CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_sums
 
 
 class RankWeights:
-    """One rank's live weights, what is staged for them, their last update, and the thread that prepares and proves."""
+    """One rank's live weights, with the staged write, the last update, and the thread that prepares and proves."""
 
     def __init__(self, live: LiveWeights) -> None:
         self.live = live
@@ -64,7 +64,7 @@ class RankWeights:
         self.work: Future[Answer] | None = None
 
     def stage(self, path: str, digest: str) -> Answer:
-        """Prepare a write of changes that were handed over."""
+        """Prepare a write of changes that the server shared in memory."""
         started = time.monotonic()
         self.staged = self.live.prepare(taken_over(path, digest))
         return {"stage_ms": 1e3 * (time.monotonic() - started)}
@@ -76,7 +76,7 @@ class RankWeights:
         return {"stage_ms": 1e3 * (time.monotonic() - started)}
 
     def prove(self) -> Answer:
-        """Fingerprint what this rank holds, in the order of `boxes`: u8[boxes, 2]."""
+        """Fingerprint this rank's elements, in the order of `boxes`: u8[boxes, 2]."""
         found: list[tuple[int, int]] = []
         for name, layout in self.live.layouts.items():
             key = TensorKey.of(name)
@@ -92,29 +92,29 @@ class RankWeights:
         return {"prints": np.array(found, dtype=np.uint64).reshape(-1, 2)}
 
     def boxes(self) -> HeldBoxes:
-        """The elements of each tensor that this rank holds, as `ranks.HeldBoxes`."""
+        """Return this rank's elements of each tensor, as `ranks.HeldBoxes`."""
         rows: list[tuple[int, ...]] = []
         for number, layout in enumerate(self.live.layouts.values()):
             for box in layout.boxes:
-                # Neighbours are one row, whatever distance they have in this rank's storage.
+                # Elements that are adjacent in the tensor are one row, also if they are not in this rank's storage.
                 shape = (1, box.length, box.length) if box.dense else (box.rows, box.row, box.pitch)
                 rows.append((number, box.source, *shape))
         return np.array(rows, dtype=np.int64).reshape(-1, 5)
 
 
 class ExpertCapture:
-    """The expert ids of every token in the KV cache of one rank: to which experts each token was sent.
+    """The expert ids of every token in the KV cache of one rank: the experts to which each token was sent.
 
-    vLLM's own flag for them needs Triton. Here each router tells the ids of the tokens that it computes, and they are
-    kept under the slots of the KV cache into which those tokens' keys and values go. A request reads them from its
-    blocks when it has ended. So a prefix that was found in the cache has the ids of its computation, whichever request
-    that was; a prompt computed in pieces has those of every piece; and where a version came in the middle, each token
+    vLLM's own option for them needs Triton. Here each router reports the ids of the tokens that it computes, and they
+    are stored under the slots of the KV cache for those tokens' keys and values. When a request has ended, its ids are
+    read from its blocks. So a prefix from the cache has the ids of its computation, also if that was for another
+    request; a prompt computed in pieces has those of every piece; and if the version changed in between, each token
     has the ids of the version that computed its keys and values.
 
     Args:
         runner: vLLM's model runner (V1).
 
-    Raises UnsupportedModelError for a model without experts, with routers that tell no ids, or with several KV caches.
+    Raises UnsupportedModelError if the model has no experts, routers that report no ids, or several KV caches.
     """
 
     def __init__(self, runner: Any) -> None:  # noqa: ANN401 - vLLM is read without its types
@@ -134,7 +134,7 @@ class ExpertCapture:
             )
         self._runner = runner
         self._block = int(caches[0].kv_cache_spec.block_size)
-        # One more for tokens that have no slot (-1), which pad a batch.
+        # One more for the tokens that pad a batch, which have no slot (-1).
         slots = runner.kv_cache_config.num_blocks * self._block + 1
         shape = (slots, model.get_total_num_hidden_layers(), model.get_num_experts_per_tok())
         self._ids = np.zeros(shape, np.uint8 if experts <= 256 else np.uint16)
@@ -144,14 +144,14 @@ class ExpertCapture:
             raise UnsupportedModelError(f"replica.expert_ids: {error}") from error
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Keep the ids [tokens, top_k] of a layer for the tokens that are being computed; vLLM's routers call it."""
+        """Store the ids [tokens, top_k] of a layer for the tokens that are being computed; vLLM's routers call it."""
         slots = self._runner.input_batch.block_table[0].slot_mapping.gpu[: len(topk_ids)]
         self._ids[slots.numpy(), layer_id] = topk_ids.numpy()
 
     def ids_of(self, request_id: str) -> ExpertIds:
-        """The ids of all tokens but the last of a request that has ended, from `routed_experts_prompt_start` on.
+        """Return the ids of all tokens of an ended request but the last, from `routed_experts_prompt_start` on.
 
-        To be asked for between the engine step that ended the request and the next one. Raises KeyError later.
+        Call it between the engine step that ended the request and the next one. Raises KeyError later.
         """
         request = self._runner.requests[request_id]
         places = np.arange(request.sampling_params.routed_experts_prompt_start, request.num_tokens - 1)
@@ -173,14 +173,14 @@ def _answered(method: Callable[Concatenate[Any, P], Answer]) -> Callable[Concate
 
 
 class ReplicaExtension:
-    """Methods mixed into vLLM's worker. Only the engine core's utilities call them, between two steps."""
+    """Methods that are mixed into vLLM's worker. Only the engine core's utilities call them, between two steps."""
 
     _tidemill: RankWeights
     _tidemill_capture: ExpertCapture
 
     @_answered
     def tidemill_map(self, tensors: list[tuple[str, list[int], str]]) -> Answer:
-        """Record the map for checkpoint tensors (name, shape, dtype); says which `boxes` of them lie here."""
+        """Record the map for checkpoint tensors (name, shape, dtype); return the `boxes` that this rank holds."""
         if parent_process() is not None:
             die_with(os.getppid())
         model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
@@ -194,21 +194,21 @@ class ReplicaExtension:
 
     @_answered
     def tidemill_capture(self) -> Answer:
-        """Keep the expert ids of every token from now on: on the first rank, as the routers of all choose alike."""
+        """Store the expert ids of every token from now on: on the first rank, because all ranks' routers agree."""
         if self.rank == 0:  # type: ignore[attr-defined]
             self._tidemill_capture = ExpertCapture(self.model_runner)  # type: ignore[attr-defined]
         return {}
 
     @_answered
     def tidemill_expert_ids(self, requests: list[str]) -> Answer:
-        """The expert ids of requests that the last step ended, `ids` by request; on the first rank."""
+        """Return the expert ids of requests that the last step ended, `ids` by request; on the first rank."""
         if self.rank != 0:  # type: ignore[attr-defined]
             return {}
         return {"ids": {request: self._tidemill_capture.ids_of(request) for request in requests}}
 
     @_answered
     def tidemill_begin(self, work: str, arguments: list[str]) -> Answer:
-        """Begin `stage`, `load` or `prove` in a thread. A new staging drops what was staged, and the way back."""
+        """Start `stage`, `load` or `prove` in a thread. A new staging drops the staged write, and the undo."""
         rank = self._tidemill
         if work != "prove":
             rank.staged = rank.undo = None
@@ -216,7 +216,7 @@ class ReplicaExtension:
         return {}
 
     def tidemill_answer(self) -> Answer | None:
-        """The result of the work that was begun; None while it continues."""
+        """Return the result of the last work; None while it continues."""
         work = self._tidemill.work
         if work is None:
             return {"fault": "nothing was begun"}
@@ -224,7 +224,7 @@ class ReplicaExtension:
 
     @_answered
     def tidemill_commit(self) -> Answer:
-        """Write what was staged, whole or not at all."""
+        """Write the staged elements, all or none."""
         rank, begun = self._tidemill, time.monotonic()
         staged, rank.staged, rank.undo = rank.staged, None, None
         if isinstance(staged, WeightWrite):
@@ -238,7 +238,7 @@ class ReplicaExtension:
 
     @_answered
     def tidemill_undo(self) -> Answer:
-        """Take the last commit back."""
+        """Undo the last commit."""
         rank = self._tidemill
         undo, rank.undo = rank.undo, None
         if undo is None:

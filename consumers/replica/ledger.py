@@ -1,8 +1,8 @@
-"""The replica's side of `weights.acks` and `staleness`: what it holds, proved or not, at what cost and lag.
+"""The replica's records in `weights.acks` and `staleness`: its version, proved or refused, with timings and lag.
 
-Its record of lag is the trainer's `Staleness` with stage "serve". Its one `LagCount` counts requests, not tokens:
-`tokens` is the number of requests that were in flight when the version was served, 0 where none was or the version was
-refused. Records of another stage are the trainer's and count trained tokens: every reader picks its stage.
+Its record of lag is a `Staleness`, like the trainer's, with stage "serve". Its one `LagCount` counts requests, not
+tokens: `tokens` is the number of requests in flight when the version was served, 0 if there was none or the version
+was refused. Records of other stages are the trainer's and count trained tokens: every reader selects its stage.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from tidemill.schemas.records import AckStatus, LagCount, Manifest, Staleness, W
 
 
 class WriteRefusedError(ValueError):
-    """Ranks of the engine could not write a version; the message names them and the reasons."""
+    """Error for ranks of the engine that could not write a version; the message names them and the reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a version's way into the engine cost; milliseconds, 0 for what was not reached."""
+    """Timings of a version's update, in milliseconds; 0 for a phase that was not reached."""
 
     apply_ms: float = 0.0
     pause_ms: float = 0.0
-    """How long the engine's loop was held, between two steps. Of engines that compute together: from asking them to
-    pause until all had resumed."""
+    """How long the engine's loop was stopped, between two steps. For engines that compute together: from the request
+    to pause until all had resumed."""
     decode_step_ms: float = 0.0
     """The engine's own median time between steps over the last seconds; 0 when idle."""
     requests_in_flight: int = 0
     stage_ms: float = 0.0
-    """How long the slowest rank prepared its write before the engine was held, while tokens flowed."""
+    """How long the slowest rank prepared its write before the engine was stopped, while it sampled."""
     fetch_ms: float = 0.0
     decode_ms: float = 0.0
     proof_ms: float = 0.0
@@ -42,14 +42,14 @@ class Proof:
     """Fingerprints computed from the engine's live tensors."""
 
     total: str
-    """Sum over the tensors, hexadecimal; empty when an element is no version's value."""
+    """Sum over the tensors, hexadecimal; empty if an element is not a value of any version."""
     tensors: Mapping[str, str]
     damage: str
-    """Why there is no fingerprint; empty when there is one."""
+    """Why there is no fingerprint; empty if there is one."""
     proof_ms: float
 
     def objection(self, expected: str, tensors: Mapping[str, str]) -> str:
-        """Why the live tensors are not the version with these fingerprints; empty when they are."""
+        """Return why the live tensors are not the version with these fingerprints; empty if they are."""
         if self.damage:
             return self.damage
         wrong = sorted(name for name, value in tensors.items() if self.tensors.get(name) != value)
@@ -63,7 +63,7 @@ Write = Callable[[WeightAck | Staleness], None]
 
 @dataclass(slots=True)
 class ReplicaStatus:
-    """One replica now. Times in microseconds since the Unix epoch, durations in milliseconds."""
+    """Present status of one replica. Times in microseconds since the Unix epoch, durations in milliseconds."""
 
     replica_id: str
     region: str
@@ -72,30 +72,30 @@ class ReplicaStatus:
     incarnation: str
     pid: int
     pool: str = ""
-    """The pool that it serves in; empty for none."""
+    """The replica's pool; empty for none."""
     started_at: int = 0
     version: int = -1
     """The version served, proved from the live tensors."""
     fingerprint: str = ""
     serving_format: str = ""
-    """Format of few bits whose values its weights are, dequantised; empty where they are of none."""
+    """Low-bit format to which its weights are rounded (dequantised values); empty without one."""
     applied: int = 0
     """Versions applied in place by this process."""
     refused: int = 0
     """Versions refused by this process."""
     last_pause_ms: float = 0.0
     last_reason: str = ""
-    """Why the last version was refused; empty when none was."""
+    """Why the last version was refused; empty if none was."""
 
 
 class Ledger:
-    """Writes acknowledgements, each followed by the lag, and keeps the status.
+    """Writer of acknowledgements, each followed by the lag, and of the status.
 
     Args:
-        status: the replica as it starts.
-        write: takes the records, in order.
-        now_us: the time, microseconds since the epoch.
-        head: the newest version seen in the log.
+        status: the replica's status at its start.
+        write: writes the records, in order.
+        now_us: returns the time, microseconds since the epoch.
+        head: returns the newest version seen in the log.
     """
 
     def __init__(self, status: ReplicaStatus, write: Write, now_us: Callable[[], int], head: Callable[[], int]) -> None:
@@ -103,15 +103,15 @@ class Ledger:
         self._write, self._now_us, self._head = write, now_us, head
 
     def document(self) -> dict[str, Any]:
-        """The status, and `head`: the newest version seen in the log."""
+        """Return the status, and `head`: the newest version seen in the log."""
         return {**asdict(self.status), "head": self._head()}
 
     def since_us(self, moment_us: int) -> float:
-        """Milliseconds from a recorded time to now."""
+        """Return the milliseconds from a recorded time to now."""
         return max(0, self._now_us() - moment_us) / 1e3
 
     def served(self, status: AckStatus, manifest: Manifest, cost: Applied, reason: str = "") -> None:
-        """`manifest`'s version was proved from the live tensors and is served."""
+        """Record that `manifest`'s version was proved from the live tensors and is served."""
         now = self.status
         now.version, now.fingerprint = manifest.version, manifest.fingerprint
         now.serving_format, now.last_pause_ms = manifest.serving_format, cost.pause_ms
@@ -119,10 +119,10 @@ class Ledger:
         self._say(status, manifest, cost, reason, manifest.fingerprint)
 
     def refuse(self, manifest: Manifest, reason: str, cost: Applied, fingerprint: str = "") -> None:
-        """`manifest`'s version is not served; `fingerprint` is what the live tensors had, when it came that far."""
+        """Record that `manifest`'s version is not served; `fingerprint` is the live tensors', if it was computed."""
         self.status.refused += 1
         self.status.last_reason = reason
-        # A write that was taken back is no update: only its preparation and its proof are told.
+        # A write that was undone is not an update: only its preparation and its proof are reported.
         cost = replace(cost, apply_ms=0.0, pause_ms=0.0, decode_step_ms=0.0, requests_in_flight=0)
         self._say(AckStatus.REFUSED, manifest, cost, reason, fingerprint)
 

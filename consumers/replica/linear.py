@@ -1,7 +1,7 @@
-"""The engine's linear layers on plain, unpacked weights: what is written to a parameter is what is computed with.
+"""The engine's linear layers on plain, unpacked weights: they compute with the values written to the parameters.
 
-vLLM's own choice on a CPU packs each weight into a private copy. oneDNN also multiplies by a plain weight, which is two
-to four times as fast as MKL's plain product once a batch has some rows (measured on AVX-512); below that MKL is faster.
+On a CPU vLLM would pack each weight into a private copy. oneDNN can also multiply by a plain weight: two to four times
+as fast as MKL's plain product for batches with several rows (measured on AVX-512); for fewer rows MKL is faster.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch.nn.functional import linear, pad
 
 _ROWS = 16
-"""From this many rows on, oneDNN's product of plain weights is the faster one. Also the rows of a tile."""
+"""From this number of rows on, oneDNN's product of plain weights is faster. Also the rows of a tile."""
 _MORE = (512, 256, 128, 64, 32)
-"""Rows of several tiles at once."""
+"""Numbers of rows for several tiles in one product."""
 
 
 def unpacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., k] times weight [n, k] transposed, plus bias [n]."""
+    """Return x [..., k] times weight [n, k] transposed, plus bias [n]."""
     if x.dtype is torch.float32 and x.numel() >= _ROWS * x.shape[-1]:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
@@ -26,10 +26,10 @@ def unpacked_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
 
 
 def tiled_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The same by products of a few fixed numbers of rows, so that no row depends on how many there are.
+    """Return the same from products with a few fixed numbers of rows, so that no row depends on the number of rows.
 
-    The order in which a product is summed up is that of its kernel, which a library chooses by the number of rows.
-    Tiles of `_ROWS` rows are multiplied, the last one padded; several at once where that was seen to give equal bits.
+    The kernel determines the summation order of a product, and the library chooses the kernel by the number of rows.
+    Tiles of `_ROWS` rows are multiplied, the last one padded; several in one product if a test gave equal bits.
     """
     rows = x.reshape(-1, x.shape[-1])
     padded = pad(rows, (0, 0, 0, -len(rows) % _ROWS))
@@ -41,13 +41,13 @@ def tiled_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 _TOGETHER: dict[tuple[int, int, torch.dtype], tuple[int, ...]] = {}
-"""By the shape and type of a weight, the numbers of rows that are multiplied at once, the greatest first."""
+"""For the shape and type of a weight: the numbers of rows of its products, the greatest first."""
 
 
 def _sizes(weight: torch.Tensor) -> tuple[int, ...]:
-    """The numbers of rows whose product has the bits of tiles.
+    """Return the numbers of rows whose product has the same bits as tiles.
 
-    Where a kernel sums up in another order, some of the many products of random numbers have other bits.
+    If a kernel has another summation order, some of the many products of random numbers have other bits.
     """
     rows = torch.randn(max(_MORE), weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
     tiles = torch.cat([unpacked_linear(rows[tile], weight) for tile in _cut(len(rows), (_ROWS,))])
@@ -55,7 +55,7 @@ def _sizes(weight: torch.Tensor) -> tuple[int, ...]:
 
 
 def _cut(length: int, sizes: tuple[int, ...]) -> Iterator[slice]:
-    """Runs of these sizes that cover a length, which is a multiple of the last one."""
+    """Yield slices of these sizes that cover `length`, which is a multiple of the last size."""
     first = 0
     for size in sizes:
         while length - first >= size:

@@ -1,9 +1,9 @@
-"""Reads and writes one rank's live parameters in checkpoint coordinates, bit for bit.
+"""Reader and writer of one rank's live parameters in checkpoint coordinates, bit for bit.
 
-A write has two halves. `prepare` checks everything, works out what goes where and notes what is there now; it touches
-no parameter and may run while tokens flow. `commit` only stores elements in their places, and `take_back` is as quick.
-Keeps true: a write happens whole or not at all, and only onto what it was prepared for; what is read back is what the
-next forward pass uses, because both go through the parameters' own storage.
+A write has two phases. `prepare` checks everything, computes the places and copies the present elements; it changes no
+parameter and may run while the engine samples. `commit` only stores elements; `take_back` is equally fast. Invariants:
+a write happens whole or not at all, and only on the weights for which it was prepared; a read returns the values that
+the next forward pass uses, because both use the parameters' own storage.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from tidemill.kernels.weights.mirror import ElementChange
 
 HOST = "cpu"
 _PIECE = 1 << 20
-"""Elements read back at once: bounds the memory of a proof to a few MiB."""
+"""Elements per read: limits the memory of a proof to a few MiB."""
 
 _VIEWS = {1: (torch.int8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
-"""By an element's width: torch's integer that numpy knows too, and the pattern's type."""
+"""For an element's width: torch's integer type that numpy also has, and the pattern's type."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightWrite:
-    """A prepared write, which fits the weights as they were after `after` writes."""
+    """A prepared write, valid for the weights after `after` writes."""
 
     patches: Mapping[str, tuple[AnyArray, AnyArray, AnyArray]]
-    """By parameter, as its storage has found them: places, the elements that a write puts there, those it replaces."""
+    """For each parameter, from its storage's `find`: places, new elements, and the elements that they replace."""
     after: int
 
 
 WholeWrite = list[tuple[Layout, Box, Bits]]
-"""New patterns for every element that the rank holds, by box."""
+"""New patterns for every element that the rank holds, box by box."""
 
 
 class LiveWeights:
-    """The live storage of a model behind its recorded map.
+    """The live storage of a model, accessed through its recorded map.
 
     Args:
-        model: the engine's model, or a rank's part of it.
-        layouts: where each checkpoint tensor lies.
+        model: the engine's model, or a rank's part of the model.
+        layouts: layout of each checkpoint tensor.
         tensors: the checkpoint's tensors.
     """
 
     def __init__(self, model: torch.nn.Module, layouts: Mapping[str, Layout], tensors: Sequence[TensorSpec]) -> None:
         held = {name: layout for name, layout in layouts.items() if layout.boxes}
         self.layouts = layouts
-        """In the checkpoint's order, also of tensors of which nothing lies here."""
+        """In the checkpoint's order, including tensors of which this rank holds nothing."""
         used = {layout.parameter for layout in held.values()}
         self._storage = {name: _storage_of(name, one) for name, one in model.named_parameters() if name in used}
         self._patterns = {
@@ -69,13 +69,13 @@ class LiveWeights:
                 raise UnsupportedModelError(f"{name} does not fit into {layout.parameter}: not mapped")
 
     def patterns(self, name: str) -> tuple[int, np.dtype[Any]]:
-        """Number and unsigned integer of a checkpoint tensor's patterns. Raises ValueError for one not served."""
+        """Return number and unsigned integer type of a tensor's patterns. Raises ValueError if it is not served."""
         if name not in self._patterns:
             raise ValueError(f"the engine serves no tensor {name}")
         return self._patterns[name]
 
     def prepare(self, changes: Sequence[ElementChange]) -> WeightWrite:
-        """Work out a write of some elements; nothing is written, and nothing may be written meanwhile.
+        """Prepare a write of some elements; nothing is written, and nothing may be written meanwhile.
 
         Raises:
             ValueError: a name, an index, a length or a width is wrong.
@@ -96,7 +96,7 @@ class LiveWeights:
         return WeightWrite({name: self._storage[name].find(found) for name, found in placed.items()}, after)
 
     def commit(self, write: WeightWrite) -> None:
-        """Write what was prepared. Raises ValueError, before it writes, when something else was written since."""
+        """Write the prepared elements. Raises ValueError, before it writes, if there was another write meanwhile."""
         if write.after != self._writes:
             raise ValueError("the weights were changed after this write was prepared: prepare it again")
         self._writes += 1
@@ -104,7 +104,7 @@ class LiveWeights:
             self._storage[parameter].put(places, new)
 
     def take_back(self, write: WeightWrite) -> None:
-        """Write back what `write` replaced. Raises ValueError when it was not the last one."""
+        """Write back the elements that `write` replaced. Raises ValueError if it was not the last write."""
         if write.after != self._writes - 1:
             raise ValueError("this write was not the last one: it cannot be taken back")
         self._writes += 1
@@ -112,9 +112,9 @@ class LiveWeights:
             self._storage[parameter].put(places, old)
 
     def prepare_whole(self, whole: Iterable[tuple[str, Bits]]) -> WholeWrite:
-        """Copy what lies here of every tensor (name, uN[n]), one after the other; nothing is written.
+        """Copy this rank's elements of every tensor (name, uN[n]), one by one; nothing is written.
 
-        Raises ValueError for a tensor of another length or width.
+        Raises ValueError for a tensor with another length or width.
         """
         parts: WholeWrite = []
         for name, bits in whole:
@@ -126,18 +126,18 @@ class LiveWeights:
         return parts
 
     def write_whole(self, write: WholeWrite) -> None:
-        """Overwrite every element that lies here."""
+        """Overwrite every element that this rank holds."""
         self._writes += 1
         for layout, box, bits in write:
             self._storage[layout.parameter].write(layout, box, bits)
 
     def warm(self) -> None:
-        """Run every compiled loop of a write once, on no elements, so that none is compiled in a pause."""
+        """Run every compiled loop of a write once, with no elements, so that none is compiled in a pause."""
         nowhere = np.empty(0, dtype=np.int64)
         nowhere.flags.writeable = False
         changes = [ElementChange(name, nowhere, np.empty(0, self._patterns[name][1])) for name in self.layouts]
         for change in changes:
-            # What is handed over can only be read, which is another type for the compiled loops.
+            # Shared changes are read-only, which is another type for the compiled loops.
             change.bits.flags.writeable = False
         self.commit(self.prepare(changes))
         for change in changes:
@@ -147,12 +147,12 @@ class LiveWeights:
                 self._storage[layout.parameter].write(layout, nothing, np.empty(0, change.bits.dtype))
 
     def pieces(self, name: str) -> Iterator[tuple[Box, int, AnyArray]]:
-        """Read back what lies here of a tensor, as patterns uN[n] of a box from one of its elements on, in order.
+        """Yield this rank's elements of a tensor, in order: a box, the first element's number in it, patterns uN[n].
 
-        They are numpy arrays, or tensors on the device that the parameter lies on.
+        The patterns are numpy arrays, or tensors on the parameter's device.
 
         Raises:
-            ValueError: an element is no value of the checkpoint's type: it cannot be any version's.
+            ValueError: an element is not a value of the checkpoint's type: it cannot belong to any version.
         """
         layout = self.layouts[name]
         for box in layout.boxes:

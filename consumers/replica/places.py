@@ -1,14 +1,14 @@
-"""The arithmetic of places: from an element of a checkpoint tensor to an element of a parameter's storage.
+"""Arithmetic of places: from an element of a checkpoint tensor to an element of a parameter's storage.
 
-A tensor lies in a parameter as boxes: rows of neighbouring elements, at one distance in the tensor and at another in
+A parameter stores a tensor as boxes: rows of neighbouring elements, at one distance in the tensor and at another in
 the storage. A rank of an engine may hold some boxes of a tensor, or none. The engine may have reordered the parameter
-afterwards, block by block (an expert is a block). The loops are compiled and let go of the interpreter's lock, so that
-a write can be prepared, and proved, while tokens flow.
+afterwards, block by block (an expert is a block). The loops are compiled and release the interpreter's lock, so that
+a write can be prepared, and proved, while the engine samples.
 
-Keeps true: a loop visits the elements that a `Layout` names and no others; `Layout.last` bounds them.
+Invariant: a loop visits only the elements that a `Layout` names; `Layout.last` is the highest of them.
 
-For a parameter on a GPU, `DeviceStorage` does the same by torch's index operations, on any device that torch has;
-patterns are torch's signed integers of their width.
+For a parameter on a GPU, `DeviceStorage` does the same with torch's index operations, on any device of torch;
+patterns are torch's signed integers of the same width.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Elements = npt.NDArray[np.unsignedinteger[Any]]
 Indices = npt.NDArray[np.int64]
 
 Places = npt.NDArray[np.unsignedinteger[Any]]
-"""Places in a storage: u4, or u8 where the storage is longer than that reaches."""
+"""Places in a storage: u4, or u8 if the storage is too long for u4."""
 
 _AS_LOADED: Indices = np.empty(0, dtype=np.int64)
 
@@ -63,13 +63,13 @@ class Box:
         return self.rows == 1 or self.pitch == self.row
 
     def cut(self, tensor: Elements) -> Elements:
-        """Its elements of a flat tensor, uN[length], in memory of their own."""
+        """Copy the box's elements of a flat tensor, uN[length]."""
         strides = (self.pitch * tensor.itemsize, tensor.itemsize)
         rows = np.lib.stride_tricks.as_strided(tensor[self.source : self.end], (self.rows, self.row), strides)
         return np.array(rows).reshape(-1)
 
     def indices(self, begin: int, count: int) -> Indices:
-        """Where its elements [begin, begin + count) lie in the tensor, i8[count]."""
+        """Return the indices in the tensor of the box's elements [begin, begin + count), i8[count]."""
         number, column = np.divmod(np.arange(begin, begin + count, dtype=np.int64), self.row)
         found: Indices = self.source + number * self.pitch + column
         return found
@@ -77,29 +77,29 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the elements of one checkpoint tensor lie."""
+    """Places of the elements of one checkpoint tensor."""
 
     parameter: str
-    """Empty where no element of it lies here."""
+    """Name of the parameter; empty if this rank holds no element of the tensor."""
     boxes: tuple[Box, ...]
-    """In the order of the tensor's elements, each one's end before the next one's source."""
+    """In the order of the tensor's elements; the end of each is before the source of the next."""
     table: Indices
     """i8[boxes, 6]: source, target, rows, row, pitch, step of each box."""
     order: Indices
-    """i8[block]: where in its block an element lies that was loaded there; empty where nothing was reordered."""
+    """i8[block]: an element's place in its block, by its loaded place; empty if nothing was reordered."""
     shift: int
-    """Bits by which a pattern is moved up in the engine's wider element."""
+    """Bits by which a pattern is shifted up in the engine's wider element."""
 
     @classmethod
     def of(cls, parameter: str, boxes: Sequence[Box], order: Indices | None, shift: int) -> Layout:
-        """A layout from its boxes; `order` None for a parameter that holds what was loaded."""
+        """Make a layout from its boxes; `order` is None for a parameter that was not reordered after loading."""
         rows = [(box.source, box.target, box.rows, box.row, box.pitch, box.step) for box in boxes]
         table = np.array(rows, dtype=np.int64).reshape(-1, 6)
         return cls(parameter, tuple(boxes), table, _AS_LOADED if order is None else order, shift)
 
     @property
     def last(self) -> int:
-        """The highest element of the storage that is visited, -1 for none."""
+        """The highest index in the storage that is visited, -1 for none."""
         ends = [box.target + (box.rows - 1) * box.step + box.row - 1 for box in self.boxes]
         block = max(self.order.size, 1)
         return (max(ends, default=-1) // block + 1) * block - 1
@@ -113,10 +113,10 @@ class HostStorage:
         self.size = elements.size
 
     def find(self, changes: Sequence[tuple[Layout, Indices, Elements]]) -> tuple[Places, Elements, Elements]:
-        """Where the changed elements lie that this storage holds, what it holds for their patterns, and what it held.
+        """Return, for the changed elements in this storage, their places, their new elements and the present ones.
 
         Args:
-            changes: layout, flat indices (i8[n]) and patterns (uN[n]) of each.
+            changes: layout, flat indices (i8[n]) and patterns (uN[n]) of each change.
         """
         most = sum(len(indices) for _, indices, _ in changes)
         where: Places = np.empty(most, dtype=np.uint32 if self.size <= 1 << 32 else np.uint64)
@@ -125,14 +125,14 @@ class HostStorage:
         for layout, indices, bits in changes:
             shift = new.dtype.type(layout.shift)
             held += _place(indices, bits, layout.table, layout.order, shift, where[held:], new[held:])
-        # Not slices where others were left out: they would keep the memory that they are cut from.
+        # If elements were left out, not slices: a slice would keep the memory of its whole array.
         where, new = (where, new) if held == most else (where[:held].copy(), new[:held].copy())
         old = np.empty_like(new)
         _gather(self.elements, where, old)
         return where, new, old
 
     def put(self, places: Places, elements: Elements) -> None:
-        """Put `elements` (uN[n]) at `places` (uN[n]). Only stores: the quickest way to write many single elements."""
+        """Store `elements` (uN[n]) at `places` (uN[n]), without checks: the fastest way to write single elements."""
         _scatter(self.elements, places, elements)
 
     def write(self, layout: Layout, box: Box, bits: Elements) -> None:
@@ -141,7 +141,7 @@ class HostStorage:
         _write(self.elements, layout.order, box.target, box.row, box.step, shift, bits)
 
     def read(self, layout: Layout, box: Box, begin: int, bits: Elements) -> Elements | None:
-        """Read elements [begin, begin + bits.size) of a box into `bits`; None where one is no pattern of the tensor."""
+        """Read elements [begin, begin + bits.size) of a box into `bits`; None if one is not a pattern of the tensor."""
         shift = self.elements.dtype.type(layout.shift)
         below = self.elements.dtype.type((1 << layout.shift) - 1)
         lost = _read(self.elements, layout.order, box.target, box.row, box.step, begin, shift, below, bits)
@@ -149,9 +149,9 @@ class HostStorage:
 
 
 class DeviceStorage:
-    """A parameter's storage as a flat tensor of signed integers. Only for layouts without an order of their own.
+    """A parameter's storage as a flat tensor of signed integers. Only for layouts that were not reordered.
 
-    Writes are queued on the worker's own stream and waited for, so that the next forward pass reads them.
+    A write is queued on the worker's own stream and then waits for its end, so that the next forward pass reads it.
     """
 
     def __init__(self, elements: torch.Tensor) -> None:
@@ -161,7 +161,7 @@ class DeviceStorage:
     def find(
         self, changes: Sequence[tuple[Layout, Indices, Elements]]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `HostStorage.find`: i8[n] and two signed iN[n] on the device."""
+        """Same as `HostStorage.find`: i8[n] and two signed iN[n] on the device."""
         places, new = list[torch.Tensor](), list[torch.Tensor]()
         for layout, indices, bits in changes:
             at = self._here(np.asarray(indices, dtype=np.int64))
@@ -186,7 +186,7 @@ class DeviceStorage:
         self._wait()
 
     def read(self, layout: Layout, box: Box, begin: int, bits: Elements) -> torch.Tensor | None:
-        """As `HostStorage.read`; the patterns stay on the device, as unsigned integers, and `bits` is not written."""
+        """Same as `HostStorage.read`; the patterns stay on the device, as unsigned integers; `bits` is not written."""
         at = torch.arange(begin, begin + bits.size, device=self._elements.device)
         number = torch.div(at, box.row, rounding_mode="floor")
         elements = self._elements[box.target + number * box.step + at - number * box.row]
@@ -200,7 +200,7 @@ class DeviceStorage:
         return signed.to(self._elements.dtype) << layout.shift
 
     def _here(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        # A copy: torch does not take memory that can only be read.
+        # A copy: torch does not accept read-only memory.
         return torch.from_numpy(np.array(array)).to(self._elements.device)
 
     def _wait(self) -> None:
@@ -293,7 +293,7 @@ def _write(
 
 @compiled
 def _stretch(block: int, target: int, row: int, step: int, at: int, wanted: int) -> tuple[int, int]:
-    """The first place of element `at` of a box before reordering, and how many follow it within a row and a block."""
+    """Return the place of a box's element `at` before reordering, and the number of neighbours in its row and block."""
     number = at // row
     column = at - number * row
     first = target + number * step + column

@@ -4,22 +4,22 @@ proof.
 A plugin of vLLM (entry point `vllm.general_plugins`), which vLLM loads in each of its processes. It
 
 - turns off the packing of linear weights: oneDNN and the AMX kernels keep a private copy, so that a later write to the
-  parameter would change nothing that is computed. Experts stay packed, in an order that `cpu_layers` learns;
-- adds utility methods to `EngineCore`. A utility call runs strictly between two engine steps, so that one call that
-  has every rank store its elements, and then stamps the version, is atomic for every request without pausing the
-  scheduler (engine cores that compute together are paused all the same, by `engine`). It needs an engine without
-  asynchronous scheduling, which it checks;
-- with `replica.batch_invariant`, computes linear layers and attention on a CPU in shapes that do not depend on how many
-  tokens there are;
-- has each answer that a step ended say which experts its tokens were sent to, where that is asked for;
-- updates in two phases: every rank stages, and answers, before any of them stores. Where a rank fails to store, all
-  take the update back.
+  parameter would not change the computation. Experts stay packed, in an order that `cpu_layers` determines;
+- adds utility methods to `EngineCore`. A utility call runs strictly between two engine steps. So one call, in which
+  every rank stores its elements and which then sets the version, is atomic for every request without a pause of the
+  scheduler (engine cores that compute together are still paused, by `engine`). It needs an engine without asynchronous
+  scheduling, and checks this;
+- with `replica.batch_invariant`, computes linear layers and attention on a CPU in shapes that do not depend on the
+  number of tokens;
+- adds to each answer that a step ended the experts to which its tokens were sent, if requested;
+- updates in two phases: every rank stages, and answers, before any rank stores. If a rank fails to store, all ranks
+  undo the update.
 
-In the server's process, two more ways in which vLLM 0.32 is not as a replica needs it are mended: its search for
-kernels, and outputs that say their versions only at their end.
+In the server's process, it corrects two more properties of vLLM 0.32: its search for kernels, and outputs that contain
+their versions only at their end.
 
-Utilities answer `refused` where a rank could not do as it was asked, with the rank and the reason. Arguments and
-answers are plain values, which vLLM's message encoding carries: arrays go as bytes.
+Utilities return `refused`, with rank and reason, if a rank failed. Arguments and answers are plain values, which vLLM's
+message encoding supports: arrays are sent as bytes.
 """
 
 from __future__ import annotations
@@ -56,35 +56,35 @@ Answer = dict[str, Any]
 
 
 class CoreUpdates:
-    """State of the replica inside one engine core: what is under way, and the time between its steps."""
+    """State of the replica inside one engine core: the work in progress, and the times between steps."""
 
     def __init__(self, captures: bool) -> None:
         self.captures = captures
-        """Whether the ranks keep the expert ids of tokens."""
+        """Whether the ranks store the expert ids of tokens."""
         self.begun = ""
-        """The work that the ranks were given last, and when."""
+        """The last work of the ranks, and its start."""
         self.begun_at = 0.0
         self.before: str | None = None
-        """The version before the last update; None where it cannot be taken back."""
+        """The version before the last update; None if the update cannot be undone."""
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._previous_end: float | None = None
 
     def record(self, start: float, end: float, busy_after: bool) -> None:
-        """Note a step over [start, end) seconds; `busy_after` tells whether requests remain to be decoded."""
+        """Record a step over [start, end) seconds; `busy_after`: whether requests remain to be decoded."""
         begin = start if self._previous_end is None else self._previous_end
         self._gaps.append((end, end - begin))
         self._previous_end = end if busy_after else None
 
     def step_ms(self, now: float) -> float:
-        """Median milliseconds between steps over the last seconds; 0 when idle."""
+        """Return the median milliseconds between steps over the last seconds; 0 when idle."""
         recent = [gap for end, gap in self._gaps if now - end <= _WINDOW_S]
         return 1e3 * median(recent) if recent else 0.0
 
 
 def _install(core: EngineCore, tensors: list[Any], version: int, expert_ids: bool = False) -> list[bytes]:
-    """Map the checkpoint's tensors on every rank and take over: the engine holds `version`, unproved.
+    """Map the checkpoint's tensors on every rank and set the version: the engine holds `version`, unproved.
 
-    With `expert_ids` the ranks keep those of every token. Returns what each rank holds (`ranks.HeldBoxes`).
+    With `expert_ids` the ranks store the expert ids of every token. Returns the `ranks.HeldBoxes` of each rank.
     """
     die_with(int(os.environ[PARENT_VARIABLE]))
     if core.batch_queue is not None:
@@ -100,20 +100,20 @@ def _install(core: EngineCore, tensors: list[Any], version: int, expert_ids: boo
 
 
 def _begin(core: EngineCore, work: str, arguments: list[str]) -> dict[str, Any]:
-    """Begin work (`extension.RankWeights`: stage, load or prove) in a thread of each rank, while the engine goes on."""
+    """Start work (`extension.RankWeights`: stage, load, prove) in a thread of each rank; the engine continues."""
     updates: CoreUpdates = core.tidemill_updates
     updates.begun, updates.begun_at = work, time.monotonic()
     if work != "prove":
-        # What an earlier update wrote stays: a refusal from here on has nothing to take back.
+        # The elements of an earlier update are kept: a refusal from here on has nothing to undo.
         updates.before = None
     return {"refused": _refused(_ranks(core, "tidemill_begin", work, arguments))}
 
 
 def _answers(core: EngineCore) -> dict[str, Any] | None:
-    """The result of the work that was begun: None while a rank works on it, else `refused` or the ranks' findings.
+    """Return the result of the last work: None while a rank is working, else `refused` or the ranks' results.
 
-    A staging says `stage_ms`. A proof says `prints`, the `ranks.BoxPrints` of each rank, `proof_ms`, and `damage`:
-    why there are none, else empty.
+    A staging returns `stage_ms`. A proof returns `prints`, the `ranks.BoxPrints` of each rank, `proof_ms`, and
+    `damage`: why there are no prints, or empty.
     """
     updates: CoreUpdates = core.tidemill_updates
     answers = _ranks(core, "tidemill_answer")
@@ -132,17 +132,17 @@ def _answers(core: EngineCore) -> dict[str, Any] | None:
 
 
 def _commit(core: EngineCore, version: int, recompute: bool) -> dict[str, Any] | None:
-    """Once all ranks have staged, have them write and stamp the version. Between steps, on all ranks or on none.
+    """If all ranks have staged, let them write, and set the version. Between steps, on all ranks or on none.
 
     Args:
         core: the engine core.
         version: the version that the engine then serves.
-        recompute: drop the keys and values of running requests too.
+        recompute: also drop the keys and values of running requests.
 
     Returns:
-        None while a rank is still staging, so that nothing was written. Else `refused`, or stage_ms and apply_ms (of
-        the slowest rank), pause_ms (how long the engine's loop was held), decode_step_ms (the engine's own median time
-        between steps over the last seconds), requests_in_flight.
+        None while a rank is still staging; nothing is written then. Otherwise `refused`, or stage_ms and apply_ms (of
+        the slowest rank), pause_ms (how long the engine's loop was stopped), decode_step_ms (the engine's own median
+        time between steps over the last seconds), requests_in_flight.
     """
     begun = time.monotonic()
     updates: CoreUpdates = core.tidemill_updates
@@ -171,7 +171,7 @@ def _commit(core: EngineCore, version: int, recompute: bool) -> dict[str, Any] |
 
 
 def _undo(core: EngineCore) -> dict[str, Any]:
-    """Take the last update back on every rank, between steps; says the `version` that is served again, unproved."""
+    """Undo the last update on every rank, between steps; return the `version` that is served again, unproved."""
     updates: CoreUpdates = core.tidemill_updates
     version, updates.before = updates.before, None
     if version is None:
@@ -182,11 +182,11 @@ def _undo(core: EngineCore) -> dict[str, Any]:
 
 
 def _ranks(core: EngineCore, method: str, *arguments: Any) -> list[Any]:  # noqa: ANN401 - passed to vLLM
-    """The answers of all ranks. Raises RuntimeError, naming them, if ranks have died."""
+    """Call a method on all ranks and return their answers. Raises RuntimeError with the names of ranks that died."""
     try:
         answers: list[Any] = core.collective_rpc(method, args=arguments)
     except RuntimeError as error:
-        # Not `is_alive`: vLLM's own thread may be asking the same, and then one of the two is told nothing.
+        # Not `is_alive`: if vLLM's own thread calls it at the same time, one of the two gets no answer.
         workers = getattr(core.model_executor, "workers", None) or ()
         dead = [f"rank {rank}" for rank, worker in enumerate(workers) if wait([worker.proc.sentinel], timeout=0)]
         if not dead:
@@ -196,7 +196,7 @@ def _ranks(core: EngineCore, method: str, *arguments: Any) -> list[Any]:  # noqa
 
 
 def _refused(answers: Iterable[Answer]) -> str:
-    """The faults of the ranks that have one, with their ranks; empty for none."""
+    """Return the faults of ranks, each with the rank's number; empty if there is none."""
     return "; ".join(f"rank {rank}: {answer['fault']}" for rank, answer in enumerate(answers) if answer["fault"])
 
 
@@ -211,7 +211,7 @@ def _timed_step(core: EngineCore) -> Any:  # noqa: ANN401 - vLLM's own step resu
     outputs = (output for outputs in result[0].values() for output in outputs.outputs) if updates.captures else ()
     ended = {output.request_id: output for output in outputs if output.finish_reason in _WHOLE}
     if ended:
-        # Outputs that ended a request say the experts that its tokens were sent to.
+        # Outputs that ended a request contain the experts to which its tokens were sent.
         answers = _ranks(core, "tidemill_expert_ids", list(ended))
         if refused := _refused(answers):
             _log.warning("answers go without expert ids: %s", refused)
@@ -222,7 +222,7 @@ def _timed_step(core: EngineCore) -> Any:  # noqa: ANN401 - vLLM's own step resu
 
 
 def _with_parent(start: Callable[..., None]) -> Callable[..., None]:
-    """A constructor of one of vLLM's processes that first has the process end with the server."""
+    """Wrap the constructor of a vLLM process so that the process ends with the server."""
 
     @wraps(start)
     def started(process: Any, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed to vLLM
@@ -233,11 +233,11 @@ def _with_parent(start: Callable[..., None]) -> Callable[..., None]:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its `parent` ends, unless it is the parent itself.
+    """Let the kernel kill this process when its `parent` ends, unless it is the parent itself.
 
-    vLLM's engine cores, and their coordinator, outlive a server that is killed with SIGKILL, and a rank that waits in a
-    layer for another rank outlives its engine core; the kernel's signal depends on nobody. Raises SystemExit where the
-    parent has ended.
+    vLLM's engine cores and their coordinator survive a server that is killed with SIGKILL, and a rank that waits in a
+    layer for another rank survives its engine core; the kernel's signal needs no other process. Raises SystemExit if
+    the parent has ended.
     """
     if parent == os.getpid():
         return
@@ -251,12 +251,12 @@ def _plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - vL
 
 
 def fixed_shapes() -> bool:
-    """Whether this process's engine computes in shapes that do not depend on the number of tokens."""
+    """Return whether this process's engine computes in shapes that do not depend on the number of tokens."""
     return os.environ.get(INVARIANT_VARIABLE) == "1" and bool(current_platform.is_cpu())
 
 
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
-"""How answers end that were not given up."""
+"""Finish reasons of complete answers."""
 _vllm_step, _coordinated = EngineCore.step, _with_parent(DPCoordinatorProc.__init__)
 _METHODS: Mapping[str, Callable[..., Any]] = {
     "__init__": _with_parent(EngineCore.__init__),
@@ -270,7 +270,7 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
 
 
 def register() -> None:
-    """Teach this process's vLLM; any number of times. A vLLM that is not a replica's is left as it is."""
+    """Install the extension in this process's vLLM, if the process belongs to a replica; may be repeated."""
     if PARENT_VARIABLE in os.environ:
         linear_layers.dispatch_cpu_unquantized_gemm = _plain_linear
         for name, method in _METHODS.items():
@@ -281,11 +281,11 @@ def register() -> None:
 
 
 def hide_llvmlite_from_kernel_search() -> None:
-    """Make vLLM's kernel search pass over llvmlite; once a process, before an engine is started.
+    """Exclude llvmlite from vLLM's kernel search; once per process, before an engine is started.
 
-    At start vLLM looks for kernels in the namespaces of all imported modules and reads `vars()` of every value;
-    llvmlite's library handle, which numba imports, answers any attribute with a function, `__dict__` included, and the
-    search fails. No kernel of vLLM can be in llvmlite's modules.
+    At start vLLM searches for kernels in the namespaces of all imported modules and reads `vars()` of every value.
+    llvmlite's library handle, which numba imports, returns a function for any attribute, also for `__dict__`, and the
+    search fails. llvmlite's modules contain no kernel of vLLM.
     """
     # Imported here, and below, because only the server needs it.
     import vllm.triton_utils.dispatcher as dispatcher
@@ -308,9 +308,9 @@ def hide_llvmlite_from_kernel_search() -> None:
 
 
 def tell_spans_before_the_end() -> None:
-    """Make unfinished outputs carry the weight versions of their tokens so far; once a process.
+    """Add the weight versions of the tokens so far to unfinished outputs; once per process.
 
-    A client that is cut off must know them too, and vLLM says them only when a request is finished.
+    A client whose connection breaks must know them too, but vLLM adds them only when a request is finished.
     """
     from vllm.v1.engine.output_processor import RequestState
 

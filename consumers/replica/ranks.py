@@ -1,15 +1,15 @@
-"""The messages between the server and the ranks of its engines: changes handed over, elements held, proofs added up.
+"""Messages between the server and the ranks of its engines: shared changes, held elements, and sums for proofs.
 
-Changes. The server decodes a delta once and puts it into one anonymous file in memory, which every rank maps and reads
-beside its decoding of tokens. It is whole or refused: a rank checks the digest before it uses an element. It has no
-name in a directory, so that it takes no room of a small /dev/shm and is gone with the server, however that ends.
+Changes. The server decodes a delta once and writes it to one anonymous file in memory, which every rank maps and reads
+while it decodes tokens. A rank checks the digest before it uses an element, so that a damaged file is refused. The file
+has no name in a directory, so that it uses no space of a small /dev/shm and disappears with the server in all cases.
 Layout: the header's length (u8, little-endian), the header (JSON: [name, changed elements, bytes of a pattern] of each
 change), then the indices (i8) and the patterns of each change. Every part begins at a multiple of 8 bytes.
 
-Holdings. Each rank says which boxes of each tensor it holds, and for a proof the fingerprint of each of them, in the
-same order. Keeps true: every element of every tensor is held by some rank, or the engine is refused at its start; an
+Held elements. Each rank reports its boxes of each tensor, and for a proof the fingerprint of each box, in the same
+order. Invariants: some rank holds every element of every tensor, otherwise the engine is refused at its start; an
 element that several ranks hold (norms, routers, shared heads of keys and values) is counted once, and its copies must
-agree.
+be equal.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _ALIGNED = 8
 
 @contextmanager
 def handed_over(changes: Sequence[ElementChange]) -> Iterator[tuple[str, str]]:
-    """Put changes where every process of this user can read them: the path and the digest, good within the context."""
+    """Share changes with all processes of this user; yield path and digest, which are valid within the context."""
     header = json.dumps([[change.name, change.indices.size, change.bits.itemsize] for change in changes]).encode()
     arrays = (array for change in changes for array in (change.indices.astype("<i8", copy=False), change.bits))
     digest = xxhash.xxh3_128()
     with os.fdopen(os.memfd_create("tidemill-changes"), "wb") as file:
 
         def write(part: bytes | memoryview) -> None:
-            # The padding keeps every array on the boundary that its elements need.
+            # The padding aligns every array for its elements.
             for piece in (part, bytes(-len(part) % _ALIGNED)):
                 file.write(piece)
                 digest.update(piece)
@@ -57,7 +57,7 @@ def handed_over(changes: Sequence[ElementChange]) -> Iterator[tuple[str, str]]:
 
 
 def taken_over(path: str, digest: str) -> list[ElementChange]:
-    """The changes of `handed_over`, in its memory. Raises ValueError where they are damaged, OSError where gone."""
+    """Map the changes of `handed_over`. Raises ValueError if they are damaged, OSError if they do not exist."""
     with open(path, "rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     if xxhash.xxh3_128(data).hexdigest() != digest:
@@ -81,10 +81,10 @@ BoxPrints = npt.NDArray[np.uint64]
 
 
 class RankCoverage:
-    """Which elements each rank holds.
+    """The elements that each rank holds.
 
     Raises:
-        UnsupportedModelError: elements of a tensor are held by no rank, or by several in boxes that differ.
+        UnsupportedModelError: no rank holds elements of a tensor, or several hold them in boxes that differ.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], ranks: Sequence[HeldBoxes | bytes]) -> None:
@@ -97,7 +97,7 @@ class RankCoverage:
         bounds = np.searchsorted(self._tensor_of, np.arange(len(tensors) + 1))
         for spec, begin, end in zip(tensors, bounds[:-1], bounds[1:], strict=True):
             position, rows, row, pitch = 0, 1, 0, 0
-            # What is covered so far: all below `position`, and then `rows` rows of `row`, at a distance of `pitch`.
+            # Covered so far: all elements below `position`, then `rows` rows of `row`, at a distance of `pitch`.
             for source, *shape in distinct[begin:end, 1:].tolist():
                 if row and shape[0] == rows and shape[2] == pitch and source == position + row:
                     # The next columns of the same rows.
@@ -115,10 +115,10 @@ class RankCoverage:
                 )
 
     def add_up(self, ranks: Sequence[BoxPrints | bytes]) -> dict[str, Fingerprint]:
-        """Fingerprint of each tensor, from those of its boxes on each rank.
+        """Return the fingerprint of each tensor, from the fingerprints of its boxes on each rank.
 
         Raises:
-            ValueError: two ranks hold other values of the same elements; it names the tensor and the ranks.
+            ValueError: two ranks hold different values of the same elements; it names the tensor and the ranks.
         """
         every = np.concatenate([np.frombuffer(prints, np.uint64).reshape(-1, 2) for prints in ranks])
         once = every[self._first]
@@ -133,7 +133,7 @@ class RankCoverage:
         return {spec.name: Fingerprint(int(lo), int(hi)) for spec, (lo, hi) in zip(self._tensors, sums, strict=True)}
 
     def proof(self, cores: Sequence[Mapping[str, Any]]) -> Proof:
-        """The proof that the ranks of all cores make; each core says `prints` and `proof_ms`, or its `damage`."""
+        """Return the proof from the ranks of all cores; each core reports `prints` and `proof_ms`, or `damage`."""
         damage, found = "; ".join(told(cores, "damage")), {}
         try:
             found = {} if damage else self.add_up([prints for core in cores for prints in core["prints"]])
@@ -145,6 +145,6 @@ class RankCoverage:
 
 
 def told(cores: Sequence[Mapping[str, Any]], objection: str) -> list[str]:
-    """The objections of the engine cores that have one, with the number of the core where there are several."""
+    """Return the objections of the engine cores that have one, with the core's number if there are several cores."""
     names = [f"engine {number}, " if len(cores) > 1 else "" for number in range(len(cores))]
     return [name + core[objection] for name, core in zip(names, cores, strict=True) if core[objection]]

@@ -1,7 +1,7 @@
-"""The replica role: joins from the newest anchor, opens the HTTP server, follows the branch until it is told to stop.
+"""The replica role: joins from the newest anchor, opens the HTTP server, and follows the branch until it is stopped.
 
-One process serves HTTP and follows the log; its engine core is its child and dies with it. The port opens only
-once the live tensors were proved to be the version that the status names.
+One process serves HTTP and follows the log; its engine core is its child and ends with it. The port opens only after
+the live tensors were proved to be the version that the status names.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from tidemill.schemas.records import Staleness, WeightAck
 logger = logging.getLogger(__name__)
 _APPLICATION = "tidemill-replica"
 GRACE_S = 2.0
-"""Seconds that requests in flight get to end, once the role is stopped."""
+"""Time for requests in flight to end after the role is stopped, in seconds."""
 
 
 Running = tuple[ReplicaEngine, Subscriber, uvicorn.Server]
-"""A replica that serves a proved version; its HTTP server is not started yet."""
+"""A replica with a proved version; its HTTP server is not started yet."""
 
 
 @asynccontextmanager
@@ -60,22 +60,22 @@ async def running_replica(
     directory: Path,
     surroundings: Callable[[], tuple[ShardSource, Write]],
 ) -> AsyncIterator[Running]:
-    """Start the engine on the joined version, prove it, and put the rest around it; its core ends with the context.
+    """Start the engine with the joined version, prove it, build subscriber and server; its core ends with the context.
 
     Args:
-        settings: the replica.
-        run: the run and branch that it follows.
-        chat: how conversations become tokens.
-        state: the versions as far as they were read.
-        joined: what to start with.
-        directory: where whole checkpoints are staged.
-        surroundings: opens the log's clients, and gives the bytes of deltas and a way to say what the replica holds;
+        settings: the replica's settings.
+        run: run and branch to follow.
+        chat: settings that turn conversations into tokens.
+        state: the versions read so far.
+        joined: the version to start with.
+        directory: directory in which whole checkpoints are staged.
+        surroundings: opens the log's clients; returns the source of deltas and the writer of the replica's records;
             called after the engine core, which is a fork, has been started.
 
     Raises:
         ReplicaFault: the live tensors are not the joined version.
         RuntimeError: the engine did not start.
-        UnsupportedModelError: its answers depend on their company, and `batch_invariant` is set.
+        UnsupportedModelError: its answers depend on the batch, and `batch_invariant` is set.
         ValueError: an argument of `vllm_args`, or the tokenizer, cannot be read.
     """
     model = str(joined.directory)
@@ -111,13 +111,13 @@ async def running_replica(
 
 def serve(kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, chat: ChatSettings) -> None:
     """Run the role in this process, which has the engine's environment, until SIGTERM or SIGINT."""
-    server_arguments("", settings)  # what vLLM does not take is refused now, not once an anchor has come
+    server_arguments("", settings)  # refuses invalid arguments now, not after the wait for an anchor
     with tempfile.TemporaryDirectory(prefix="tidemill-replica-") as private:
         uvloop.run(Replica(kafka, run, settings, chat, settings.staging_dir or Path(private)).run())
 
 
 class Replica:
-    """One replica from its start to its end."""
+    """One replica, from its start to its end."""
 
     def __init__(
         self, kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, chat: ChatSettings, directory: Path
@@ -127,7 +127,7 @@ class Replica:
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
-        """Join, serve and follow until stopped. Raises what ended it, when it was not a signal."""
+        """Join, serve and follow until stopped. Raises the error that ended it, unless it was a signal."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         with closing(bind(self._settings.host, self._settings.port, "replica.port")) as listener:
@@ -198,7 +198,7 @@ class Replica:
     async def _until_stopped(
         self, running: Running, listener: socket.socket, records: LogReader, letters: RecordProducer
     ) -> None:
-        """Run the server and the subscriber until one ends or the role is stopped; raises what ended them."""
+        """Run the server and the subscriber until one ends or the role is stopped; raise the error that ended them."""
         engine, subscriber, server = running
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         follower = asyncio.create_task(self._follow(engine, subscriber, records, letters))
@@ -207,7 +207,7 @@ class Replica:
         self._stop.set()
         server.should_exit = True
         await asyncio.wait({serving}, timeout=GRACE_S)
-        # Requests that come to their own end leave nothing for the server to cancel, which vLLM's handlers take badly.
+        # Aborted requests end normally. Otherwise the server would cancel them, which vLLM's handlers do not support.
         while not serving.done() and not engine.errored:
             if ended := await engine.abort_all():
                 logger.warning("stopping: %d requests were not answered within %g s and are aborted", ended, GRACE_S)

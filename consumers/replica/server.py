@@ -1,17 +1,17 @@
-"""vLLM's own OpenAI-compatible server around the replica's engine, and what Tidemill adds to it.
+"""vLLM's own OpenAI-compatible server around the replica's engine, with Tidemill's additions.
 
 The application, its routes and its metrics are vLLM's. Added, by a subclass of a handler, a middleware and two routes:
 
-- each choice of `/v1/completions` and `/v1/chat/completions` carries `weight_versions`: [[version, start, end], ...]
-  over its sampled tokens, and `weight_incarnation`: the life of the run's version numbers that they count in; a
-  streamed response says them as `versions` describes;
-- with `replica.expert_ids`, each choice of a whole answer of `/v1/completions` carries `routed_experts`, as vLLM writes
-  it: the expert ids of its tokens (`schemas.expert_ids`) in base64, from `routed_experts_prompt_start` on;
-- `fill_context: true` in `/v1/completions` with token ids: an answer may be as long as the context holds;
+- each choice of `/v1/completions` and `/v1/chat/completions` has `weight_versions`: [[version, start, end], ...]
+  over its sampled tokens, and `weight_incarnation`: the incarnation of these version numbers; for a streamed
+  response see `versions`;
+- with `replica.expert_ids`, each choice of an unstreamed answer of `/v1/completions` has `routed_experts`, in vLLM's
+  format: the expert ids of its tokens (`schemas.expert_ids`) in base64, from `routed_experts_prompt_start` on;
+- `fill_context: true` in `/v1/completions` with token ids: an answer may fill the rest of the context;
 - the response header `x-tidemill-replica`, and `GET /tidemill/status`.
 
-Chat is Tidemill's own (`completions.chat_route`). vLLM's other ways to chat answer that they are not supported: they
-render by another code than the one that trains.
+Chat is Tidemill's own (`completions.chat_route`). vLLM's other chat endpoints answer that they are not supported: their
+rendering differs from that of training.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tidemill.schemas.config import HttpSettings
 from tidemill.schemas.http_server import BoundedConfig
 
 CANCEL_AFTER_S = 10.0
-"""Seconds after the beginning of a shutdown when the server cancels requests that have not ended."""
+"""Seconds from the start of a shutdown until the server cancels requests that have not ended."""
 _EXTENSION = "tidemill.consumers.replica.extension.ReplicaExtension"
 _OTHER_CHATS = (
     "openai_serving_chat",
@@ -49,7 +49,7 @@ _OTHER_CHATS = (
     "anthropic_serving_messages",
     "cohere_serving_chat_v2",
 )
-"""vLLM's own handlers of chats, by their place in the application's state."""
+"""vLLM's own handlers of chats, by their attribute in the application's state."""
 
 
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is read without its types
@@ -58,9 +58,9 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is read wit
 
 
 def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
-    """vLLM's server arguments for a checkpoint directory, parsed by vLLM's own parser.
+    """Return vLLM's server arguments for a checkpoint directory, parsed by vLLM's own parser.
 
-    Raises ValueError with vLLM's message for an argument of `replica.vllm_args` that it does not take.
+    Raises ValueError with vLLM's message if vLLM refuses an argument of `replica.vllm_args`.
     """
     values = {
         "model": model,
@@ -75,13 +75,13 @@ def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
         "kv-cache-memory-bytes": settings.kv_cache_mb << 20,
         "tensor-parallel-size": settings.tensor_parallel,
         "data-parallel-size": settings.data_parallel,
-        # Engine cores that compute together agree to pause at a step that this divides.
+        # Engine cores that compute together agree to pause at a multiple of this number of steps.
         "dp-sync-interval": 1,
         "worker-extension-cls": _EXTENSION,
         "generation-config": "vllm",
     }
     switches = ["enforce-eager", "enable-prefix-caching", "disable-uvicorn-access-log", "disable-fastapi-docs"]
-    # A batch that is in flight while a version is written would be stamped with the wrong one.
+    # A batch that is in flight while a version is written would get the wrong version.
     switches.append("no-async-scheduling")
     if not settings.log_stats:
         switches.append("disable-log-stats")
@@ -110,14 +110,14 @@ async def build_replica_app(
     incarnation_of: IncarnationOf,
     chat: ChatServer,
 ) -> ASGIApp:
-    """vLLM's application over `engine`, with the replica's additions."""
+    """Return vLLM's application over `engine`, with the replica's additions."""
     tasks = await engine.get_supported_tasks()
     level = logging.getLogger().level
     app = build_app(arguments, tasks, engine.model_config)
     await init_app_state(engine, app.state, arguments, tasks)
-    # One of vLLM's libraries silences the root logger below errors on the way.
+    # One of vLLM's libraries has set the root logger to errors only.
     logging.getLogger().setLevel(level)
-    # The handler that vLLM has made of its arguments, with what Tidemill adds.
+    # The handler that vLLM has made from its arguments, with Tidemill's additions.
     completion = app.state.openai_serving_completion
     completion.__class__, completion.incarnation_of = VersionedCompletion, incarnation_of
     chatting = copy(completion)
@@ -136,11 +136,11 @@ async def build_replica_app(
 
         await app(scope, receive, send_named if scope["type"] == "http" else send)
 
-    # vLLM has built its middleware stack already: the header goes around the whole application.
+    # vLLM has built its middleware stack already, so the header is added around the whole application.
     return named
 
 
 def make_server(app: ASGIApp, settings: HttpSettings) -> uvicorn.Server:
-    """An HTTP server that leaves signals to its caller; `await server.serve(sockets=[...])` runs it."""
+    """Return an HTTP server that leaves signals to its caller; `await server.serve(sockets=[...])` runs it."""
     server: uvicorn.Server = NoSignalServer(BoundedConfig(app, settings, lifespan="auto", grace_s=CANCEL_AFTER_S))
     return server

@@ -1,7 +1,7 @@
-"""Prepares moves on the CPU, while tokens flow: anchors and deltas are read, decoded and checked against the mirror.
+"""Preparation of updates on the CPU, while the engine samples: reads, decodes and checks anchors and deltas.
 
-Runs in a worker thread; nothing here touches the engine. A move that fails leaves the mirror as it was. `join` prepares
-the version that a replica starts with: it runs before the engine exists and closes its clients again, so that the
+Runs in a worker thread; nothing here changes the engine. A failed update leaves the mirror unchanged. `join` prepares
+the version that a replica starts with: it runs before the engine exists and closes its clients afterwards, so that the
 engine core can be forked safely.
 """
 
@@ -31,41 +31,41 @@ from tidemill.schemas.stored_object import StoreUnavailableError
 logger = logging.getLogger(__name__)
 
 FOLLOWED = (Topic.MANIFESTS, Topic.GATE)
-"""The topics that a replica follows; chunks are fetched where they are named."""
+"""The topics that a replica follows; chunks are fetched by partition and offset."""
 
 DENSE = 4
-"""Where more than one element in so many changes, the whole version is written instead of its changes."""
+"""If more than one in this many elements changes, the whole version is written instead of its changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedUpdate:
-    """A checked move: the mirror is at its target, the engine not yet."""
+    """A checked update: the mirror has the target version, the engine not yet."""
 
     draft: Draft
     changes: tuple[ElementChange, ...]
-    """The changes that bring the engine there; empty for `whole`."""
+    """The changes for the engine; empty if `whole`."""
     whole: bool
-    """Whether so much changes that the whole version is better written."""
+    """Whether the whole version is written, because many elements change."""
     anchor: Path | None
-    """Local directory of the anchor that the move began with."""
+    """Local directory of the anchor at the start of the path."""
     fetch_ms: float
     decode_ms: float
 
 
 class UpdateStaging:
-    """Where moves are prepared: a fetcher of chunks, threads to decode them, a private directory for checkpoints."""
+    """Prepares updates, with a fetcher of chunks, threads to decode them, and a private directory for checkpoints."""
 
     def __init__(self, fetcher: ShardSource, directory: Path, decode_threads: int = 2) -> None:
         self._directory = directory
         self._rebuilder = Rebuilder(fetcher, decode_threads, directory)
 
     def prepare(self, move: UpdateAction, mirror: Mirror) -> PreparedUpdate:
-        """Take the mirror to the move's target, checked step by step, and say what that changes.
+        """Change the mirror to the target version, with a check of each step, and return the changes.
 
         Raises:
             RefusedAnchorError: the anchor cannot be used.
-            RefusedDeltaError: a delta's bytes are wrong or do not fit.
-            FetchTimeoutError: something did not arrive in time. The mirror is as it was after every error.
+            RefusedDeltaError: a delta's bytes are wrong or do not match the weights.
+            FetchTimeoutError: bytes did not arrive in time. After every error the mirror is unchanged.
         """
         begun = time.monotonic()
         draft = Draft(mirror)
@@ -84,7 +84,7 @@ class UpdateStaging:
         return PreparedUpdate(draft, changes, whole, followed.anchor, fetch_ms, max(0.0, elapsed - fetch_ms))
 
     def save(self, mirror: Mirror) -> Path:
-        """Write the mirror's version where the engine can read it whole."""
+        """Write the mirror's version as a checkpoint for the engine, and return its directory."""
         directory = self._directory / "whole"
         mirror.save(directory)
         return directory
@@ -94,7 +94,7 @@ class UpdateStaging:
 
 
 def save_whole(mirror: Mirror, anchor: Path, directory: Path) -> None:
-    """A whole checkpoint of the mirror's version in a new directory, with an anchor's configuration and tokenizer."""
+    """Write the mirror's version as a checkpoint in a new directory, with an anchor's configuration and tokenizer."""
     weights = ("*.safetensors", "*.safetensors.index.json", MARKER)
     shutil.copytree(anchor, directory, ignore=shutil.ignore_patterns(*weights))
     mirror.save(directory)
@@ -102,7 +102,7 @@ def save_whole(mirror: Mirror, anchor: Path, directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StartVersion:
-    """The version to start with, and where the manifests are to be read on from."""
+    """The version to start with, and the offsets from which the topics are read on."""
 
     manifest: Manifest
     mirror: Mirror
@@ -110,16 +110,16 @@ class StartVersion:
     """A whole checkpoint of that version, with its configuration and tokenizer."""
     offsets: dict[tuple[Topic, int], int]
     reason: str = "start"
-    """How it was reached."""
+    """Why and how it was reached."""
 
 
 def join(
     kafka: KafkaSettings, settings: ReplicaSettings, state: ReplicaState, directory: Path, stopped: Callable[[], bool]
 ) -> StartVersion | None:
-    """The version that `state` goes to from nothing, now or as soon as there is one; None when stopped.
+    """Wait for the first version that `state` chooses, and prepare it; None if stopped.
 
     Raises:
-        TimeoutError: no anchor that can be used came within `anchor_wait_s`.
+        TimeoutError: no usable anchor was published within `anchor_wait_s`.
     """
     deadline = time.monotonic() + settings.anchor_wait_s if settings.anchor_wait_s else None
     chunks_id = f"{settings.replica_id}-join-chunks"
@@ -134,7 +134,7 @@ def join(
         said = False
         while not stopped():
             for located in found:
-                # A record that cannot be read is dead-lettered by the subscriber's own reading, not twice.
+                # Unreadable records are only skipped here; the subscriber dead-letters those that it reads.
                 record = located.record
                 if isinstance(record, Manifest | SkipDelta | GateDecision) and (objection := state.observe(record)):
                     logger.warning("%s", objection)

@@ -1,21 +1,21 @@
 """The reaction of a replica to each record of the weight log: a pure state machine, without a clock, a network or
 weights.
 
-It holds the version graph of a branch, what the gate lets it serve, and what it serves. The shell hands it the records,
-asks it where to go (`plan`), does that and reports: `proved`, `delta_refused`, `anchor_refused`. What stays true:
+It contains the version graph of a branch, the gate's decisions and the served version. The caller passes records, asks
+for the next update (`plan`), does it and reports `proved`, `delta_refused` or `anchor_refused`. Invariants:
 
-- it goes to the newest version that the gate permits and that can be reached, over the path with the fewest bytes;
-- it goes back only where a roll-back or a rejection says so;
-- the same record twice changes nothing; a version published twice with different contents is refused, not followed;
-- every version that it sees and does not go to is refused once, with the reason;
-- while nothing can be reached, the last proved version goes on being served.
+- the target is the newest reachable version that the gate permits, over the path with the fewest bytes;
+- the target is an older version only after a roll-back or a rejection;
+- a repeated record changes nothing; a version published twice with different contents is refused, not followed;
+- every version that is seen but not chosen is refused once, with the reason;
+- while no version can be reached, the last proved version is still served.
 
-In a pool (`PoolGate`) the gate names what is served, and these replace the first, second and fourth:
+In a pool (`PoolGate`) the gate names the served version; these replace the first, second and fourth invariant:
 
-- it goes to the best version that the gate names and that can be reached, forwards or back; while that one has not
-  been seen in the log, it stays;
-- where none of them can be reached it serves the oldest version that can be, and no other unnamed one;
-- only named versions that cannot be reached are refused: the others are none of its business.
+- the target is the best reachable version that the gate names, newer or older; while it has not been seen in the log,
+  the replica keeps its version;
+- if no named version can be reached, the target is the oldest reachable version, and no other unnamed version;
+- only named versions that cannot be reached are refused: the replica ignores all others.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, SkipDe
 
 @dataclass(frozen=True, slots=True)
 class UpdateAction:
-    """Go to `target` over `path`."""
+    """An update to `target` over `path`."""
 
     target: Manifest
     path: UpdatePath
     reason: str
-    """Why, where it is not the next version in the usual way; else empty."""
+    """Reason for an update other than to the next version by its delta; otherwise empty."""
 
 
 Said = Manifest | SkipDelta | GateDecision
@@ -45,12 +45,12 @@ Said = Manifest | SkipDelta | GateDecision
 
 
 class PoolGate(BranchDecisions):
-    """Which versions the operator or the promotion gate lets a replica of a pool serve. Without a decision and a pool,
+    """The versions that the operator or the gate permits a replica of a pool to serve. Without a decision and a pool,
     every published version may be served.
 
-    In a pool only what was named is: `stable` serves the version that was promoted or rolled back to last, `canary` the
-    version under trial while there is one. A hold is a limit there too and names nothing, so that no version comes to
-    users by it; a release lifts it and names nothing either.
+    In a pool only named versions are served: `stable` serves the version that was promoted or rolled back to last,
+    `canary` the version on trial if there is one. A hold is a limit in a pool too, but names no version, so that it
+    brings no version to users; a release ends it and names no version either.
     """
 
     def __init__(self, pool: Pool = Pool.ALL) -> None:
@@ -58,12 +58,12 @@ class PoolGate(BranchDecisions):
         self._pool = pool
 
     def objection(self, version: int) -> str:
-        """Why a replica may not go to `version`; empty when it may."""
+        """Return why a replica may not change to `version`; empty if it may."""
         unnamed = self._pool is not Pool.ALL and version not in self.named and version != self._tried
         return self.forbidden(version) or (f"version {version} was not promoted" if unnamed else "")
 
     def forbidden(self, version: int) -> str:
-        """Why `version` may not be served even where nothing better can be; empty when it may."""
+        """Return why `version` may not be served even if no better version can be; empty if it may."""
         limit = self.limit
         if (rejection := self.rejected.get(version)) is not None:
             return f"version {version} was rejected by {rejection.decided_by}: {rejection.reason}"
@@ -72,19 +72,19 @@ class PoolGate(BranchDecisions):
         return f"{LIMITS[limit.verdict]} version {limit.version} by {limit.decided_by}: {limit.reason}"
 
     def notice(self, version: int | None) -> str:
-        """Why a replica that serves `version` must leave it; empty when it may stay.
+        """Return why a replica must stop serving `version`; empty if it may keep it.
 
-        A hold limits where a replica goes, not where it is; a rejection and a roll-back do both. So does a promotion in
-        a pool, where it names what is served.
+        A hold limits new targets, not the served version; a rejection and a roll-back limit both. In a pool, a
+        promotion also does, because it names the served version.
         """
         sets_both = (GateVerdict.ROLL_BACK,) if self._pool is Pool.ALL else NAMES
         must_leave = self.limit is not None and self.limit.verdict in sets_both
         return self.forbidden(version) if version is not None and (version in self.rejected or must_leave) else ""
 
     def preferred(self, serving: int | None) -> list[int]:
-        """The versions that a replica of a pool should serve, the best first: the trial, then what was named last.
+        """Return the versions that a replica of a pool should serve, best first: the trial, then the last named ones.
 
-        What is served above a hold is among them, although a replica might not go there.
+        A served version above a hold is included, although a replica might not change to it.
         """
         tried, stays = self._tried, not self.notice(serving)
         named = [v for v in reversed(self.named) if not self.objection(v) or (stays and v == serving)]
@@ -96,7 +96,7 @@ class PoolGate(BranchDecisions):
 
 
 class ReplicaState:
-    """The versions of one branch of one run, its gate for a pool, and the version served."""
+    """The versions of one branch of one run, the gate's decisions for a pool, and the served version."""
 
     def __init__(self, run_id: str, branch: str, pool: Pool = Pool.ALL) -> None:
         self._run_id, self._branch, self._pool = run_id, branch, pool
@@ -105,7 +105,7 @@ class ReplicaState:
         self._answered: set[int] = set()
         self._notice = ""
         self.serving: int | None = None
-        """The version served; None before the first."""
+        """The served version; None before the first."""
 
     @property
     def head(self) -> int:
@@ -113,14 +113,14 @@ class ReplicaState:
         return -1 if self._graph.newest_version is None else self._graph.newest_version
 
     def incarnation_of(self, version: int) -> str:
-        """Which life of the run's version numbers a version is of; empty for one that is not known, or does not say."""
+        """Return a version's incarnation; empty if the version is unknown or has none."""
         manifest = self._graph.manifests.get(version)
         return "" if manifest is None else manifest.incarnation
 
     def observe(self, record: Said) -> str:
-        """Take a record in, in log order; one of another run or branch is let pass.
+        """Add a record, in log order; ignore records of another run or branch.
 
-        Returns why it is not taken, a second content for a known version above all; else an empty string.
+        Returns why it is rejected (usually other contents for a known version), or an empty string.
         """
         if (record.run_id, record.branch) != (self._run_id, self._branch):
             return ""
@@ -131,7 +131,7 @@ class ReplicaState:
                 return self._gate.observe(record)
 
     def plan(self) -> UpdateAction | None:
-        """Where to go now; None to stay. The same answer until something is observed or reported."""
+        """Return the next update; None for no change. The same answer until something is observed or reported."""
         serving, notice = self.serving, self._gate.notice(self.serving)
         for version in self._wanted(notice):
             if version == serving:
@@ -152,11 +152,11 @@ class ReplicaState:
         return None
 
     def _wanted(self, notice: str) -> Iterator[int]:
-        """The versions to go to, the best first; the served one where it should stay."""
+        """Yield the possible targets, best first; the served version if it should be kept."""
         serving = self.serving
         if self._pool is Pool.ALL:
             for version in sorted(self._graph.manifests, reverse=True):
-                # To an older version only on notice.
+                # An older version only if the served one must be left.
                 if not notice and serving is not None and version <= serving:
                     return
                 if version != serving and not self._gate.objection(version):
@@ -166,17 +166,17 @@ class ReplicaState:
             if version in self._graph.manifests:
                 yield version
             elif serving is not None and version > self.head and not notice:
-                # The decision came before its version: the two topics are read apart.
+                # The decision was read before its version: the two topics are read independently.
                 yield serving
         oldest = next((v for v in sorted(self._graph.manifests) if self._graph.path(v, serving) is not None), None)
         if oldest is not None and not self._gate.forbidden(oldest):
             yield oldest
 
     def refusals(self) -> list[tuple[Manifest, str]]:
-        """Versions that are not gone to, with the reasons, for the log while `plan` says to stay, each once.
+        """Return refused versions with the reasons, each once, for the log; call it while `plan` returns None.
 
-        The versions that would be gone to if they could or might be; and the served one, where it should be left and
-        nothing leads away from it.
+        These are versions that would be targets if they were reachable and permitted; and the served version, if it
+        should be left and no path leads away from it.
         """
         serving, notice, manifests = self.serving, self._gate.notice(self.serving), self._graph.manifests
         told = []
@@ -198,16 +198,16 @@ class ReplicaState:
         return told
 
     def proved(self, version: int) -> None:
-        """The live tensors were proved to be `version`, which is served from now on."""
+        """Record that the live tensors were proved to be `version`, which is now served."""
         self.serving = version
         self._answered.add(version)
         self._graph.forget_tensors(version)
 
     def delta_refused(self, delta: Delta) -> None:
-        """A delta is wrong, so that trying it again cannot help."""
+        """Exclude a wrong delta, for which a retry cannot help."""
         self._graph.refuse_delta(delta.base, delta.version)
         self._answered.add(delta.version)
 
     def anchor_refused(self, version: int) -> None:
-        """An anchor cannot be read or is not what its manifest says."""
+        """Exclude an anchor that cannot be read or does not match its manifest."""
         self._graph.refuse_anchor(version)

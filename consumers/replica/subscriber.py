@@ -1,12 +1,11 @@
-"""Follows the weight versions of a branch: fetch and check while tokens flow, apply between two steps, prove, say so.
+"""Follows the weight versions of a branch: fetches and checks while the engine samples, applies between two steps,
+proves, and writes acknowledgements. `state.ReplicaState` decides; this module carries the updates out. Invariants:
 
-The decisions are `state.ReplicaState`'s; this shell carries them out and keeps these true:
-
-- the engine is touched only by a version that was checked on the CPU first, and by changed elements wherever that is
-  the shorter pause: a re-sync and a roll-back write the difference to what is served;
-- outside a move the mirror holds the last proved version, so that the engine can be brought back to it;
-- a version is acknowledged as proved only after the live tensors' fingerprints were read back, and every version that
-  is not served is acknowledged as refused, with the reason, except those that a move over several deltas passes.
+- only a version that was checked on the CPU is written to the engine, and only its changed elements if that makes the
+  pause shorter: a re-sync and a roll-back write the difference from the served version;
+- outside an update the mirror holds the last proved version, so that the engine can return to it;
+- a version is acknowledged as proved only after the live tensors' fingerprints were computed, and every version that
+  is not served is acknowledged as refused, with the reason, except the intermediate ones of a path of several deltas.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ logger = logging.getLogger(__name__)
 FIRST_S = 0.5
 LONGEST_S = 30.0
 IDLE_S = 0.25
-"""How often what failed for want of time is looked at again while nothing new arrives."""
+"""Time between checks for the retry of a timed-out update while no record arrives, in seconds."""
 BATCH = 500
 
 
 class Backoff:
-    """Waits twice as long after each failure in a row."""
+    """Backoff that doubles after each failure in a row."""
 
     def __init__(self) -> None:
         self._wait_s = FIRST_S
@@ -61,11 +60,11 @@ class Backoff:
 
 
 class ReplicaFault(RuntimeError):
-    """The engine cannot be brought to a proved version: the process must be replaced."""
+    """Error for an engine that cannot return to a proved version: the process must be replaced."""
 
 
 class Subscriber:
-    """Carries out the plans for one engine. `receive` at any time, `advance` one at a time, in one event loop."""
+    """Carries out the updates of one engine. In one event loop: `receive` at any time, one `advance` at a time."""
 
     def __init__(
         self, engine: ReplicaEngine, state: ReplicaState, mirror: Mirror, staging: UpdateStaging, ledger: Ledger
@@ -75,12 +74,12 @@ class Subscriber:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-staging")
         self._patience = Backoff()
         self._late: UpdateAction | None = None
-        """The move that only time can help."""
+        """The update that timed out and is retried after the backoff."""
         self._write_whole: int | None = None
-        """A version whose changed elements were written and could not be proved."""
+        """A version whose changed elements were written but could not be proved."""
 
     async def begin(self, manifest: Manifest, reason: str = "start") -> None:
-        """Prove the version that the engine was started with, and enter it in the ledger.
+        """Prove the version that the engine was started with, and record it in the ledger.
 
         Raises:
             ReplicaFault: the live tensors are not that version.
@@ -94,7 +93,7 @@ class Subscriber:
         self._ledger.served(AckStatus.ANCHORED, manifest, cost, reason)
 
     def receive(self, record: Said) -> None:
-        """Take in what a record says; `advance` acts on it."""
+        """Add a record to the state; `advance` acts on it."""
         objection = self._state.observe(record)
         if objection and isinstance(record, Manifest):
             self._refuse(record, objection)
@@ -102,10 +101,10 @@ class Subscriber:
             logger.warning("left out: %s", objection)
 
     async def advance(self) -> None:
-        """Go where the records so far lead, and say of every other version why not.
+        """Carry out the updates that the records so far require, and refuse every other version with a reason.
 
         Raises:
-            ReplicaFault: the engine cannot be brought to any proved version.
+            ReplicaFault: the engine cannot return to any proved version.
         """
         while (move := self._state.plan()) is not None:
             waiting = move == self._late and not self._patience.may_try(time.monotonic())
@@ -115,12 +114,12 @@ class Subscriber:
             self._refuse(manifest, reason)
 
     def close(self) -> None:
-        """End the staging threads once their work is done."""
+        """Finish the work of the staging threads and end them."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._staging.close()
 
     async def _carry_out(self, move: UpdateAction) -> bool:
-        """Whether the state may be asked again: the move ended, well or not; False when only time can help."""
+        """Return whether the update ended, successfully or not; False after a timeout, which needs a later retry."""
         loop = asyncio.get_running_loop()
         try:
             prepared = await loop.run_in_executor(self._worker, self._staging.prepare, move, self._mirror)
@@ -169,16 +168,16 @@ class Subscriber:
             self._refuse(target, refusal, cost, fingerprint)
 
     async def _take_back(self, target: Manifest, prepared: PreparedUpdate, whole: bool) -> None:
-        """Return to the last proved version: by undoing the write, else by writing the whole mirror.
+        """Return to the last proved version: undo the write, or write the whole mirror.
 
         Raises:
-            ReplicaFault: the target was written in full, or the last version is, and is not there.
+            ReplicaFault: the target, or the last version, was written in full and could not be proved.
         """
         await asyncio.get_running_loop().run_in_executor(self._worker, prepared.draft.revert)
         if whole:
             raise ReplicaFault(f"version {target.version} was written in full and is not there")
         self._write_whole = target.version
-        with suppress(WriteRefusedError):  # nothing was written, or a rank cannot take it back: the proof tells
+        with suppress(WriteRefusedError):  # nothing was written, or a rank cannot undo it: the proof shows it
             await self._engine.undo()
         expected = self._mirror.fingerprint.hex(), self._mirror.fingerprints
         if (await self._engine.prove()).objection(*expected):
@@ -187,7 +186,7 @@ class Subscriber:
                 raise ReplicaFault(f"version {self._mirror.version} was written in full and is not there: {objection}")
 
     async def _load(self) -> Applied:
-        """Have the engine take the mirror's version whole."""
+        """Load the mirror's whole version into the engine."""
         directory = await asyncio.get_running_loop().run_in_executor(self._worker, self._staging.save, self._mirror)
         return await self._engine.load(directory, self._mirror.version)
 
@@ -207,18 +206,18 @@ async def follow(
     acting: Liveness | None = None,
     move_timeout_s: float = 0.0,
 ) -> None:
-    """Keep a subscriber fed until stopped: one task reads the log as it grows, another acts on what was read.
+    """Run a subscriber until stopped: one task reads the log as it grows, another acts on the records.
 
-    They are apart so that a replica knows how far behind it is while it fetches a version, and so that a backlog is
-    seen whole and passed over the cheapest way instead of record by record.
+    The tasks are separate so that a replica knows how far it is behind while it fetches a version, and so that a whole
+    backlog is known and the cheapest path over it is used, instead of record by record.
 
     Args:
-        log: manifests, skip-deltas and gate decisions; read here only.
-        bury: puts a record aside that cannot be used, with the reason; the log goes on.
-        check: is called now and then and raises when there is nothing to serve any more.
-        poll_interval_s: how long one poll waits for a record.
-        acting: is told when a move begins and ends.
-        move_timeout_s: how long a move may take.
+        log: manifests, skip-deltas and gate decisions; read only here.
+        bury: writes an unusable record, with the reason, as a dead letter; reading continues.
+        check: called before each poll; raises if the replica cannot serve any more.
+        poll_interval_s: how long one poll waits for a record, in seconds.
+        acting: receives a heartbeat when an update begins and ends.
+        move_timeout_s: longest time for an update, in seconds.
     """
     acting, news, ended = acting or Liveness("", 0.0), asyncio.Event(), asyncio.Event()
 
@@ -246,7 +245,7 @@ async def follow(
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        # The other task ends by itself: a poll or a move that is cut off would leave its thread behind.
+        # The other task ends by itself: a cancelled poll or update would leave its thread running.
         ended.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
     for result in results:

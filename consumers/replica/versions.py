@@ -1,10 +1,10 @@
-"""Adds to a streamed answer which weight version sampled which token; needs nothing of the engine but its outputs.
+"""Adds the weight version of each sampled token to a streamed answer; needs only the engine's outputs.
 
-Beside the spans goes the incarnation that their version numbers count in.
+The spans are sent with the incarnation of their version numbers.
 
-What holds: a choice's spans so far are on its first chunk with a token, on the chunk that begins another version, and,
-complete, on the chunk that ends the choice; so that a client that is cut off anywhere knows the version of every token
-it has. Every other chunk goes through as it came, unparsed.
+Invariants: a choice's spans so far are on its first chunk with a token, on the chunk that begins another version, and,
+complete, on the chunk that ends the choice. So a client whose connection breaks anywhere knows the version of every
+token that it has. Every other chunk is passed through unparsed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 _EVENT = "data: "
 IncarnationOf = Callable[[int], str]
-"""The incarnation of a version."""
+"""Returns the incarnation of a version."""
 
 
 class Span(Protocol):
@@ -27,7 +27,7 @@ class Span(Protocol):
 
 
 class Output(Protocol):
-    """The part of vLLM's `CompletionOutput` that is used here."""
+    """The fields of vLLM's `CompletionOutput` that are used here."""
 
     index: int
     finish_reason: str | None
@@ -35,12 +35,12 @@ class Output(Protocol):
 
 
 def said(output: Output) -> list[list[int]]:
-    """An output's spans as they are written: [version, start, end] each."""
+    """Return an output's spans in the form of the response: [version, start, end] each."""
     return [[int(span.version), span.start, span.end] for span in output.weight_versions or []]
 
 
 def incarnation_said(spans: list[list[int]], incarnation_of: IncarnationOf) -> str:
-    """The incarnation of written spans. Where they are of several, all their names: one that no version has."""
+    """Return the incarnation of written spans. If they have several, all names joined: a name that no version has."""
     return "+".join(dict.fromkeys(incarnation_of(version) for version, _, _ in spans))
 
 
@@ -50,12 +50,12 @@ class SpanUpdates:
     def __init__(self, incarnation_of: IncarnationOf) -> None:
         self._incarnation_of = incarnation_of
         self._news: dict[int, list[list[int]]] = {}
-        """Spans that a choice's client has not been told."""
+        """By choice: spans that were not sent to its client yet."""
         self._known: dict[int, int] = {}
-        """Spans of each choice that were seen."""
+        """By choice: number of spans seen."""
 
     def watch(self, outputs: Iterable[Output], first: int = 0) -> None:
-        """Look at outputs on their way to the client; `first` is added to the number of a choice."""
+        """Read the spans of outputs before they are sent; `first` is added to the number of a choice."""
         for output in outputs:
             spans, ended = output.weight_versions, output.finish_reason is not None
             if spans and (ended or len(spans) != self._known.get(first + output.index)):
@@ -63,7 +63,7 @@ class SpanUpdates:
                 self._news[first + output.index] = said(output)
 
     async def told(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
-        """Server-sent events, with `weight_versions` and their incarnation in the choices that there is news of."""
+        """Yield server-sent events, with `weight_versions` and incarnation in the choices whose spans have changed."""
         async for event in events:
             if self._news and event.startswith(_EVENT + "{"):
                 chunk = json.loads(event.removeprefix(_EVENT))
@@ -73,7 +73,7 @@ class SpanUpdates:
                 yield event
 
     def extend(self, chunk: dict[str, Any]) -> None:
-        """Write what there is news of into the choices of a chunk."""
+        """Add unsent spans to the choices of a chunk."""
         for choice in chunk.get("choices", ()):
             spans = self._news.pop(choice["index"], None)
             if spans is not None:

@@ -1,14 +1,14 @@
-"""Where each checkpoint element lies in one rank of the live engine, recorded from the model's own loader.
+"""The place of each checkpoint element in one rank of the live engine, recorded from the model's own loader.
 
-A serving engine fuses, pads, ties and shards checkpoint tensors. Instead of guessing how, `record_map` runs the model's
-own `load_weights` once on meta tensors (no memory) and notes each copy that it would make. What holds afterwards:
+A serving engine fuses, pads, ties and shards checkpoint tensors. Instead of an own model of this, `record_map` runs the
+engine's `load_weights` once on meta tensors (no memory) and records each copy that it would make. Invariants:
 
-- an element of a checkpoint tensor has at most one place in the rank, or the map is refused; that the ranks together
-  hold every element is for `ranks.Holdings` to check;
-- every parameter of the rank is fed by the checkpoint (rows and columns that only pad it excepted);
-- the engine's type holds every value of the checkpoint's type, or the map is refused.
+- an element of a checkpoint tensor has at most one place in the rank, otherwise the map is refused;
+  `ranks.RankCoverage` checks that the ranks together hold every element;
+- every parameter of the rank is loaded from the checkpoint (except rows and columns that only pad it);
+- the engine's type has every value of the checkpoint's type, otherwise the map is refused.
 
-Where the engine reorders what was loaded (`cpu_layers`), the order is part of the place. Bits are the checkpoint's own
+If the engine reorders a loaded parameter (`cpu_layers`), the order is part of the place. Bits are the checkpoint's own
 patterns; an fp32 engine holds bf16 bits in the upper half of each element.
 """
 
@@ -31,26 +31,26 @@ Bits = npt.NDArray[np.unsignedinteger[Any]]
 Indices = npt.NDArray[np.int64]
 
 _SHIFTS = {("bfloat16", "float32"): 16}
-"""By how many bits a pattern is moved up to be the same value in a wider type."""
+"""Bits by which a pattern is shifted up to get the same value in a wider type."""
 
 
 class UnsupportedModelError(ValueError):
-    """The engine holds weights in a way that this replica cannot write or read back exactly."""
+    """Error for an engine whose form of the weights this replica cannot write or read back exactly."""
 
 
 def record_map(
     model: torch.nn.Module, tensors: Sequence[TensorSpec], orders: Mapping[str, Indices]
 ) -> dict[str, Layout]:
-    """Map each checkpoint tensor to a parameter of the model, as far as this rank holds it.
+    """Map this rank's elements of each checkpoint tensor to a parameter of the model.
 
     Args:
-        model: the engine's model, its `load_weights` taking an iterable of (name, tensor).
+        model: the engine's model, whose `load_weights` takes an iterable of (name, tensor).
         tensors: every tensor of the checkpoint.
-        orders: parameters that the engine reordered after loading, as `cpu_layers.orders_of_experts` finds them.
+        orders: parameters that the engine reordered after loading, from `cpu_layers.orders_of_experts`.
 
     Raises:
-        UnsupportedModelError: a weight is packed away, lies in an order that is not known or in a type that cannot
-            hold it, or a tensor has no name in the engine, or a parameter none in the checkpoint.
+        UnsupportedModelError: a weight is packed into a private copy, or in an unknown order, or in a type that lacks
+            some values; or a tensor has no name in the engine, or a parameter none in the checkpoint.
     """
     parameters, owners = dict(model.named_parameters()), dict[int, str]()
     for name, parameter in parameters.items():
@@ -86,7 +86,7 @@ def record_map(
 def _record_copies(
     model: torch.nn.Module, spec: TensorSpec, owners: Mapping[int, str]
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Each copy that the loader asks for: the parameter, its part to be written, and the part of the tensor to read."""
+    """Record each copy of the loader: the parameter, its part to write, and the part of the tensor to read."""
     source = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
     storage = source.untyped_storage()._cdata
     original = torch.Tensor.copy_

@@ -1,4 +1,4 @@
-"""Reading a branch's weight chain: what the log holds, whether it is sound, and any version as files.
+"""Reader of a branch's weight chain: lists it, verifies it, and writes any version as files.
 
-Nothing here needs an engine, a trainer or a replica to run: the log and the object store are enough.
+No engine, trainer or replica has to run: the log and the object store are enough.
 """

@@ -1,9 +1,9 @@
-"""Builds versions in memory from the log and the object store, over any path of the graph that works, and as files.
+"""Builder of versions from the log and the object store, over any usable path of the graph, in memory and as files.
 
-Keeps true: what is built has the fingerprints of its manifest; after each delta the fingerprints of the tensors that it
-changed are computed again from the weights themselves; what cannot be used raises `UnusableWeights` with the reason.
-The directory of a checkpoint appears whole or not at all, and only after the tensors in its files were read back and
-have these fingerprints.
+Invariants: a built version has the fingerprints of its manifest; after each delta the fingerprints of the changed
+tensors are computed again from the weights; an unusable delta or anchor raises `UnusableWeights` with the reason. The
+directory of a checkpoint appears whole or not at all, and only after the tensors in its files were read back and have
+these fingerprints.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ from tidemill.schemas.records import Manifest
 from tidemill.schemas.stored_object import StoredObjectError, StoreUnavailableError
 
 CONNECTIONS = 4
-"""Connections to the log over which deltas come."""
+"""Connections to the log over which deltas are read."""
 
 
 class UnusableWeights(ValueError):
-    """A delta or an anchor is damaged, gone, or not what its manifest names."""
+    """Error for a delta or an anchor that is damaged, missing, or not the one that its manifest names."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltVersion:
-    """A version in memory, and the path that led to it."""
+    """A version in memory, with its path."""
 
     mirror: Mirror
     path: UpdatePath
     anchor_directory: Path
-    """The anchor's files: configuration and tokenizer beside older weights."""
+    """The anchor's files: configuration, tokenizer and the weights of an older version."""
 
 
 class Builder:
-    """Builds versions of one log. Holds one copy of the weights for each mirror that it gave out.
+    """Builds versions of one log. Each mirror that it returns is one copy of the weights in memory.
 
     Args:
         fetcher: reads the deltas.
-        directory: where anchors of a remote store are copied to.
-        progress: called with what is done next.
+        directory: directory to which remote anchors are copied.
+        progress: called with a description of the next step.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class Builder:
         self._rebuilder.close()
 
     def with_tensors(self, manifest: Manifest) -> Manifest:
-        """The manifest with its tensors listed in it. Raises Unusable."""
+        """Return the manifest with its list of tensors. Raises UnusableWeights."""
         with _as_unusable():
             return with_tensors(manifest)
 
     def from_anchor(self, manifest: Manifest) -> Mirror:
-        """A version from its anchor, every tensor checked. Raises Unusable."""
+        """Build a version from its anchor, with a check of every tensor. Raises UnusableWeights."""
         mirror = Mirror()
         with _as_unusable():
             self._rebuilder.follow(UpdatePath(manifest, ()), Draft(mirror))
         return mirror
 
     def check_anchor(self, manifest: Manifest) -> None:
-        """Compare an anchor with its manifest, one tensor in memory at a time. Raises Unusable."""
+        """Compare an anchor with its manifest, one tensor in memory at a time. Raises UnusableWeights."""
         if manifest.anchor is None:
             raise UnusableWeights(f"version {manifest.version} has no anchor")
         with _as_unusable():
@@ -94,9 +94,9 @@ class Builder:
             raise UnusableWeights(f"it is not version {manifest.version}: {objection}")
 
     def apply(self, delta: Delta, mirror: Mirror, *, keep: bool = True) -> None:
-        """Bring a mirror to the delta's version, compare the weights that came out, and `keep` them, or go back.
+        """Apply a delta to a mirror and compare the resulting weights; then `keep` them or revert.
 
-        Raises Unusable; the mirror is then as it was.
+        Raises UnusableWeights; the mirror is then unchanged.
         """
         draft = Draft(mirror)
         with _as_unusable():
@@ -104,7 +104,7 @@ class Builder:
         (draft.keep if keep else draft.revert)()
 
     def build(self, graph: VersionGraph, version: int) -> BuiltVersion:
-        """A version over the best path that works; what turns out unusable is on no path of `graph` from then on.
+        """Build a version over the best usable path; an unusable delta or anchor is on no later path of `graph`.
 
         Raises UnknownVersion, Unreachable.
         """
@@ -139,10 +139,10 @@ class Builder:
 def open_builder(
     kafka: KafkaSettings, timeout_s: float, progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[Builder]:
-    """A builder on a log; what it copied is removed at the end.
+    """Open a builder on a log; its copies of anchors are removed at the end.
 
     Args:
-        timeout_s: how long a chunk that the log should have may take.
+        timeout_s: longest wait for a chunk that the log should have, in seconds.
     """
     with (
         tempfile.TemporaryDirectory(prefix="tidemill-weights-") as scratch,
@@ -153,7 +153,7 @@ def open_builder(
 
 
 def anchor_exists(manifest: Manifest) -> bool:
-    """Whether the directory of a manifest's anchor is there."""
+    """Return whether the directory of a manifest's anchor exists."""
     if manifest.anchor is None:
         return False
     try:
@@ -164,7 +164,7 @@ def anchor_exists(manifest: Manifest) -> bool:
 
 
 def fingerprint_objection(tensors: Mapping[str, Weight], manifest: Manifest) -> str:
-    """Why a checkpoint does not hold a version; empty when it does."""
+    """Return why a checkpoint does not contain a version; empty if it does."""
     expected = {tensor.name: tensor.fingerprint for tensor in manifest.tensors}
     odd = sorted(set(tensors) ^ set(expected))
     if odd:
@@ -187,7 +187,7 @@ def _as_unusable() -> Iterator[None]:
 
 
 def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, Weight]:
-    """The tensors of a version, in memory, by name. Raises UnknownVersion, Unreachable."""
+    """Build a version and return its tensors, in memory, by name. Raises UnknownVersion, Unreachable."""
     return builder.build(chain, version).mirror.weights
 
 
@@ -201,7 +201,7 @@ class Checkout:
     n_bytes: int
     """Size of all files."""
     way: str
-    """How the version was built: the path to it."""
+    """Path over which the version was built."""
 
 
 def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> Checkout:
@@ -224,7 +224,7 @@ def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> C
         if objection:
             raise ValueError(f"what was written is not version {version}: {objection}")
         try:
-            # A rename replaces an empty directory, and fails on one that somebody filled meanwhile.
+            # A rename replaces an empty directory, and fails if another process has written files to it.
             os.replace(staged, directory)
         except OSError as error:
             raise ValueError(f"{directory} cannot be made: {error}") from error

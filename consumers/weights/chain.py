@@ -1,7 +1,7 @@
-"""One branch as the log tells it: its versions, the decisions about them, and which replicas proved them; as rows.
+"""One branch as recorded in the log: its versions, the decisions on them, and the replicas that proved them; as rows.
 
-`Chain` is pure; `read_chain` fills one from the log as it is now. `decision` says what an operator may decide about the
-version that the branch serves, and `DecisionFollowers` who has followed it.
+`Chain` is pure; `read_chain` fills one from the present log. `decision` makes an operator's decision on the version
+that the branch serves, if it is possible, and `DecisionFollowers` reports which replicas have followed it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tidemill.schemas.records import AckStatus, GateDecision, GateVerdict, Manif
 
 
 class Chain(VersionGraph):
-    """The versions of one branch of one run, with what was said of them. `observe` takes records in log order."""
+    """The versions of one branch of one run, with decisions and acknowledgements; `observe` takes them in log order."""
 
     def __init__(self, run_id: str, branch: str, kept_from: Mapping[int, int] | None = None) -> None:
         super().__init__(run_id, branch, kept_from)
@@ -27,14 +27,14 @@ class Chain(VersionGraph):
         self.proofs: dict[int, set[str]] = {}
         """Replicas that proved a version from their live tensors."""
         self.refusals: dict[int, dict[str, str]] = {}
-        """Reasons by replica, by version."""
+        """For each version: reason by replica."""
         self.replicas: dict[str, WeightAck] = {}
         """The last acknowledgement of each replica."""
 
     def observe(self, record: Record | None) -> str:
-        """Take a record in; records of other runs, branches and kinds are left alone.
+        """Add a record; ignore records of other runs, branches and kinds.
 
-        Returns why a manifest or a skip-delta is not taken; else an empty text.
+        Returns why a manifest or a skip-delta is rejected, or an empty text.
         """
         objection = super().observe(record)
         if not isinstance(record, GateDecision | WeightAck):
@@ -62,7 +62,7 @@ class Chain(VersionGraph):
 
     @property
     def limit(self) -> GateDecision | None:
-        """The decision that limits what is served now; None while the head may be."""
+        """The decision that limits which version is served now; None if the head may be served."""
         return self.gate.limit
 
 
@@ -70,12 +70,12 @@ CLIENT_ID = "tidemill-weights"
 
 
 def read_chain(kafka: KafkaSettings, run: RunSettings) -> Chain:
-    """Everything that the log says of the run's branch.
+    """Read all records of the run's branch from the log.
 
-    Raises LookupError when the topics do not exist, TimeoutError when the log does not answer.
+    Raises LookupError if the topics do not exist, TimeoutError if the log does not answer.
     """
     chain = Chain(run.run_id, run.branch, kept_from(kafka))
-    # One topic after the other: an acknowledgement or a decision means nothing before the manifests are known.
+    # One topic after the other: acknowledgements and decisions refer to manifests, which must be known first.
     for topic in (Topic.MANIFESTS, Topic.GATE, Topic.ACKS):
         with LogReader(kafka, [topic], client_id=CLIENT_ID) as reader:
             for located in reader.read_to_end():
@@ -84,7 +84,7 @@ def read_chain(kafka: KafkaSettings, run: RunSettings) -> Chain:
 
 
 def kept_from(kafka: KafkaSettings) -> dict[int, int]:
-    """First offset that the log keeps of the deltas, by partition."""
+    """Return the first offset of the deltas that the log still has, by partition."""
     with LogReader(kafka, [Topic.DELTAS], client_id=CLIENT_ID) as reader:
         return {partition: offset for (_, partition), offset in reader.next_offsets().items()}
 
@@ -100,15 +100,15 @@ class VersionRow:
     n_elements: int
     n_changed: int
     density: float
-    """Changed elements of all elements."""
+    """Changed elements divided by all elements."""
     delta_bytes: int
     bytes_per_changed: float | None
-    """None where nothing changed."""
+    """None if nothing changed."""
     shards: int
     anchor: str | None
-    """Where the anchor lies."""
+    """URI of the anchor."""
     skips: list[int]
-    """Older versions from which a skip-delta leads here."""
+    """Older versions from which a skip-delta leads to this one."""
     proved_by: list[str]
     """Replicas that proved the version from their live tensors."""
     refused_by: dict[str, str]
@@ -116,13 +116,13 @@ class VersionRow:
     decisions: list[str]
     """The gate's decisions on it, in order."""
     expired: bool
-    """The log no longer keeps its delta."""
+    """Whether the log has deleted its delta."""
     fork: str
-    """How it was published twice; empty when it was not."""
+    """Description of a second publication with other contents; empty if there is none."""
     fingerprint: str
     published_at: int
     serving_format: str
-    """Format of few bits whose values the weights are; empty where they are of none."""
+    """Low-bit format to which the weights are rounded; empty without one."""
 
 
 def describe(decision: GateDecision) -> str:
@@ -131,7 +131,7 @@ def describe(decision: GateDecision) -> str:
 
 
 def rows(chain: Chain, newest: int | None = None) -> list[VersionRow]:
-    """The versions in ascending order; the `newest` so many of them, or all."""
+    """Return the versions in ascending order; the last `newest` of them, or all."""
     return [
         VersionRow(
             version=version,
@@ -168,14 +168,14 @@ def decision(
     at: int,
     anchor_exists: Callable[[Manifest], bool] = lambda _: True,
 ) -> GateDecision:
-    """The record of an operator's decision that can be carried out.
+    """Return the record of an operator's decision, if the decision is possible.
 
     Args:
         version: None for a release.
         at: microseconds since the epoch.
 
-    Raises UnknownVersion, VersionError when the version was rejected before; and of a version that is to be served,
-    Unreachable when no anchor leads to it any more, VersionError when it was refused by every replica that met it.
+    Raises UnknownVersion; VersionError if the version was rejected before. For a version that is to be served, also
+    Unreachable if no anchor leads to it, VersionError if replicas refused it and none proved it.
     """
     head = chain.head.version
     if version is not None:
@@ -204,10 +204,10 @@ def decision(
 
 @dataclass(slots=True)
 class DecisionFollowers:
-    """Which replicas have followed a decision.
+    """The replicas that have, or have not, followed a decision.
 
-    Every replica whose last word is at most `recent_us` old when the decision is made is waited for, and every other
-    one from its next word on.
+    A replica counts if its last acknowledgement is at most `recent_us` older than the decision; any other replica
+    counts from its next acknowledgement on.
     """
 
     decision: GateDecision
@@ -215,10 +215,10 @@ class DecisionFollowers:
     """The newest version when the decision was made."""
     recent_us: int
     serving: dict[str, int] = field(default_factory=dict)
-    """The version that each replica serves that is waited for."""
+    """The version that each of these replicas serves."""
 
     def observe(self, ack: WeightAck) -> None:
-        """Take a replica's word in."""
+        """Add a replica's acknowledgement."""
         if ack.at >= self.decision.at - self.recent_us:
             self.serving[ack.replica_id] = ack.serving_version
 
@@ -233,7 +233,7 @@ class DecisionFollowers:
 
     @property
     def beyond(self) -> dict[str, int]:
-        """Replicas that serve a newer version than the one they should hold, which a hold leaves where they are."""
+        """Replicas that serve a newer version than the one held; a hold does not move them back."""
         version = self.decision.version
         if self.decision.verdict is not GateVerdict.HOLD or version is None:
             return {}

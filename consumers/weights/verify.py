@@ -1,8 +1,8 @@
-"""Verifies a chain without an engine: every delta fetched, decoded, guarded and applied, every tensor compared.
+"""Verification of a chain without an engine: fetches, decodes, checks and applies every delta, compares every tensor.
 
-From an anchor on, each version is made from its parent in memory and its tensors' fingerprints are computed again from
-the weights that came out, not from the delta. What this also checks: anchors on the way, skip-deltas (from the version
-that they start from), and versions published twice. It stops at the first thing that is wrong and names it.
+Starting at an anchor, each version is made from its parent in memory, and its tensors' fingerprints are computed from
+the resulting weights, not from the delta. Also checked: the anchors in between, skip-deltas (from the version that
+they start from), and versions published twice. Verification stops at the first fault and names it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tidemill.consumers.weights.chain import Chain
 from tidemill.kernels.weights.graph import Unreachable, VersionError
 
 Progress = Callable[[int, str], None]
-"""Called before each piece of work with the versions done so far and what comes next."""
+"""Called before each piece of work, with the number of verified versions and the next piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstFault:
-    """The first thing that is wrong."""
+    """The first fault of a chain."""
 
     version: int
     part: str
@@ -44,14 +44,14 @@ class Verification:
     n_bytes: int = 0
     """Bytes of the deltas and skip-deltas that were verified."""
     expired_before: list[int] = field(default_factory=list)
-    """Versions older than the start whose chunks the log no longer keeps."""
+    """Versions older than the start whose chunks the log has deleted."""
     expired_skips: int = 0
-    """Skip-deltas passed over because the log no longer keeps their chunks."""
+    """Skip-deltas that were not verified because the log has deleted their chunks."""
     offender: FirstFault | None = None
 
 
 def default_start(chain: Chain) -> int:
-    """The oldest anchor from which every newer delta is still kept; where there is none, the newest anchor.
+    """Return the oldest anchor after which the log has every delta; if there is none, the newest anchor.
 
     Raises Unreachable for a chain without an anchor.
     """
@@ -67,7 +67,7 @@ def verify_chain(
 ) -> Verification:
     """Verify every version from `start`, which must have an anchor.
 
-    Raises UnknownVersion, or VersionError when `start` has no anchor.
+    Raises UnknownVersion, or VersionError if `start` has no anchor.
     """
     first = chain.manifest(start)
     if first.anchor is None:
@@ -87,7 +87,7 @@ def verify_chain(
             if version in chain.forks:
                 raise UnusableWeights(chain.forks[version])
             if version != start and delta is None:
-                # One without a parent begins again from its anchor.
+                # A version without a parent starts again from its anchor.
                 if manifest.anchor is None:
                     raise UnusableWeights("it has neither a parent nor an anchor")
                 at = version, "anchor"

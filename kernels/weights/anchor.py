@@ -1,14 +1,14 @@
-"""Anchors: a whole weight version as a Hugging Face checkpoint directory, anywhere fsspec reaches.
+"""Anchors: a whole weight version as a Hugging Face checkpoint directory, at any URL that fsspec supports.
 
-An anchor holds the base model's configuration and tokenizer and the version's weights in their own element types, so
-that any engine can load it as it stands. Its marker, `anchor.json`, is written last and lists every other file with
-size and digest: a directory without a marker is an anchor that was never finished, and a file that does not fit it is
-refused by everyone who reads it. A local anchor is read where it lies, one of a remote store only after it was copied.
+An anchor contains the base model's configuration and tokenizer and the version's weights in their own element types,
+so that any engine can load it unchanged. Its marker, `anchor.json`, is written last and lists every other file with
+size and digest: a directory without a marker is an unfinished anchor, and every reader refuses a file that does not
+match the marker. A local anchor is read in place; a remote one is copied first.
 
-Several ranks write it together: each writes files of its own, with the tensors that were dealt to it. A tensor is
-gathered where it is written, one at a time, and goes to the store as it comes: a rank holds its own parts of the
-weights and one whole tensor; a process alone holds nothing beside its weights. The first rank begins the directory,
-writes the index and, last, the marker. The bytes of one rank are those of one process.
+Several ranks write an anchor together: each writes its own files, with the tensors assigned to it. The rank that
+writes a tensor gathers it, one tensor at a time, and streams it to the store: a rank holds its own parts of the
+weights and one whole tensor; a single process holds only its weights. The first rank creates the directory, writes
+the index and, last, the marker. One rank writes the same bytes as one process without ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ COPIED = (
     "vocab.txt",
     "merges.txt",
 )
-"""Files that an anchor copies from the base model beside its configuration, as glob patterns."""
+"""Files that an anchor copies from the base model in addition to its configuration, as glob patterns."""
 
 COMPUTE_TYPES = ("bfloat16", "float16", "float32")
 """Element types that a model's configuration can name as its own."""
@@ -67,7 +67,7 @@ READ_BYTES = 1 << 22
 
 
 class AnchorError(WeightFilesError):
-    """An anchor is missing, unfinished or damaged, or cannot be made: trying again cannot help."""
+    """Error for an anchor that is missing, unfinished or damaged, or cannot be made: a retry cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,17 @@ class AnchorFile:
 
 
 def anchor_uri(root: str, run_id: str, branch: str, version: int) -> str:
-    """Where the anchor of a version lies below the store's root."""
+    """Return the location of a version's anchor below the store's root."""
     return f"{root.rstrip('/')}/{run_id}/anchors/{branch}/v{version}"
 
 
 def begin_anchor(uri: str, base_model: Path, dtype: str | None = "bfloat16") -> list[AnchorFile]:
-    """Empty the directory `uri` and write what an anchor takes over from `base_model`; weights and marker are to come.
+    """Empty the directory `uri` and write the files that an anchor copies from `base_model`; no weights, no marker.
 
     Args:
-        dtype: element type that the configuration names; None leaves the base model's.
+        dtype: element type to write into the configuration; None keeps the base model's.
 
-    Raises AnchorError when `base_model` has no readable configuration, before anything is removed.
+    Raises AnchorError if `base_model` has no readable configuration, before anything is removed.
     """
     try:
         config = json.loads((base_model / CONFIG).read_text())
@@ -105,20 +105,20 @@ def begin_anchor(uri: str, base_model: Path, dtype: str | None = "bfloat16") -> 
     filesystem, path = fsspec.core.url_to_fs(uri)
     if filesystem.exists(f"{path}/{MARKER}"):
         filesystem.rm_file(f"{path}/{MARKER}")
-    # Weights of an unfinished anchor may be split over other files than the ones that come now.
+    # The weights of an unfinished anchor may be split over files with other names than the new ones.
     if filesystem.exists(path):
         filesystem.rm(path, recursive=True)
     return [put_file(uri, name, [content]) for name, content in sorted(taken_over.items())]
 
 
 def put_file(uri: str, name: str, pieces: Iterator[bytes | memoryview] | Sequence[bytes]) -> AnchorFile:
-    """Write one file of the anchor at `uri`. Raises StoreUnavailableError when the store fails."""
+    """Write one file of the anchor at `uri`. Raises StoreUnavailableError if the store fails."""
     stored = put_object(f"{uri}/{name}", pieces)
     return AnchorFile(name, stored.n_bytes, stored.digest)
 
 
 def finish_anchor(uri: str, files: Sequence[AnchorFile]) -> Anchor:
-    """Write the marker that makes an anchor of the files at `uri`."""
+    """Write the marker, which turns the files at `uri` into an anchor."""
     filesystem, path = fsspec.core.url_to_fs(uri)
     listed = {file.name: {"n_bytes": file.n_bytes, "digest": file.digest} for file in files}
     marker = json.dumps({"format": MARKER_FORMAT, "files": listed}, indent=2).encode()
@@ -127,9 +127,9 @@ def finish_anchor(uri: str, files: Sequence[AnchorFile]) -> Anchor:
 
 
 def anchor_weights(uri: str) -> Iterator[tuple[str, Weight]]:
-    """The weights of an anchor, read-only, one after the other; at most one file of a remote one is held, on disk.
+    """Yield the weights of an anchor, read-only, one by one; at most one file of a remote anchor is on the local disk.
 
-    Raises AnchorError when the anchor is missing, unfinished or damaged, StoreUnavailableError when the store fails.
+    Raises AnchorError if the anchor is missing, unfinished or damaged, StoreUnavailableError if the store fails.
     """
     for file in _read_marker(uri):
         if file.name.endswith(".safetensors"):
@@ -138,12 +138,12 @@ def anchor_weights(uri: str) -> Iterator[tuple[str, Weight]]:
 
 
 def fetch_anchor(uri: str, staging: Path) -> Path:
-    """A local directory with an anchor's files, each checked: the anchor itself where it is local, else a copy.
+    """Return a local directory with an anchor's files, all checked: the anchor itself if it is local, else a copy.
 
     Args:
-        staging: where a copy is made, in a directory of its own.
+        staging: directory below which a copy gets its own directory.
 
-    Raises like `anchor_weights`.
+    Raises the errors of `anchor_weights`.
     """
     files = _read_marker(uri)
     with _anchor_errors(uri):
@@ -159,14 +159,14 @@ def fetch_anchor(uri: str, staging: Path) -> Path:
 
 
 def discard_copy(uri: str, directory: Path) -> None:
-    """Remove what `fetch_anchor` copied; an anchor that is local itself stays."""
+    """Remove the copy that `fetch_anchor` made; a local anchor is kept."""
     filesystem, _ = fsspec.core.url_to_fs(uri)
     if not _is_local(filesystem):
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def compute_type(weights: Mapping[str, Weight]) -> str | None:
-    """The type that most elements of the model have, of those that a configuration can name; None without one."""
+    """Return the most frequent element type of the model; None if a type cannot be named in a configuration."""
     sizes: Counter[str] = Counter()
     for weight in weights.values():
         if weight.dtype in COMPUTE_TYPES:
@@ -176,7 +176,7 @@ def compute_type(weights: Mapping[str, Weight]) -> str | None:
 
 
 def _checked(uri: str, file: AnchorFile, directory: Path) -> Path:
-    """One file of an anchor on a local disk, where it lies or as a copy in `directory`, once it fits the marker."""
+    """Return the local path of an anchor's file, in place or copied to `directory`, checked against the marker."""
     with _anchor_errors(uri):
         filesystem, path = fsspec.core.url_to_fs(uri)
         local = Path(path) / file.name if _is_local(filesystem) else directory / file.name
@@ -235,7 +235,7 @@ def _read_marker(uri: str) -> list[AnchorFile]:
 
 
 FILE_BYTES = 5 << 30
-"""Weights in one file of an anchor, as Hugging Face splits checkpoints."""
+"""Bytes of weights in one file of an anchor; Hugging Face splits checkpoints in the same way."""
 
 
 def write_anchor(
@@ -245,17 +245,17 @@ def write_anchor(
     file_bytes: int = FILE_BYTES,
     ranks: Ranks | None = None,
 ) -> Anchor:
-    """Write a version as a checkpoint directory at `uri`; an unfinished or older one there is replaced.
+    """Write a version as a checkpoint directory at `uri`; an unfinished or older anchor there is replaced.
 
     Args:
-        base_model: directory whose configuration and tokenizer the anchor takes over; the first rank reads it.
-        tensors: every tensor of the version, by checkpoint name: whole, or this rank's parts, which are on all ranks
-            together the whole of each.
-        file_bytes: above this a rank's weights are split over several files.
-        ranks: that write it together, each calling this; without them, this process alone.
+        base_model: directory from which the first rank copies configuration and tokenizer.
+        tensors: every tensor of the version, by checkpoint name: whole, or this rank's parts; the parts of all ranks
+            together are the whole tensors.
+        file_bytes: limit above which a rank's weights are split over several files.
+        ranks: the ranks that write together, each with its own call; None for this process alone.
 
-    Raises AnchorError when `base_model` has no readable configuration, StoreUnavailableError when the store fails;
-    on every rank what one of them fails with, and RanksLostError.
+    Raises AnchorError if `base_model` has no readable configuration, StoreUnavailableError if the store fails;
+    every rank raises the error of the rank that failed; RanksLostError.
     """
     ranks = ranks or SingleRank()
     parts = {name: as_part(name, value) for name, value in tensors.items()}
@@ -275,7 +275,7 @@ def write_anchor(
         try:
             return [put_file(uri, file, pieces(names)) for file, names in files[ranks.rank].items()]
         finally:
-            # The other ranks need this one's parts, even when its own files fail.
+            # The other ranks need the parts of this rank, even if writing its own files fails.
             for _ in wholes:
                 pass
 
@@ -290,7 +290,7 @@ def write_anchor(
 
 
 FilesOfRanks = Sequence[Mapping[str, Sequence[str]]]
-"""By rank: the files that it writes, and the tensors of each in order; the same on every rank."""
+"""For each rank: the files that it writes, each with its tensors in order; equal on every rank."""
 
 
 def _files_of_ranks(whole: Mapping[str, Weight], file_bytes: int, n_ranks: int) -> FilesOfRanks:
@@ -305,8 +305,8 @@ def _files_of_ranks(whole: Mapping[str, Weight], file_bytes: int, n_ranks: int) 
 
 
 def _wholes(parts: Parts, files: FilesOfRanks, spans: Mapping[str, Sequence[Span]], ranks: Ranks) -> Iterator[Bits]:
-    """The tensors of this rank's files, whole; as they are taken, its parts of the other ranks' tensors are sent."""
-    # Each rank's in its order, the ranks in turn.
+    """Yield the whole tensors of this rank's files; in between, send its parts of the other ranks' tensors."""
+    # One tensor of each rank per turn, in the order of the rank's files.
     for turn in zip_longest(*(chain.from_iterable(of_rank.values()) for of_rank in files)):
         for writer, name in enumerate(turn):
             if name is None:

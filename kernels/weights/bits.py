@@ -1,7 +1,7 @@
-"""Weights as bit patterns: what a version is made of, in any form in which the trainer keeps them.
+"""Weights as bit patterns: the content of a version, in any form in which the trainer keeps them.
 
-A weight has one of the element types that a delta can carry (`kernels.elements`), and keeps it: nothing is rounded on
-the way. Tensors of several types make up one version, such as fp8 matrices beside fp32 norms.
+A weight has one of the element types that a delta can carry (`kernels.elements`) and keeps it: nothing is rounded.
+A version may contain tensors of several types, for instance fp8 matrices and fp32 norms.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint
 from tidemill.schemas.records import TensorInfo
 
 PLAIN = {np.dtype(np.uint16): "bfloat16", np.dtype(np.uint32): "float32"}
-"""The element type of a plain array of bit patterns; one byte a pattern could be several types, so it has none."""
+"""Element type of a plain array of bit patterns. Patterns of one byte could be of several types, so they have none."""
 
 
 class Weight(NamedTuple):
-    """One tensor as bit patterns, in the shape that it has in the checkpoint (packed int4: that of its bytes)."""
+    """One tensor as bit patterns, in its shape in the checkpoint (packed int4: the shape of its bytes)."""
 
     dtype: str
     """Name of the element type, for instance "bfloat16"."""
@@ -32,7 +32,7 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One checkpoint tensor: name, shape, dtype by its torch name (`bfloat16`)."""
+    """Name, shape and dtype (torch name, `bfloat16`) of a checkpoint tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,11 +44,11 @@ class TensorSpec:
 
 
 WeightLike = torch.Tensor | Bits | Weight
-"""A tensor as a trainer may hand it over; a plain u2 array stands for bfloat16, a plain u4 array for float32."""
+"""A tensor in a form that a trainer may pass; a plain u2 array means bfloat16, a plain u4 array float32."""
 
 
 def dtype_of(name: str, tensor: torch.Tensor) -> str:
-    """The element type of a tensor. Raises TypeError for one that a version cannot carry."""
+    """Return the element type of a tensor. Raises TypeError for a type that a version cannot carry."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in BY_NAME:
         raise TypeError(f"{name} is {tensor.dtype}; a version can carry {', '.join(BY_NAME)}")
@@ -56,13 +56,13 @@ def dtype_of(name: str, tensor: torch.Tensor) -> str:
 
 
 def as_weight(name: str, value: WeightLike) -> Weight:
-    """`value` as bit patterns on the CPU: a view of its memory where that is possible, not a copy.
+    """Return `value` as bit patterns on the CPU: a view of its memory if possible, otherwise a copy.
 
-    Raises TypeError for a type that a version cannot carry; the message says what can be done.
+    Raises TypeError for a type that a version cannot carry; the message names a remedy.
     """
     if isinstance(value, torch.Tensor):
         dtype = dtype_of(name, value)
-        # numpy knows none of the small float types: it sees patterns of the same width.
+        # numpy has no small float types: it gets patterns of the same width.
         bits: Bits = flat_row(value.detach().to("cpu").contiguous()).numpy()
         return Weight(dtype, bits.reshape(value.shape))
     if isinstance(value, Weight):
@@ -78,5 +78,5 @@ def as_weight(name: str, value: WeightLike) -> Weight:
 
 
 def total_fingerprint(tensors: Iterable[TensorInfo]) -> Fingerprint:
-    """Fingerprint of a whole version: the sum of its tensors' fingerprints."""
+    """Return the fingerprint of a whole version: the sum of its tensors' fingerprints."""
     return sum((Fingerprint.from_hex(tensor.fingerprint) for tensor in tensors), ZERO)

@@ -1,7 +1,7 @@
-"""Checkpoints as bit patterns: mapped when they are read, written piece by piece, so that no copy of a file is held.
+"""Checkpoints as bit patterns: mapped for reading, written piece by piece, so that no copy of a file is in memory.
 
-A checkpoint is one safetensors file or the directory of a Hugging Face checkpoint, with its weights in one file or in
-several beside an index. A file's header is checked by safetensors itself before a byte is mapped. Files are written
+A checkpoint is one safetensors file or the directory of a Hugging Face checkpoint, with its weights in one file, or in
+several files and an index. The safetensors library checks a file's header before a byte is mapped. Files are written
 with wide elements first, so that every tensor is aligned to its elements.
 """
 
@@ -33,19 +33,19 @@ ELEMENT_NAMES = {
     "uint8": "U8",
     "int4": "U8",
 }
-"""Names of the element types in a safetensors header; packed int4 lies there as the bytes it is packed into."""
+"""Names of the element types in a safetensors header; packed int4 is stored as the bytes that it is packed into."""
 _TYPES = {stored: dtype for dtype, stored in ELEMENT_NAMES.items() if dtype != "int4"}
 LENGTH_SIZE = 8
 
 
 class WeightFilesError(ValueError):
-    """Files of weights are missing or damaged, or two sets of them do not hold the same tensors."""
+    """Error for files of weights that are missing or damaged, or two sets of files with different tensors."""
 
 
 def map_checkpoint(path: Path) -> dict[str, Weight]:
-    """The tensors of a safetensors file or a checkpoint directory, by name: read-only, mapped from the files.
+    """Return the tensors of a safetensors file or a checkpoint directory, by name: read-only, mapped from the files.
 
-    Raises WeightFilesError when there is none, it is damaged, or a tensor's type is none that a delta can carry.
+    Raises WeightFilesError if it is missing or damaged, or if a delta cannot carry a tensor's type.
     """
     files, index = [path / WEIGHTS if path.is_dir() else path], path / INDEX
     if path.is_dir() and index.is_file():
@@ -60,9 +60,9 @@ def map_checkpoint(path: Path) -> dict[str, Weight]:
 
 
 def tensor_changes(old: Mapping[str, Weight], new: Mapping[str, Weight]) -> Iterator[TensorChange]:
-    """Every tensor before and after, in the order of the names.
+    """Return every tensor before and after, in the order of the names.
 
-    Raises WeightFilesError, before the first, when names, types or shapes differ.
+    Raises WeightFilesError, before the first tensor, if names, types or shapes differ.
     """
     if old.keys() != new.keys():
         odd = sorted(old.keys() ^ new.keys())
@@ -80,28 +80,28 @@ def tensor_changes(old: Mapping[str, Weight], new: Mapping[str, Weight]) -> Iter
 
 
 def specs_of(tensors: Mapping[str, Weight]) -> list[TensorSpec]:
-    """Name, shape and type of every tensor."""
+    """Return name, shape and type of every tensor."""
     return [TensorSpec(name, weight.bits.shape, weight.dtype) for name, weight in tensors.items()]
 
 
 def bits_in_memory(tensors: Mapping[str, Weight], name: str) -> Bits:
-    """One tensor's patterns, uN[n], flat, in memory of its own. Raises WeightFilesError for one that is not there."""
+    """Return one tensor's patterns, uN[n], flat, in its own memory. Raises WeightFilesError if it does not exist."""
     if name not in tensors:
         raise WeightFilesError(f"the checkpoint holds no tensor {name}")
     return np.array(tensors[name].bits, copy=True).reshape(-1)
 
 
 def save_checkpoint(directory: Path, weights: Mapping[str, Weight]) -> None:
-    """Write tensors as the weights of a checkpoint directory, which is made where it is missing."""
+    """Write tensors as the weights of a checkpoint directory, which is created if it is missing."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / WEIGHTS).open("wb") as file:
         file.writelines(file_pieces(weights))
 
 
 def split_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
-    """Which tensors lie together in a file of at most `file_bytes`, in order, from the bytes of each.
+    """Group tensors into files of at most `file_bytes`, in order, from the bytes of each.
 
-    A file has at least one tensor, so one that is larger than `file_bytes` lies in a larger file.
+    A file has at least one tensor, so a tensor that is larger than `file_bytes` is stored in a larger file.
     """
     groups: list[list[str]] = []
     size = 0
@@ -115,12 +115,12 @@ def split_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
 
 
 def file_names(n: int) -> list[str]:
-    """The names of the `n` files of a checkpoint, as Hugging Face's loaders know them."""
+    """Return the names of the `n` files of a checkpoint, as Hugging Face's loaders expect them."""
     return [WEIGHTS] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
 
 
 def index_of(weights: Mapping[str, Weight], files: Mapping[str, Sequence[str]]) -> bytes:
-    """The index beside several files, as Hugging Face's loaders read it."""
+    """Return the index of a checkpoint with several files, as Hugging Face's loaders read it."""
     size = sum(weight.bits.nbytes for weight in weights.values())
     places = {name: file for file, names in files.items() for name in names}
     return json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2, sort_keys=True).encode()
@@ -129,7 +129,7 @@ def index_of(weights: Mapping[str, Weight], files: Mapping[str, Sequence[str]]) 
 def file_pieces(
     weights: Mapping[str, Weight], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of one safetensors file with these weights, in pieces of at most `PIECE_BYTES`."""
+    """Yield the bytes of one safetensors file with these weights, in pieces of at most `PIECE_BYTES`."""
     ordered = {name: weights[name] for name in file_order(weights)}
     yield file_header(ordered, metadata)
     for weight in ordered.values():
@@ -137,19 +137,19 @@ def file_pieces(
 
 
 def file_order(weights: Mapping[str, Weight]) -> list[str]:
-    """The tensors of a file in order: wide elements first, so that every tensor is aligned to its elements."""
+    """Return the tensors of a file in order: wide elements first, so that every tensor is aligned to its elements."""
     return sorted(weights, key=lambda name: (-weights[name].bits.itemsize, name))
 
 
 def data_pieces(bits: Bits) -> Iterator[memoryview]:
-    """The bytes of one tensor (uN, any shape), in pieces of at most `PIECE_BYTES`."""
+    """Yield the bytes of one tensor (uN, any shape), in pieces of at most `PIECE_BYTES`."""
     data = np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data
     for start in range(0, len(data), PIECE_BYTES):
         yield data[start : start + PIECE_BYTES]
 
 
 def file_header(weights: Mapping[str, Weight], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The header of a file with the tensors `weights`, in this order."""
+    """Return the header of a file with the tensors `weights`, in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, weight in weights.items():

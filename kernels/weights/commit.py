@@ -1,7 +1,7 @@
-"""The commit of a version: its manifest, written once everything that it names is acknowledged or stored.
+"""The commit of a version: its manifest, written after everything that it names is acknowledged or stored.
 
-What it keeps true: a manifest that a reader sees can be read in full; a version is committed once, and only as the next
-one of its branch. Of several ranks the first one writes, and all of them know what was written.
+Invariants: if a reader sees a manifest, everything that it names can be read; a version is committed once, and only
+as the next one of its branch. The first rank writes the manifest; afterwards every rank has it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class VersionMark:
-    """The trainer's statements about a version, beside its weights."""
+    """Metadata of a version that the trainer passes with its weights."""
 
     version: int
     parent: int | None
-    """The version that the step started from; None begins a chain, as an anchor only."""
+    """The version that the step started from; None begins a chain, which has an anchor only."""
     step: int
     learning_rate: float
     trained_at: int
-    """When the optimizer step ended, microseconds since the epoch."""
+    """Time at which the optimizer step ended, microseconds since the epoch."""
     serving_format: str = ""
-    """As `Manifest.serving_format`."""
+    """Same as `Manifest.serving_format`."""
 
 
 def read_versions(kafka: KafkaSettings, run: RunSettings) -> VersionGraph:
-    """Every version of the run's branch in the log.
+    """Read every version of the run's branch from the log.
 
-    Raises VersionError when a version was published twice with different weights.
+    Raises VersionError if a version was published twice with different weights.
     """
     graph = VersionGraph(run.run_id, run.branch, keep_tensors=False)
     with LogReader(kafka, [Topic.MANIFESTS], client_id="tidemill-publisher") as reader:
@@ -54,7 +54,7 @@ def read_versions(kafka: KafkaSettings, run: RunSettings) -> VersionGraph:
 
 
 def observe_published(graph: VersionGraph, manifest: Manifest) -> None:
-    """Take a manifest in. Raises VersionError when its version is there with other weights."""
+    """Add a manifest to the graph. Raises VersionError if the graph has its version with other weights."""
     if graph.observe(manifest):
         require_same(graph.manifests[manifest.version], manifest.fingerprint)
 
@@ -68,9 +68,9 @@ class ForkPoint:
 
 
 def fork_source(kafka: KafkaSettings, run: RunSettings, graph: VersionGraph, point: ForkPoint) -> VersionGraph | None:
-    """The branch with the version that the run's branch, of which `graph` is, begins with; None where it has begun.
+    """Return the source branch of a fork; None if the run's branch, whose versions are `graph`, has begun.
 
-    Raises VersionError when there is no such version, or the run's branch began with another one.
+    Raises VersionError if `point` names an unknown version, or the run's branch began with another one.
     """
     if point.branch == run.branch:
         raise VersionError(
@@ -92,17 +92,17 @@ def fork_source(kafka: KafkaSettings, run: RunSettings, graph: VersionGraph, poi
 
 
 def weights_folder(store: StoreSettings, run: RunSettings) -> str:
-    """Where the objects of a branch's versions lie that are too large for the log."""
+    """Return the folder for those objects of a branch's versions that are too large for the log."""
     return f"{store.root.rstrip('/')}/{run.run_id}/weights/{run.branch}"
 
 
 class VersionLog:
-    """The versions of one branch as they are committed: the next one continues the newest, or the one gone back to.
+    """Committed versions of one branch. The next one continues the newest, or the one that `go_back` chose.
 
     Args:
         producer: writes the manifests.
         graph: the versions in the log.
-        incarnation: of a branch that begins here; empty: a new one.
+        incarnation: for a branch that begins here; empty for a new one.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class VersionLog:
         return self.graph.newest_version if self._back is None else self._back
 
     def go_back(self, version: int) -> None:
-        """The next version continues `version`. Raises VersionError when the log does not have it."""
+        """Let the next version continue `version`. Raises VersionError if the log does not have it."""
         if version not in self.graph.manifests:
             raise VersionError(
                 f"run {self.graph.run_id}, branch {self.graph.branch}, has no version {version} to go back to"
@@ -132,13 +132,13 @@ class VersionLog:
         self._back = None if version == self.graph.newest_version else version
 
     def read_again(self, graph: VersionGraph) -> None:
-        """Go on with what the log holds now; the head stays, unless there is a newer version."""
+        """Continue with the log's present versions; the head is kept, unless there is a newer version."""
         if graph.newest_version != self.graph.newest_version:
             self._back = None
         self.graph = graph
 
     def require_next(self, version: int, parent: int | None) -> None:
-        """Raise VersionError unless `version` may be the next one, and `parent` is the head that it continues."""
+        """Raise VersionError unless `version` may be the next one and `parent` is the head."""
         newest = self.graph.newest_version
         if parent != self.head:
             head = "newest version" if self._back is None else "version gone back to"
@@ -156,16 +156,16 @@ class VersionLog:
         tensors: Sequence[TensorInfo],
         anchor: Anchor | None,
     ) -> Manifest:
-        """Write the manifest of a version and wait for the log; the manifest as it lies there.
+        """Write the manifest of a version, wait for its acknowledgement, and return the manifest as written.
 
         Args:
-            mark: what the trainer says of the version.
-            shards: every shard of the delta from `mark.parent`, acknowledged; empty where that is None.
+            mark: the trainer's metadata of the version.
+            shards: every shard of the delta from `mark.parent`, acknowledged; empty if that is None.
             tensors: every tensor of the version.
             anchor: the version's anchor, whole.
 
-        Raises VersionError when the version is not the next one, DeliveryError when the log does not take it (it may
-        hold it all the same), StoreUnavailableError when the store fails.
+        Raises VersionError if the version is not the next one, DeliveryError if the log does not acknowledge it (the
+        log may contain it nevertheless), StoreUnavailableError if the store fails.
         """
         self.require_next(mark.version, mark.parent)
         ordered = sorted(shards, key=lambda shard: shard.position.shard)
@@ -197,18 +197,18 @@ class VersionLog:
         return manifest
 
     def wrote(self, manifest: Manifest) -> None:
-        """Take in what `write` wrote, here or on another rank: the next version continues it."""
+        """Record a manifest that `write` wrote, here or on another rank: the next version continues it."""
         observe_published(self.graph, manifest)
         self._back = None
 
 
 def anchor_due(since: tuple[int, int, int], delta_bytes: int, settings: PublishSettings) -> bool:
-    """Whether the next version, with a delta of `delta_bytes`, gets an anchor: by count or by bytes, what comes first.
+    """Return whether the next version, with a delta of `delta_bytes`, gets an anchor: by count or by bytes.
 
-    The bytes are those that a reader who starts at the last anchor would read beside it to reach the next version.
+    The bytes are those of the deltas that a reader needs to reach the next version from the last anchor.
 
     Args:
-        since: `VersionGraph.since_anchor` of the version that is continued.
+        since: `VersionGraph.since_anchor` of the version that the next one continues.
     """
     versions, bytes_since, anchor_bytes = since
     if versions + 1 >= settings.anchor_every:

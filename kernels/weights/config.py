@@ -1,6 +1,6 @@
-"""Settings of weight publication, for any trainer: how deltas are coded, where they lie, when anchors are written.
+"""Settings of weight publication, for any trainer: coding and storage of deltas, and when anchors are written.
 
-What has to be known before a role is started, without the libraries that the publication itself needs.
+This module does not import the libraries that publication needs, because it is read before a role starts.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from tidemill.schemas.config import Section
 
 
 class CodecChoice(Section):
-    """How the blocks of a delta are cut, coded and sealed."""
+    """Settings of the delta codec: block size, entropy coder and digest."""
 
     block_elements: int = Field(default=1 << 24, ge=1, le=1 << 24)
-    """Elements of the largest block: smaller ones cost some bytes, and less memory on both sides."""
+    """Elements of the largest block: smaller blocks cost more bytes, but less memory for writer and reader."""
 
     coder: Literal["auto", "rans", "pcodec", "zstd"] = "auto"
-    """Entropy coder of sparse blocks; auto takes the smallest."""
+    """Entropy coder of sparse blocks; auto uses the coder with the smallest result."""
 
     digest: Literal["xxh3", "blake3"] = "xxh3"
-    """Digest over a block: xxh3 finds damage; blake3 also withstands malice, where the store is not trusted."""
+    """Digest over a block: xxh3 detects damage; blake3 also detects manipulation, if the store is not trusted."""
 
 
 class PublishSettings(Section):
@@ -32,41 +32,41 @@ class PublishSettings(Section):
     """The delta codec."""
 
     log_limit_bytes: int = Field(default=64 << 20, ge=0)
-    """A shard of a delta above this lies in the object store, as one object, and not in the log."""
+    """A shard of a delta above this size is written to the object store, as one object, and not to the log."""
 
     on_device: bool = True
-    """Tensors on a GPU are compared and encoded there: only changed elements, and small tensors, come to the CPU. The
-    version before is held there too, and the trainer's copy of the next one: 4 bytes a parameter of the rank in bf16.
-    Off: both lie in the CPU's memory, and each tensor is copied there whole."""
+    """Compare and encode tensors on the GPU: only changed elements, and small tensors, are copied to the CPU. The GPU
+    also holds the previous version and the trainer's copy of the next: 4 bytes per parameter of the rank in bf16.
+    Off: both are in the CPU's memory, and each tensor is copied there whole."""
 
     shards: int = Field(default=1, ge=1)
-    """Shards that each rank splits a delta over, each a run of chunks in one partition of the log."""
+    """Number of shards into which each rank splits a delta; each shard is a sequence of chunks in one partition."""
 
     anchor_every: int = Field(default=20, ge=1)
-    """An anchor is written at the latest this many versions after the last one."""
+    """An anchor is written at most this many versions after the last one."""
 
     anchor_bytes_ratio: float = Field(default=1.0, gt=0)
-    """An anchor is also written once the deltas since the last one exceed this share of its size: a reader that
-    starts at an anchor never has more than this to read beside it."""
+    """An anchor is also written when the deltas since the last one exceed this share of its size. It bounds the
+    bytes of deltas that a reader needs after an anchor."""
 
     anchor_file_bytes: int = Field(default=5 << 30, ge=1)
-    """Weights in one file of an anchor."""
+    """Bytes of weights in one file of an anchor."""
 
     skips: tuple[Annotated[int, Field(ge=2)], ...] = (8, 64)
     """Lengths of skip-deltas: with 8, every eighth version also gets a delta from the version eight before it, in the
-    object store, where only replicas that fell behind read it. Each length costs a copy of the weights in memory, and 8
-    and 64 together about half as many bytes again as the versions' own deltas. Empty: none."""
+    object store; only replicas that are behind read it. Each length costs a copy of the weights in memory; 8 and 64
+    together need about half as many bytes as the versions' own deltas. Empty: none."""
 
     skip_backlog: int = Field(default=1, ge=1)
-    """Versions that may wait for their skip-deltas beside the one under way; what comes then goes without."""
+    """Versions that may wait for their skip-deltas while one is encoded; further versions get no skip-delta."""
 
     skip_bases: Literal["memory", "log"] = "memory"
-    """Where the older weights come from: a copy of the weights kept in memory for each length, or read again from an
-    anchor and the deltas after it, which takes one copy while it lasts."""
+    """Source of the older weights: a copy of the weights in memory for each length, or an anchor and the deltas after
+    it, which needs one copy temporarily."""
 
     incarnation: str = ""
-    """Names the life of the version numbers that version 0 begins. Empty: a new one. To make a run again from a copy of
-    its groups and rollouts, give the one of then: they count their versions in it."""
+    """Id of the version numbers that begin with version 0. Empty: a new one. To repeat a run from a copy of its groups
+    and rollouts, set its earlier incarnation: their version numbers belong to it."""
 
     @field_validator("skips")
     @classmethod

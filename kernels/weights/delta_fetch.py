@@ -1,15 +1,15 @@
-"""Reads the bytes of a delta, from the log by partition and offset or from the object store, and checks them.
+"""Reader of a delta's bytes, from the log by partition and offset or from the object store, with checks.
 
-The reader follows `weights.deltas` as it grows, so that a version's chunks are usually here when its manifest arrives;
-it goes back where they are not, and ahead over chunks that nobody asks for. What it keeps true:
+The reader follows `weights.deltas` as it grows, so that a version's chunks are usually in memory when its manifest
+arrives. It seeks back to chunks that are not, and seeks past chunks that no caller wants. Invariants:
 
-- what is read to its end is every byte of a shard, in order, and of no other version;
-- the chunks held at once stay below a limit, however large the delta: they are given away one by one;
-- several shards may be read at once, each by its own thread.
+- a shard that is read to its end gives all of its bytes, in order, and no bytes of another version;
+- the chunks in memory stay below a limit for a delta of any size: they are returned and released one by one;
+- several shards may be read at the same time, each by its own thread.
 
-`open_fetcher` reads over several connections, each for its share of the partitions: a client keeps one connection to a
-broker, whose window grows with every round trip and shrinks with every loss, so that one alone is slow over a long or
-lossy link. A connection is idle for a round trip between two answers of the log: an answer should carry several chunks.
+`open_fetcher` reads over several connections, each for its share of the partitions: a client has one connection to a
+broker, whose window grows with every round trip and shrinks with every loss, so that one connection is slow over a
+long or lossy link. A connection is idle for a round trip between two responses: a response should have several chunks.
 """
 
 from __future__ import annotations
@@ -35,55 +35,55 @@ Place = tuple[int, int]
 """Partition and offset in `weights.deltas`."""
 
 HELD_BYTES = 256 << 20
-"""Chunks held ahead of their use, in bytes."""
+"""Limit of the chunks that are read ahead, in bytes."""
 
 FAR_AHEAD = 16
-"""Chunks that are passed over by reading them; more than these are passed over by going to the offset. Going there
-throws away what the client has read ahead, which is worth it only when much of that is not wanted."""
+"""Chunks that are skipped by reading them; if more are skipped, the reader seeks to the offset. A seek discards the
+client's prefetched records, which is useful only if most of them are not wanted."""
 
 _POLL_S = 0.2
 
 
 class CorruptDeltaError(ValueError):
-    """The bytes are not the delta that the record names, or are gone: trying again cannot help."""
+    """Error for bytes that are not the delta that the record names, or are deleted: a retry cannot help."""
 
 
 class FetchTimeoutError(TimeoutError):
-    """The bytes did not arrive in time; they may still come."""
+    """Error for bytes that did not arrive in time; a retry may help."""
 
 
 class ShardSource(Protocol):
-    """Where the bytes of a delta's shards come from; `ChunkFetcher` is one."""
+    """Source of the bytes of a delta's shards, for instance `ChunkFetcher`."""
 
     def pieces(self, manifest: Manifest, shard: ShardPosition) -> Generator[bytes, None, None]:
-        """The bytes of one shard of a delta that makes `manifest`'s version, in order."""
+        """Yield the bytes of one shard of a delta that makes `manifest`'s version, in order."""
 
 
 class ChunkFetcher:
-    """The shards of deltas, piece by piece.
+    """Reader of the shards of deltas, piece by piece.
 
     Args:
-        log: of `weights.deltas`; only this object reads it.
-        timeout_s: how long a chunk that is waited for may take after the last one that came.
-        held_bytes: limit of the chunks that are held.
+        log: reader of `weights.deltas`; only this object uses it.
+        timeout_s: longest time between the last wanted chunk and the next, in seconds.
+        held_bytes: limit of the chunks in memory, in bytes.
     """
 
     def __init__(self, log: LogReader, timeout_s: float, held_bytes: int = HELD_BYTES) -> None:
         self._log, self._timeout_s, self._limit = log, timeout_s, held_bytes
         self._held: OrderedDict[Place, ConsumedRecord] = OrderedDict()
         self._held_bytes = 0
-        # From the first chunk on: going to an offset throws away what is read ahead of it and what is on its way.
+        # Known before the first chunk: a seek would discard prefetched records and pending responses.
         self._read_to = {partition: offset for (_, partition), offset in log.next_offsets().items()}
         self._wanted: set[Place] = set()
         self._arrived = 0.0
         self._lock = Condition()
 
     def pieces(self, manifest: Manifest, shard: ShardPosition) -> Generator[bytes, None, None]:
-        """The bytes of one shard of a delta that makes `manifest`'s version, in order; whole when the iterator ends.
+        """Yield the bytes of one shard of a delta that makes `manifest`'s version, in order; all, unless it raises.
 
         Raises:
-            CorruptDeltaError: they are not what the record names, or are kept no longer; possibly after some of them.
-            FetchTimeoutError: they did not arrive in time.
+            CorruptDeltaError: the bytes do not match the record, or are deleted; possibly after some were yielded.
+            FetchTimeoutError: the bytes did not arrive in time.
         """
         source, digest, n_bytes = self._logged(manifest, shard), xxhash.xxh3_128(), 0
         if shard.uri is not None:
@@ -110,14 +110,14 @@ class ChunkFetcher:
         finally:
             with self._lock:
                 self._wanted.difference_update(places)
-                # Chunks below the used ones belong to versions that are behind, or to other runs.
+                # Chunks before the used ones belong to older versions or to other runs.
                 last = max(shard.offsets, default=-1)
                 for place in [(p, at) for p, at in self._held if p == shard.partition and at <= last]:
                     if place not in self._wanted:
                         self._forget(place)
 
     def _take(self, place: Place) -> ConsumedRecord:
-        """One chunk, waited for, and let go of."""
+        """Wait for one chunk, remove it from the held ones, and return it."""
         began, sought = time.monotonic(), False
         while True:
             with self._lock:
@@ -132,7 +132,7 @@ class ChunkFetcher:
                 )
 
     def _seek(self, place: Place, sought: bool) -> bool:
-        """Go to a chunk that the reader has passed or is far from; whether it went."""
+        """Seek to a chunk that is before the reader or far after it; return whether it sought."""
         partition, offset = place
         at = self._read_to.get(partition)
         if at is not None and at <= offset <= at + FAR_AHEAD:
@@ -145,12 +145,12 @@ class ChunkFetcher:
 
     def _read(self) -> None:
         if self._held_bytes > self._limit:
-            # What is held is wanted by other threads: reading on would only pile up more.
+            # Other threads want the held chunks: further reading would only use more memory.
             self._lock.wait(_POLL_S)
         try:
             found = self._log.poll(_POLL_S, 1)
         except RetentionGap as gap:
-            # The reader stands where the log begins now; a caller that wants a chunk before it is told so in `_seek`.
+            # The reader is now at the log's first offset; `_seek` raises if a caller wants a chunk before it.
             self._read_to[gap.partition] = gap.first
             return
         for located in found:
@@ -189,17 +189,17 @@ def _payload(manifest: Manifest, shard: ShardPosition, sequence: int, located: C
 
 
 class SharedFetcher:
-    """The fetchers of all connections as one; a partition is always read over the same one.
+    """The fetchers of all connections as one; a partition is always read over the same connection.
 
     Args:
-        fetchers: the n-th of them reads the partitions of number n modulo their count.
+        fetchers: the n-th fetcher reads the partitions whose number modulo their count is n.
     """
 
     def __init__(self, fetchers: Sequence[ChunkFetcher]) -> None:
         self._fetchers = fetchers
 
     def pieces(self, manifest: Manifest, shard: ShardPosition) -> Generator[bytes, None, None]:
-        """The bytes of one shard, as `ChunkFetcher.pieces`."""
+        """Return the bytes of one shard, as `ChunkFetcher.pieces`."""
         return self._fetchers[shard.partition % len(self._fetchers)].pieces(manifest, shard)
 
 
@@ -207,13 +207,13 @@ class SharedFetcher:
 def open_fetcher(
     kafka: KafkaSettings, timeout_s: float, connections: int, client_id: str, fetch_bytes: int | None = None
 ) -> Iterator[SharedFetcher]:
-    """A fetcher of deltas over so many connections, following the log from its end on.
+    """Open a fetcher of deltas over several connections, which follows the log from its present end.
 
     Args:
-        timeout_s: how long a chunk may take after the last one that came.
-        fetch_bytes: the most that one answer of the log carries over a connection; by default as `LogReader`.
+        timeout_s: longest time between the last wanted chunk and the next, in seconds.
+        fetch_bytes: limit of one response of the log over a connection; `LogReader`'s default if None.
 
-    Raises LookupError when the topic does not exist.
+    Raises LookupError if the topic does not exist.
     """
     with ExitStack() as stack:
         readers = [

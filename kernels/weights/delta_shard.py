@@ -1,8 +1,8 @@
-"""One shard of a delta on its way to its readers: encoded once, kept aside, sent to the log or, where large, stored.
+"""One shard of a delta: encoded once, buffered, and written to the log or, if it is large, to the object store.
 
-A chunk names how many there are, so the shard is encoded in full before the first chunk leaves. What is encoded waits
-in memory, and above a limit in a temporary file. A version is committed from the reports of all of its shards alone:
-changes are linear fingerprints, so those of the shards add up to the tensor's wherever the tensor was cut.
+Each chunk contains the total number of chunks, so the shard is encoded in full before the first chunk is sent. The
+encoded bytes are buffered in memory, above a limit in a temporary file. A commit needs only the reports of all shards:
+changes are linear fingerprints, so the sum over the shards is the tensor's change for any cuts of the tensor.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from tidemill.schemas.records import DeltaChunk, ShardPosition
 from tidemill.schemas.stored_object import PIECE_BYTES, put_object
 
 CHUNK_BYTES = (1 << 20) - 4096
-"""Payload of a chunk: with its other fields it stays below Kafka's default limit of 1,048,588 bytes a batch."""
+"""Payload of a chunk: with its other fields it stays below Kafka's default limit of 1,048,588 bytes per batch."""
 
 MEMORY_BYTES = 64 << 20
-"""Encoded bytes kept in memory; what is above goes to a temporary file."""
+"""Limit of encoded bytes in memory; above it they are in a temporary file."""
 
 CHUNKS_IN_FLIGHT = 32
-"""Chunks handed to the producer before their acknowledgements are awaited."""
+"""Chunks given to the producer before it waits for their acknowledgements."""
 
 
 class DeltaShard:
-    """The encoded step from `parent` to `version` of the tensors of one shard; a context manager.
+    """The encoded change from `parent` to `version` of the tensors of one shard; a context manager.
 
-    Raises DeltaError for a change that cannot be encoded, and what `changes` raises.
+    Raises DeltaError if a change cannot be encoded, and the errors of `changes`.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class DeltaShard:
         self._spool = tempfile.SpooledTemporaryFile(max_size=MEMORY_BYTES)  # noqa: SIM115 - closed by __exit__
         self._digest = xxhash.xxh3_128()
         self.covered: dict[str, tuple[int, Fingerprint]] = {}
-        """By tensor: how many of its elements lie in blocks (those without a change are left out), and their
-        fingerprint after the change."""
+        """For each tensor: number of its elements in blocks (blocks without a change are left out), and the
+        fingerprint of these elements after the change."""
         writer = StreamWriter(version, parent)
         try:
             self._write(writer.header())
@@ -78,12 +78,12 @@ class DeltaShard:
     def send(
         self, producer: RecordProducer, run: RunSettings, folder: str = "", limit_bytes: int | None = None
     ) -> ShardReport:
-        """Write the shard to the log and wait until it is there.
+        """Write the shard to the log and wait for the acknowledgements.
 
-        A shard of more than `limit_bytes` encoded bytes becomes one object below `folder` (an fsspec URL or a
-        directory) instead; without a limit none does.
+        A shard of more than `limit_bytes` encoded bytes is stored as one object below `folder` (an fsspec URL or a
+        directory) instead; without a limit, no shard is.
 
-        Raises DeliveryError when the log does not take it, StoreUnavailableError when the store fails.
+        Raises DeliveryError if the log does not acknowledge it, StoreUnavailableError if the store fails.
         """
         digest, topic = self._digest.hexdigest(), Topic.DELTAS.value
         if limit_bytes is not None and self.n_bytes > limit_bytes:

@@ -1,12 +1,12 @@
 """The versions of a branch and the paths between them: deltas from parents, skip-deltas and anchors. Pure.
 
-One graph for everyone who asks how a version is reached: publisher, replica, operator's commands. What stays true:
+Publisher, replica and operator's commands use this graph to find the path to a version. Invariants:
 
-- a path leads over deltas whose base is the version before, from the held version or from an anchor;
-- of all paths to a version the one with the fewest bytes is taken; at equal bytes the one with fewer deltas;
-- a delta that was refused for its bytes is on no path again, an anchor neither; paths around them stay open;
-- a delta that the log no longer keeps is on no path;
-- the first contents of a version stand: a second record of it changes nothing, except that it may add an anchor.
+- a path starts at the held version or at an anchor; the base of each delta is the version before it on the path;
+- the path with the fewest bytes is chosen; at equal bytes, the path with fewer deltas;
+- a delta or an anchor that was refused is on no path again; other paths remain possible;
+- a delta whose chunks the log has deleted is on no path;
+- the first contents of a version are kept: a second record of it changes nothing, except that it may add an anchor.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from tidemill.schemas.records import Manifest, Record, ShardPosition, SkipDelta
 
 
 class VersionError(ValueError):
-    """The versions of a branch do not have, or do not allow, what was asked for; the message says what they have."""
+    """Error for a request that the versions of a branch do not allow; the message says what they contain."""
 
 
 class UnknownVersion(VersionError):
-    """No manifest of the branch has this version."""
+    """Error for a version without a manifest on the branch."""
 
 
 class Unreachable(VersionError):
-    """No anchor leads to a version over deltas that can be used."""
+    """Error for a version that cannot be reached from any anchor over usable deltas."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One delta: applied to version `base` it makes `manifest`'s version."""
+    """One delta: applied to version `base`, it makes `manifest`'s version."""
 
     manifest: Manifest
     base: int
@@ -52,14 +52,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePath:
-    """How to reach a version: an anchor, or None where the held version is the start, then deltas in order."""
+    """Path to a version: an anchor (None if the held version is the start), then deltas in order."""
 
     anchor: Manifest | None
     deltas: tuple[Delta, ...]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes to be read for it."""
+        """Number of bytes to read."""
         anchor = self.anchor.anchor.n_bytes if self.anchor is not None and self.anchor.anchor is not None else 0
         return anchor + sum(delta.n_bytes for delta in self.deltas)
 
@@ -71,12 +71,12 @@ class UpdatePath:
 
 
 class VersionGraph:
-    """The versions of one branch of one run that the log named.
+    """The versions of one branch of one run, from the records of the log.
 
     Args:
-        kept_from: first offset that the log still keeps, by partition of the deltas; partitions not named keep
-            everything.
-        keep_tensors: whether versions before the newest keep their tensor lists, which are most of the memory.
+        kept_from: first offset that the log still has, by partition of the deltas; partitions that are not named
+            have all offsets.
+        keep_tensors: whether versions before the newest keep their tensor lists, which need most of the memory.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class VersionGraph:
         self.run_id, self.branch = run_id, branch
         self.kept_from, self._keep_tensors = kept_from or {}, keep_tensors
         self.manifests: dict[int, Manifest] = {}
-        """By version; of one that was published twice, the first contents."""
+        """By version; if one was published twice, its first contents."""
         self.forks: dict[int, str] = {}
-        """Versions that were published twice with different contents, and how they differ."""
+        """Versions that were published twice with different contents, with a description of the difference."""
         self.newest_version: int | None = None
         self._skips: dict[int, dict[int, SkipDelta]] = {}
-        """By the version made, then by base."""
+        """By target version, then by base."""
         self._bad_deltas: set[tuple[int, int]] = set()
-        """Base and version of each."""
+        """Base and version of each delta."""
         self._bad_anchors: set[int] = set()
 
     @property
@@ -102,13 +102,13 @@ class VersionGraph:
 
     @property
     def incarnation(self) -> str:
-        """The incarnation of the version numbers; empty where there is no version, or none is recorded."""
+        """The incarnation of the version numbers; empty if there is no version, or none is recorded."""
         return "" if self.newest is None else self.newest.incarnation
 
     def observe(self, record: Record | None) -> str:
-        """Take a manifest or a skip-delta in; records of other runs, branches and kinds are left alone.
+        """Add a manifest or a skip-delta; ignore records of other runs, branches and kinds.
 
-        Returns why it is not taken (it contradicts what is held, or does not lead forwards); else an empty text.
+        Returns why the record is rejected (it contradicts an earlier one, or does not lead forwards), or an empty text.
         """
         if not isinstance(record, Manifest | SkipDelta) or (record.run_id, record.branch) != (self.run_id, self.branch):
             return ""
@@ -136,24 +136,24 @@ class VersionGraph:
         return ""
 
     def forget_tensors(self, below: int) -> None:
-        """Let go of the tensor lists of the versions before `below` that have no anchor: nearly all of the memory.
+        """Release the tensor lists of the versions before `below` that have no anchor: nearly all of the memory.
 
-        A version whose list is gone is known by its fingerprint alone.
+        Afterwards such a version has only its fingerprint.
         """
         for version, manifest in self.manifests.items():
             if version < below and manifest.anchor is None and manifest.tensors:
                 self.manifests[version] = replace(manifest, tensors=[])
 
     def refuse_delta(self, base: int, version: int) -> None:
-        """The delta from `base` to `version` is wrong, so that trying it again cannot help."""
+        """Exclude the delta from `base` to `version`, which is wrong, from all paths."""
         self._bad_deltas.add((base, version))
 
     def refuse_anchor(self, version: int) -> None:
-        """An anchor cannot be read or is not what its manifest says."""
+        """Exclude a version's anchor, which cannot be read or does not match its manifest, from all paths."""
         self._bad_anchors.add(version)
 
     def manifest(self, version: int) -> Manifest:
-        """A version's manifest. Raises UnknownVersion, which names the nearest versions."""
+        """Return a version's manifest. Raises UnknownVersion, which names the nearest versions."""
         if version in self.manifests:
             return self.manifests[version]
         known = "it has none"
@@ -163,14 +163,14 @@ class VersionGraph:
         raise UnknownVersion(f"version {version} is not on branch {self.branch} of run {self.run_id}: {known}")
 
     def delta(self, version: int) -> Delta | None:
-        """The delta from a version's parent; None for a version without a parent. Raises UnknownVersion."""
+        """Return the delta from a version's parent; None for a version without a parent. Raises UnknownVersion."""
         manifest = self.manifest(version)
         if manifest.parent is None:
             return None
         return Delta(manifest, manifest.parent, tuple(manifest.shards), manifest.delta_bytes)
 
     def skip_deltas(self) -> list[Delta]:
-        """Every skip-delta to a known version, by base, then by the version made."""
+        """Return every skip-delta to a known version, ordered by base, then by target version."""
         found = [
             Delta(self.manifests[version], base, tuple(skip.shards), skip.n_bytes)
             for version, skips in self._skips.items()
@@ -180,7 +180,7 @@ class VersionGraph:
         return sorted(found, key=lambda delta: (delta.base, delta.version))
 
     def expired(self, shards: Iterable[ShardPosition]) -> str:
-        """Which chunk the log's retention has removed first; empty when the log keeps all of them."""
+        """Describe the first chunk that the log's retention has deleted; empty if the log has all chunks."""
         for shard in shards:
             kept_from = self.kept_from.get(shard.partition, 0)
             if shard.uri is None and shard.offsets and min(shard.offsets) < kept_from:
@@ -191,9 +191,9 @@ class VersionGraph:
         return ""
 
     def path(self, target: int, held: int | None = None) -> UpdatePath | None:
-        """The path with the fewest bytes to a version, from `held` or from an anchor; None when there is none."""
-        # Backwards from the target: bytes, deltas, whether the path is whole, from the anchor of the version; version;
-        # a number that decides between equals; the deltas from the version to the target.
+        """Return the path with the fewest bytes to a version, from `held` or from an anchor; None if there is none."""
+        # Search backwards from the target. An entry: bytes; number of deltas; whether the path is complete (starts at
+        # the version's anchor); version; a number that decides between equals; the deltas from version to target.
         order = count()
         queue: list[tuple[int, int, bool, int, int, tuple[Delta, ...]]] = []
         if target in self.manifests:
@@ -222,10 +222,10 @@ class VersionGraph:
         return None
 
     def require_path(self, version: int, anchor_exists: Callable[[Manifest], bool] = lambda _: True) -> UpdatePath:
-        """The path with the fewest bytes from an anchor to a version.
+        """Return the path with the fewest bytes from an anchor to a version.
 
         Args:
-            anchor_exists: whether a manifest's anchor can be used; one that cannot is on no path from then on.
+            anchor_exists: returns whether a manifest's anchor can be used; if not, it is on no later path.
 
         Raises UnknownVersion, or Unreachable with the first obstacle.
         """
@@ -238,16 +238,16 @@ class VersionGraph:
         raise Unreachable(f"version {version} cannot be built: {self._obstacle(version)}")
 
     def ancestor(self, version: int, steps: int) -> Manifest | None:
-        """The version that lies `steps` versions before `version`; None where the branch is not that long."""
+        """Return the ancestor `steps` versions before `version`; None if the branch is not that long."""
         at = self.manifests.get(version)
         for _ in range(steps):
             at = None if at is None else self._parent(at)
         return at
 
     def since_anchor(self, version: int | None) -> tuple[int, int, int]:
-        """How many versions, and bytes of deltas, came after the newest anchor on the line of `version`; its bytes.
+        """Return the versions, and the bytes of deltas, after the newest anchor before `version`; the anchor's bytes.
 
-        Everything, and 0 bytes, where there is no anchor.
+        Without an anchor, everything is counted, and its bytes are 0.
         """
         versions = delta_bytes = 0
         at = None if version is None else self.manifests[version]

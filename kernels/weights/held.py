@@ -1,7 +1,7 @@
-"""One version's weights in memory, this rank's parts of them: the copy that the next version is compared with.
+"""This rank's parts of one version's weights, in memory: the copy that the next version is compared with.
 
-What it keeps true: the weights are those of the version that it names, bit for bit, in memory that nobody else writes;
-the set of tensors, their types, shapes and cuts never change; each part's fingerprint is that of its elements.
+Invariants: the weights are those of the named version, bit for bit, in memory that only this module writes; the set
+of tensors, their types, shapes and cuts never change; each part's fingerprint is that of its elements.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tidemill.kernels.weights.tensor_parts import (
 
 
 class HeldVersion:
-    """This rank's parts of one version, owned.
+    """This rank's parts of one version, in its own memory.
 
     Args:
-        version: which one.
-        parts: of every tensor; written to by `take_over`, read by nobody else.
-        fingerprints: of each part; computed where they are not given.
+        version: number of the version.
+        parts: part of every tensor; `take_over` writes to it, and only this object reads it.
+        fingerprints: fingerprint of each part; computed if None.
     """
 
     def __init__(self, version: int, parts: Parts, fingerprints: Mapping[str, Fingerprint] | None = None) -> None:
@@ -50,9 +50,9 @@ class HeldVersion:
 
     @classmethod
     def copy_of(cls, version: int, tensors: Tensors, *, on_device: bool = False) -> HeldVersion:
-        """A version from its tensors, copied one at a time: into the CPU's memory, or each where it lies.
+        """Copy a version's tensors one at a time: into the CPU's memory, or each on its own device.
 
-        Raises TypeError for a type that a version cannot carry, VersionError for a name that comes twice or for none.
+        Raises TypeError for a type that a version cannot carry, VersionError for a repeated name or no tensors.
         """
         parts = {}
         for name, value in named(version, tensors):
@@ -65,13 +65,13 @@ class HeldVersion:
 
     @property
     def infos(self) -> dict[str, PartInfo]:
-        """This rank's report of its parts, in their order."""
+        """This rank's report on its parts, in their order."""
         return {name: part_info(part, self._fingerprints[name]) for name, part in self.parts.items()}
 
     def check(self, version: int, tensors: Mapping[str, TensorLike], *, cuts: bool = True) -> None:
-        """Raise VersionError or TypeError unless `tensors` are of the same names, types, shapes and cuts.
+        """Raise VersionError or TypeError unless `tensors` have the same names, types, shapes and cuts.
 
-        Copies nothing. Without `cuts`, other elements of the same tensors are let through.
+        Copies nothing. Without `cuts`, other elements of the same tensors are allowed.
         """
         self._require_all(version, tensors.keys())
         for name, value in tensors.items():
@@ -80,18 +80,18 @@ class HeldVersion:
     def take_over(
         self, version: int, tensors: Tensors, names: Container[str] | None = None, *, on_device: bool = False
     ) -> Iterator[TensorChange]:
-        """Each tensor's change to `version`; when the next one is asked for, its new patterns are taken over.
+        """Yield each tensor's change to `version`; copy its new patterns when the next change is requested.
 
-        Only when the iterator ends are all of them in; call `becomes` then.
+        After the iterator has ended, all tensors are copied; call `becomes` then.
 
         Args:
-            version: that the tensors are of.
-            tensors: as a trainer hands them over; all of them.
-            names: those to take over; all of them where it is not given.
-            on_device: compare each tensor where it lies, and hold it there from then on; else in the CPU's memory.
+            version: the version of the tensors.
+            tensors: all tensors, in the form that a trainer passes.
+            names: the tensors to copy; all if None.
+            on_device: compare and hold each tensor on its own device; otherwise in the CPU's memory.
 
-        Raises VersionError or TypeError for tensors that are not of the same names, types, shapes and cuts, possibly
-        after some were taken over: this object is of no use then.
+        Raises VersionError or TypeError for tensors that do not have the same names, types, shapes and cuts, possibly
+        after some were copied: this object must not be used afterwards.
         """
         seen: set[str] = set()
         for name, value in named(version, tensors):
@@ -111,10 +111,10 @@ class HeldVersion:
         self._require_all(version, seen)
 
     def becomes(self, version: int, covered: Iterable[Mapping[str, tuple[int, Fingerprint]]]) -> None:
-        """Take the number `version` once `take_over` has ended.
+        """Set the version number after `take_over` has ended.
 
         Args:
-            covered: of each shard of the change, `DeltaShard.covered`.
+            covered: `DeltaShard.covered` of each shard of the change.
         """
         self.version = version
         for name, (n, made) in ((name, found) for shard in covered for name, found in shard.items()):
@@ -123,7 +123,7 @@ class HeldVersion:
             self._fingerprints[name] = made if n == part.n else part.fingerprint()
 
     def snapshot(self) -> HeldVersion:
-        """A copy in the CPU's memory."""
+        """Return a copy in the CPU's memory."""
         copied = {name: replace(part, bits=_host_copy(part)) for name, part in self.parts.items()}
         return HeldVersion(self.version, copied, self._fingerprints)
 
@@ -157,9 +157,9 @@ def _host_copy(part: TensorPart) -> Bits:
 
 
 def rebuild_whole(make: Callable[[], HeldVersion], ranks: Ranks) -> HeldVersion:
-    """A version that `make` makes whole on the first rank; the other ranks hold none of its elements.
+    """Run `make` on the first rank, which holds the whole version; the other ranks hold none of its elements.
 
-    Raises what `make` raises, on every rank.
+    Raises the errors of `make`, on every rank.
     """
     made = ranks.on_first(make)
 
@@ -180,15 +180,15 @@ def rebuild_whole(make: Callable[[], HeldVersion], ranks: Ranks) -> HeldVersion:
 
 
 def rebuild_parts(make: Callable[[], HeldVersion], version: int, like: Tensors, ranks: Ranks) -> HeldVersion:
-    """A version that `make` makes whole on the first rank, and then each rank has its part of.
+    """Run `make` on the first rank and distribute the version, so that each rank has its part.
 
-    The first rank holds all of it, and sends it away tensor by tensor.
+    The first rank holds the whole version at first, and sends the other ranks their parts tensor by tensor.
 
     Args:
-        version: that will continue it.
-        like: tensors of that version; on several ranks a mapping with this rank's parts, which are where these are cut.
+        version: number of the version that will continue it.
+        like: tensors of that version, which define the cuts; on several ranks a mapping with this rank's parts.
 
-    Raises what `make` raises, and VersionError for `like` with other tensors, on every rank.
+    Raises the errors of `make`, and VersionError if `like` has other tensors, on every rank.
     """
     whole = rebuild_whole(make, ranks)
     if ranks.size == 1:

@@ -1,12 +1,12 @@
-"""The CPU mirror of the served version: what every delta is checked against before the engine is touched.
+"""The CPU mirror of the served version. Every delta is checked against it before the engine is changed.
 
-A mirror holds each tensor's own bit patterns, of any dtype. It moves to another version through a `Draft`, which
-knows the way back. What stays true:
+A mirror holds each tensor's own bit patterns, of any dtype. It changes to another version through a `Draft`, which
+can be undone. Invariants:
 
-- outside a draft the mirror holds, bit for bit, one version whose fingerprints are its manifest's;
-- a step of a draft makes exactly the version that its manifest names, or is an error;
-- `revert` brings back what was there before the draft, bit for bit. A draft of an empty mirror has no way back to keep:
-  it writes each block as it comes, and holds one copy of the weights and the blocks under way.
+- outside a draft the mirror holds, bit for bit, one version whose fingerprints equal its manifest's;
+- a step of a draft makes exactly the version that its manifest names, or raises an error;
+- `revert` restores the content before the draft, bit for bit. A draft of an empty mirror keeps nothing to undo it:
+  it writes each block when it arrives, and holds one copy of the weights and the blocks that are being decoded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tidemill.schemas.records import Manifest, TensorInfo
 Indices = npt.NDArray[np.int64]
 
 SPARSE = 8
-"""A tensor of which fewer than one element in so many differs from an anchor's is held by its differences."""
+"""If fewer than one in this many elements of a tensor differ from an anchor's, only the differences are held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class ElementChange:
 
 
 class Mirror:
-    """One version's bit patterns by tensor, with their fingerprints. Empty until its first draft is kept."""
+    """Bit patterns of one version by tensor, with their fingerprints. Empty until its first draft is kept."""
 
     def __init__(self) -> None:
         self.version = -1
         self.weights: dict[str, Weight] = {}
-        """Every tensor: the mirror's own memory, for reading."""
+        """Every tensor, in the mirror's own memory; read-only for callers."""
         self._fingerprints: dict[str, Fingerprint] = {}
 
     @property
@@ -74,13 +74,13 @@ class Mirror:
         return sum(weight.bits.size for weight in self.weights.values())
 
     def bits(self, name: str) -> Bits:
-        """One tensor, uN[n], flat: the mirror's own memory, for reading. Raises KeyError."""
+        """Return one tensor, uN[n], flat, in the mirror's own memory; read-only for callers. Raises KeyError."""
         return self.weights[name].bits.reshape(-1)
 
     def resolve(self, block: EncodedBlock) -> tuple[BlockChange, ...]:
-        """The changes of a block in the mirror; empty if it has them already. From any thread; nothing is written.
+        """Return a block's changes to the mirror; empty if it has them already. From any thread; writes nothing.
 
-        Raises DeltaError when the block is malformed or does not fit these weights.
+        Raises DeltaError if the block is malformed or does not match these weights.
         """
         for name in block.names:
             if name not in self.weights or self.weights[name].dtype != block.dtype:
@@ -88,36 +88,36 @@ class Mirror:
         return resolve_all(block, {name: self.bits(name) for name in block.names})
 
     def save(self, directory: Path) -> None:
-        """Write the version's tensors as `model.safetensors`, for the engine to read whole."""
+        """Write the version's tensors as `model.safetensors`, from which the engine loads the whole model."""
         save_checkpoint(directory, self.weights)
 
 
 class Draft:
-    """A mirror on its way to another version. End it with `keep` or `revert`."""
+    """A change of a mirror to another version, in steps. End it with `keep` or `revert`."""
 
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
         self.fresh = not mirror.weights
-        """Whether the mirror was empty before it."""
+        """Whether the mirror was empty before the draft."""
         shapes = {name: weight.bits.shape for name, weight in mirror.weights.items()}
         self._before = (mirror.version, shapes, dict(mirror._fingerprints))
         self._held: list[tuple[str, Indices | None, Bits]] = []
-        """By step, elements of a tensor that were overwritten (None: all of them), and what they were, flat."""
+        """In order of the steps: overwritten elements of a tensor (None: all), and their previous values, flat."""
         self._steps = 0
 
     def load(
         self, weights: Iterable[tuple[str, Weight]], uri: str, manifest: Manifest, outline: Sequence[TensorInfo] = ()
     ) -> None:
-        """Become the version of an anchor. Memory: one tensor, and what differs.
+        """Change the mirror to the version of an anchor. Memory: one tensor, and the differences.
 
         Args:
-            weights: of the anchor, each tensor once.
-            uri: of the anchor, for errors.
-            manifest: of the version.
+            weights: the anchor's weights, each tensor once.
+            uri: the anchor's URI, for errors.
+            manifest: the version's manifest.
             outline: names, types and shapes of the tensors, for a manifest that does not list them.
 
         Raises AnchorError unless the tensors are those of the mirror, each has the fingerprint that the manifest lists,
-        and they add up to the version's.
+        and their sum is the version's fingerprint.
         """
         mirror, missing = self.mirror, {tensor.name: tensor for tensor in manifest.tensors or outline}
         if mirror.weights and missing.keys() != mirror.weights.keys():
@@ -150,23 +150,23 @@ class Draft:
         self._steps += 1
 
     def resolve(self, block: EncodedBlock) -> tuple[BlockChange, ...]:
-        """The changes of a block of the next delta, for `advance`; from any thread. Raises like `Mirror.resolve`.
+        """Return the changes of a block of the next delta, for `advance`; from any thread.
 
-        A draft of an empty mirror writes it now: what is given back holds the fingerprints alone.
+        If the mirror was empty, writes the block now; the result then holds only fingerprints. Raises DeltaError.
         """
         found = self.mirror.resolve(block)
         if not self.fresh:
             return found
         for change in found:
             apply_change(change, self.mirror.bits(change.name))
-        # Not slices: they would keep the memory that they are cut from.
+        # Not slices: a slice would keep the memory of its whole array.
         nowhere, none = np.empty(0, np.int64), np.empty(0, np.uint8)
         return tuple(replace(change, indices=nowhere, old_bits=none, new_bits=none) for change in found)
 
     def advance(self, changes: Sequence[BlockChange], manifest: Manifest) -> None:
-        """Take the changes of one delta, every block of it resolved by `resolve` since the last step.
+        """Apply the changes of one delta: all of its blocks, resolved by `resolve` since the last step.
 
-        Raises FingerprintMismatch when they do not make the manifest's version; nothing was written here.
+        Raises FingerprintMismatch if they do not make the manifest's version; nothing is written here then.
         """
         made = dict(self.mirror._fingerprints)
         for change in changes:
@@ -195,16 +195,16 @@ class Draft:
             raise FingerprintMismatch(f"version {manifest.version} is not what its manifest lists: {found}")
 
     def recount(self, names: Iterable[str]) -> None:
-        """Raise FingerprintMismatch unless these tensors' weights have the fingerprints that the deltas claim."""
+        """Raise FingerprintMismatch unless these tensors' weights have the fingerprints that the deltas name."""
         for name in sorted(set(names)):
             made, claimed = fingerprint(self.mirror.bits(name), TensorKey.of(name)), self.mirror._fingerprints[name]
             if made != claimed:
                 raise FingerprintMismatch(f"{name} became {made.hex()}, not {claimed.hex()}")
 
     def changes(self) -> tuple[ElementChange, ...]:
-        """The changes from the version before the draft to the mirror as it is now: each element at most once.
+        """Return the changes from the version before the draft to the present state: each element at most once.
 
-        Not for a draft of an empty mirror, which keeps nothing of the way.
+        Not for a draft of an empty mirror, which keeps no changes.
         """
         bits_of = self.mirror.bits
         if self._steps == 1 and all(indices is not None for _, indices, _ in self._held):
@@ -216,7 +216,7 @@ class Draft:
         for name, steps in by_name.items():
             now, (first, before) = bits_of(name), steps[0]
             if first is None:
-                # An anchor is the first step of a draft: what it replaced whole is what the engine holds.
+                # An anchor is the first step of a draft: a tensor that it replaced whole is the one in the engine.
                 differing: Indices = np.flatnonzero(before != now)
             else:
                 touched = np.concatenate([indices for indices, _ in steps if indices is not None])
@@ -227,11 +227,11 @@ class Draft:
         return tuple(changes)
 
     def keep(self) -> None:
-        """Let go of the way back."""
+        """Accept the new version: release the previous values."""
         self._held.clear()
 
     def revert(self) -> None:
-        """Bring back what was there before the draft."""
+        """Restore the content before the draft."""
         mirror = self.mirror
         for name, indices, bits in reversed(self._held):
             if indices is None:

@@ -1,27 +1,27 @@
-"""Publishing weight versions, from any trainer: a delta, an anchor where one is due, the manifest that commits.
+"""Publication of weight versions, for any trainer: a delta, an anchor if one is due, and the manifest that commits.
 
     with WeightPublisher.open(kafka, run, store, settings, base_model=directory) as publisher:
         publisher.publish(0, model.named_parameters())
         ...
         publisher.publish(step, model.named_parameters(), learning_rate=rate)
 
-One process or the ranks of a sharded model: each rank publishes what it holds, and the first one commits the version.
+For one process or the ranks of a sharded model: each rank publishes its parts, and the first rank commits the version.
 
     ranks = open_ranks(timeout_s=600)
     with WeightPublisher.open(kafka, run, store, settings, base_model=directory, ranks=ranks) as publisher:
         publisher.publish(0, local_parts(model, first=ranks.is_first))      # on every rank, for every version
 
-What this keeps true:
+Invariants:
 
-- a manifest is written only after the log has acknowledged every chunk it names and its anchor is whole, so a version
-  that a reader sees can be read in full; consumers are never waited for;
-- each version is published once: after a restart a version whose manifest is in the log is compared and left alone;
-- a delta starts from the very weights that its parent's manifest stands for: the publisher keeps a copy of them, and
-  makes it again from the log where it has none;
+- a manifest is written only after the log has acknowledged every chunk that it names and its anchor is whole, so a
+  version that a reader sees can be read in full; the publisher never waits for consumers;
+- each version is published once: after a restart, a version whose manifest is in the log is compared, not rewritten;
+- a delta starts from exactly the weights of its parent's manifest: the publisher keeps a copy of them, and rebuilds
+  it from the log if it has none;
 - the versions of a branch are a tree: a version continues the newest, or an older one after `go_back`;
-- every rank learns the same end of a publication, and a version's tensors and fingerprints do not depend on the number
-  of ranks. A rank holds its parts of the newest version, and one whole tensor while an anchor is written. Only where
-  that version is made again from the log does the first rank hold all of it, until the other ranks have their parts.
+- every rank gets the same result of a publication, and a version's tensors and fingerprints do not depend on the
+  number of ranks. A rank holds its parts of the newest version, and one whole tensor while an anchor is written. Only
+  when that version is rebuilt from the log, the first rank holds it whole, until the other ranks have their parts.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ CLIENT = "tidemill-publisher"
 
 
 class WeightPublisher:
-    """The publisher of one branch's versions, in order; a context manager. Make one with `open`.
+    """Publisher of one branch's versions, in order; a context manager. Create it with `open`.
 
-    It holds one copy of this rank's weights of the newest version, in the CPU's memory or on the device that they are
-    given on (`PublishSettings.on_device`). Not safe for several threads. Several
-    ranks call `open`, `publish` and `go_back` together, for the same version; what one of them fails with is raised on
-    all, as `Ranks` says, and RanksLostError where one is gone: start all of them again then.
+    It holds one copy of this rank's weights of the newest version, in the CPU's memory or on their own device
+    (`PublishSettings.on_device`). Not safe for several threads. Several ranks call `open`, `publish` and `go_back`
+    together, for the same version. An error of one rank is raised on all (see `Ranks`); if a rank is lost, the others
+    raise RanksLostError: restart all of them then.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class WeightPublisher:
         self._codec = CodecSettings(**settings.codec.model_dump())
         self._folder = weights_folder(store, run)
         self._producer = RecordProducer(kafka, CLIENT)
-        # Every rank has the graph; the log is read, and manifests are written, by the first one alone.
+        # Every rank has the graph; only the first rank reads the log and writes manifests.
         graph = self._ranks.from_first(lambda: read_versions(kafka, run))
         self._log = VersionLog(manifests or self._producer, run, store, graph, settings.incarnation)
         self.skips = SkipPublisher(kafka, run, settings, self._codec, self._folder, self._ranks)
@@ -119,20 +119,20 @@ class WeightPublisher:
         manifests: AckedWriter | None = None,
         ranks: Ranks | None = None,
     ) -> Self:
-        """A publisher that goes on where the log ends.
+        """Open a publisher that continues at the end of the log.
 
         Args:
             kafka: the log; its topics exist.
-            run: run and branch that the versions belong to.
-            store: where anchors lie, and what is too large for the log.
-            base_model: directory whose configuration and tokenizer anchors take over; the first rank reads it.
-            fork_from: for a branch that is not in the log yet: the version of another one that it begins with, under
-                the same number. The branch gets an anchor of its own, and needs nothing of the other one from then on.
-            manifests: what writes the manifests, for a trainer that other processes are to be kept out for; the
-                publisher's own producer where it is not given. Only the first rank's is used.
-            ranks: that publish together, each calling this; without them, this process alone.
+            run: run and branch of the versions.
+            store: object store for anchors, and for objects that are too large for the log.
+            base_model: directory from which anchors copy configuration and tokenizer; the first rank reads it.
+            fork_from: for a branch that is not in the log yet: the version of another branch that it begins with, under
+                the same number. The branch gets its own anchor, and does not need the other branch afterwards.
+            manifests: writer of the manifests, for a trainer that excludes other processes; the publisher's own
+                producer if None. Only the first rank's is used.
+            ranks: the ranks that publish together, each with its own call; None for this process alone.
 
-        Raises VersionError when the log holds a version twice with different weights, or the fork's version cannot be
+        Raises VersionError if the log has a version twice with different weights, or the fork's version cannot be
         made, or the branch began with another one.
         """
         publisher = cls(kafka, run, store, settings or PublishSettings(), Path(base_model), manifests, ranks)
@@ -147,7 +147,7 @@ class WeightPublisher:
 
     @property
     def incarnation(self) -> str:
-        """Which life of the branch's version numbers its versions belong to; empty while it has none."""
+        """The incarnation of the branch's version numbers; empty before the first version."""
         return self._log.graph.incarnation
 
     def has(self, version: int) -> bool:
@@ -164,35 +164,35 @@ class WeightPublisher:
         trained_at: int | None = None,
         serving_format: str = "",
     ) -> Manifest:
-        """Publish weights as `version`; returns its manifest when the log has acknowledged all of it.
+        """Publish weights as `version`; return its manifest after the log has acknowledged everything.
 
-        A version that is in the log is compared with these weights and left alone. The first version of a branch is
-        an anchor; every other one is a delta from the newest, or from the one gone back to, and an anchor too where one
-        is due.
+        A version that is in the log already is only compared with these weights. The first version of a branch is an
+        anchor; every other one is a delta from the newest version, or from the one that `go_back` chose, and also an
+        anchor if one is due.
 
         Args:
-            version: above every published one, or one of them.
+            version: number above all published versions, or a published version.
             tensors: every weight by its checkpoint name: torch tensors, or bit patterns (`Weight`), or on several ranks
-                this rank's `TensorPart` of each. Each is carried in its own type. They are read once, one after the
-                other, and may change when this returns. Several shards, and several ranks that make the newest version
-                again, read twice: what an iterator gives is held together then.
-            learning_rate: of the step that made the version; it belongs beside its density.
-            step: the optimizer step that made the version; `version` where it is not given.
-            parent: raise VersionError unless this is the version that is continued; not compared where it is not given.
-            trained_at: when that step ended, microseconds since the epoch; now where it is not given.
-            serving_format: format of few bits whose values the weights are; empty where they are of none.
+                this rank's `TensorPart` of each. Each keeps its own type. They are read once, one by one, and may
+                change after the return. With several shards, or if several ranks rebuild the newest version, they
+                are read twice: the items of an iterator are all held in memory then.
+            learning_rate: learning rate of the step that made the version, to be read together with its density.
+            step: the optimizer step that made the version; `version` if None.
+            parent: raise VersionError unless the version continues this one; not compared if None.
+            trained_at: time at which that step ended, microseconds since the epoch; now if None.
+            serving_format: the low-bit format to which the weights are rounded; empty without one.
 
-        What is said beside the weights is taken from the first rank.
+        All arguments except the tensors are taken from the first rank.
 
-        Raises VersionError when the version does not continue the chain, has other tensors than it, or the parts of the
-        ranks are not one whole version, TypeError for a tensor of a type that cannot be carried, DeliveryError when the
-        log does not take it, StoreUnavailableError when the store fails. The publisher can go on
-        after each of them: it reads again what the log holds.
+        Raises VersionError if the version does not continue the chain, has other tensors, or the parts of the ranks
+        are not one whole version, TypeError for a tensor type that a version cannot carry, DeliveryError if the log
+        does not acknowledge a record, StoreUnavailableError if the store fails. The publisher can be used after each of
+        these errors: it reads the log again.
         """
         self._read_again()
 
         def mark_of() -> VersionMark:
-            """The statements about the version beside its weights, unless it is neither there nor the next."""
+            """Return the version's metadata. Raises VersionError if it is neither published nor the next."""
             mark = VersionMark(
                 version=version,
                 parent=parent if self._log.graph.newest is None or parent is not None else self._log.head,
@@ -222,9 +222,9 @@ class WeightPublisher:
         return manifest
 
     def go_back(self, version: int, tensors: Tensors) -> None:
-        """The next version continues `version`, an older one in the log, whose weights `tensors` are.
+        """Let the next version continue `version`, an older one in the log with the weights `tensors`.
 
-        Raises VersionError when the log does not have the version, or has it with other weights.
+        Raises VersionError if the log does not have the version, or has it with other weights.
         """
         self._read_again()
         given = self._given(self._ranks.from_first(lambda: version), version, tensors)
@@ -236,12 +236,12 @@ class WeightPublisher:
         self._log.go_back(version)
 
     def close(self) -> None:
-        """End it: what is under way is finished. Raises DeliveryError for what the log did not take."""
+        """Finish the work in progress and close. Raises DeliveryError if the log did not acknowledge a record."""
         self.skips.close()
         self._producer.flush()
 
     def _given(self, firsts: int, version: int, tensors: Tensors) -> Tensors:
-        """The tensors, by name where they are read more than once; `firsts` is the first rank's `version`."""
+        """Return the tensors, as a mapping if they are read more than once; `firsts` is the first rank's `version`."""
         rebuilt = self._held is None and self._log.graph.newest is not None and not self.has(version)
         several = self._settings.shards > 1 or (self._ranks.size > 1 and rebuilt)
         by_name: dict[str, TensorLike] = {}
@@ -268,7 +268,7 @@ class WeightPublisher:
         reports = self._ranks.gather(lambda: self._send_delta(mark.version, held, tensors))
 
         def merged() -> list[TensorInfo]:
-            """The version's tensors, unless the parts are no whole, or not made from their parent's."""
+            """Return the version's tensors. Raises VersionError for incomplete parts or another parent's weights."""
             tensors = merged_tensors(reports)
             change = sum((shard.change for report in reports for shard in report.shards), ZERO)
             made_from = (total_fingerprint(tensors) - change).hex()
@@ -290,7 +290,7 @@ class WeightPublisher:
         return manifest, held
 
     def _copied(self, version: int, tensors: Tensors) -> tuple[HeldVersion, list[RankReport]]:
-        """A copy of this rank's weights; and on the first rank, what all of them copied."""
+        """Copy this rank's weights; also return, on the first rank, the reports of all ranks."""
         copies: list[HeldVersion] = []
 
         def copy() -> RankReport:
@@ -325,7 +325,7 @@ class WeightPublisher:
         return write_anchor(uri, self._base_model, held.parts, self._settings.anchor_file_bytes, self._ranks)
 
     def _confirm(self, done: Manifest, tensors: Tensors) -> Manifest:
-        """Compare; the newest version's weights are kept where there is no copy of them yet, and are continued."""
+        """Compare a published version; if it is the newest and there is no copy of it, keep one, and continue it."""
         held = None
         newest = done.version == self._log.graph.newest_version
         if newest and (self._held is None or self._held.version != done.version):
@@ -343,7 +343,7 @@ class WeightPublisher:
         return replace(done, tensors=infos)
 
     def _read_again(self) -> None:
-        """Ask the log what it took, where a publication failed half-way."""
+        """Read the versions from the log again if a publication failed before its end."""
         if not self._in_doubt:
             return
         self._held = None
@@ -359,26 +359,26 @@ class WeightPublisher:
         whole = self._ranks.on_first(lambda: merged_tensors([RankReport(held.infos)])) or []
         mark = VersionMark(point.version, None, manifest.step, manifest.learning_rate, trained_at=manifest.trained_at)
         self._commit(mark, [], whole, self._write_anchor(held))
-        # How the ranks cut the weights is known with the first version that they publish.
+        # The cuts of the ranks are known only with the first version that they publish.
         self._held = held if self._ranks.size == 1 else None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        # After an error what the log did not take is not waited for.
+        # After an error, do not wait for records that the log has not acknowledged.
         (self.close if kind is None else self.skips.close)()
 
 
 def _same(done: Manifest, reports: Sequence[RankReport]) -> list[TensorInfo]:
-    """The tensors that the ranks have. Raises VersionError unless they are the published version's."""
+    """Return the tensors of all ranks. Raises VersionError unless they equal the published version's."""
     infos = merged_tensors(reports)
     require_same(done, total_fingerprint(infos).hex())
     return infos
 
 
 def _made_again(kafka: KafkaSettings, graph: VersionGraph, version: int | None) -> HeldVersion:
-    """A version in memory, from the log."""
+    """Rebuild a version in memory from the log."""
     newest = graph.newest
     path = None if version is None else graph.path(version)
     if newest is None or path is None:

@@ -1,8 +1,8 @@
-"""The ranks that work together, one process or many: an error of one rank is raised on all, and none waits for ever.
+"""The ranks that work together, one process or several: an error of one rank is raised on all; every wait has a limit.
 
-Keeps true: a call ends the same way on every rank, with a value or with an error that names the rank that failed; a
-rank that died or hangs ends it on the others too, at the latest after the group's timeout. After `RanksLostError` the
-group cannot be used any more. One process needs no process group: `SingleRank` calls the function.
+Invariants: a call ends in the same way on every rank, with a value or with an error that names the failed rank; if a
+rank died or hangs, the call ends on the others at the latest after the group's timeout. After `RanksLostError` the
+group cannot be used again. One process needs no process group: `SingleRank` only calls the function.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ T = TypeVar("T")
 
 
 class RankFailedError(RuntimeError):
-    """A rank failed at its part of a common task; every rank raises it."""
+    """Error for a rank that failed in its part of a common task; every rank raises it."""
 
 
 class RanksLostError(RuntimeError):
-    """A rank is gone or did not answer in time: whether the common task was finished is not known here."""
+    """Error for a rank that died or did not answer in time; it is not known whether the common task was finished."""
 
 
 class Ranks(ABC):
     """The processes that call the same methods in the same order.
 
-    What a function given to `from_first`, `on_first` or `gather` raises on one rank is raised on every rank, as an
-    error of the same class that names the rank, or as RankFailedError where the class cannot be made from a message
+    If a function given to `from_first`, `on_first` or `gather` raises an error on one rank, every rank raises an
+    error of the same class that names the rank, or RankFailedError if the class cannot be made from a message
     alone. Such a function must not call these methods itself.
     """
 
@@ -49,36 +49,36 @@ class Ranks(ABC):
 
     @abstractmethod
     def from_first(self, make: Callable[[], T]) -> T:
-        """The result of `make` on the first rank, pickled, on every rank. Raises what it raises, RanksLostError."""
+        """Return the first rank's result of `make`, pickled, on every rank. Raises its errors, RanksLostError."""
 
     @abstractmethod
     def gather(self, make: Callable[[], T]) -> list[T]:
-        """Run `make` on every rank: its results in rank order on the first rank, nothing on the others.
+        """Run `make` on every rank; return its results in rank order on the first rank, nothing on the others.
 
-        Raises what one of them raises, RanksLostError.
+        Raises an error of any rank's `make`, RanksLostError.
         """
 
     def on_first(self, make: Callable[[], T]) -> T | None:
-        """The result of `make` on the first rank, there alone. Raises what it raises, RanksLostError."""
+        """Run `make` on the first rank and return its result only there. Raises its errors, RanksLostError."""
         made: list[T] = []
         self.from_first(lambda: made.append(make()))
         return made[0] if made else None
 
     @abstractmethod
     def sibling(self) -> Ranks:
-        """The same ranks, for calls that another thread makes beside these; every rank calls it."""
+        """Return the same ranks for the concurrent calls of another thread; every rank calls this."""
 
     @abstractmethod
     def send(self, values: Bits, to: int) -> None:
-        """Send uN[n], contiguous, n not 0, to another rank, which waits for it. Raises RanksLostError."""
+        """Send uN[n], contiguous, n not 0, to another rank, which receives it. Raises RanksLostError."""
 
     @abstractmethod
     def receive(self, into: Bits, source: int) -> None:
-        """Fill uN[n], contiguous, with what another rank sends. Raises RanksLostError."""
+        """Receive uN[n], contiguous, from another rank. Raises RanksLostError."""
 
 
 class SingleRank(Ranks):
-    """The only process. Errors are raised as they are."""
+    """A single process. Errors are raised unchanged."""
 
     rank, size = 0, 1
 
@@ -99,11 +99,11 @@ class SingleRank(Ranks):
 
 
 class ProcessGroupRanks(Ranks):
-    """The ranks of a process group on CPU memory (gloo), whose timeout bounds every wait.
+    """The ranks of a process group in CPU memory (gloo), whose timeout limits every wait.
 
     Args:
-        group: without one, the default group.
-        timeout_s: of the groups made from it; of PyTorch's choice where it is not given.
+        group: the process group; the default group if None.
+        timeout_s: timeout of the groups that `sibling` creates; PyTorch's default if None.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
@@ -147,7 +147,7 @@ class ProcessGroupRanks(Ranks):
         except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of any error
             kind = type(error)
             try:
-                # Another process has to be able to make it again from a message alone.
+                # Another process must be able to make the error again from a message alone.
                 again = pickle.loads(pickle.dumps(kind)) is kind and str(kind("message")) == "message"
             except Exception:  # noqa: BLE001 - a constructor may raise anything when it is given a message
                 again = False
@@ -156,10 +156,10 @@ class ProcessGroupRanks(Ranks):
 
 
 def open_ranks(timeout_s: float) -> Ranks:
-    """All ranks of the job, on a group of their own: no rank waits longer than `timeout_s` for another.
+    """Return all ranks of the job, with their own group: no rank waits longer than `timeout_s` for another.
 
-    One process where torch.distributed is not initialised. Every rank calls it. The time has to cover what the slowest
-    rank takes to encode and send its shards, and the first one to make the newest version again from the log.
+    Returns one process if torch.distributed is not initialised. Every rank calls it. The timeout must be longer than
+    the slowest rank needs to encode and send its shards, and than the first needs to rebuild the newest version.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return SingleRank()
@@ -167,14 +167,14 @@ def open_ranks(timeout_s: float) -> Ranks:
 
 
 def _gloo(members: list[int] | None, timeout_s: float | None) -> Ranks:
-    """A new group of ranks of the job, all of them where none are named; the members call it."""
+    """Create a group of the job's ranks (of all if `members` is None); the members call it."""
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     group = dist.new_group(members, timeout, "gloo", use_local_synchronization=members is not None)
     return ProcessGroupRanks(group, timeout_s)
 
 
 _Outcome = tuple[T | None, tuple[type[Exception], str] | None]
-"""A rank's value, or the class and message of its error, on the way to the other ranks."""
+"""A rank's value, or the class and message of its error, as sent to the other ranks."""
 
 
 def _error(failures: Sequence[tuple[type[Exception], str]]) -> Exception:

@@ -1,15 +1,15 @@
-"""A version made again from the log: an anchor where the path begins with one, then the deltas, each step checked.
+"""A version rebuilt from the log: an anchor if the path begins with one, then the deltas, with a check of each step.
 
-One way for all who follow an update path: a publisher without a copy, a replica that joins, keeps up or goes back, the
-operator's commands. What it keeps true:
+Used for every update path: by a publisher without a copy, a replica that joins, follows or rolls back, and the
+operator's commands. Invariants:
 
-- after each step the mirror is a version whose fingerprint is its manifest's; at the end, and with `recount` after each
-  step, tensor by tensor; every block of a delta was checked against the very weights that it changes;
-- a delta is decoded whole or not at all: its shards are read at once, reading and checking overlap, and blocks are
-  decoded beside each other. The kernels let go of the interpreter's lock, so that threads are enough;
-- a path that cannot be followed leaves the mirror as it was, and the error names the anchor or the delta;
-- memory, where the mirror was empty: one copy of the weights, the encoded blocks under way, which the number of threads
-  bounds, and what the fetcher holds; else also what leads back.
+- after each step the mirror is a version whose fingerprint equals its manifest's; at the end, and with `recount` after
+  each step, also for each tensor; every block of a delta is checked against exactly the weights that it changes;
+- a delta is decoded whole or not at all: its shards are read concurrently, reading and checking overlap, and blocks
+  are decoded in parallel. The kernels release the interpreter's lock, so that threads are sufficient;
+- if a path cannot be followed, the mirror is not changed, and the error names the anchor or the delta;
+- memory, if the mirror was empty: one copy of the weights, the encoded blocks in progress, which the number of threads
+  limits, and the fetcher's chunks; otherwise also the previous values of the changed elements.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tidemill.schemas.records import Manifest, ShardPosition, TensorInfo
 from tidemill.schemas.stored_object import StoredObjectError
 
 SHARDS_AT_ONCE = 4
-"""Shards read at once: enough to fill a link whose single streams are slow."""
+"""Shards read at the same time: enough to fill a link on which a single stream is slow."""
 
 Pieces = Callable[[Manifest, ShardPosition], Generator[bytes, None, None]]
-"""The bytes of a shard, as `ChunkFetcher.pieces`."""
+"""Returns the bytes of a shard, as `ChunkFetcher.pieces`."""
 
 Resolve = Callable[[EncodedBlock], tuple[BlockChange, ...]]
-"""Gives the changes of a block; called from several threads."""
+"""Returns the changes of a block; called from several threads."""
 
 
 class Decoder:
@@ -54,12 +54,12 @@ class Decoder:
         self._slots = Semaphore(2 * threads)
 
     def decode(self, delta: Delta, pieces: Pieces, resolve: Resolve) -> tuple[tuple[BlockChange, ...], float]:
-        """Every block of a delta, resolved; and the milliseconds that its bytes were waited for.
+        """Return every block of a delta, resolved; and the wait for its bytes, in milliseconds.
 
-        Raises the errors of `pieces` and `resolve`, and DeltaError for a stream that is no delta from `delta.base`.
+        Raises the errors of `pieces` and `resolve`, and DeltaError if the stream is not a delta from `delta.base`.
         """
         blocks: list[Future[tuple[BlockChange, ...]]] = []
-        # The first one ends the delta: the other threads see it.
+        # The first error ends the delta: the other threads see it here.
         errors: list[Exception] = []
 
         def resolved(block: EncodedBlock) -> tuple[BlockChange, ...]:
@@ -72,7 +72,7 @@ class Decoder:
                 self._slots.release()
 
         def read(shard: ShardPosition) -> float:
-            """Hand the blocks of one shard on; the seconds that its bytes took."""
+            """Submit the blocks of one shard for decoding; return the wait for its bytes, in seconds."""
             waited = [0.0]
             try:
                 with closing(pieces(delta.manifest, shard)) as source:
@@ -97,7 +97,7 @@ class Decoder:
 
 
 def _timed(source: Iterator[bytes], waited: list[float]) -> Iterator[bytes]:
-    """The pieces of a shard; `waited[0]` grows by the seconds that each takes."""
+    """Yield the pieces of a shard; add the wait for each to `waited[0]`, in seconds."""
     while True:
         begun = time.monotonic()
         piece = next(source, None)
@@ -108,14 +108,14 @@ def _timed(source: Iterator[bytes], waited: list[float]) -> Iterator[bytes]:
 
 
 CHUNK_WAIT_S = 60.0
-"""Longest wait of a publisher for one chunk that the log holds."""
+"""Longest wait of a publisher for one chunk that is in the log, in seconds."""
 
 PathStep = Manifest | Delta
-"""A step of an update path: the manifest of the anchor that it begins with, or a delta."""
+"""A step of an update path: the manifest of its first anchor, or a delta."""
 
 
 class RefusedDeltaError(ValueError):
-    """A delta's bytes are wrong, or do not lead from its base to its version."""
+    """Error for a delta whose bytes are wrong or do not lead from its base to its version."""
 
     def __init__(self, delta: Delta, reason: str) -> None:
         super().__init__(reason)
@@ -123,7 +123,7 @@ class RefusedDeltaError(ValueError):
 
 
 class RefusedAnchorError(ValueError):
-    """An anchor cannot be read, or is not the version that its manifest names."""
+    """Error for an anchor that cannot be read or is not the version that its manifest names."""
 
     def __init__(self, manifest: Manifest, reason: str) -> None:
         super().__init__(reason)
@@ -133,19 +133,19 @@ class RefusedAnchorError(ValueError):
 @dataclass(frozen=True, slots=True)
 class FollowedPath:
     anchor: Path | None
-    """Local directory of the anchor that it began with; None without one, and where its files are not kept."""
+    """Local directory of the path's anchor; None without an anchor, or if its files are not kept."""
     fetch_ms: float
-    """Milliseconds that the bytes of deltas were waited for."""
+    """Wait for the bytes of deltas, in milliseconds."""
 
 
 class Rebuilder:
-    """The follower of update paths, one at a time. Close it before the process forks.
+    """Follows update paths, one at a time. Close it before the process forks.
 
     Args:
-        shards: where the bytes of deltas come from.
-        threads: that decode the blocks of a delta.
-        directory: where the files of anchors of a remote store are copied to, with configuration and tokenizer. Without
-            one they are read file by file, and at most one of them is on the disk.
+        shards: source of the bytes of deltas.
+        threads: number of threads that decode the blocks of a delta.
+        directory: directory to which the files of remote anchors are copied, with configuration and tokenizer. If
+            None, they are read file by file, and at most one of them is on the disk.
     """
 
     def __init__(self, shards: ShardSource, threads: int, directory: Path | None = None) -> None:
@@ -161,18 +161,18 @@ class Rebuilder:
         outline: Sequence[TensorInfo] = (),
         progress: Callable[[PathStep], None] = lambda _: None,
     ) -> FollowedPath:
-        """Take a mirror to the version that a path leads to. The draft is still to be kept, or reverted.
+        """Change a mirror to the last version of a path. The caller keeps or reverts the draft afterwards.
 
         Args:
-            recount: compare every tensor of every version on the way, and compute the fingerprints of changed tensors
-                from the weights themselves; else those of the last version are compared, as the deltas claim them.
+            recount: compare every tensor of every version of the path, and compute the fingerprints of changed tensors
+                from the weights; otherwise compare only the last version's, with the deltas' fingerprints.
             outline: names, types and shapes of the tensors, for an anchor whose manifest does not list them.
-            progress: called with each step before it is taken.
+            progress: called before each step.
 
         Raises:
             RefusedAnchorError: the anchor cannot be used.
-            RefusedDeltaError: a delta's bytes are wrong, no longer kept, or do not fit.
-            FetchTimeoutError, StoreUnavailableError: the log or the store does not answer. The draft was reverted after
+            RefusedDeltaError: a delta's bytes are wrong, deleted, or do not match the weights.
+            FetchTimeoutError, StoreUnavailableError: the log or the store does not answer. The draft is reverted after
                 every error.
         """
         anchor, fetch_ms = None, 0.0
@@ -225,19 +225,19 @@ class Rebuilder:
 
 
 def rebuild(kafka: KafkaSettings, path: UpdatePath, tensors: Sequence[TensorInfo]) -> HeldVersion:
-    """The weights of the version that `path`, from an anchor on, leads to, whole, for a publisher to continue.
+    """Rebuild the whole last version of `path`, which starts at an anchor, for a publisher that continues it.
 
     Args:
-        tensors: of any version of the chain, for their types; a file format knows fewer than a version can have. Their
-            fingerprints are not read.
+        tensors: tensors of any version of the chain, for their types: the file format has fewer types than a version
+            can have. Their fingerprints are not read.
 
-    Raises VersionError when the anchor or a delta is gone or damaged, TimeoutError or StoreUnavailableError when the
+    Raises VersionError if the anchor or a delta is missing or damaged, TimeoutError or StoreUnavailableError if the
     log or the store does not answer.
     """
     assert path.anchor is not None
     last = path.deltas[-1].manifest if path.deltas else path.anchor
     mirror = Mirror()
-    # One thread: this runs beside a step of training.
+    # One thread: this runs at the same time as a training step.
     with (
         open_fetcher(kafka, CHUNK_WAIT_S, 1, "tidemill-publisher-deltas") as shards,
         closing(Rebuilder(shards, threads=1)) as rebuilder,

@@ -1,14 +1,14 @@
-"""Skip-deltas: second ways to a version, for replicas that fell behind, made beside the trainer.
+"""Skip-deltas: shorter paths to a version, for replicas that are behind, encoded while the trainer continues.
 
-Every k-th version of a branch gets a delta from the version k before it, for each configured k: with 8 and 64 a replica
-that is n versions behind needs about n/64 + 8 + 8 deltas and not n. They lie in the object store, so that replicas that
-keep up never read them, and come k times as seldom as they are long: over eight steps a delta grows to about three or
-four times one step's, over 64 to about ten times, so that 8 and 64 together write about half as much again.
+Every k-th version of a branch gets a delta from the version k before it, for each configured k: with 8 and 64, a
+replica that is n versions behind needs about n/64 + 8 + 8 deltas instead of n. They are in the object store, so that
+other replicas never read them, and only every k-th version has one of length k: over eight steps a delta grows to
+about three or four times one step's size, over 64 to about ten times, so that 8 and 64 together add about 50 %.
 
-What this keeps true: nothing here delays or fails a publication. What comes while the backlog is full is dropped and
-counted, as is what fails; a version without its skip-deltas is whole all the same. Memory: a copy of the weights for
-each version that waits or is under way, and, unless they are read again from the log, one for each k. Of several ranks
-each makes a shard of what it holds, in the same order; the first one decides what is dropped, and writes the record.
+Invariants: nothing here delays or fails a publication. Skip-deltas that are due while the backlog is full, or that
+fail, are dropped and counted; a version is complete without them. Memory: a copy of the weights for each version that
+waits or is in progress and, unless they are read again from the log, one for each k. Each of several ranks writes a
+shard of its parts, in the same order; the first rank decides which to drop, and writes the record.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """One skip-delta to be made."""
+    """One skip-delta that is due."""
 
     length: int
     base: int
     """The version that it starts from."""
     path: UpdatePath | None
-    """How to make the base again; None where no anchor leads to it."""
+    """Path to rebuild the base; None if no anchor leads to it."""
 
 
 def skips_due(graph: VersionGraph, lengths: tuple[int, ...]) -> list[Skip]:
-    """The skip-deltas that the newest version of a branch gets."""
+    """Return the skip-deltas that the newest version of a branch gets."""
     newest = -1 if graph.newest_version is None else graph.newest_version
     bases = ((length, graph.ancestor(newest, length)) for length in bases_due(graph, lengths))
     return [Skip(length, base.version, graph.path(base.version)) for length, base in bases if base is not None]
 
 
 def bases_due(graph: VersionGraph, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """The lengths for which a later skip-delta starts from the newest version."""
+    """Return the lengths for which a later skip-delta starts from the newest version."""
     return tuple(length for length in lengths if graph.manifests and (len(graph.manifests) - 1) % length == 0)
 
 
 class SkipPublisher:
-    """The publisher of skip-deltas, which makes them in a thread of its own."""
+    """Publisher of skip-deltas, which it makes in its own thread."""
 
     def __init__(
         self,
@@ -74,20 +74,20 @@ class SkipPublisher:
         self._kafka, self._run, self._settings = kafka, run, settings
         self._codec, self._folder = codec, folder
         self._ranks = ranks
-        # The thread's calls run beside the publisher's.
+        # The thread's calls run at the same time as the publisher's.
         self._beside = ranks.sibling() if settings.skips else ranks
         self._jobs: queue.Queue[tuple[HeldVersion, list[Skip], tuple[int, ...]] | None] = queue.Queue()
-        """Weights, the skip-deltas that lead to them, and the lengths whose next base they are."""
+        """Weights, the skip-deltas that lead to them, and the lengths for which they are the next base."""
         self._bases: dict[int, HeldVersion] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.published = 0
         """Skip-deltas in the log."""
         self.dropped = 0
-        """Skip-deltas that were not made: the backlog was full, or making them failed."""
+        """Skip-deltas that were not made: the backlog was full, or an error occurred."""
 
     def offer(self, graph: VersionGraph, held: HeldVersion) -> None:
-        """Take note of the newest version of `graph`, whose weights `held` has: they are copied where needed.
+        """Queue the skip-deltas of the newest version of `graph`, with the weights `held`, which are copied if needed.
 
         Every rank calls it. Raises RanksLostError.
         """
@@ -105,11 +105,11 @@ class SkipPublisher:
             self._thread.start()
 
     def wait(self) -> None:
-        """Until everything that was offered is published or dropped."""
+        """Wait until everything that was offered is published or dropped."""
         self._jobs.join()
 
     def close(self) -> None:
-        """End the thread: what is under way is finished, what waits is dropped and counted."""
+        """End the thread: finish the version in progress, drop and count those that wait."""
         self._stop.set()
         if self._thread is not None and self._thread.is_alive():
             self._jobs.put(None)
@@ -120,7 +120,7 @@ class SkipPublisher:
         while (job := self._jobs.get()) is not None:
             weights, skips, lengths = job
             try:
-                # Every rank meets every job, so that none waits for another that is being closed.
+                # Every rank reads every job, so that none waits for another that is being closed.
                 if self._beside.from_first(self._stop.is_set):
                     self.dropped += len(skips)
                     continue

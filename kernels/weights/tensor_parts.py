@@ -1,11 +1,11 @@
-"""The part of each weight that one rank holds and publishes, and the whole that the parts of all ranks make up.
+"""The part of each weight that one rank holds and publishes, and the whole weights that all parts make together.
 
-A process alone has whole weights: parts that begin at 0 and have every element. Keeps true: the parts that are merged
-cover every element of every tensor exactly once, or there is an error; so the fingerprints of the merged tensors are
-those of the whole, for any number of ranks and any cuts.
+A single process has whole weights: parts that begin at 0 and have every element. Invariant: merged parts cover every
+element of every tensor exactly once, otherwise an error is raised; so the fingerprints of the merged tensors are
+those of the whole tensors, for any number of ranks and any cuts.
 
-Elements move between ranks one tensor at a time: a tensor that is cut one way becomes cut another way. Every rank calls
-`spans_of_all` and `exchange` in the same order; it holds what it had and what it gets of one tensor, and no more.
+Ranks exchange elements one tensor at a time, to change the cuts of a tensor. Every rank calls `spans_of_all` and
+`exchange` in the same order; it holds only the old and the new elements of one tensor.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ class TensorPart:
     dtype: str
     """Name of the element type (`kernels.elements`)."""
     shape: tuple[int, ...]
-    """Of the whole weight."""
+    """Shape of the whole weight."""
     start: int
-    """Flat element of the whole weight, in C order."""
+    """Flat index in the whole weight, in C order."""
     bits: AnyArray
     """uN[n], bit patterns, flat: a numpy array, or a tensor on a device."""
 
     @property
     def n(self) -> int:
-        """Elements of the part."""
+        """Number of elements of the part."""
         return len(self.bits)
 
     @property
     def total(self) -> int:
-        """Elements of the whole weight."""
+        """Number of elements of the whole weight."""
         return prod(self.shape)
 
     def fingerprint(self) -> Fingerprint:
-        """Fingerprint of the part; those of all ranks add up to the weight's."""
+        """Return the fingerprint of the part; the sum over all ranks is the weight's fingerprint."""
         return backend_for(self.bits).fingerprint(self.bits, TensorKey.of(self.name), self.start)
 
     def hosted(self) -> TensorPart:
-        """The part in the CPU's memory: itself, or a copy of one that lies on a device."""
+        """Return the part in the CPU's memory: itself, or a copy if it is on a device."""
         return self if isinstance(self.bits, np.ndarray) else replace(self, bits=KernelBackend.host(self.bits))
 
     def outline(self) -> Weight:
-        """The whole weight's type and shape, in an array of zeros that takes no memory."""
+        """Return the whole weight's type and shape, as an array of zeros that uses no memory."""
         return Weight(self.dtype, np.broadcast_to(np.zeros((), BY_NAME[self.dtype].bits), self.shape))
 
 
@@ -69,24 +69,24 @@ Parts = Mapping[str, TensorPart]
 """A rank's part of every weight, by name, in the same order on every rank."""
 
 TensorLike = WeightLike | TensorPart
-"""A tensor as a trainer may hand it over: whole, or this rank's part of it."""
+"""A tensor in a form that a trainer may pass: whole, or this rank's part."""
 
 Tensors = Mapping[str, TensorLike] | Iterable[tuple[str, TensorLike]]
-"""A version as a trainer hands it over: by checkpoint name, each tensor once, in any order."""
+"""A version in the form that a trainer passes: by checkpoint name, each tensor once, in any order."""
 
 
 class Place(NamedTuple):
-    """Which elements of which tensor: [start, start + n)."""
+    """The elements [start, start + n) of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     start: int
     n: int
 
 
 PartInfo = tuple[Place, Fingerprint]
-"""A rank's elements of a tensor, and their fingerprint."""
+"""A rank's elements of a tensor, with their fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +105,15 @@ class RankReport:
     """One rank's part of a version."""
 
     parts: Mapping[str, PartInfo]
-    """Of every tensor by name, in the same order on every rank."""
+    """Part of every tensor by name, in the same order on every rank."""
     shards: Sequence[ShardReport] = ()
-    """The shards that the rank published; none where there is no delta."""
+    """The shards that the rank published; empty if there is no delta."""
 
 
 def as_part(name: str, value: TensorLike) -> TensorPart:
-    """`value` as a part, where it lies: a view of its memory where that is possible, not a copy.
+    """Return `value` as a part, on its device: a view of its memory if possible, otherwise a copy.
 
-    Raises TypeError for a type that a version cannot carry, ValueError for a part that is not of this tensor.
+    Raises TypeError for a type that a version cannot carry, ValueError for a part of another tensor.
     """
     if isinstance(value, torch.Tensor) and not is_on_host(value):
         row = flat_row(value.detach().contiguous())
@@ -133,7 +133,7 @@ def as_part(name: str, value: TensorLike) -> TensorPart:
 
 
 def place_of(name: str, value: TensorLike) -> Place:
-    """Which elements a tensor is, without moving it off its device. Raises like `as_part`."""
+    """Return the elements that `value` has, without a copy from its device. Raises the errors of `as_part`."""
     if isinstance(value, torch.Tensor):
         return Place(str(value.dtype).removeprefix("torch."), tuple(value.shape), 0, value.numel())
     part = as_part(name, value)
@@ -141,12 +141,12 @@ def place_of(name: str, value: TensorLike) -> Place:
 
 
 def part_info(part: TensorPart, made: Fingerprint | None = None) -> PartInfo:
-    """A rank's report of a part, whose fingerprint is computed unless it is given."""
+    """Return a rank's report on a part, whose fingerprint is computed if it is None."""
     return place_of(part.name, part), made or part.fingerprint()
 
 
 def named(version: int, tensors: Tensors) -> Iterator[tuple[str, TensorLike]]:
-    """The tensors of a version by name, in the order given. Raises VersionError for a name that comes twice."""
+    """Yield the tensors of a version by name, in the order given. Raises VersionError for a repeated name."""
     seen: set[str] = set()
     for name, value in tensors.items() if isinstance(tensors, Mapping) else tensors:
         if name in seen:
@@ -156,9 +156,9 @@ def named(version: int, tensors: Tensors) -> Iterator[tuple[str, TensorLike]]:
 
 
 def merged_tensors(reports: Sequence[RankReport]) -> list[TensorInfo]:
-    """The tensors of the version that the reports of all ranks make up.
+    """Return the tensors of a version from the reports of all ranks.
 
-    Raises VersionError when the ranks do not speak of the same tensors, or an element is held by none or by several.
+    Raises VersionError if the ranks do not report the same tensors, or no rank or several ranks hold an element.
     """
     if len({len(report.parts) for report in reports}) != 1:
         raise VersionError("the ranks hold different numbers of tensors: give every rank's part of every tensor")
@@ -182,9 +182,9 @@ def merged_tensors(reports: Sequence[RankReport]) -> list[TensorInfo]:
 
 
 def deal(sizes: Mapping[str, int], hands: int) -> dict[str, int]:
-    """Which of `hands` takes each tensor: the largest first, each to the hand that has least; in the order of `sizes`.
+    """Assign each tensor to one of `hands`: the largest first, each to the least loaded; in the order of `sizes`.
 
-    Raises ValueError for no hands.
+    Raises ValueError if `hands` is below 1.
     """
     if hands < 1:
         raise ValueError(f"tensors are dealt to at least one hand, not {hands}")
@@ -198,20 +198,20 @@ def deal(sizes: Mapping[str, int], hands: int) -> dict[str, int]:
 
 
 Span = tuple[int, int]
-"""Elements of a tensor: the first, and how many."""
+"""A range of a tensor's elements: first element, number of elements."""
 
 
 def spans_of_all(spans: Mapping[str, Span], ranks: Ranks) -> dict[str, list[Span]]:
-    """The spans of every rank, in rank order, by tensor; on every rank. Raises RanksLostError."""
+    """Return the spans of every rank, in rank order, by tensor; on every rank. Raises RanksLostError."""
     found = ranks.gather(lambda: spans)
     return ranks.from_first(lambda: {name: [of_rank[name] for of_rank in found] for name in spans})
 
 
 def exchange(own: TensorPart, held: Sequence[Span], wanted: Sequence[Span], ranks: Ranks) -> TensorPart:
-    """This rank's `wanted` elements of a tensor of which every rank has its `held` ones; called by all ranks.
+    """Return this rank's `wanted` elements of a tensor whose `held` elements the ranks have; called by all ranks.
 
-    Both are in rank order and cover what is wanted once. The part itself where nothing moves; else memory of its own.
-    All of them in the CPU's memory. Raises RanksLostError.
+    Both are in rank order; `held` covers each wanted element once. Returns `own` if nothing moves, otherwise a part in
+    new memory; in both cases in the CPU's memory. Raises RanksLostError.
     """
     own = own.hosted()
     if list(held) == list(wanted):

@@ -1,7 +1,7 @@
-"""The tensors of a version: in its manifest, or in an object beside the log where the list is too long for a record.
+"""The tensors of a version: in its manifest, or in an object of the store if the list is too long for a record.
 
-The object is an Avro container file of `TensorInfo` records, deflated, under a name that its digest is part of. Read
-manifests through `with_tensors`, and where the list lies does not matter.
+The object is an Avro container file of `TensorInfo` records, deflated; its name contains its digest. Read manifests
+through `with_tensors`, which works for both.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ CODEC = "deflate"
 
 
 def fit_record(manifest: Manifest, codec: Codec, folder: str, limit_bytes: int) -> Manifest:
-    """The manifest itself where its record has at most `limit_bytes`, else one with its tensors in a table in `folder`.
+    """Return the manifest if its record has at most `limit_bytes`, else one with its tensors in a table in `folder`.
 
-    Raises like `store_tensor_table`.
+    Raises the errors of `store_tensor_table`.
     """
     if not manifest.tensors or len(codec.encode(manifest)) <= limit_bytes:
         return manifest
@@ -33,9 +33,9 @@ def fit_record(manifest: Manifest, codec: Codec, folder: str, limit_bytes: int) 
 
 
 def with_tensors(manifest: Manifest) -> Manifest:
-    """The manifest with its tensors listed in it, fetched where they lie in a table.
+    """Return the manifest with its list of tensors, fetched if they are in a table.
 
-    Raises StoredObjectError when the table is gone or is not what the manifest names, StoreUnavailableError when the
+    Raises StoredObjectError if the table is missing or does not match the manifest, StoreUnavailableError if the
     store fails.
     """
     if manifest.tensor_table is None:
@@ -44,9 +44,9 @@ def with_tensors(manifest: Manifest) -> Manifest:
 
 
 def store_tensor_table(folder: str, tensors: Sequence[TensorInfo]) -> TensorTable:
-    """Store a list of tensors below `folder`, an fsspec URL or a directory. Raises like `put_object`."""
+    """Store a list of tensors below `folder`, an fsspec URL or a directory. Raises the errors of `put_object`."""
     buffer = io.BytesIO()
-    # A marker of its own choosing would make the same list other bytes each time.
+    # fastavro's random marker would give other bytes for the same list each time.
     marker = xxhash.xxh3_128_digest("\n".join(tensor.fingerprint for tensor in tensors).encode())
     fastavro.writer(buffer, _schema(), map(asdict, tensors), codec=CODEC, sync_marker=marker)
     payload = buffer.getvalue()
@@ -55,11 +55,11 @@ def store_tensor_table(folder: str, tensors: Sequence[TensorInfo]) -> TensorTabl
 
 
 def load_tensor_table(table: TensorTable) -> list[TensorInfo]:
-    """The tensors of a table, in their order. Raises like `with_tensors`."""
+    """Return the tensors of a table, in their order. Raises the errors of `with_tensors`."""
     payload = read_object(StoredObject(table.uri, table.n_bytes, table.digest))
     try:
         found = [TensorInfo(**fields) for fields in fastavro.reader(io.BytesIO(payload), _schema())]
-    except Exception as error:  # fastavro raises errors of many types on other bytes; callers get one
+    except Exception as error:  # fastavro raises errors of many types on invalid bytes; callers get one
         raise StoredObjectError(f"{table.uri} is no tensor table: {type(error).__name__}: {error}") from error
     if len(found) != table.n_tensors:
         raise StoredObjectError(f"{table.uri} lists {len(found)} tensors, its manifest says {table.n_tensors}")
@@ -68,6 +68,6 @@ def load_tensor_table(table: TensorTable) -> list[TensorInfo]:
 
 @lru_cache(maxsize=1)
 def _schema() -> Any:  # noqa: ANN401 - fastavro ships no types
-    """The schema of a `TensorInfo`, as the manifest's own schema has it."""
+    """Return the schema of a `TensorInfo`, as it is in the manifest's schema."""
     fields = {field["name"]: field["type"] for field in current_schema(Manifest)["fields"]}
     return fastavro.parse_schema(fields["tensors"]["items"])
