@@ -270,7 +270,7 @@ class RouterSettings(ReplicaRequests, EdgeSettings):
     """Longest wait for the log's acknowledgement of one interaction."""
 
     log_rest_s: float = Field(default=1.0, gt=0)
-    """Seconds after a failure of the log in which requests are refused at once; then one of them tries the log again."""
+    """Seconds after a failure of the log in which requests are refused at once; then one tries the log again."""
 
     request_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time for one answer, retries on other replicas included."""
@@ -318,7 +318,7 @@ class GatewaySettings(EdgeSettings):
     """Most events in one batch."""
 
     acknowledge_timeout_s: float = Field(default=5.0, ge=0.5)
-    """Longest wait for the log's acknowledgement in seconds; then the answer is 503, and the event may be sent again."""
+    """Longest wait for the log's acknowledgement in seconds; then the answer is 503, and the client may retry."""
 
     max_queued: int = Field(default=100_000, ge=1)
     """Most events that wait for the log's acknowledgement."""
