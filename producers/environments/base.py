@@ -36,7 +36,7 @@ class GenerationFailed(RuntimeError):
 
 
 class ContextFull(RuntimeError):
-    """The conversation fills the context: no system fault. If not caught, `Environment.cut_off` scores the rollout."""
+    """Error of a full context, caused by the policy. If not caught, `Environment.cut_off` scores the rollout."""
 
 
 class EnvironmentFailed(RuntimeError):
@@ -62,7 +62,7 @@ class Reply:
     """The assistant's message with parsed tool calls; the next request contains it unchanged."""
     finish: Literal["stop", "length", "tool_calls"]
     malformed: tuple[str, ...] = ()
-    """Texts that begin like tool calls but cannot be parsed."""
+    """Texts intended as tool calls that cannot be parsed."""
     tokens: tuple[int, int] = (0, 0)
     """Number of tokens of the prompt, and of the turn."""
 

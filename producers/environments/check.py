@@ -39,7 +39,7 @@ class ScriptedPolicy(base.Policy):
     """A policy that returns given texts in order and then repeats the last one, or calls the first tool offered."""
 
     def __init__(self, texts: Sequence[str], most: int, arguments: str | None = None) -> None:
-        """`most` bounds the calls, as for a rollout's policy; with `arguments`, each turn calls the first tool, if any."""
+        """`most` bounds the calls, as for a rollout's policy; with `arguments`, turns call the first tool, if any."""
         self._texts, self._most, self._arguments = texts, most, arguments
         self.requests: list[tuple[list[Message], tuple[Tool, ...]]] = []
         self.conversation: list[Message] = []

@@ -119,7 +119,7 @@ class MarkingThreadPool(ThreadPoolExecutor):
 
 
 def _processor_ticks(process: int, thread: int) -> int:
-    """Return the processor time of a thread in clock ticks; 0 for a thread that has ended."""
+    """Return the processor time of a thread, in clock ticks; 0 if the thread has ended."""
     try:
         fields = Path(f"/proc/{process}/task/{thread}/stat").read_text().rpartition(")")[2].split()
     except OSError:
