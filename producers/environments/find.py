@@ -111,7 +111,7 @@ def environment_type(name: str) -> EnvironmentType:
 
 
 def is_foreign(name: str) -> bool:
-    """Return whether a name has the form `package.module:object` and is no entry point."""
+    """Return whether a name has the form `package.module:object`, and its first part is no entry point."""
     return name.partition(":")[0] not in _entry_points() and _MODULE.fullmatch(name) is not None
 
 
