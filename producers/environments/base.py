@@ -208,7 +208,7 @@ class Environment(ABC):
         return found or Score((RewardComponent("finished", 0.0, 1.0),), success=False)
 
     async def rescore(self, task: Task, messages: Messages) -> Score | None:
-        """Score an earlier conversation, by a program or in the log; return None if that is not possible."""
+        """Score a conversation of an agent program, or one in the log; return None if that is not possible."""
         return None
 
     def option_rows(self) -> list[dict[str, Any]]:

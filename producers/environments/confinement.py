@@ -12,8 +12,8 @@ tree when the worker closes the keeper's standard input, when the worker dies, o
 a report to standard output: the exit code of the process, and the end of its stderr.
 
 Invariant: when the keeper has exited by itself, no process of the tree is alive and the temporary directory is deleted.
-The limits protect against code that fails, hangs or leaks, and against a model's text that is executed. They do not
-stop an attacker, who can read all files of the same user. The number of processes, and of files, is not limited.
+The limits protect against code that fails, hangs or leaks, and against text of a model that is executed. They do not
+stop an attacker, who can read what the same user can read. The number of processes, and of files, is not limited.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class EpisodeMarks:
         await asyncio.sleep(BUSY_S)
         used = {thread: _processor_ticks(process, thread) - ticks for thread, ticks in before.items()}
         busiest = max(threads, key=lambda thread: used[thread])
-        # A thread that holds the interpreter's lock leaves no time to the loop's thread; otherwise they share it.
+        # A thread that holds the interpreter's lock leaves no time to the loop's thread; one that shares it does.
         return threads[busiest] if used[busiest] > MUCH_MORE * used[process] else self.episode
 
 

@@ -167,7 +167,7 @@ class OpenEnvEnvironment(base.Environment):
     network = True
 
     def __init__(self, options: OpenEnvOptions, url: str) -> None:
-        """`url` is the address of the server, http or https. No request is sent yet."""
+        """Store the address `url` of the server, http or https. Sends no request yet."""
         super().__init__(options)
         self.needs_tools = options.turn == "tools"  # type: ignore[misc]  # of the instance
         self._url, self._field = url, options.action_field
@@ -293,7 +293,7 @@ class OpenEnvEnvironment(base.Environment):
                         yield session, first
                         return
                 finally:
-                    # End the session; ignore errors of a server that is gone
+                    # End the session; ignore errors, since the server may have exited
                     with suppress(TimeoutError, aiohttp.ClientError, OSError):
                         async with asyncio.timeout(CLOSE_S):
                             await socket.send_str(json.dumps({"type": "close"}))

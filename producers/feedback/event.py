@@ -79,7 +79,7 @@ class EventFields(TypedDict, total=False):
 
 
 class FeedbackMaker:
-    """Checks signals and makes records of them. Raises KeysMissing without the product's keys."""
+    """Checks signals and makes their records. Raises KeysMissing without the product's keys."""
 
     def __init__(self, product: ProductSettings) -> None:
         self._signer = Signer(product)

@@ -114,7 +114,7 @@ class TaskSource:
                     self._issued[record.group_id] = (questions, record.payload)
 
     def task(self, name: TaskName, issued_at: int, issued_version: int) -> Task:
-        """Return the task to issue as `name`. Raises TaskError if its environment has no unused question left."""
+        """Return the task to issue as `name`. Raises TaskError if its environment has no unused question."""
         feed, training = self._feed, name.stage.mode is Mode.TRAIN
         index = name.index if training else name.index % evaluation_size(feed, name.stage)
         if training:
@@ -175,7 +175,7 @@ class Questions:
         self._issued[payload] += 1
 
     def close_group(self, payload: str, solved: bool) -> None:
-        """Record that the group of a task with this payload closed; `solved`: every rollout of it succeeded."""
+        """Record that the group of a task with this payload closed; `solved`: all its rollouts succeeded."""
         self._solved[payload] = self._solved[payload] + 1 if solved else 0
         self._left_out[payload] = min(self._solved_one_in ** self._solved[payload] - 1, MOST_LEFT_OUT)
 
