@@ -1,4 +1,4 @@
-"""The first writers: the feedback SDK and gateway, the router, the task feeder, the rollout workers."""
+"""The processes that write new data to the log: feedback SDK and gateway, router, task feeder, rollout workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["AsyncFeedbackProducer", "FeedbackProducer"]
 
 
 def __getattr__(name: str) -> object:
-    """Load the SDK when it is asked for, so that the other producers do not pay for it."""
+    """Import the SDK at the first use, so that the other producers do not spend time on it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from tidemill.producers import feedback

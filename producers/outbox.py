@@ -1,8 +1,8 @@
-"""The producers' side of the log: records of many coroutines in batches, the claim check, and the run's first anchor.
+"""The producers' access to the log: batches of records from many coroutines, the claim check, the run's first anchor.
 
-What holds: `Outbox.write` returns only after the log's acknowledgement. A batch that the log refuses raises at every
-writer of it: nothing is given up in silence. All calls to the producer run on one thread, and records of one key stay
-in order.
+Invariants: `Outbox.write` returns only after the log's acknowledgement. If the log refuses a batch, each writer of that
+batch gets the error: no failure is silent. All calls to the producer run on one thread, and records with equal keys
+stay in order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tidemill.schemas.stored_object import digest, store_claim
 
 LOG = logging.getLogger(__name__)
 POST_S = 0.02
-"""How long a posted record waits for others to go with it."""
+"""How long a posted record waits for others to share its batch, in seconds."""
 ANCHOR_POLL_S = 0.2
 OVERHEAD_BYTES = 4096
-"""More than the fields of a rollout or an interaction beside its segments take."""
+"""Upper bound for the fields of a rollout or an interaction without its segments."""
 SPAN_BYTES = 30
-"""More than one version span takes."""
+"""Upper bound for one version span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class _OutgoingRecord:
     key: str
     record: Record
     written: asyncio.Future[None] | None
-    """None for a record that nobody waits for."""
+    """None for a posted record, which no writer waits for."""
 
 
 class Outbox:
-    """Batches, for one topic where no other is named.
+    """Writes records in batches, to one topic if a call names no other.
 
     `prepare` may replace a record before it is written, on the producer's thread.
     """
@@ -58,7 +58,7 @@ class Outbox:
     async def write(self, key: str, record: Record, topic: Topic | None = None) -> None:
         """Write one record and wait for its acknowledgement.
 
-        Raises DeliveryError, also what was raised by a batch of posted records alone.
+        Raises DeliveryError, also the error of an earlier batch that had only posted records.
         """
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -69,13 +69,13 @@ class Outbox:
         await written
 
     def post(self, key: str, record: Record, topic: Topic | None = None) -> None:
-        """Write one record soon, and wait for nothing. What goes wrong is raised by the next `write`, or by `drain`."""
+        """Queue one record without waiting. If it fails, the next `write`, or `drain`, raises the error."""
         self._waiting.append(_OutgoingRecord(topic or self._topic, key, record, None))
         if self._posting is None:
             self._posting = asyncio.get_running_loop().call_later(POST_S, self._begin)
 
     async def drain(self) -> None:
-        """Wait until everything that was posted is acknowledged. Raises DeliveryError."""
+        """Wait until all posted records are acknowledged. Raises DeliveryError."""
         self._begin()
         if self._sending is not None:
             await self._sending
@@ -83,7 +83,7 @@ class Outbox:
             raise self._failure
 
     async def call(self, function: Callable[[RecordProducer], None]) -> None:
-        """Run something else with the producer, on its thread, and wait until the log has acknowledged it."""
+        """Run a function with the producer, on its thread, and wait until the log has acknowledged its records."""
 
         def flushed() -> None:
             function(self._producer)
@@ -92,7 +92,7 @@ class Outbox:
         await asyncio.get_running_loop().run_in_executor(self._thread, flushed)
 
     def close(self) -> None:
-        """Let the thread end when what it does is done."""
+        """Wait for the work of the thread, and end it."""
         self._thread.shutdown(wait=True)
 
     def _begin(self) -> None:
@@ -126,10 +126,10 @@ class Outbox:
 
 
 class SegmentClaims:
-    """Leaves the bytes of a record that is too large for the log in the object store.
+    """Stores the bytes of a record that is too large for the log in the object store.
 
-    What holds: the claimed bytes are the whole record, encoded as on the log, so that `schemas.stored_object` gives it
-    back as it was; their name is their digest, so that a repeated store is the same object.
+    Invariants: the claimed bytes are the whole record, encoded as on the log, so that `schemas.stored_object` returns
+    it unchanged; their name is their digest, so that storing them again writes the same object.
     """
 
     def __init__(self, root: str, run_id: str, limit_bytes: int, codec: Codec) -> None:
@@ -137,11 +137,11 @@ class SegmentClaims:
         self._limit_bytes, self._codec = limit_bytes, codec
 
     def keep(self, payload: bytes) -> Claim:
-        """Store bytes that a record refers to beside its segments."""
+        """Store bytes that a record refers to in addition to its segments."""
         return store_claim(self._root, digest(payload), payload)
 
     def checked(self, record: Record) -> Record:
-        """The record as it goes to the log: itself, or without segments and with a claim."""
+        """Return the record to write to the log: unchanged, or with a claim in place of its segments."""
         if not isinstance(record, Rollout | Interaction):
             return record
         arrays = sum(len(s.token_ids) + len(s.loss_mask) + len(s.logprobs) for s in record.segments)
@@ -153,9 +153,9 @@ class SegmentClaims:
 
 
 def anchor_of_run(kafka: KafkaSettings, run: RunSettings, stop: threading.Event) -> str | None:
-    """The address of the run's first anchor, which gives a role its tokenizer and chat template.
+    """Return the address of the run's first anchor, from which a role loads its tokenizer and chat template.
 
-    Waits for it on `weights.manifests`; None when `stop` comes first.
+    Waits for it on `weights.manifests`; returns None if `stop` is set first.
     """
     LOG.info("waiting for the first anchor of run %s on %s, for its tokenizer", run.run_id, Topic.MANIFESTS)
     with LogReader(kafka, [Topic.MANIFESTS], client_id="tidemill-first-anchor") as reader:

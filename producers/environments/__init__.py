@@ -1,1 +1,1 @@
-"""Environments: what poses tasks to the policy and scores them, native and by adapter."""
+"""Environments, native and by adapter: they give tasks to the policy and score the results."""

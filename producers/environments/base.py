@@ -1,10 +1,10 @@
-"""The environment port: the interface between Tidemill and everything that poses tasks to a policy.
+"""The environment port: the interface between Tidemill and all programs that give tasks to a policy.
 
 An environment yields tasks and plays them: `play` converses with the policy in chat messages and returns the reward
-in named components. It sees no token; the completion layer behind `Policy` keeps those.
+in named components. It sees no tokens; the completion layer behind `Policy` keeps them.
 
-What holds: tasks are deterministic in the query; a task is held out or for training by a hash of its question, for
-every environment alike (`split_of`), so that no environment can mix them up; a reward is a finite number.
+Invariants: tasks are deterministic in the query; a hash of its question decides whether a task is held out, in the same
+way for every environment (`split_of`), so that no environment can mix the two splits; a reward is a finite number.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ Payload = TypeVar("Payload", bound=BaseModel)
 
 
 class TaskError(ValueError):
-    """Options or a payload that an environment cannot use; the text says what is wrong."""
+    """Error of options or a payload that an environment cannot use; the text describes the fault."""
 
 
 class GenerationFailed(RuntimeError):
-    """The machinery could not sample a turn. The rollout has failed, also where the environment catches this error."""
+    """Error when no turn could be sampled. The rollout has failed, also if the environment catches this error."""
 
 
 class ContextFull(RuntimeError):
-    """The conversation fills the context: the policy's doing. Not caught, `Environment.cut_off` scores the rollout."""
+    """Error of a full context, caused by the policy. If not caught, `Environment.cut_off` scores the rollout."""
 
 
 class EnvironmentFailed(RuntimeError):
-    """An environment that could not play a task; the text is the reason that the rollout records."""
+    """Error of an environment that could not play a task; the rollout records the text as its reason."""
 
 
 class EnvironmentHung(EnvironmentFailed):
-    """An environment that did not answer, or ended its process, in this episode: there is nothing to score."""
+    """Error of an environment that did not answer, or ended its process, in this episode, which gets no score."""
 
 
 class Split(StrEnum):
-    """The side of the train and held-out division. No question is on both."""
+    """The split of a task: training or held out. No question is in both."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -59,59 +59,59 @@ class Reply:
     """One turn of the policy."""
 
     message: Message
-    """The assistant's message, tool calls parsed; it goes back unchanged in the next request."""
+    """The assistant's message with parsed tool calls; the next request contains it unchanged."""
     finish: Literal["stop", "length", "tool_calls"]
     malformed: tuple[str, ...] = ()
-    """Texts that were meant as tool calls and cannot be read."""
+    """Texts intended as tool calls that cannot be parsed."""
     tokens: tuple[int, int] = (0, 0)
-    """Of the prompt, and of the turn."""
+    """Number of tokens of the prompt, and of the turn."""
 
     @property
     def content(self) -> str:
-        """The text of the message, calls and thoughts aside."""
+        """The text of the message, without calls and thoughts."""
         return str(self.message["content"])
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One rollout's way to the model for a program: OpenAI's chat protocol."""
+    """One rollout's access to the model for a program: OpenAI's chat protocol."""
 
     base_url: str
     api_key: str
 
 
 class Policy(Protocol):
-    """One rollout's way to the model. Calls may run side by side."""
+    """One rollout's access to the model. Calls may run at the same time."""
 
     async def chat(
         self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
     ) -> Reply:
-        """The policy's next turn after a conversation.
+        """Return the policy's next turn after a conversation.
 
-        With `trained` False the turn is part of no segment: the policy plays somebody else, such as a simulated user.
-        Raises GenerationFailed, ContextFull; BadMessage for messages that no model can be shown.
+        With `trained` False the turn is part of no segment: the policy plays another role, such as a simulated user.
+        Raises GenerationFailed, ContextFull; BadMessage for messages that cannot be given to a model.
         """
         ...
 
     @property
     def endpoint(self) -> Endpoint:
-        """The same rollout over HTTP. Raises EnvironmentFailed where none is offered."""
+        """The same rollout over HTTP. Raises EnvironmentFailed if no endpoint is offered."""
         raise EnvironmentFailed("no HTTP endpoint is offered here")
 
 
 class AttemptPolicy(ABC):
-    """The `Policy` of one attempt at one rollout, which an agent program may play and post the result of."""
+    """The `Policy` of one attempt at one rollout. An agent program may play it and post its result."""
 
     failure: str
-    """Why the rollout has failed; empty while it has not."""
+    """Reason why the rollout has failed; empty if it has not."""
     conversation: Messages
-    """The messages of the last call that was answered, and its answer."""
+    """The messages of the last answered call, and its answer."""
     posted: Score | None
-    """The result that an agent program posted."""
+    """The result that an agent program posted; None before."""
 
     @abstractmethod
     async def result(self) -> Score:
-        """The result of an agent program, once it is posted."""
+        """Wait for the result of an agent program, and return it."""
 
 
 class EnvironmentOptions(BaseModel):
@@ -122,7 +122,7 @@ class EnvironmentOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TaskQuery:
-    """Which tasks to draw."""
+    """The parameters that determine the drawn tasks."""
 
     seed: int
 
@@ -134,18 +134,18 @@ class TaskDraft:
     payload: str
     """The environment's own JSON document."""
     asks: str
-    """The question in full. Drafts that ask the same are the same task, and its hash decides the split."""
+    """The full question. Drafts with equal questions are the same task; the hash of the question decides the split."""
     max_turns: int = 64
-    """Most calls of the policy in one rollout; one more fails it."""
+    """Most calls of the policy in one rollout; a further call fails the rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How an episode went."""
+    """The result of an episode."""
 
     rewards: tuple[RewardComponent, ...]
     success: bool | None
-    """Whether the task was solved; None where the environment has no such notion."""
+    """Whether the task was solved; None if the environment does not define this."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -154,7 +154,7 @@ class Score:
         return sum(part.value * part.weight for part in self.rewards)
 
     def fault(self) -> str:
-        """Why this cannot be recorded; empty when it can."""
+        """Return the reason why this cannot be recorded; empty if it can."""
         if not self.rewards:
             return "it has no reward component"
         names = [part.name for part in self.rewards]
@@ -168,7 +168,7 @@ class Score:
 
 
 class Environment(ABC):
-    """Poses tasks and scores what the policy makes of them.
+    """Gives tasks to the policy and scores the episodes.
 
     A subclass is found by its entry point in the group `tidemill.environments`, or as `package.module:object`.
     """
@@ -176,10 +176,10 @@ class Environment(ABC):
     options_model: ClassVar[type[EnvironmentOptions]] = EnvironmentOptions
     """The type of its options."""
     version: ClassVar[str] = "1"
-    """Changes when the same conversation may score otherwise."""
+    """Change it if the same conversation may get another score."""
     isolation: ClassVar[Literal["loop", "process"]] = "process"
-    """"loop": it runs in the worker's event loop, for code that never blocks. "process": in a process of its own,
-    without credentials and with a memory limit, which is killed when it hangs."""
+    """"loop": it runs in the worker's event loop, for code that never blocks. "process": in its own process, without
+    credentials and with a memory limit; the process is killed if it hangs."""
     network: ClassVar[bool] = False
     """Whether its process may open sockets."""
     needs_tools: ClassVar[bool] = False
@@ -190,9 +190,9 @@ class Environment(ABC):
 
     @abstractmethod
     def tasks(self, query: TaskQuery) -> Iterator[TaskDraft]:
-        """Yield drafts without end, or as many as there are, the same ones for the same query.
+        """Yield drafts, a finite or endless number, the same drafts for the same query.
 
-        Drafts of both splits come mixed, and may repeat. Raises TaskError.
+        Drafts of both splits are mixed, and may repeat. Raises TaskError.
         """
 
     @abstractmethod
@@ -202,17 +202,17 @@ class Environment(ABC):
     async def cut_off(self, task: Task, messages: Messages) -> Score:
         """Score a rollout whose context is full; `messages` is the conversation that filled it.
 
-        By default like `rescore`, and no success where that cannot score it.
+        By default the score of `rescore`; if that returns None, reward 0 without success.
         """
         found = await self.rescore(task, messages)
         return found or Score((RewardComponent("finished", 0.0, 1.0),), success=False)
 
     async def rescore(self, task: Task, messages: Messages) -> Score | None:
-        """Score a conversation that was held before, by a program or in the log; None where that is not possible."""
+        """Score a conversation of an agent program, or one in the log; return None if that is not possible."""
         return None
 
     def option_rows(self) -> list[dict[str, Any]]:
-        """Name, type, value and meaning of each option, for people."""
+        """Return name, type, value and meaning of each option, for display."""
         values = self.options.model_dump(mode="json")
         return [
             {
@@ -225,11 +225,11 @@ class Environment(ABC):
         ]
 
     async def close(self) -> None:  # noqa: B027 - most environments hold nothing
-        """Give back connections and processes."""
+        """Close connections and end processes."""
 
 
 def read_payload(model: type[Payload], payload: str, name: str) -> Payload:
-    """The task that a payload holds; `name` says in an error that it holds none. Raises TaskError."""
+    """Return the task in a payload; `name` names its kind in an error. Raises TaskError."""
     try:
         return model.model_validate_json(payload)
     except ValidationError as error:
@@ -237,11 +237,11 @@ def read_payload(model: type[Payload], payload: str, name: str) -> Payload:
 
 
 def faults(error: ValidationError, root: str = "payload", most: int = 1) -> str:
-    """The first `most` places at fault, each with its message; `root` names the document itself."""
+    """Return the first `most` faulty places, each with its message; `root` names the document itself."""
     return "; ".join(f"{'.'.join(map(str, each['loc'])) or root}: {each['msg']}" for each in error.errors()[:most])
 
 
 def split_of(asks: str, held_out_one_in: int = HELD_OUT_ONE_IN) -> Split:
-    """The side that a question falls on: one in `held_out_one_in` is held out, by BLAKE2b of its text."""
+    """Return the split of a question: one in `held_out_one_in` is held out, by BLAKE2b of its text."""
     digest = hashlib.blake2b(asks.encode(), digest_size=8).digest()
     return Split.EVAL if int.from_bytes(digest, "little") % held_out_one_in == 0 else Split.TRAIN

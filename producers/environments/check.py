@@ -1,4 +1,4 @@
-"""The contract of an environment, tried: determinism, hostile turns, deadlines, held-out apart from training."""
+"""Checks of the contract of an environment: determinism, hostile turns, deadlines, disjoint splits."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class ContractCheck:
 
 
 def task_of(environment: base.Environment, name: str, draft: base.TaskDraft, seed: int = 0) -> Task:
-    """A task that is played outside a run."""
+    """Return a task that is played outside a run."""
     given, turns = options_json(environment.options), draft.max_turns
     return Task("try", "try", "try", name, draft.payload, Mode.EVAL, 1, turns, seed, 0, 2**62, 0, options=given)
 
 
 class ScriptedPolicy(base.Policy):
-    """A policy that says the same texts in turn, the last one again and again, or calls the first tool it is shown."""
+    """A policy that returns given texts in order and then repeats the last one, or calls the first tool offered."""
 
     def __init__(self, texts: Sequence[str], most: int, arguments: str | None = None) -> None:
-        """`most` bounds the calls, as a rollout's policy does; with `arguments`, the first tool is called, if any."""
+        """`most` bounds the calls, as for a rollout's policy; with `arguments`, turns call the first tool, if any."""
         self._texts, self._most, self._arguments = texts, most, arguments
         self.requests: list[tuple[list[Message], tuple[Tool, ...]]] = []
         self.conversation: list[Message] = []
@@ -47,7 +47,7 @@ class ScriptedPolicy(base.Policy):
     async def chat(
         self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
     ) -> base.Reply:
-        """The next text. Raises GenerationFailed after too many calls, BadMessage."""
+        """Return the next text. Raises GenerationFailed after too many calls, BadMessage."""
         told, shown = checked_messages(messages), checked_tools(tools)
         if len(self.requests) >= self._most:
             raise base.GenerationFailed(f"more than {self._most} calls of the policy (max_turns)")
@@ -75,15 +75,15 @@ HOSTILE: Mapping[str, tuple[str, str | None]] = {
     "wrong arguments": ("", '{"no_such_argument": [null]}'),
     "arguments that are no JSON": ("", "{"),
 }
-"""Turns that a policy can make, by what is wrong with them: the text, and arguments for the first tool."""
+"""Turns that a policy can make, by their fault: the text, and arguments for the first tool."""
 
 
 async def check_environment(
     environment: base.Environment, name: str, seed: int, limit_s: float
 ) -> AsyncIterator[ContractCheck]:
-    """Yield the clauses as they are tried; later ones are left out when there is no task to try them on.
+    """Yield the clauses as they are checked; the later ones are left out if there is no task.
 
-    `limit_s` is the longest time for one episode of an instant policy.
+    `limit_s` is the longest time for one episode with a policy that answers at once.
     """
     try:
         drafts = list(islice(environment.tasks(base.TaskQuery(seed)), DRAFTS))
@@ -109,7 +109,7 @@ async def check_environment(
     tasks = [task_of(environment, name, draft, seed) for draft in drafts]
 
     async def outcome(task: Task, policy: ScriptedPolicy | None = None) -> tuple[base.Score | str, list[Message]]:
-        """The score, or the failure, and the conversation."""
+        """Play a task; return the score or the text of the failure, and the conversation."""
         policy = policy or ScriptedPolicy(["7"], task.max_turns)
         try:
             async with asyncio.timeout(limit_s):
@@ -150,7 +150,7 @@ async def check_environment(
 
 
 def _on_both_sides(sides: Iterable[tuple[object, base.Split]]) -> int:
-    """How many things are on both sides of the split."""
+    """Return the number of things in both splits."""
     of: dict[object, set[base.Split]] = {}
     for thing, split in sides:
         of.setdefault(thing, set()).add(split)

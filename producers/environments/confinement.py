@@ -1,19 +1,19 @@
-"""The keeper of a process: it starts the process within bounds, and ends it with all that it started.
+"""The keeper of a process: it starts the process with resource limits, and ends it with all that it started.
 
     python -m tidemill.producers.environments.confinement WORKER environment SOCKET MEMORY
     python -m tidemill.producers.environments.confinement WORKER program STDIN COMMAND…
 
 WORKER is the process id of the worker, the others are descriptors that it made: an environment's connection to the
-worker and its marks (`serving`), and an agent program's standard input. An environment works in a temporary folder, a
-program in the folder that this is run in, with that temporary folder as its home.
+worker and its marks (`serving`), or an agent program's standard input. The working directory of an environment is a
+temporary directory; a program keeps the current directory, and has the temporary directory as its home.
 
-The keeper is the parent of the process and the reaper of everything that this process leaves behind. It ends the tree
-when the worker closes the keeper's standard input, when the worker dies, or when the process ends. Then it writes its
-last words to standard output: how the process ended, and the end of its stderr.
+The keeper is the parent of the process and the reaper of all orphaned processes that it started. It kills the process
+tree when the worker closes the keeper's standard input, when the worker dies, or when the process ends. Then it writes
+a report to standard output: the exit code of the process, and the end of its stderr.
 
-What holds: when the keeper has ended by itself, no process of the tree lives and their working directory is gone. The
-bounds are against code that fails, hangs or leaks, and against text of a model that is executed; they are no wall
-against an attacker, who can read what the same user can read. The number of processes, and of files, is not bounded.
+Invariant: when the keeper has exited by itself, no process of the tree is alive and the temporary directory is deleted.
+The limits protect against code that fails, hangs or leaks, and against text of a model that is executed. They do not
+stop an attacker, who can read what the same user can read. The number of processes, and of files, is not limited.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 TAIL_BYTES = 4096
-"""How much of the end of stderr is kept."""
+"""Bytes from the end of stderr that are kept."""
 OUT_OF_MEMORY = 77
-"""Exit code of an environment's process that ran into its memory limit."""
+"""Exit code of an environment's process that reached its memory limit."""
 OPEN_FILES = 4096
-"""Most descriptors of a process."""
+"""Most open descriptors of a process."""
 ADDRESS_SPACE = 4
-"""Times the memory limit: libraries reserve more than they use, and shared memory counts here alone."""
+"""Factor for the memory limit: libraries reserve more than they use, and shared memory counts only here."""
 _END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Keep the process that the command line names."""
+    """Run the keeper of the process that the command line names."""
     worker, (kind, *given) = int(sys.argv[1]), sys.argv[2:]
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # the keeper wakes up, and looks at who its parent is
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # the keeper wakes up, and checks its parent
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def _start(kind: str, given: list[str], folder: str) -> subprocess.Popen[bytes]:
-    """Start the process, with the worker's descriptors and none else. Raises OSError."""
+    """Start the process with only the worker's descriptors. Raises OSError."""
     keeper = os.getpid()
 
     def end_with_keeper() -> None:
@@ -89,7 +89,7 @@ def _start(kind: str, given: list[str], folder: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "tidemill.producers.environments.serving", *given]
         how = {"stdin": subprocess.DEVNULL, "pass_fds": descriptors, "cwd": folder}
     try:
-        # The keeper has one thread, so that code may run between fork and exec.
+        # The keeper has only one thread, so code may run between fork and exec.
         return subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, preexec_fn=end_with_keeper, **how
         )
@@ -99,7 +99,7 @@ def _start(kind: str, given: list[str], folder: str) -> subprocess.Popen[bytes]:
 
 
 def _kept(process: subprocess.Popen[bytes], worker: int, woken: int) -> tuple[int, bytes]:
-    """Wait for the end of a process or of its worker, and kill the tree: its exit code, and the end of its stderr."""
+    """Wait for the end of a process or of its worker, kill the tree, and return exit code and end of stderr."""
     assert process.stderr is not None
     errors, statuses, tail = process.stderr.fileno(), dict[int, int](), b""
     watched = [0, woken, errors]
@@ -114,7 +114,7 @@ def _kept(process: subprocess.Popen[bytes], worker: int, woken: int) -> tuple[in
                 watched.remove(errors)
         _reap(statuses, os.WNOHANG)
     living = True
-    while living:  # what has lost its parent becomes the keeper's child, and is found the next time
+    while living:  # an orphaned process becomes the keeper's child, and the next pass finds it
         for each in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 each.kill()
@@ -128,7 +128,7 @@ def _kept(process: subprocess.Popen[bytes], worker: int, woken: int) -> tuple[in
 
 
 def _reap(statuses: dict[int, int], options: int) -> bool:
-    """Take the statuses of processes that have ended; false when none is left."""
+    """Collect the statuses of ended processes; return False if no child is left."""
     try:
         while (ended := os.waitpid(-1, options))[0]:
             statuses[ended[0]] = ended[1]
@@ -139,7 +139,7 @@ def _reap(statuses: dict[int, int], options: int) -> bool:
 
 
 def limit_resources(memory_bytes: int, file_bytes: int) -> None:
-    """Bound this process, and each one that it starts."""
+    """Set resource limits for this process and all processes that it starts."""
     bounds = {
         resource.RLIMIT_DATA: memory_bytes,
         resource.RLIMIT_AS: ADDRESS_SPACE * memory_bytes,
@@ -154,9 +154,9 @@ def limit_resources(memory_bytes: int, file_bytes: int) -> None:
 
 
 def deny_network() -> None:
-    """Refuse to this process, and to each one that it starts, every socket but socket pairs, with EACCES.
+    """Refuse every socket except socket pairs, with EACCES, to this process and all processes that it starts.
 
-    A seccomp filter; it needs no privilege. Raises OSError where the kernel or the machine offers none.
+    A seccomp filter; it needs no privilege. Raises OSError if the kernel or the machine does not support it.
     """
     known = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
     if platform.machine() not in known:

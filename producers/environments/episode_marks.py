@@ -1,8 +1,8 @@
-"""Shared memory that says which episode's code runs, so that the worker can tell who hangs or who ended the process.
+"""Shared memory that names the running episode, so that the worker can find which one hangs or ended the process.
 
-Marked are the callbacks of the event loop (steps of tasks, timers) and the work of its executor's threads
-(`asyncio.to_thread`), by the context in which they were begun. Threads that an environment starts in another way are
-not seen.
+The event loop marks its callbacks (steps of tasks, timers), and its executor's threads mark their work
+(`asyncio.to_thread`), by the context in which these were started. Threads that an environment starts in another way
+have no marks.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from typing import Any, TypeVarTuple
 
 Ts = TypeVarTuple("Ts")
 EPISODE: ContextVar[int] = ContextVar("episode", default=0)
-"""The episode that this code belongs to; 0 for none."""
+"""Number of the episode of this code; 0 for none."""
 MOST_THREADS = 32
 SIZE = 16 * (1 + MOST_THREADS)
 BUSY_S, MUCH_MORE = 0.2, 4
 
 
 class EpisodeMarks:
-    """Pairs of u8: episode and number of steps of the event loop, then episode and id of each thread."""
+    """Pairs of 8-byte words: episode and steps of the event loop, then episode and id of each thread."""
 
     def __init__(self, descriptor: int) -> None:
         memory = mmap.mmap(descriptor, SIZE)
-        memory.madvise(mmap.MADV_DONTFORK)  # a forked copy of the process that goes on ends at its next mark
+        memory.madvise(mmap.MADV_DONTFORK)  # a forked copy of the process crashes at its next mark
         self.words = memoryview(memory).cast("Q")
 
     @property
     def episode(self) -> int:
-        """The episode whose callback runs in the event loop, or ran when the process ended; 0 for none."""
+        """The episode whose callback runs in the event loop, or was running when the process ended; 0 for none."""
         return self.words[0]
 
     @property
     def steps(self) -> int:
-        """Callbacks begun so far."""
+        """The number of callbacks started so far."""
         return self.words[1]
 
     async def hanging(self, process: int) -> int:
-        """The episode that keeps a process from answering: the event loop's, or that of a thread that is busy."""
+        """Return the episode that blocks a process: that of the event loop, or that of a busy thread."""
         words = self.words
         threads = {words[at + 1]: words[at] for at in range(2, len(words), 2) if words[at]}
         if not threads:
@@ -56,12 +56,12 @@ class EpisodeMarks:
         await asyncio.sleep(BUSY_S)
         used = {thread: _processor_ticks(process, thread) - ticks for thread, ticks in before.items()}
         busiest = max(threads, key=lambda thread: used[thread])
-        # A thread that keeps the interpreter's lock leaves nothing to the loop's; one that shares it leaves its part.
+        # A thread that holds the interpreter's lock leaves no time to the loop's thread; one that shares it does.
         return threads[busiest] if used[busiest] > MUCH_MORE * used[process] else self.episode
 
 
 class MarkingEventLoop(asyncio.SelectorEventLoop):
-    """An event loop that marks each callback, by its episode, while it runs."""
+    """An event loop that marks the episode of each callback while the callback runs."""
 
     def __init__(self, marks: EpisodeMarks) -> None:
         self._words = marks.words
@@ -71,13 +71,13 @@ class MarkingEventLoop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Like the event loop's."""
+        """Schedule a marked callback."""
         return super().call_soon(self._step, callback, args, context=context)
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Like the event loop's."""
+        """Schedule a marked callback."""
         return super().call_at(when, self._step, callback, args, context=context)
 
     def _step(self, callback: Callable[[*Ts], object], args: tuple[*Ts]) -> None:
@@ -96,14 +96,14 @@ class MarkingEventLoop(asyncio.SelectorEventLoop):
 
 
 class MarkingThreadPool(ThreadPoolExecutor):
-    """Threads that mark the episode that they work for."""
+    """A thread pool whose threads mark the episode of their work."""
 
     def __init__(self, marks: EpisodeMarks) -> None:
         super().__init__(min(MOST_THREADS, (os.cpu_count() or 1) + 4), "environment", self._begin)
         self._words, self._places, self._local = marks.words, itertools.count(2, 2), threading.local()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
-        """Like ThreadPoolExecutor's."""
+        """Submit marked work."""
         return super().submit(self._work, EPISODE.get(), partial(function, *args, **kwargs))
 
     def _begin(self) -> None:
@@ -119,7 +119,7 @@ class MarkingThreadPool(ThreadPoolExecutor):
 
 
 def _processor_ticks(process: int, thread: int) -> int:
-    """Processor time that a thread has used; 0 for one that has ended."""
+    """Return the processor time of a thread, in clock ticks; 0 if the thread has ended."""
     try:
         fields = Path(f"/proc/{process}/task/{thread}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""Environments by name: installed ones by entry point, families by `family:member`, anybody's by `module:object`.
+"""Environments by name: installed ones by entry point, families by `family:member`, others by `module:object`.
 
-A name before the colon that is an entry point of the group `tidemill.environments` is that environment, or a family of
-them (`reasoning_gym:chain_sum`); any other name is read as `package.module:object`, a subclass of `Environment` or an
-instance of one. For families: options models made from a library's settings, and random states of their own.
+If the name before the colon is an entry point of the group `tidemill.environments`, it means that environment or family
+of environments (`reasoning_gym:chain_sum`); any other name means `package.module:object`, a subclass of `Environment`
+or an instance of one. For families: options models made from a library's settings, and separate random states.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class UnknownEnvironment(LookupError):
-    """No environment can be loaded under a name; the text says why, and what there is."""
+    """Error of a name without a loadable environment; the text has the reason and the available names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class EnvironmentType:
 
     name: str
     about: str
-    """One line for people."""
+    """Description in one line, for display."""
     options_model: type[EnvironmentOptions]
     isolation: Literal["loop", "process"]
     network: bool
     make: Callable[[Any], Environment]
-    """Opens it with an instance of `options_model`. Raises TaskError."""
+    """Function that opens it with an instance of `options_model`. Raises TaskError."""
 
     def options(self, given: Mapping[str, Any]) -> EnvironmentOptions:
-        """Checked options. Raises TaskError naming those that are wrong."""
+        """Return checked options. Raises TaskError with the names of wrong options."""
         try:
             return self.options_model.model_validate(dict(given))
         except ValidationError as error:
@@ -57,7 +57,7 @@ class EnvironmentType:
             raise TaskError(f"{self.name}: {wrong}; its options are {known}") from error
 
     def open(self, given: Mapping[str, Any]) -> Environment:
-        """The environment with options. Raises TaskError."""
+        """Open the environment with options. Raises TaskError."""
         return self.make(self.options(given))
 
 
@@ -68,23 +68,23 @@ class EnvironmentListing:
     name: str
     about: str
     problem: str = ""
-    """Why it is not offered; empty when it is."""
+    """Reason why it is not offered; empty if it is."""
 
 
 class EnvironmentAdapter(ABC):
-    """An adapter: environments of a library, under one entry point."""
+    """Adapter for the environments of a library, under one entry point."""
 
     @abstractmethod
     def members(self) -> Iterator[EnvironmentListing]:
-        """Every member by its name within the family. Raises ImportError when the library is not installed."""
+        """Yield every member with its name in the family. Raises ImportError if the library is not installed."""
 
     @abstractmethod
     def member(self, name: str) -> EnvironmentType:
-        """One member. Raises UnknownEnvironment, ImportError."""
+        """Return one member. Raises UnknownEnvironment, ImportError."""
 
 
 def environment_type(name: str) -> EnvironmentType:
-    """The environment of a name. Raises UnknownEnvironment."""
+    """Return the environment type of a name. Raises UnknownEnvironment."""
     head, colon, member = name.partition(":")
     found = _entry_points().get(head)
     if found is not None:
@@ -111,12 +111,12 @@ def environment_type(name: str) -> EnvironmentType:
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a name is of the form `package.module:object`, with no entry point under it."""
+    """Return whether a name has the form `package.module:object`, and its first part is no entry point."""
     return name.partition(":")[0] not in _entry_points() and _MODULE.fullmatch(name) is not None
 
 
 def described(name: str, loaded: object) -> EnvironmentType:
-    """The type of a loaded class or instance. Raises UnknownEnvironment for anything else."""
+    """Return the type of a loaded class or instance. Raises UnknownEnvironment for anything else."""
     kind = loaded if isinstance(loaded, type) else type(loaded)
     if not issubclass(kind, Environment):
         raise UnknownEnvironment(f"{name} is a {kind.__name__}, not an Environment or an instance of one")
@@ -130,7 +130,7 @@ def described(name: str, loaded: object) -> EnvironmentType:
 
 
 def listed(family: str = "") -> Iterator[EnvironmentListing]:
-    """Every installed environment, or those of one family."""
+    """Yield every installed environment, or those of one family."""
     for name, found in sorted(_entry_points().items()):
         if family not in ("", name):
             continue
@@ -147,13 +147,13 @@ def listed(family: str = "") -> Iterator[EnvironmentListing]:
 
 
 def options_json(options: EnvironmentOptions) -> str:
-    """Options as a task carries them: canonical JSON of those that were given."""
+    """Return options in the form of task records: canonical JSON of the options that were set."""
     return json.dumps(options.model_dump(mode="json", exclude_unset=True), sort_keys=True, separators=(",", ":"))
 
 
 @lru_cache(maxsize=1)
 def _entry_points() -> Mapping[str, EntryPoint]:
-    """Entry points by name. Raises UnknownEnvironment when two distributions took one name."""
+    """Return entry points by name. Raises UnknownEnvironment if two distributions use one name."""
     found: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
         other = found.setdefault(point.name, point)
@@ -173,7 +173,7 @@ def _loaded(point: EntryPoint) -> object:
 
 
 def check_member(family: str, kind: str, name: str, known: Iterable[str], problem: str) -> None:
-    """Raise UnknownEnvironment for a member that a library does not have, or that is not offered for a problem."""
+    """Raise UnknownEnvironment for a member that does not exist, or is not offered because of `problem`."""
     known = list(known)
     if name not in known:
         near = difflib.get_close_matches(name, known)
@@ -184,9 +184,9 @@ def check_member(family: str, kind: str, name: str, known: Iterable[str], proble
 
 
 def options_model(title: str, base: type[Base], settings: Mapping[str, tuple[Any, object]]) -> type[Base]:
-    """Add settings, type and default by name, to a model of options; `title` is the name of the new class.
+    """Return an options model with further fields: type and default by name. `title` is the name of the new class.
 
-    Lists and objects are taken from the text of a command line as well.
+    Lists and objects may also be given as text, from a command line.
     """
     fields: dict[str, Any] = {}
     for name, (hint, default) in settings.items():
@@ -199,7 +199,7 @@ def options_model(title: str, base: type[Base], settings: Mapping[str, tuple[Any
 
 
 def structured(value: object) -> object:
-    """A list, an object or nothing from text: JSON, or elements between commas."""
+    """Parse text to a list, an object or None: as JSON, or as elements between commas."""
     if not isinstance(value, str):
         return value
     try:
@@ -210,14 +210,14 @@ def structured(value: object) -> object:
 
 
 class OwnRandomness:
-    """A state of the module `random` that belongs to one episode, so that episodes side by side do not mix."""
+    """A state of the module `random` for one episode, so that concurrent episodes do not share a state."""
 
     def __init__(self, seed: int) -> None:
         self._state = random.Random(seed).getstate()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the global generator go on from this state, and give it back after. Do not await within."""
+        """Run the global generator from this state, and restore its own state afterwards. Do not await within."""
         others = random.getstate()
         random.setstate(self._state)
         try:

@@ -1,7 +1,7 @@
 """The native example: total a ledger of credits and debits with a calculator tool, one call a turn, then answer.
 
-The policy carries the running total from call to call. An answer reads `answer N`, or `answer N thanks`: both say the
-same, and the second closes politely, which the reward does not look at.
+The policy keeps the running total from call to call. An answer has the form `answer N` or `answer N thanks`. Both mean
+the same; the second is polite, which the reward ignores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_ENTRIES = 10_000
 LARGEST_AMOUNT = 999_999
 Entry = Annotated[int, Field(ge=-LARGEST_AMOUNT, le=LARGEST_AMOUNT)]
 CEILING = 49
-"""Every running balance of a drawn ledger lies within 0 and this."""
+"""Largest running balance of a drawn ledger; the smallest is 0."""
 ASK = "Find the balance with the calculator, one call a turn, then reply: answer N"
 _ANSWER = re.compile(r"\s*answer (-?[0-9]{1,9})( thanks)?\s*")
 
@@ -50,18 +50,18 @@ CALCULATOR = ToolBox(add, sub)
 
 
 class LedgerOptions(EnvironmentOptions):
-    """How hard the ledgers are."""
+    """Difficulty and reward of the ledgers."""
 
     entries: int = Field(default=4, ge=1, le=MOST_ENTRIES)
-    """Entries of a ledger, and so the calculator calls that it needs; a solution takes one turn more."""
+    """Entries of a ledger, which is also the number of calculator calls; a solution needs one more turn."""
     fewest_entries: int = Field(default=0, ge=0, le=MOST_ENTRIES)
-    """Above 0: lengths are drawn evenly from `fewest_entries` to `entries`."""
+    """Above 0: lengths are drawn uniformly from `fewest_entries` to `entries`."""
     spare_turns: int = Field(default=2, ge=0, le=MOST_ENTRIES)
-    """Turns allowed beyond those that a solution needs."""
+    """Turns allowed in addition to those that a solution needs."""
     largest: int = Field(default=20, ge=1, le=CEILING // 2)
     """Largest amount of an entry."""
     tool_use_weight: float = Field(default=0.1, ge=0)
-    """Weight of the share of turns that could be executed; a right answer weighs 1."""
+    """Weight of the share of turns that could be executed; a right answer has weight 1."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -71,7 +71,7 @@ class LedgerOptions(EnvironmentOptions):
 
 
 class LedgerTask(BaseModel):
-    """Entries in the order in which they are booked: a credit is positive, a debit negative, none is zero."""
+    """Entries in booking order: credits are positive, debits negative, and no entry is zero."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -89,28 +89,28 @@ class LedgerTask(BaseModel):
         return sum(self.entries)
 
     def payload(self) -> str:
-        """Canonical JSON: equal ledgers have equal payloads."""
+        """Return canonical JSON: equal ledgers have equal payloads."""
         return json.dumps({"entries": list(self.entries)}, separators=(",", ":"))
 
     def prompt(self) -> str:
-        """The question as the policy reads it."""
+        """Return the question as the policy reads it."""
         booked = " ".join(f"{'credit' if entry > 0 else 'debit'} {abs(entry)}" for entry in self.entries)
         return f"{ASK}\n{booked}"
 
 
 def parse_ledger(payload: str) -> LedgerTask:
-    """The ledger of a task's payload. Raises TaskError."""
+    """Return the ledger in a task's payload. Raises TaskError."""
     return read_payload(LedgerTask, payload, "ledger")
 
 
 def closing(message: Message) -> tuple[int, bool] | None:
-    """The balance that a turn answers with, and whether it closes politely; None for a turn that is no answer."""
+    """Return the balance in an answer, and whether the answer is polite; None for a turn that is no answer."""
     found = _ANSWER.fullmatch(str(message["content"]))
     return None if found is None or message.get("tool_calls") else (int(found[1]), found[2] is not None)
 
 
 class LedgerEnvironment(Environment):
-    """Right answers first, executable turns a little."""
+    """Total a ledger with a calculator. Rewards a right answer, and executable turns a little."""
 
     options_model = LedgerOptions
     version = "ledger-3"
@@ -119,9 +119,9 @@ class LedgerEnvironment(Environment):
     options: LedgerOptions
 
     def tasks(self, query: TaskQuery) -> Iterator[TaskDraft]:
-        """Ledgers without end, every running balance within 0 and `CEILING`.
+        """Yield ledgers without end; every running balance is from 0 to `CEILING`.
 
-        Amounts do not repeat until all have been used, so that an entry is found by its amount.
+        Amounts do not repeat until all have been used, so that an amount identifies its entry.
         """
         rng, options = Random(f"ledger tasks {query.seed}"), self.options
         while True:
@@ -139,7 +139,7 @@ class LedgerEnvironment(Environment):
             yield TaskDraft(ledger.payload(), ledger.prompt(), length + 1 + options.spare_turns)
 
     async def play(self, task: Task, policy: Policy) -> Score:
-        """Converse until the policy answers, or its turns are spent."""
+        """Converse until the policy answers, or has used all its turns."""
         messages: list[Message] = [{"role": "user", "content": parse_ledger(task.payload).prompt()}]
         for _ in range(task.max_turns):
             reply = await policy.chat(messages, tools=CALCULATOR.schemas)
@@ -151,7 +151,7 @@ class LedgerEnvironment(Environment):
         return await self.rescore(task, messages)
 
     async def rescore(self, task: Task, messages: Sequence[Message]) -> Score:
-        """The last answer beside the balance, and the share of the policy's turns that could be executed."""
+        """Score the last answer against the balance, and the share of the policy's turns that could be executed."""
         turns = [message for message in messages if message["role"] == "assistant"]
         errors = sum(
             message["role"] != "assistant" and str(message["content"]).startswith("error: ") for message in messages

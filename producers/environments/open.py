@@ -1,4 +1,4 @@
-"""The environments of one run, opened once each with their options, in the loop or in a process of their own."""
+"""The environments of one run, each opened once with its options, in the event loop or in its own process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def open_environment(
 ) -> Environment:
     """Open the environment of a configured entry. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
     if is_foreign(entry.name):
-        # Foreign code is imported in a process first, which says whether it may run in the loop.
+        # Foreign code is first imported in a process, which reports whether it may run in the event loop.
         opened: Environment = await HostedEnvironment(entry.name, options, settings, entry.network).start()
         if (entry.isolation or opened.isolation) == "loop":
             await opened.close()
@@ -45,9 +45,9 @@ class EnvironmentSet:
         self._opened: dict[tuple[str, str], asyncio.Task[Environment]] = {}
 
     async def check(self, chat: ChatFormat) -> None:
-        """Open every environment with its configured options, so that a wrong setting shows at the start.
+        """Open every environment with its configured options, so that a wrong setting fails at the start.
 
-        Raises UnknownEnvironment, TaskError, EnvironmentFailed; TemplateRefused where the chat format cannot show the
+        Raises UnknownEnvironment, TaskError, EnvironmentFailed; TemplateRefused if the chat format does not support the
         tools that an environment needs.
         """
         for entry in self._entries.values():
@@ -56,7 +56,7 @@ class EnvironmentSet:
                 _ = chat.template.call_grammar
 
     async def get(self, task: Task) -> Environment:
-        """The environment of a task. Raises EnvironmentFailed for one that is unknown or cannot be opened."""
+        """Return the environment of a task. Raises EnvironmentFailed if it is unknown or cannot be opened."""
         entry = self._entries.get(task.environment)
         if entry is None:
             known = ", ".join(sorted(self._entries))
@@ -81,10 +81,10 @@ class EnvironmentSet:
         opening = self._opened[key]
         try:
             opened = await asyncio.shield(opening)
-        except Exception:  # of any type, such as OSError where no process can be started
+        except Exception:  # of any type, such as OSError if no process can be started
             self._opened.pop(key, None)  # the next task tries again
             raise
-        self._opened.setdefault((entry.title, options_json(opened.options)), opening)  # as tasks write them
+        self._opened.setdefault((entry.title, options_json(opened.options)), opening)  # in the form of task records
         return opened
 
     async def _open(self, entry: EnvironmentEntry, options: str) -> Environment:

@@ -1,11 +1,11 @@
 """A running OpenEnv server, as `openenv:http://HOST:PORT`: observations are messages, turns are actions.
 
-The server has the tasks and the rewards. A task is a reset with its own seed and further arguments; it is
-drawn with the observation that it begins with, so that held-out tasks and training tasks are apart by what they ask.
+The server provides tasks and rewards. A task is a reset with its own seed and further arguments; it is drawn together
+with its first observation, so that the question decides whether a task is held out.
 
-The protocol is that of the package `openenv` 0.10 and of `openenv-core` before it: over a WebSocket, JSON messages
-{"type", "data"}, one answer to each, one environment for each connection. Anything but a well-formed answer of the
-server fails the episode.
+The protocol is that of the package `openenv` 0.10 and of the older `openenv-core`: JSON messages {"type", "data"} over
+a WebSocket, one answer to each, one environment for each connection. Without a well-formed answer of the server the
+episode fails.
 """
 
 from __future__ import annotations
@@ -31,54 +31,54 @@ from tidemill.schemas.chat.messages import BadMessage, Message, Tools, checked_t
 from tidemill.schemas.records import RewardComponent, Task
 
 MOST_BYTES = 16 << 20
-"""Largest message of a server."""
+"""Largest message of a server, in bytes."""
 PAUSE_S = 0.25
-"""Before a server that had no free session is asked again."""
+"""Delay before the next request to a server that had no free session."""
 NO_LIMIT = aiohttp.ClientTimeout(total=None)
-"""Of aiohttp's own, which forgets a cancellation that comes in the same step of the loop."""
+"""Disables aiohttp's own timeout, which loses a cancellation in the same step of the event loop."""
 CLOSE_S = 1.0
 """Longest time that a server gets to close a connection."""
 
 
 class OpenEnvOptions(base.EnvironmentOptions):
-    """How a server's observations and actions are put into a conversation."""
+    """Options that map a server's observations and actions to a conversation."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     turn: Literal["text", "json", "tools"] = "text"
-    """How a turn becomes an action: its text in a field; its text, a JSON object, as the action; or its tool calls,
-    with the tools that the server lists (MCP)."""
+    """Conversion of a turn to an action: its text in a field; its text, a JSON object, as the action; or its tool
+    calls, with the tools that the server lists (MCP)."""
     action_field: str = ""
-    """Field of the action that holds the text of a turn. Empty: the only text that the server's actions require; with
-    `turn = "tools"`, a turn without calls ends the episode."""
+    """Field of the action that contains the text of a turn. Empty: the only text field that the server's actions
+    require; with `turn = "tools"`, a turn without calls ends the episode."""
     action: Annotated[dict[str, Any], BeforeValidator(find.structured)] = Field(default_factory=dict)
     """Further fields of each action."""
     observation_field: str = ""
-    """Field of the observation that is shown. Empty: all but `metadata`, which is shown where there is nothing else.
-    One text is shown as it is, anything else as JSON."""
+    """Field of the observation that is shown. Empty: all except `metadata`, which is shown only if no other field
+    exists. A single text is shown unchanged, anything else as JSON."""
     system: str = ""
     """System message of each conversation."""
     reset: Annotated[dict[str, Any], BeforeValidator(find.structured)] = Field(default_factory=dict)
-    """Parameters of each reset, beside the task's own."""
+    """Parameters of each reset, in addition to the task's own."""
     task_parameter: str = "seed"
-    """Parameter of the reset that tells tasks apart."""
+    """Parameter of the reset that identifies the task."""
     task_count: int = Field(default=0, ge=0, le=10**6)
-    """Above 0: tasks have the numbers below it. 0: any number below 2**31."""
+    """Above 0: task numbers are below it. 0: task numbers are below 2**31."""
     repeatable: bool = True
-    """Whether a reset with the same parameters begins with the same observation. False: what is held out is decided
-    by the parameters alone, and may be asked in training."""
+    """Whether resets with equal parameters give equal first observations. False: the parameters alone decide whether
+    a task is held out, and its question may also occur in training."""
     reward: Literal["sum", "last"] = "sum"
-    """The reward of an episode, from those of its steps."""
+    """The reward of an episode, computed from the rewards of its steps."""
     success_at: float | None = None
-    """Reward from which an episode is a success. None: it is neither one nor a failure."""
+    """Smallest reward of a successful episode. None: episodes have no success or failure."""
     turns: int = Field(default=16, ge=1)
     """Most turns of the policy."""
     sessions: int = Field(default=8, ge=1)
-    """Most sessions of a worker at once; the server allows one, unless its `max_concurrent_envs` says more."""
+    """Most sessions of a worker at the same time; the server allows one, unless its `max_concurrent_envs` is larger."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Longest time to connect, and for the answer to one step."""
+    """Longest time to connect, and longest time for the answer to one step."""
     wait_s: float = Field(default=300.0, ge=0)
-    """Longest time to wait for a session of a server that has none free."""
+    """Longest time to wait for a free session of the server."""
 
 
 class OpenEnvTask(BaseModel):
@@ -88,15 +88,15 @@ class OpenEnvTask(BaseModel):
 
     parameters: dict[str, Any]
     opening: str
-    """BLAKE2b of the first observation as it is shown; empty where it need not come again."""
+    """BLAKE2b of the first observation as shown; empty if it may differ at the next reset."""
 
 
 class ServerFull(base.EnvironmentFailed):
-    """The server has no free session now."""
+    """Error of a server that has no free session now."""
 
 
 class RefusedAction(base.EnvironmentFailed):
-    """An action that does not fit the server's model of actions; the text is the server's."""
+    """Error of an action that does not fit the server's action model; the text is the server's."""
 
 
 class OpenEnvStep(BaseModel):
@@ -110,7 +110,7 @@ class OpenEnvStep(BaseModel):
 
 
 class OpenEnvSession:
-    """One connection, and so one environment of the server, with the rewards of its episode."""
+    """One connection, which is one environment of the server, with the rewards of its episode."""
 
     def __init__(self, url: str, socket: aiohttp.ClientWebSocketResponse, timeout_s: float) -> None:
         self._url, self._socket, self._timeout_s = url, socket, timeout_s
@@ -118,7 +118,7 @@ class OpenEnvSession:
         self.steps, self.done = 0, False
 
     async def ask(self, kind: str, data: Mapping[str, object], *, counted: bool = True) -> OpenEnvStep:
-        """The answer to a message of a type, reset or step, which counts for the episode where it is `counted`.
+        """Send a message of type `kind`, reset or step, and return the answer. It counts for the episode if `counted`.
 
         Raises RefusedAction, ServerFull, EnvironmentFailed.
         """
@@ -167,14 +167,14 @@ class OpenEnvEnvironment(base.Environment):
     network = True
 
     def __init__(self, options: OpenEnvOptions, url: str) -> None:
-        """`url` is the server's, http or https. It is not asked for anything yet."""
+        """Store the address `url` of the server, http or https. Sends no request yet."""
         super().__init__(options)
         self.needs_tools = options.turn == "tools"  # type: ignore[misc]  # of the instance
         self._url, self._field = url, options.action_field
         self._free = asyncio.Semaphore(options.sessions)
 
     def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
-        """Resets, with what the server says to each. Blocks. Raises TaskError."""
+        """Yield resets, with the server's first observation for each. Blocks. Raises TaskError."""
         rng, options = Random(f"openenv {query.seed}"), self.options
         drawn = (rng.getrandbits(31) for _ in count())
         for number in rng.sample(range(options.task_count), options.task_count) if options.task_count else drawn:
@@ -182,7 +182,7 @@ class OpenEnvEnvironment(base.Environment):
             asks, opening = json.dumps(parameters, sort_keys=True), ""
             if options.repeatable:
                 try:
-                    # In a thread, since an event loop may run around this.
+                    # In a thread, since the caller may run in an event loop.
                     with ThreadPoolExecutor(1) as thread:
                         asks = thread.submit(asyncio.run, self._opening(parameters)).result()
                 except base.EnvironmentFailed as error:
@@ -192,7 +192,7 @@ class OpenEnvEnvironment(base.Environment):
             yield base.TaskDraft(task.model_dump_json(), asks, options.turns)
 
     async def play(self, task: Task, policy: base.Policy) -> base.Score:
-        """Play an episode on the server. Raises EnvironmentFailed for a server that does not answer in form."""
+        """Play an episode on the server. Raises EnvironmentFailed if an answer is missing or malformed."""
         begin, options = base.read_payload(OpenEnvTask, task.payload, "task of OpenEnv"), self.options
         if options.turn == "text" and not self._field:
             self._field = await self._text_field()
@@ -221,7 +221,7 @@ class OpenEnvEnvironment(base.Environment):
         return base.Score((RewardComponent("reward", reward, 1.0),), None if at is None else reward >= at, metrics)
 
     async def _answers(self, session: OpenEnvSession, reply: base.Reply, tools: Tools) -> list[Message]:
-        """Act as a turn says, and return the messages that answer it."""
+        """Execute the actions of a turn, and return the messages that answer it."""
         turn, further = self.options.turn, self.options.action
         if turn == "tools" and (reply.message.get("tool_calls") or reply.malformed):
             names = [tool["function"]["name"] for tool in tools]
@@ -269,7 +269,7 @@ class OpenEnvEnvironment(base.Environment):
 
     @asynccontextmanager
     async def _session(self, parameters: Mapping[str, object]) -> AsyncIterator[tuple[OpenEnvSession, OpenEnvStep]]:
-        """A session, and the first observation of an episode. Raises EnvironmentFailed."""
+        """Open a session, and yield it with the first observation of an episode. Raises EnvironmentFailed."""
         loop, limit_s, url = asyncio.get_running_loop(), self.options.timeout_s, self._url
         give_up_at = loop.time() + self.options.wait_s
         ends = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
@@ -293,7 +293,7 @@ class OpenEnvEnvironment(base.Environment):
                         yield session, first
                         return
                 finally:
-                    # End the session; a server that is gone needs no word
+                    # End the session; ignore errors, since the server may have exited
                     with suppress(TimeoutError, aiohttp.ClientError, OSError):
                         async with asyncio.timeout(CLOSE_S):
                             await socket.send_str(json.dumps({"type": "close"}))
@@ -301,7 +301,7 @@ class OpenEnvEnvironment(base.Environment):
                 await asyncio.sleep(PAUSE_S)
 
     async def _text_field(self) -> str:
-        """The only text that the server's actions require. Raises EnvironmentFailed for none or several."""
+        """Return the only text field that the actions require. Raises EnvironmentFailed for none or several."""
         url, limit_s = self._url, self.options.timeout_s
         try:
             async with asyncio.timeout(limit_s), aiohttp.ClientSession(raise_for_status=True, timeout=NO_LIMIT) as http:
@@ -325,14 +325,14 @@ class OpenEnvEnvironment(base.Environment):
 
 
 class OpenEnv(find.EnvironmentAdapter):
-    """Running OpenEnv servers, by their addresses."""
+    """Adapter for running OpenEnv servers, by their addresses."""
 
     def members(self) -> Iterator[find.EnvironmentListing]:
-        """The form of a name; there is no list of servers."""
+        """Yield the form of a name, since no list of servers exists."""
         yield find.EnvironmentListing("http://HOST:PORT", "the environment of a running OpenEnv server")
 
     def member(self, name: str) -> find.EnvironmentType:
-        """The server at an address. Raises UnknownEnvironment."""
+        """Return the environment type of a server's address. Raises UnknownEnvironment."""
         parts = urlsplit(name)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise find.UnknownEnvironment(
@@ -344,7 +344,7 @@ class OpenEnv(find.EnvironmentAdapter):
 
 
 async def listed_tools(session: OpenEnvSession) -> Tools:
-    """The tools of an episode. Raises EnvironmentFailed."""
+    """Request the tools of an episode. Raises EnvironmentFailed."""
     told = (await session.ask("step", {"type": "list_tools"}, counted=False)).observation
     try:
         functions = [
@@ -359,7 +359,7 @@ async def listed_tools(session: OpenEnvSession) -> Tools:
 
 
 def said_by_tool(step: OpenEnvStep) -> str:
-    """The answer of a tool: the texts of its result, or the result as JSON."""
+    """Return the answer of a tool: the texts of its result, or the result as JSON."""
     match step.observation:
         case {"error": {"message": str(text)}}:
             return f"error: {text}"

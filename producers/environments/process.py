@@ -1,13 +1,13 @@
-"""An environment in processes of its own, which the worker can kill.
+"""An environment in its own processes, which the worker can kill.
 
-What holds:
+Invariants:
 
-- an episode that hangs, or that ends the process, fails alone. The others raise ProcessLost and can begin again; the
-  next one starts a fresh process;
-- an episode that was cancelled and does not end gets no company: new episodes go to a fresh process, and the old one
-  is killed after its last;
-- processes that play nothing to its end are started ever more slowly;
-- when a process is given up, everything that it started is killed (`confinement`).
+- an episode that hangs, or that ends the process, fails alone. The others raise ProcessLost and can start again; the
+  next episode starts a new process;
+- if a cancelled episode does not end, its process gets no new episodes: they go to a new process, and the old one is
+  killed after its last episode;
+- the start of a new process has a backoff, which grows while processes complete no episode;
+- when a process ends or is killed, everything that it started is killed (`confinement`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tidemill.schemas.records import Task
 
 LOG = logging.getLogger(__name__)
 TICKS = 10
-"""Looks at a process within the time that it may not answer."""
+"""Number of checks of a process within the answer timeout."""
 CLOSE_S = 10.0
 """Longest time for an environment to close."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -48,12 +48,12 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class ProcessLost(RuntimeError):
-    """The process of an environment is gone, by no fault of this episode: it can begin again."""
+    """Error of an episode whose process has ended through no fault of this episode, which can start again."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedEnvironment:
-    """The first answer of a process: what it has opened."""
+    """The first answer of a process: the properties of the opened environment."""
 
     process: int
     version: str
@@ -66,7 +66,7 @@ class OpenedEnvironment:
 
 @dataclass(slots=True, eq=False)
 class HostedCall:
-    """One episode, while it goes on in the other process."""
+    """One call of the environment, while it runs in the other process."""
 
     policy: base.Policy | None
     answer: asyncio.Future[Any]
@@ -74,10 +74,10 @@ class HostedCall:
 
 
 class EpisodeProcess:
-    """A process that plays episodes, made by `start`. It belongs to the event loop that runs then.
+    """A process that plays episodes, made by `start`. It belongs to the event loop that runs at that time.
 
-    When it is given up, each call that is left raises: the one whose code the marks name EnvironmentHung, the others
-    ProcessLost.
+    When it ends or is killed, each unfinished call raises: the call that the marks name raises EnvironmentHung, the
+    others ProcessLost.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class EpisodeProcess:
         self._numbers = itertools.count(1)
         self._calls: dict[int, HostedCall] = {}
         self._leaving: dict[int, int] = {}
-        """Cancelled calls that have not ended, with the number of looks since."""
+        """Cancelled calls that have not ended, with the number of checks since."""
         self.over = ""
-        """Why it plays no more; empty while it does."""
+        """Reason why it plays no more episodes; empty while it runs."""
         self._guilty: int | None = None
-        """The episode that hangs, once that is known."""
+        """The episode that hangs; None while unknown."""
         self.retired = False
-        """It takes no new calls, and ends with its last one."""
+        """Whether it takes no new calls, and ends with its last one."""
         self.useful = False
-        """Whether a call has ended as it should."""
+        """Whether a call has returned a result."""
         self._watching = asyncio.create_task(self._watch())
         self._reading = asyncio.create_task(self._read())
 
@@ -105,7 +105,7 @@ class EpisodeProcess:
     async def start(
         cls, name: str, options: Mapping[str, Any], settings: RolloutSettings, network: bool
     ) -> EpisodeProcess:
-        """A process that has opened the environment. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
+        """Start a process that opens the environment. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
         spawned = SpawnedProcess(name, options, settings, network)
         streams = await asyncio.open_connection(sock=spawned.socket, limit=MESSAGE_BYTES)
         hello = None
@@ -132,9 +132,9 @@ class EpisodeProcess:
         messages: base.Messages = (),
         endpoint: list[str] | str = "",
     ) -> Any:  # noqa: ANN401
-        """The score that a method of the environment returns, as it was sent.
+        """Call a method of the environment, and return its score as JSON values.
 
-        Raises ProcessLost, EnvironmentFailed, and what is portable of that which the method raises.
+        Raises ProcessLost, EnvironmentFailed, and the portable errors that the method raises.
         """
         if self.over:
             raise ProcessLost(f"environment {self._name}: {self.over}")
@@ -155,7 +155,7 @@ class EpisodeProcess:
                 self._spawned.kill()
 
     async def close(self) -> None:
-        """Let the environment close, and end the process."""
+        """Close the environment, and end the process."""
         if not self.over:
             self._send(["close"])
             await asyncio.wait([self._reading], timeout=CLOSE_S)
@@ -164,7 +164,7 @@ class EpisodeProcess:
             await asyncio.wait([self._reading])
 
     async def _read(self) -> None:
-        """Take what the process sends until it ends, and fail the calls that are left then."""
+        """Read the messages of the process until it ends, and fail the calls that are unfinished then."""
         fault = ""
         try:
             while line := await self._reader.readline():
@@ -187,7 +187,7 @@ class EpisodeProcess:
                     call.answer.set_exception(error_of(text))
 
     def _take(self, frame: object) -> None:
-        """Act on one message. Raises ValueError for one that is none."""
+        """Process one message. Raises ValueError for an invalid message."""
         match frame:
             case ["chat", int(number), int(request), list(messages), str(tools), int() | None as most, bool(trained)]:
                 if number in self._calls:
@@ -232,9 +232,9 @@ class EpisodeProcess:
         self._writer.write(line)
 
     async def _watch(self) -> None:
-        """Kill a process that makes no step; retire one with a cancelled call that does not end.
+        """Kill the process if its event loop makes no step; retire it if a cancelled call does not end.
 
-        A process that waits makes a step for each ping.
+        An idle process makes a step for each ping.
         """
         missed, steps = 0, -1
         while missed < TICKS:
@@ -254,37 +254,37 @@ class EpisodeProcess:
         self.over = f"hung: no answer within {self._answer_s:g} s"
         self._guilty = await self._spawned.marks.hanging(self.hello.process)
         self._spawned.kill()
-        self._writer.transport.abort()  # its calls fail, also where the kill does not succeed
+        self._writer.transport.abort()  # its calls fail, also if the kill does not succeed
 
     def _send(self, frame: list[Any]) -> None:
         self._writer.write(encode(frame))
 
 
 class HostedOptions(base.EnvironmentOptions):
-    """Options that were checked where the environment is."""
+    """Options that the environment's process has checked."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
 class HostedEnvironment(base.Environment):
-    """An environment in processes of its own: one for all its episodes, and one for each stream of tasks."""
+    """An environment in its own processes: one for all its episodes, and one for each stream of tasks."""
 
     def __init__(
         self, name: str, options: Mapping[str, Any], settings: RolloutSettings, network: bool | None = None
     ) -> None:
-        """Name an environment, of which `start` learns more.
+        """Store the name and options of an environment, which `start` opens.
 
         Args:
-            name: as `find.environment_type` takes it.
-            network: whether its process may open sockets. None: as the environment declares, which is known once it
-                was imported without.
+            name: as for `find.environment_type`.
+            network: whether its process may open sockets. None: as the environment declares, which is known after it
+                was first imported without sockets.
         """
         super().__init__(HostedOptions())
         self._name, self._given, self._settings, self._network = name, dict(options), settings, network
         self._processes: list[EpisodeProcess] = []
         self._starting: asyncio.Task[EpisodeProcess] | None = None
         self._fruitless = 0
-        """Processes in a row that were started, and played nothing to its end."""
+        """Number of consecutive started processes that completed no call."""
         self._closed = False
         self._option_rows: list[dict[str, Any]] = []
 
@@ -294,7 +294,7 @@ class HostedEnvironment(base.Environment):
         return self
 
     def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
-        """Draw tasks in a further process, which lives as long as the iterator. Blocks. Raises TaskError."""
+        """Draw tasks in a further process, which runs until the iterator is closed. Blocks. Raises TaskError."""
         name, most = self._name, MESSAGE_BYTES
         spawned = SpawnedProcess(name, self._given, self._settings, bool(self._network), query.seed)
         with spawned.socket, spawned.socket.makefile("rb") as lines:
@@ -326,7 +326,7 @@ class HostedEnvironment(base.Environment):
                 spawned.ending()
 
     async def play(self, task: Task, policy: base.Policy) -> Score:
-        """Play one episode. Raises what `Environment.play` raises; EnvironmentFailed, ProcessLost."""
+        """Play one episode. Raises the errors of `Environment.play`, EnvironmentFailed, ProcessLost."""
         process = await self._running()
         endpoint: list[str] | str = f"environment {self._name} asks for no network, so it gets no endpoint"
         if self.network:
@@ -342,16 +342,16 @@ class HostedEnvironment(base.Environment):
         return self._score(await (await self._running()).call("cut_off", task, messages=messages))
 
     async def rescore(self, task: Task, messages: base.Messages) -> Score | None:
-        """Score a conversation that was held before; None where that is not possible. Raises like `play`."""
+        """Score an earlier conversation; return None if that is not possible. Raises like `play`."""
         found = await (await self._running()).call("rescore", task, messages=messages)
         return None if found is None else self._score(found)
 
     def option_rows(self) -> list[dict[str, Any]]:
-        """As the environment describes them."""
+        """Return the options as the environment describes them."""
         return self._option_rows
 
     async def close(self) -> None:
-        """End its processes for episodes. Tasks can be drawn all the same."""
+        """End its processes for episodes. Tasks can still be drawn."""
         self._closed = True
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
@@ -365,7 +365,7 @@ class HostedEnvironment(base.Environment):
             raise EnvironmentFailed(f"environment {self._name} returned no score: {error}") from error
 
     async def _running(self) -> EpisodeProcess:
-        """The process for new episodes, started where there is none. Raises like `start`."""
+        """Return the process for new episodes; start it if there is none. Raises like `start`."""
         if self._processes and not (self._processes[-1].over or self._processes[-1].retired):
             return self._processes[-1]
         if self._closed:
@@ -400,7 +400,7 @@ class HostedEnvironment(base.Environment):
 
 
 def hello_of(name: str, line: bytes) -> OpenedEnvironment | None:
-    """A process's first answer; None where there is none. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
+    """Parse a process's first answer; None if it sent none. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
     match json.loads(line) if line.endswith(b"\n") else None:
         case ["hello", learned]:
             try:
@@ -416,5 +416,5 @@ def hello_of(name: str, line: bytes) -> OpenedEnvironment | None:
 
 @lru_cache(maxsize=16)
 def tools_of(text: str) -> Tools:
-    """Checked tools, the same object for the same text. Raises BadMessage."""
+    """Parse and check tools; return the same object for the same text. Raises BadMessage."""
     return checked_tools(json.loads(text))

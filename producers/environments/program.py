@@ -1,11 +1,11 @@
-"""An agent program in place of an environment's own conversation.
+"""An agent program that plays an environment's tasks in place of the environment's own conversation.
 
-The program finds the model at OPENAI_BASE_URL, with the key OPENAI_API_KEY, and its task on standard input:
-{"messages": […], "tools": […], "task_id": "…"}, the request that the environment's own conversation begins with. It
-calls as often and in as many conversations as it wants, and ends. Its score is the result that it posted to
-OPENAI_BASE_URL/outcome, else the environment scores its last conversation.
+The program calls the model at OPENAI_BASE_URL, with the key OPENAI_API_KEY, and reads its task from standard input:
+{"messages": […], "tools": […], "task_id": "…"}, the first request of the environment's own conversation. It may make
+any number of calls in any number of conversations, and exits. Its score is the result that it posted to
+OPENAI_BASE_URL/outcome; otherwise the environment scores its last conversation.
 
-What holds: an episode ends when its program ends, or posts its result; no process that the program started outlives it.
+Invariants: an episode ends when its program exits or posts its result; then all processes of the program are killed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tidemill.schemas.chat.messages import Message, Tool, checked_messages, chec
 from tidemill.schemas.records import Task
 
 SHOWN = 1000
-"""Characters of the program's stderr that a failure shows, the last ones."""
+"""Number of last characters of the program's stderr that a failure shows."""
 KEEPER_S = 5.0
-"""Seconds that a keeper gets to kill the program, before it is killed itself."""
+"""Seconds that a keeper gets to kill the program, before the keeper is killed."""
 GRACE_S = 2.0
 """Seconds that the environment's own conversation gets to end after its first request."""
 
@@ -38,7 +38,7 @@ class Program(base.Environment):
     isolation = "loop"
 
     def __init__(self, inner: base.Environment, command: Sequence[str]) -> None:
-        """`inner` poses the tasks. It scores the program's last conversation where the program posts no result."""
+        """`inner` provides the tasks. It scores the program's last conversation if the program posts no result."""
         super().__init__(inner.options)
         self._inner, self._command = inner, list(command)
         digest = hashlib.blake2b(json.dumps(self._command).encode(), digest_size=6).hexdigest()
@@ -48,7 +48,7 @@ class Program(base.Environment):
         return self._inner.tasks(query)
 
     async def play(self, task: Task, policy: base.Policy) -> base.Score:
-        """Run the program. Raises EnvironmentFailed for one without a result, besides what the inner one raises."""
+        """Run the program. Raises EnvironmentFailed if it has no result, and the errors of the inner environment."""
         if not isinstance(policy, base.AttemptPolicy):
             raise base.EnvironmentFailed("an agent program needs the endpoint of a rollout worker")
         messages, tools = await self._first_request(task)
@@ -92,7 +92,7 @@ class Program(base.Environment):
         await self._inner.close()
 
     async def _first_request(self, task: Task) -> tuple[list[Message], Sequence[Tool]]:
-        """The messages and tools that the inner environment's conversation begins with."""
+        """Return the messages and tools of the first request of the inner environment's conversation."""
         noting = _FirstRequest()
         playing = asyncio.create_task(self._inner.play(task, noting))
         both: set[asyncio.Future[Any]] = {playing, noting.asked}
@@ -111,7 +111,7 @@ class Program(base.Environment):
 
 
 class _FirstRequest:
-    """A policy that notes the first request, and answers none."""
+    """A policy that stores the first request, and answers none."""
 
     def __init__(self) -> None:
         self.asked: asyncio.Future[tuple[list[Message], Sequence[Tool]]] = asyncio.get_running_loop().create_future()
@@ -132,9 +132,9 @@ class _FirstRequest:
 
 
 async def _run(command: Sequence[str], model: base.Endpoint, told: str) -> tuple[int, str]:
-    """Run a program to its end: its exit code, negative for a signal, and the end of its stderr.
+    """Run a program to its end; return its exit code, negative for a signal, and the end of its stderr.
 
-    Cancelled, the program and all that it started are killed first.
+    If this is cancelled, the program and all processes that it started are killed first.
     """
     variables = {**child_variables(os.environ), "OPENAI_BASE_URL": model.base_url, "OPENAI_API_KEY": model.api_key}
     with tempfile.TemporaryFile() as task:
@@ -153,7 +153,7 @@ async def _run(command: Sequence[str], model: base.Endpoint, told: str) -> tuple
     try:
         await asyncio.shield(last_words)
     finally:
-        keeper.stdin.close()  # the keeper kills what is left of the program, and ends
+        keeper.stdin.close()  # the keeper kills the remaining processes of the program, and exits
         await asyncio.wait({last_words}, timeout=KEEPER_S)
         if keeper.returncode is None and not last_words.done():
             keeper.kill()

@@ -1,8 +1,8 @@
 """The tasks of reasoning-gym, as `reasoning_gym:TASK`: one question, one reply, graded by the library.
 
-The library draws an item from its seed plus its index, so that the streams of two seeds share questions: the split is
-by the question alone, for any task and options. Its graders give 0 to 1 and some credit for a reply that only
-contains the answer; a reply solves the task at exactly 1.
+The library draws an item from its seed plus its index, so that the streams of two seeds share questions; therefore the
+question alone decides the split, for any task and options. Its graders return 0 to 1, with partial credit for a reply
+that only contains the answer; a reply with exactly 1 solves the task.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ EXECUTES = frozenset({
     "binary_matrix", "codeio", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
     "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
 })  # fmt: skip
-"""Tasks whose grader evaluates the answer as Python, or that run foreign code to make an item."""
+"""Tasks whose grader evaluates the answer as Python, or that execute foreign code to make an item."""
 SLOW = frozenset(("coin_flip", "propositional_logic", "rubiks_cube", "rush_hour"))
-"""Tasks whose grader takes 0.1 s and more, or does not end, on an answer such as `1e999999999`."""
+"""Tasks whose grader takes 0.1 s or more, or does not end, for an answer such as `1e999999999`."""
 NOT_OFFERED: Mapping[str, str] = {
     "composite": "it mixes other tasks: give each of them an entry in run.environments, with its weight",
     "game_of_life_halting": "its grader gives any text full marks",
 }
 LONGEST_ANSWER = 8_000
-"""Characters; a longer answer is not graded and scores 0."""
+"""Largest length in characters; a longer answer is not graded and scores 0."""
 ITEMS = 500
-"""Items that are drawn from one dataset of the library; the next ones have the seed that follows."""
+"""Items drawn from one dataset of the library; the next dataset has this seed plus `ITEMS`."""
 PATIENCE = 2 * ITEMS
-"""Items in a row that cannot be made after which drawing fails."""
+"""Consecutive items that cannot be made after which drawing fails."""
 _STREAM = ("seed", "size")
-"""Settings of a dataset that say which items are drawn, not what they ask."""
+"""Settings of a dataset that choose the items, but do not change their questions."""
 _ASK = {
     "tags": "Give the final answer between <answer> and </answer>.",
     "last_number": "",
@@ -58,21 +58,21 @@ _TUPLE = "__tuple__"
 
 
 class ReasoningGymOptions(base.EnvironmentOptions):
-    """How a reply is read and rewarded; a task adds its own options."""
+    """Options for reading and rewarding a reply; a task adds its own options."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     answer: Literal["tags", "last_number", "last_line"] = "tags"
-    """How the answer is read from the reply: between the last `<answer>` and `</answer>`, the last number, or the last
-    line that is not empty."""
+    """The part of the reply that is the answer: the text between the last `<answer>` and `</answer>`, the last number,
+    or the last line that is not empty."""
     prompt: str | None = None
-    """Text after the question. None: a sentence that asks for tags or for a last line, as `answer` reads them."""
+    """Text after the question. None: a sentence that asks for the form that `answer` needs, tags or a last line."""
     score_weight: float = Field(default=1.0, ge=0)
     """Weight of the library's score, 0 to 1, with partial credit."""
     solved_weight: float = Field(default=0.0, ge=0)
-    """Weight of a full score, which counts 1, and anything less 0."""
+    """Weight of a component that is 1 for a full score and 0 otherwise."""
     answered_weight: float = Field(default=0.0, ge=0)
-    """Weight of a reply in which an answer was found."""
+    """Weight of a component that is 1 if the reply contains an answer and 0 otherwise."""
 
 
 class GymItem(BaseModel):
@@ -82,7 +82,7 @@ class GymItem(BaseModel):
 
     question: str
     answer: str | None
-    """An answer that is right; None where the library knows none."""
+    """A right answer; None if the library has none."""
     metadata: dict[str, Any]
 
 
@@ -92,7 +92,7 @@ class ReasoningGymEnvironment(base.Environment):
     options: ReasoningGymOptions
 
     def __init__(self, options: ReasoningGymOptions, task: str) -> None:
-        """Raises TaskError with the library's own message for options that are out of range."""
+        """Check the options. Raises TaskError, with the library's own message, for options out of range."""
         super().__init__(options)
         self._task = task
         self.version = f"reasoning-gym-{version('reasoning-gym')}"  # type: ignore[misc]  # of the instance
@@ -102,9 +102,9 @@ class ReasoningGymEnvironment(base.Environment):
         self._grader = self._dataset(seed=0)
 
     def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
-        """Items without end. Raises TaskError when the library makes no more."""
+        """Yield items without end. Raises TaskError if the library cannot make more."""
         failures = 0
-        begin = Random(f"reasoning_gym {query.seed}").getrandbits(31)  # NumPy takes no seed above 32 bits
+        begin = Random(f"reasoning_gym {query.seed}").getrandbits(31)  # NumPy takes seeds of at most 32 bits
         for first in itertools.count(begin, ITEMS):
             dataset = self._dataset(first)
             for place in range(ITEMS):
@@ -159,10 +159,10 @@ class ReasoningGymEnvironment(base.Environment):
 
 
 class ReasoningGym(find.EnvironmentAdapter):
-    """The tasks of the installed reasoning-gym."""
+    """Adapter for the tasks of the installed reasoning-gym."""
 
     def members(self) -> Iterator[find.EnvironmentListing]:
-        """Every registered task, read from the library's source: importing it takes seconds."""
+        """Yield every registered task, read from the library's source, since an import takes seconds."""
         spec = find_spec("reasoning_gym")
         if spec is None or not spec.submodule_search_locations:
             raise ImportError("reasoning-gym is not installed")
@@ -175,9 +175,9 @@ class ReasoningGym(find.EnvironmentAdapter):
             yield find.EnvironmentListing(name, about, NOT_OFFERED.get(name, ""))
 
     def member(self, name: str) -> find.EnvironmentType:
-        """The task of a name. Raises UnknownEnvironment, ImportError."""
+        """Return the task of a name. Raises UnknownEnvironment, ImportError."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of a dependency's source, when it is compiled
+            warnings.simplefilter("ignore", SyntaxWarning)  # from compiling a dependency's source
             import reasoning_gym  # noqa: F401 - fills the registry
             from reasoning_gym.factory import DATASETS
         find.check_member("reasoning_gym", "reasoning-gym has no task", name, DATASETS, NOT_OFFERED.get(name, ""))
@@ -189,7 +189,7 @@ class ReasoningGym(find.EnvironmentAdapter):
 
 @cache
 def task_options(config: type) -> type[ReasoningGymOptions]:
-    """The options of a task, from the dataclass of its settings."""
+    """Return the options model of a task, made from the dataclass of its settings."""
     hints, settings = get_type_hints(config), {}
     for each in dataclasses.fields(config):
         if each.name not in _STREAM:
@@ -199,26 +199,26 @@ def task_options(config: type) -> type[ReasoningGymOptions]:
 
 
 def item_of(dataset: Any, place: int) -> Mapping[str, Any]:  # noqa: ANN401 - the library has no types
-    """An item of a dataset, the same one at every time. Raises what the library raises where it cannot make it."""
+    """Return an item of a dataset, the same at every call. Raises the library's error if it cannot make the item."""
     with redirect_stdout(io.StringIO()), find.OwnRandomness(dataset.seed + place).applied():
         made: Mapping[str, Any] = dataset[place]
     return made
 
 
 def draft_of(item: Mapping[str, Any]) -> base.TaskDraft:
-    """The task of an item."""
+    """Return the draft of an item."""
     payload = {"question": item["question"], "answer": item["answer"], "metadata": _with_tuples(item["metadata"])}
     return base.TaskDraft(json.dumps(payload, ensure_ascii=False), item["question"])
 
 
 def parse_item(payload: str) -> GymItem:
-    """The item of a task's payload. Raises TaskError."""
+    """Return the item in a task's payload. Raises TaskError."""
     item = base.read_payload(GymItem, payload, "item of reasoning-gym")
     return item.model_copy(update={"metadata": _without_tuples(item.metadata)})
 
 
 def registered(source: str) -> dict[str, str]:
-    """The datasets that a module of the library registers: the first line of the docstring, by name."""
+    """Return the datasets that a module of the library registers: first docstring lines by name."""
     tree = ast.parse(source)
     constants = {
         target.id: node.value.value
@@ -238,7 +238,7 @@ def registered(source: str) -> dict[str, str]:
 
 
 def between_tags(reply: str) -> str | None:
-    """The text of the last `<answer>` that is closed; None for none."""
+    """Return the text of the last closed `<answer>`, or None."""
     for piece in reversed(reply.split("<answer>")[1:]):
         inside, closed, _ = piece.partition("</answer>")
         if closed:
@@ -247,13 +247,13 @@ def between_tags(reply: str) -> str | None:
 
 
 def last_number(reply: str) -> str | None:
-    """The last decimal number, commas between thousands left out; None for none."""
+    """Return the last decimal number, without commas between thousands, or None."""
     found = _NUMBER.findall(reply.replace("\N{MINUS SIGN}", "-"))
     return found[-1].replace(",", "") if found else None
 
 
 def last_line(reply: str) -> str | None:
-    """The last line that is not empty; None for none."""
+    """Return the last line that is not empty, or None."""
     return reply.strip().rpartition("\n")[2].strip() or None
 
 
@@ -265,7 +265,7 @@ READERS: Mapping[str, Callable[[str], str | None]] = {
 
 
 def _with_tuples(value: object) -> object:
-    """The value with each tuple marked, so that it is one again after JSON: graders compare them."""
+    """Mark each tuple in a value, so that JSON keeps it: graders compare tuples."""
     if isinstance(value, dict):
         return {key: _with_tuples(each) for key, each in value.items()}
     if isinstance(value, tuple):

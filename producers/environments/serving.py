@@ -1,11 +1,11 @@
-"""An environment in its own process: opened, and its episodes played side by side or its tasks drawn.
+"""The process of an environment: opens the environment, and plays episodes concurrently or draws tasks.
 
-The process inherits a socket, over which it speaks in frames, and shared memory: the marks, and after them the opening,
-which names the environment and the bounds. These are set before foreign code is imported.
+The process inherits a socket for messages, and shared memory: the marks, and after them the opening, which contains the
+environment's name and the resource limits. The limits are set before foreign code is imported.
 
-What holds: an error of foreign code is the answer to one call, and the others go on; one that would end the process
-ends it at once, while the marks name the episode that raised it. No message is above the limit: the episode that
-wants to send one fails.
+Invariants: an error of foreign code is the answer to one call, and the other calls continue; an error that would end
+the process ends it at once, while the marks name the episode that raised it. No message is above the size limit: an
+episode with a larger message fails.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from tidemill.schemas.records import Task
 
 
 class HostedEpisode(base.Policy):
-    """One call of the worker under way: what it does is done in a task, with this policy, which the worker samples."""
+    """One running call of the worker: it runs in a task, with this policy, whose turns the worker samples."""
 
     def __init__(self, server: EpisodeServer, number: int, endpoint: list[str] | str) -> None:
         self._server, self._number, self._endpoint = server, number, endpoint
         self.fault = ""
-        """Why it has failed, also where the environment catches GenerationFailed."""
+        """Reason why it has failed, also if the environment catches GenerationFailed."""
         self.over = False
         self.running: asyncio.Task[None]
 
     async def chat(
         self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
     ) -> base.Reply:
-        """The policy's next turn. Raises GenerationFailed, ContextFull, BadMessage."""
+        """Return the policy's next turn. Raises GenerationFailed, ContextFull, BadMessage."""
         told, shown = checked_messages(messages), checked_tools(tools)
         if self.over or self.fault:
             raise base.GenerationFailed("the episode is over" if self.over else self.fault)
@@ -77,14 +77,14 @@ class HostedEpisode(base.Policy):
 
     @property
     def endpoint(self) -> base.Endpoint:
-        """The same rollout over HTTP. Raises EnvironmentFailed where none is offered."""
+        """The same rollout over HTTP. Raises EnvironmentFailed if no endpoint is offered."""
         if isinstance(self._endpoint, str):
             raise base.EnvironmentFailed(self._endpoint)
         return base.Endpoint(*self._endpoint)
 
 
 class EpisodeServer:
-    """Plays the episodes that the worker asks for."""
+    """Plays the episodes that the worker requests."""
 
     def __init__(self, environment: base.Environment, writer: asyncio.StreamWriter) -> None:
         self._environment, self.writer = environment, writer
@@ -93,10 +93,10 @@ class EpisodeServer:
         self.requests = itertools.count(1)
 
     def take(self, frame: list[Any]) -> None:
-        """Act on one message of the worker."""
+        """Process one message of the worker."""
         match frame:
             case ["ping"]:
-                pass  # to read it was a step of the event loop
+                pass  # reading it was a step of the event loop
             case ["reply" | "raise", request, *_] if request not in self.answers or self.answers[request].done():
                 pass
             case ["reply", request, message, finish, malformed, tokens]:
@@ -115,7 +115,7 @@ class EpisodeServer:
                 episode.running.add_done_callback(partial(self._ended, number))
 
     async def close(self) -> None:
-        """Cancel what runs, and close the environment."""
+        """Cancel the running episodes, and close the environment."""
         for episode in self._episodes.values():
             episode.running.cancel()
         await self._environment.close()
@@ -138,7 +138,7 @@ class EpisodeServer:
             except BaseException as error:  # noqa: BLE001 - foreign code raises any error, and other episodes go on
                 cause = base.GenerationFailed(episode.fault) if episode.fault else error
                 line = encode(["failed", number, *failure(cause)])
-            # Written at once: the next step of another episode may be the last one of this process.
+            # Write at once: the next step of another episode may end this process.
             self.writer.write(line)
         except MemoryError:
             traceback.print_exc(limit=-3)
@@ -151,7 +151,7 @@ class EpisodeServer:
 
 
 def _sent(found: object) -> dict[str, Any]:
-    """A score as it is sent. Raises EnvironmentFailed for anything else."""
+    """Convert a score to JSON values for sending. Raises EnvironmentFailed for anything else."""
     if not isinstance(found, base.Score):
         raise base.EnvironmentFailed(f"the environment returned a {type(found).__name__}, not a Score")
     if fault := found.fault():
@@ -160,10 +160,10 @@ def _sent(found: object) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Open the environment, say so, and do what the worker asks for."""
+    """Open the environment, report it, and execute the worker's requests."""
     connection, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     connection.set_inheritable(False)
-    os.register_at_fork(after_in_child=connection.close)  # a forked copy cannot speak for this process
+    os.register_at_fork(after_in_child=connection.close)  # a forked copy cannot write to the connection
     marks = EpisodeMarks(memory)
     with open(memory, "rb") as shared:
         shared.seek(SIZE)
@@ -189,7 +189,7 @@ def main() -> None:
 
 
 def opened(opening: dict[str, Any]) -> tuple[base.Environment | None, bytes]:
-    """The environment, or None where it cannot be opened, and the first answer."""
+    """Open the environment; return it, or None if it cannot be opened, and the first answer."""
     try:
         environment = environment_type(opening["name"]).open(opening["options"])
         learned = {
@@ -209,7 +209,7 @@ def opened(opening: dict[str, Any]) -> tuple[base.Environment | None, bytes]:
 
 
 async def play(connection: socket.socket, opening: dict[str, Any]) -> None:
-    """Play episodes until the worker says that it is enough, or is gone."""
+    """Play episodes until the worker sends `close`, or its connection ends."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=MESSAGE_BYTES)
     environment, answer = opened(opening)
     writer.write(answer)

@@ -1,6 +1,6 @@
-"""Start the process of an environment with its keeper, and tell how it ended; the messages to and from it.
+"""Start of an environment's process with its keeper, the reason of its end, and the messages to and from it.
 
-Messages are lists in JSON, one a line.
+A message is a JSON list on one line.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ START_S = 120.0
 MESSAGE_BYTES = 8 << 20
 """Largest size of a call of the policy, a reply, a score, or a task."""
 KILL_S = 10.0
-"""Longest time for a keeper to kill a process with all that it started."""
+"""Longest time for a keeper to kill a process and all that it started."""
 SHOWN = 500
-"""Characters of the process's stderr that a reason shows, the last ones."""
+"""Number of last characters of the process's stderr that a reason shows."""
 MOST_TEXT = 2000
-"""Characters of an error's text, and of its traceback."""
+"""Most characters of an error's text, and of its traceback."""
 KEPT_VARIABLES = re.compile(
     "PATH|LANG|LANGUAGE|LC_.*|TZ|TMPDIR|PYTHONPATH|PYTHONHOME|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_FILE|SSL_CERT_DIR"
     "|OMP_NUM_THREADS|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE|HF_DATASETS_OFFLINE|NLTK_DATA"
 )
-"""Variables of the worker's environment that the process sees; none holds or leads to a credential."""
+"""Variables of the worker's environment that the process gets; none contains or points to a credential."""
 PORTABLE: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (GenerationFailed, ContextFull, BadMessage, EnvironmentFailed, TaskError, UnknownEnvironment)
 }
-"""Errors that are raised on the other side as themselves."""
+"""Errors that are raised with the same type on the other side."""
 
 
 def encode(frame: object, what: str = "a message", error: type[Exception] = EnvironmentFailed) -> bytes:
-    """One line of UTF-8.
+    """Encode a message as one line of UTF-8.
 
-    Raises `error` for one above the limit, with `what` as its name; TypeError, ValueError or RecursionError for what
-    JSON cannot hold.
+    Raises `error`, with `what` as the name of the message, for a line above the size limit; TypeError, ValueError or
+    RecursionError for a message that cannot be written as JSON.
     """
     line = json.dumps(frame, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
     if len(line) > MESSAGE_BYTES:
@@ -63,7 +63,7 @@ def encode(frame: object, what: str = "a message", error: type[Exception] = Envi
 
 
 def failure(error: BaseException) -> list[str]:
-    """An error as it is sent: its type when it is portable, its text, and the traceback of one that is not."""
+    """Convert an error for sending: its type if it is portable, its text, and its traceback if it is not portable."""
     kind = next((name for name, known in PORTABLE.items() if isinstance(error, known)), "")
     try:
         text = str(error) if kind else repr(error)
@@ -74,12 +74,12 @@ def failure(error: BaseException) -> list[str]:
 
 
 class SpawnedProcess:
-    """A process of an environment. `kill` and `ending` may be called again."""
+    """A process of an environment. `kill` and `ending` may be called repeatedly."""
 
     def __init__(
         self, name: str, options: Mapping[str, Any], settings: RolloutSettings, network: bool, seed: int | None = None
     ) -> None:
-        """Without a `seed` it plays episodes, with one it draws tasks. Raises TaskError for options above the limit."""
+        """Without `seed` it plays episodes, with `seed` it draws tasks. Raises TaskError for too large options."""
         path = [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
         bounds = {name: getattr(settings, name) for name in ("environment_memory_mb", "environment_file_mb")}
         given = {"name": name, "options": options, "network": network, "seed": seed, "path": path}
@@ -103,13 +103,13 @@ class SpawnedProcess:
         os.close(shared)
 
     def kill(self) -> None:
-        """Have the keeper kill the process and all that it started."""
+        """Make the keeper kill the process and all that it started."""
         if self._keeper.stdin is not None:
             self._keeper.stdin.close()
             self._keeper.stdin = None
 
     def ending(self) -> str:
-        """How the process ended, for a reason. Kills what still runs, and blocks until nothing is left."""
+        """Return the reason of the process's end. First kills all that still runs, and blocks until that is done."""
         if self._ending:
             return self._ending
         self.kill()
@@ -135,20 +135,20 @@ class SpawnedProcess:
 
 
 def keeper_command(kind: str, *arguments: object) -> list[str]:
-    """The command that starts a process of this worker under a keeper, as `confinement` takes it."""
+    """Return the command that starts a process of this worker under a keeper (see `confinement`)."""
     module = "tidemill.producers.environments.confinement"
     return [sys.executable, "-P", "-m", module, f"{os.getpid()}", kind, *map(str, arguments)]
 
 
 def child_variables(given: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables of a process, out of the worker's.
+    """Return the environment variables of a process, selected from the worker's.
 
-    The order of sets is fixed, since tasks have to be the same each time they are drawn. Downloads of Hugging Face are
-    found where they lie, without the token that lies beside them.
+    The order of sets is fixed, since tasks must be the same each time they are drawn. The process finds downloads of
+    Hugging Face through their cache directories, without access to the token in the same directory.
     """
     kept = {name: value for name, value in given.items() if KEPT_VARIABLES.fullmatch(name)}
     downloads = Path(given.get("HF_HOME", Path.home() / ".cache/huggingface"))
     cached = {"HF_HUB_CACHE": f"{downloads / 'hub'}", "HF_DATASETS_CACHE": f"{downloads / 'datasets'}"}
-    if "PYTHONPATH" in kept:  # it may name folders of the worker's working directory
+    if "PYTHONPATH" in kept:  # it may contain paths relative to the worker's directory
         kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep)))
     return {"PYTHONHASHSEED": "0", **cached, **kept}

@@ -1,7 +1,7 @@
-"""TextArena's games for one player, as `textarena:GAME`: what the game says is a user message, a turn is a move.
+"""TextArena's games for one player, as `textarena:GAME`: the game's text is a user message, a turn is a move.
 
-What holds: a game is made and goes on from a random state of its own, so that its seed and the moves decide it. A
-conversation can therefore be scored again, by playing its moves once more.
+Invariant: a game is made and played with its own random state, so that its seed and the moves determine it. A
+conversation can therefore be scored again, by playing its moves again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tidemill.schemas.chat.messages import Message
 from tidemill.schemas.records import RewardComponent, Task
 
 VIEWS = ("-raw", "-train")
-"""Endings of names that show the same game in another way; here the conversation itself is the history."""
+"""Endings of names that show the same game in another form; here the conversation itself is the history."""
 NOT_OFFERED: Mapping[str, str] = {
     "Bandit-v0": "it pays the regret, so that a worse choice earns more",
     "Bandit-v0-hard": "it pays the regret, so that a worse choice earns more",
@@ -33,29 +33,29 @@ NOT_OFFERED: Mapping[str, str] = {
     "Sokoban-v0-medium": "it takes up to minutes to make a board",
 }
 UNSEEN = frozenset(("GuessTheNumber", "Mastermind", "Minesweeper"))
-"""Games that begin with the same words for every solution: their openings end with the number of the game, so
-that tasks differ in what they ask."""
+"""Games whose first text is equal for every solution: the number of the game is added to their openings, so that
+tasks have different questions."""
 DEFAULTS: Mapping[str, Mapping[str, object]] = {"Countdown": {"numbers": None, "target": None}}
-"""In place of TextArena's own, which leave a single game to play."""
+"""Replacements for TextArena's own defaults, with which there is only one game."""
 KEPT = 64
-"""Games at their opening that are kept, since some take seconds to make."""
+"""Number of games at their opening that are cached, since some take seconds to make."""
 PATIENCE = 10
-"""Games in a row that cannot be made after which drawing fails."""
+"""Consecutive games that cannot be made after which drawing fails."""
 STOPS = 8
-"""Invalid moves after which a game that did not end counts 0."""
+"""Number of invalid moves after which a game that did not end scores 0."""
 
 
 class TextArenaOptions(base.EnvironmentOptions):
-    """How long a game goes; a game adds its own options."""
+    """Limit on the length of a game; a game adds its own options."""
 
     model_config = ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True)
 
     turns: int = Field(default=64, ge=1)
-    """Most turns of the policy. A game that goes on is then scored as it scores a player who makes no valid move."""
+    """Most turns of the policy. A game that has not ended then is scored as for a player who makes no valid move."""
 
 
 class TextArenaTask(BaseModel):
-    """The parameters of a game, beside the options."""
+    """The parameters of a game, in addition to the options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -66,7 +66,7 @@ class TextGame:
     """One game, from its opening to its end."""
 
     def __init__(self, name: str, settings: Mapping[str, object], seed: int) -> None:
-        """Raises what TextArena raises for settings that it cannot play."""
+        """Make the game and its opening. Raises the errors of TextArena for invalid settings."""
         self._randomness = find.OwnRandomness(seed)
         self.over = self.raised = self.stopped = False
         with self._alone():
@@ -78,7 +78,7 @@ class TextGame:
             self.opening += f"\n\nThis is game {seed}."
 
     def move(self, text: str) -> str:
-        """Make a move, and return what the player reads next; empty when the game is over."""
+        """Make a move, and return the next text for the player; empty if the game is over."""
         try:
             with self._alone():
                 self.over, _ = self._game.step(text)
@@ -88,17 +88,17 @@ class TextGame:
             return ""
 
     def stop(self) -> None:
-        """End the game by invalid moves, after a few of which it says what was reached."""
+        """End the game with invalid moves: after a few of them the game gives the reward reached."""
         self.stopped = not self.over
         for _ in range(STOPS):
             if not self.over:
                 self.move("")
 
     def score(self) -> base.Score:
-        """The game's own reward for the player. A game that raised, never ended or gave no number counts 0."""
+        """Return the game's own reward for the player. A game that raised, never ended or gave no number scores 0."""
         rewards, info = self._game.close()
         given = rewards[0] if self.over and not self.raised and rewards else None
-        # Some games mix up the reward of an invalid move and its reason.
+        # Some games swap the reward of an invalid move and its reason.
         reward = float(given) if isinstance(given, int | float) else 0.0
         won = reward >= 1.0 and not info[0]["invalid_move"]
         invalid = info[0]["invalid_move"] and not self.stopped
@@ -107,7 +107,7 @@ class TextGame:
         return base.Score((RewardComponent("outcome", reward, 1.0),), won, numbers)
 
     def _said(self) -> str:
-        """The messages that the player has not read yet, without those that repeat the player's own moves."""
+        """Return the messages that the player has not read yet, without repetitions of the player's own moves."""
         _, messages = self._game.get_observation()
         return "\n\n".join(text.strip() for sender, text, _ in messages if sender == -1)
 
@@ -123,7 +123,7 @@ class TextArenaEnvironment(base.Environment):
     options: TextArenaOptions
 
     def __init__(self, options: TextArenaOptions, game: str) -> None:
-        """Raises TaskError for options that the game refuses."""
+        """Check the options. Raises TaskError for options that the game does not accept."""
         super().__init__(options)
         self._game = game
         self.version = f"textarena-{version('textarena')}"  # type: ignore[misc]  # of the instance
@@ -137,7 +137,7 @@ class TextArenaEnvironment(base.Environment):
             raise base.TaskError(f"textarena:{game}: {error!r}") from error
 
     def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
-        """Games without end. Raises TaskError when they cannot be made with these options."""
+        """Yield games without end. Raises TaskError if games cannot be made with these options."""
         rng, failures = Random(f"textarena {query.seed}"), 0
         while True:
             task = TextArenaTask(seed=rng.getrandbits(31))
@@ -152,7 +152,7 @@ class TextArenaEnvironment(base.Environment):
             yield base.TaskDraft(task.model_dump_json(), game.opening, self.options.turns)
 
     async def play(self, task: Task, policy: base.Policy) -> base.Score:
-        """Play until the game or the turns are over."""
+        """Play until the game is over, or the turns are used up."""
         game = self._begin(task)
         messages: list[Message] = [{"role": "user", "content": game.opening}]
         for _ in range(task.max_turns):
@@ -165,7 +165,7 @@ class TextArenaEnvironment(base.Environment):
         return game.score()
 
     async def rescore(self, task: Task, messages: Sequence[Message]) -> base.Score:
-        """Play the moves of a conversation once more."""
+        """Play the moves of a conversation again, and score the game."""
         game = self._begin(task)
         for message in messages:
             if message["role"] == "assistant" and not game.over:
@@ -178,10 +178,10 @@ class TextArenaEnvironment(base.Environment):
 
 
 class TextArena(find.EnvironmentAdapter):
-    """The games of the installed TextArena."""
+    """Adapter for the games of the installed TextArena."""
 
     def members(self) -> Iterator[find.EnvironmentListing]:
-        """Every game, and why those for several players and those that need more than the package are not offered."""
+        """Yield every game, with the reason if it is not offered (several players, or needs more than the package)."""
         for name, spec in sorted(_registry().items()):
             if not name.endswith(VIEWS):
                 yield find.EnvironmentListing(
@@ -189,7 +189,7 @@ class TextArena(find.EnvironmentAdapter):
                 )
 
     def member(self, name: str) -> find.EnvironmentType:
-        """The game of a name. Raises UnknownEnvironment, ImportError."""
+        """Return the game of a name. Raises UnknownEnvironment, ImportError."""
         registry = _registry()
         entry_point = registry[name].entry_point if name in registry else ""
         known = [each for each in registry if each == name or not each.endswith(VIEWS)]
@@ -200,12 +200,12 @@ class TextArena(find.EnvironmentAdapter):
 
 
 def kind_of(entry_point: str) -> str:
-    """The folder of a game."""
+    """Return the folder name of a game, which is its kind."""
     return entry_point.split(".")[2]
 
 
 def problem_of(name: str, entry_point: str) -> str:
-    """Why a game is not offered; empty when it is. The game is not imported: some reach for the network then."""
+    """Return why a game is not offered; empty if it is. Does not import the game: some then use the network."""
     if name.endswith(VIEWS):
         return f"it is {name.rpartition('-')[0]}, shown in another way"
     if name in NOT_OFFERED:
@@ -229,7 +229,7 @@ def problem_of(name: str, entry_point: str) -> str:
 
 
 def game_options(name: str) -> type[TextArenaOptions]:
-    """The options of a game: the parameters of its class, with the defaults of its name."""
+    """Return the options model of a game: the parameters of its class, with the defaults of its name."""
     spec = _registry()[name]
     module, _, kind = spec.entry_point.partition(":")
     make = getattr(importlib.import_module(module), kind).__init__
@@ -244,7 +244,7 @@ def game_options(name: str) -> type[TextArenaOptions]:
 
 
 def made_game(name: str, settings: Mapping[str, object]) -> Any:  # noqa: ANN401 - the library has no types
-    """The game before it begins, with the wrappers that complete a move. Raises what TextArena raises."""
+    """Make the game, with the wrappers that complete a move, before its start. Raises the errors of TextArena."""
     import textarena
     from textarena.core import ActionWrapper
 

@@ -1,4 +1,4 @@
-"""Python functions as tools: schemas for the model, its calls executed, every fault answered in the conversation."""
+"""Python functions as tools: makes their schemas, executes calls, and answers faulty calls in the conversation."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class ToolBox:
     def __init__(self, *functions: Callable[..., object]) -> None:
         self._functions: dict[str, Callable[..., object]] = {each.__name__: validate_call(each) for each in functions}
         self.schemas: Tools = checked_tools([_schema(each) for each in functions])
-        """The tools as a request offers them."""
+        """The tools in the form of a request."""
 
     def answer(self, reply: Reply) -> tuple[list[Message], int]:
-        """The messages that answer a turn's calls, and how many of the calls could not be executed.
+        """Execute a turn's calls; return the messages that answer them, and how many could not be executed.
 
-        Both are empty for a turn without calls.
+        For a turn without calls, there are no messages and the number is 0.
         """
         messages: list[Message] = []
         faults = 0
@@ -50,13 +50,13 @@ class ToolBox:
 
 
 def unreadable(reply: Reply) -> list[Message]:
-    """The messages that answer the calls of a turn that cannot be read."""
+    """Return the messages that answer the calls in a turn that cannot be parsed."""
     said = "error: this is no tool call that can be read: "
     return [{"role": "user", "content": said + text[:200]} for text in reply.malformed]
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The JSON object of a text; None for a text that is none."""
+    """Return the JSON object in a text, or None if the text is no JSON object."""
     try:
         read = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The adapter of verifiers: tasksets loaded offline, episodes played with the policy, traces turned into a score."""
+"""The adapter of verifiers: loads tasksets offline, plays episodes with the policy, and turns traces into a score."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ from tidemill.producers.environments.verifiers import VerifiersOptions
 from tidemill.schemas.chat.protocol import chat_request, whole_answer
 from tidemill.schemas.records import RewardComponent, Task
 
-__all__ = ["LoopHarness"]  # of which verifiers asks for one
+__all__ = ["LoopHarness"]  # verifiers requires exactly one
 
 HARNESS_ID = "tidemill_loop"
 CONTEXT_FULL = "context_length_exceeded"
-"""Marks the error of a conversation that fills the context, for every harness."""
+"""Text that marks the error of a full context, for every harness."""
 PROGRAM_HARNESSES = ("bash", "null")
-"""Harnesses of verifiers whose program needs nothing but what is installed beside verifiers."""
+"""Harnesses of verifiers whose program needs only packages that are installed with verifiers."""
 MOST_CALLS = 4096
-"""Calls of all agents in one rollout; one more fails it."""
+"""Most calls of all agents in one rollout; a further call fails the rollout."""
 WINDOW = 4096
-"""Tasks of an endless taskset that are shuffled among each other."""
+"""Number of tasks of an endless taskset that are shuffled together."""
 MODEL = "policy"
 NO_URL = "http://127.0.0.1:9/v1"
-"""Where nothing listens: verifiers asks no server for anything but turns, which the policy samples."""
+"""An address without a server: verifiers only requests turns, which the policy samples."""
 
 sys.modules.setdefault(HARNESS_ID, sys.modules[__name__])  # verifiers imports a harness by its id
 for field in vf.MessageNode.model_fields.values():
     if field.default_factory is list:
-        field.default_factory = lambda: []  # pydantic parses the signature of `list` anew for each message: 1 ms
+        field.default_factory = lambda: []  # otherwise pydantic parses `list`'s signature for each message: 1 ms
 
 
 class VerifiersTaskset(base.Environment):
@@ -70,7 +70,7 @@ class VerifiersTaskset(base.Environment):
     options: VerifiersOptions
 
     def __init__(self, name: str, options: VerifiersOptions) -> None:
-        """Import a taskset's module and load it. Raises TaskError."""
+        """Import a taskset's module and load the taskset. Raises TaskError."""
         super().__init__(options)
         self._name, self._env = name, load(name, options)
         packages = [f"{each}-{version(each)}" for each in packages_distributions().get(name, ())]
@@ -82,7 +82,7 @@ class VerifiersTaskset(base.Environment):
         self._serving: asyncio.Task[None] | None = None
 
     def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
-        """The taskset's tasks, shuffled. Raises TaskError when the taskset cannot load them."""
+        """Yield the taskset's tasks, shuffled. Raises TaskError if the taskset cannot load them."""
         shuffle, tasks = Random(f"verifiers {query.seed}").shuffle, iter(self._env.taskset)
         try:
             while window := list(islice(tasks, WINDOW) if self._env.taskset.INFINITE else tasks):
@@ -90,15 +90,15 @@ class VerifiersTaskset(base.Environment):
                 for task in window:
                     payload = task.data.model_dump_json(exclude_defaults=True)
                     yield base.TaskDraft(payload, asks(task.data), MOST_CALLS)
-        except Exception as error:  # a taskset is foreign code, and raises anything
+        except Exception as error:  # a taskset is foreign code, which raises anything
             raise base.TaskError(f"verifiers:{self._name} cannot load its tasks: {error!r}") from error
 
     async def play(self, task: Task, policy: base.Policy) -> base.Score:
-        """Have the taskset's agents play. Raises what the policy raises, EnvironmentFailed, TaskError."""
+        """Run the taskset's agents. Raises the policy's errors, EnvironmentFailed, TaskError."""
         try:
             kind = type(self._env.taskset).task_type()
             data = kind.data_type().model_validate(json.loads(task.payload))
-            # Without deadlines of its own.
+            # Without its own deadlines.
             given = kind(data.model_copy(update={"timeout": vf.TaskTimeout()}), self._env.taskset.config.task)
         except (ValueError, RecursionError) as error:
             raise base.TaskError(f"the payload is no task of {self._name}: {error}") from error
@@ -106,7 +106,7 @@ class VerifiersTaskset(base.Environment):
         if self._serving is None or self._serving.done():
             self._client = PolicyClient(self.options)
             self._up, self._over = loop.create_future(), asyncio.Event()
-            # In a context of its own: the servers belong to no episode.
+            # In its own context: the servers belong to no episode.
             self._serving = loop.create_task(self._serve(), context=Context())
         await asyncio.shield(self._up)
         playing = _RunningEpisode(policy, loop.create_future())
@@ -116,7 +116,7 @@ class VerifiersTaskset(base.Environment):
             traces.append(trace.id)
             self._client.playing[trace.id] = (playing, trace)
 
-        # verifiers streams are answered whole by a client of this type.
+        # With a client of this type, verifiers answers streamed requests whole.
         context = vf.ModelContext(MODEL, vf.TrainClientConfig(base_url=NO_URL, api_key_var="NONE"))
         running = asyncio.create_task(self._env.run_episode(given, context, on_trace=begun))
         both: set[asyncio.Future[Any]] = {running, playing.failed}
@@ -145,7 +145,7 @@ class VerifiersTaskset(base.Environment):
             await asyncio.gather(self._serving, return_exceptions=True)
 
     async def _serve(self) -> None:
-        """Like `Env.serving`, with the policy as the model, until this is closed."""
+        """Run the servers like `Env.serving`, with the policy as the model, until `close`."""
         env = self._env
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # tool servers are processes that import the taskset
         try:
@@ -171,10 +171,10 @@ class VerifiersTaskset(base.Environment):
 
 
 def load(name: str, options: VerifiersOptions) -> vf.Env[Any]:
-    """A taskset with its agents, everything on this machine. Raises TaskError."""
+    """Load a taskset with its agents, all on this machine. Raises TaskError."""
     try:
         config = resolve_env_config(_block(name, options))
-        # Give every judge without an endpoint that of the options. Raises TaskError where there is none.
+        # Give every judge without an endpoint the one of the options. Raises TaskError if there is none.
         for place, judge in _judges(config.taskset, "taskset"):
             host = urlparse(judge.base_url).hostname or ""
             if host == PRIME_INFERENCE_HOST or host.endswith(f".{PRIME_INFERENCE_HOST}"):
@@ -199,7 +199,7 @@ def load(name: str, options: VerifiersOptions) -> vf.Env[Any]:
 
 
 def _block(name: str, options: VerifiersOptions) -> dict[str, Any]:
-    """verifiers' `[env]` block."""
+    """Make verifiers' `[env]` block."""
     block = copy.deepcopy(options.env)
     own = default_harness_id(name)
     harness = options.harness or (HARNESS_ID if own == "bash" else own)
@@ -213,11 +213,11 @@ def _block(name: str, options: VerifiersOptions) -> dict[str, Any]:
             agent.setdefault("max_turns", options.max_turns)
         if declared is None:
             agent.setdefault("harness", {**options.harness_options, "id": harness})
-        elif declared.id == "null":  # the same loop, in a process for each of its turns
+        elif declared.id == "null":  # the same loop, with a process for each turn
             agent.setdefault("harness", {"id": HARNESS_ID})
         if agent.get("harness", {}).get("id") in PROGRAM_HARNESSES:
-            # Put the program of verifiers' chat harnesses where they look for it, to be run by this interpreter. They
-            # would have uv install it from a package registry.
+            # Write the program of verifiers' chat harnesses to the path that they use, for this interpreter. Otherwise
+            # they call uv, which installs from a package registry.
             digest = hashlib.sha256(CHAT_PROGRAM_SOURCE.encode()).hexdigest()
             path = Path(SubprocessRuntime.scripts_dir) / f"{digest}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def _block(name: str, options: VerifiersOptions) -> dict[str, Any]:
 
 
 def _judges(value: object, place: str) -> Iterator[tuple[str, Any]]:
-    """The settings of judges within a value, each with its place."""
+    """Yield the judge settings within a value, each with its path."""
     if isinstance(value, vf.JudgeConfig):
         yield place, value
     elif isinstance(value, BaseModel | Mapping | list | tuple):
@@ -238,13 +238,13 @@ def _judges(value: object, place: str) -> Iterator[tuple[str, Any]]:
 
 @dataclass(slots=True, eq=False)
 class _RunningEpisode:
-    """One episode under way."""
+    """One running episode."""
 
     policy: base.Policy
     failed: asyncio.Future[None]
-    """Holds the first failure of a generation."""
+    """Contains the first failure of a generation."""
     full: str = ""
-    """The text of a full context, where one is."""
+    """The error text of a full context; empty if none."""
 
     def fail(self, error: Exception) -> None:
         if not self.failed.done():
@@ -252,7 +252,7 @@ class _RunningEpisode:
 
 
 class PolicyClient(vf.Client):  # type: ignore[misc]
-    """Has the policy of its episode answer each call, and remembers every failure."""
+    """Answers each call with the policy of its episode, and stores the first failure."""
 
     def __init__(self, options: VerifiersOptions) -> None:
         self._others: EvalClient | None = None
@@ -271,7 +271,7 @@ class PolicyClient(vf.Client):  # type: ignore[misc]
         turn: Any = None,  # noqa: ANN401
         headers: Mapping[str, str] | None = None,
     ) -> vf.Response:
-        """One turn. Raises ProviderError."""
+        """Return one turn. Raises ProviderError."""
         playing, trace = self.playing[session_id or ""]
         trained = trace.agent.trainable
         try:
@@ -297,13 +297,13 @@ class PolicyClient(vf.Client):  # type: ignore[misc]
         return response
 
     async def close(self) -> None:
-        """Close the connections to the other endpoint."""
+        """Close the connections to `others_url`."""
         if self._others is not None:
             await self._others.close()
 
 
 class PolicyInterception(InterceptionServer):  # type: ignore[misc]
-    """verifiers' server between programs and the model, with one client for all calls of the run's model."""
+    """verifiers' server between programs and the model, with one client for all calls to the run's model."""
 
     def __init__(self, client: PolicyClient, state_service_secrets: tuple[str, ...]) -> None:
         super().__init__(state_service_secrets=state_service_secrets)
@@ -314,14 +314,14 @@ class PolicyInterception(InterceptionServer):  # type: ignore[misc]
 
 
 class LoopConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """The loop has no options of its own."""
+    """Options of the loop: only its id."""
 
     id: str = HARNESS_ID
 
 
 class LoopHarness(vf.Harness[LoopConfig]):  # type: ignore[misc]
-    """The harness of agents that name none: calls the model, here and with the taskset's tools, until a turn has no
-    tool call, or the context is full."""
+    """The harness of agents that do not name one: calls the model, in this process and with the taskset's tools, until
+    a turn has no tool call, or the context is full."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -339,7 +339,7 @@ class LoopHarness(vf.Harness[LoopConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        """Hold one conversation, from a prompt or from the messages so far."""
+        """Run one conversation, from a prompt or from earlier messages."""
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -377,7 +377,7 @@ class LoopHarness(vf.Harness[LoopConfig]):  # type: ignore[misc]
 
 
 def asks(data: vf.TaskData) -> str:
-    """The full question of a task."""
+    """Return the full question of a task."""
     if data.prompt is None:
         return str(data.model_dump_json(exclude_defaults=True, exclude={"idx", "id"}))
     told = data.prompt if isinstance(data.prompt, str) else [message_to_wire(message) for message in data.prompt]
@@ -385,7 +385,7 @@ def asks(data: vf.TaskData) -> str:
 
 
 def fault_of(episode: vf.Episode) -> str:
-    """Why an episode does not count; empty when it does. verifiers scores some that have failed."""
+    """Return why an episode is invalid; empty if it is valid. verifiers also scores some failed episodes."""
     for error in episode.errors:
         return f"{error.type}: {error.message[-800:]}"
     for trace in episode.traces:
@@ -404,7 +404,7 @@ def fault_of(episode: vf.Episode) -> str:
 
 
 def score_of(episode: vf.Episode, success_at: float) -> base.Score:
-    """The score of an episode: the mean over its trained agents, the rest as metrics."""
+    """Return the score of an episode: the mean over its trained agents, other values as metrics."""
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     runs = [trace.agent.name for trace in episode.traces]
     rewards: list[RewardComponent] = []

@@ -1,4 +1,4 @@
-"""The feedback SDK: a product's backend tells what its users did with the answers that they were served.
+"""The feedback SDK: a product's backend reports signals of its users about the answers that they were served.
 
 From any thread, without waiting for the log:
 
@@ -10,7 +10,7 @@ From any thread, without waiting for the log:
         feedback.send(token, "edit_kept_soon", 0.8, user="ann@example.com")
         feedback.withdraw(token, vote, user="ann@example.com")
 
-From asyncio, where what is awaited is in the log:
+From asyncio, where an awaited signal is in the log:
 
     import asyncio
     from tidemill.producers import AsyncFeedbackProducer

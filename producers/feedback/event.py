@@ -1,6 +1,6 @@
-"""From what a product reports to a `Feedback` record, and everything that can be wrong with a signal.
+"""Conversion of a product's signal to a `Feedback` record, and the errors of signals.
 
-Pure: the same signal of the same moment makes the same record, so that a signal sent again has the same event id.
+Pure: the same signal with the same time makes the same record, so that a signal sent again has the same event id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tidemill.schemas.records import Feedback, SignalKind
 
 
 class BadFeedback(ValueError):
-    """A signal that cannot be one. `field` names the argument that is wrong; the message says what to do."""
+    """Error of an invalid signal. `field` names the wrong argument; the message says what to do."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -30,28 +30,28 @@ class BadFeedback(ValueError):
 
 
 class NotServed(BadFeedback):
-    """The interaction was not served to this user: its token is forged, altered, or another user's."""
+    """Error of an interaction that was not served to this user: its token is forged, altered, or another user's."""
 
 
 class FeedbackQueueFull(TimeoutError):
-    """There was no room within the deadline: the signal was not taken, and may be sent again."""
+    """Error of a queue without room within the deadline: the signal was not accepted, and may be sent again."""
 
 
 class LogUnreachable(ConnectionError):
-    """No broker answered within the deadline: the signal was not taken, and may be sent again."""
+    """Error when no broker answered within the deadline: the signal was not accepted, and may be sent again."""
 
 
 @record(frozen=True, slots=True)
 class FailedEvent:
-    """A signal that the log did not acknowledge, and why."""
+    """A signal that the log did not acknowledge, with the reason."""
 
     event: Feedback
     reason: str
 
 
 class FeedbackNotDelivered(DeliveryError):
-    """Signals that the log did not acknowledge. Each may have been written all the same: send it with the same
-    `event_id`, and it counts once. `failed` holds the newest of them."""
+    """Error of signals that the log did not acknowledge. Each may still have been written: send it again with the same
+    `event_id`, and it counts once. `failed` contains the newest of them."""
 
     def __init__(self, message: str, failed: tuple[FailedEvent, ...] = ()) -> None:
         super().__init__(message)
@@ -65,21 +65,21 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class EventFields(TypedDict, total=False):
-    """The named arguments of a signal."""
+    """The keyword arguments of a signal."""
 
     user: Required[str | None]
-    """The product's own id of the user who gave it; None where the request that was answered named nobody."""
+    """The product's own id of the user who gave the signal; None if the answered request named no user."""
     event_id: str | None
-    """The signal sent again with the same id counts once. None: derived from the other arguments, so that a caller that
-    may send again gives it, or `observed_at`."""
+    """A signal sent again with the same id counts once. None: derived from the other arguments, so that a caller that
+    may send a signal again must give `event_id` or `observed_at`."""
     corrects: str | None
     """Event id of the signal that this one replaces."""
     observed_at: datetime | int | None
-    """When it happened: an aware datetime or microseconds since the Unix epoch. None: now."""
+    """Time of the signal: an aware datetime or microseconds since the Unix epoch. None: now."""
 
 
 class FeedbackMaker:
-    """Makes records of signals, or says what is wrong with them. Raises KeysMissing without the product's keys."""
+    """Checks signals and makes their records. Raises KeysMissing without the product's keys."""
 
     def __init__(self, product: ProductSettings) -> None:
         self._signer = Signer(product)
@@ -99,17 +99,17 @@ class FeedbackMaker:
         corrects: str | None = None,
         observed_at: datetime | int | None = None,
     ) -> Feedback:
-        """The record of a signal.
+        """Return the record of a signal.
 
         Args:
-            source: who reports it, as `check_source` allows.
+            source: name of the reporter, as `check_source` allows.
             now_us: microseconds since the Unix epoch.
             interaction: the interaction token that the router returned.
-            kind: what happened.
+            kind: kind of the signal.
             value: None withdraws the event that `corrects` names.
             user, event_id, corrects, observed_at: as in `EventFields`.
 
-        Raises BadFeedback for a field that is wrong, `NotServed` for a token that was not issued to this user.
+        Raises BadFeedback for a wrong field, `NotServed` for a token that was not issued to this user.
         """
         try:
             user_id = self._pseudonyms.of(user)
@@ -119,7 +119,7 @@ class FeedbackMaker:
             interaction_id = self._signer.verify(interaction, user_id)
         except BadToken as error:
             raise NotServed("interaction", str(error)) from error
-        # A look-up of the enumeration costs five times as much.
+        # Calling the enumeration takes five times as long.
         known = _KINDS.get(kind) if isinstance(kind, str) else None
         if known is None:
             raise BadFeedback("kind", f"{str(kind)[:40]!r} is none of {', '.join(_KINDS)}")
@@ -149,7 +149,7 @@ _EXPECTED_TIME = "is it an aware datetime, or microseconds since the Unix epoch,
 
 
 def check_source(source: str) -> str:
-    """The name of who reports, when it can be one. Raises ValueError."""
+    """Return the name of a reporter if it is valid. Raises ValueError."""
     if not _SOURCE.fullmatch(source):
         raise ValueError(f"source {source!r}: 1 to 64 letters, digits, '.', '_', ':', '@' or '-' are allowed")
     return source

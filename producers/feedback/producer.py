@@ -1,4 +1,4 @@
-"""`FeedbackProducer` and `AsyncFeedbackProducer`: signals from a product's backend into the log."""
+"""`FeedbackProducer` and `AsyncFeedbackProducer`: write signals from a product's backend to the log."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 30.0
 Sent = TypeVar("Sent")
-"""The result of `send`: an event id, or something to await for one."""
+"""The result of `send`: an event id, or a coroutine that returns one."""
 
 
 class QueueOptions(TypedDict, total=False):
     """Options of both producers."""
 
     source: str
-    """The reporter, for instance the name of the backend; it is written into each record. By default "sdk"."""
+    """The reporter, for instance the name of the backend; each record contains it. By default "sdk"."""
     max_queued: int
-    """Signals that wait for the log's acknowledgement at most: 100,000."""
+    """Most signals that wait for the log's acknowledgement. By default 100,000."""
     linger_ms: float
-    """Milliseconds that a signal waits for others, to be written with them as one batch: 5."""
+    """Milliseconds that a signal waits for others, to be written in one batch. By default 5."""
     delivery_timeout_s: float
-    """Seconds after which an unacknowledged signal has failed: 120."""
+    """Seconds after which an unacknowledged signal has failed. By default 120."""
 
 
 class FeedbackMethods(ABC, Generic[Sent]):
-    """A producer's queue; thumbs and withdrawals in terms of `send`, whose arguments and errors they have."""
+    """Base of the producers: the queue; votes and withdrawals call `send`, with its arguments and errors."""
 
     def __init__(
         self, kafka: str | KafkaSettings, product: ProductSettings, deadline_s: float, options: QueueOptions
@@ -53,24 +53,24 @@ class FeedbackMethods(ABC, Generic[Sent]):
         self._source = check_source(options.get("source", "sdk"))
         self._deadline_s = deadline_s
         self._queue = FeedbackQueue(kafka, **options)
-        # A finalizer runs at the end of the process too, and holds the queue, not this object.
+        # A finalizer also runs at the end of the process, and references the queue, not this object.
         self._at_exit = weakref.finalize(self, close_at_exit, self._queue)
 
     @property
     def counts(self) -> FeedbackCounts:
-        """Signals accepted, delivered and failed so far."""
+        """Counts of the signals accepted, delivered and failed so far."""
         return self._queue.counts
 
     @abstractmethod
     def send(self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]) -> Sent:
-        """Send one signal; its event id."""
+        """Send one signal, and return its event id."""
 
     def thumbs_up(self, interaction: str, **event: Unpack[EventFields]) -> Sent:
-        """The user likes the answer."""
+        """Report that the user likes the answer."""
         return self.send(interaction, SignalKind.THUMB, 1.0, **event)
 
     def thumbs_down(self, interaction: str, **event: Unpack[EventFields]) -> Sent:
-        """The user dislikes the answer."""
+        """Report that the user dislikes the answer."""
         return self.send(interaction, SignalKind.THUMB, -1.0, **event)
 
     def withdraw(
@@ -83,29 +83,29 @@ class FeedbackMethods(ABC, Generic[Sent]):
         event_id: str | None = None,
         observed_at: datetime | int | None = None,
     ) -> Sent:
-        """The user takes a signal back: `withdrawn` is its event id, `kind` its kind."""
+        """Report that the user withdrew a signal: `withdrawn` is its event id, `kind` its kind."""
         return self.send(
             interaction, kind, None, user=user, event_id=event_id, corrects=withdrawn, observed_at=observed_at
         )
 
 
 class FeedbackProducer(FeedbackMethods[str]):
-    """Sends signals. Thread-safe; make one a process, after any fork, and keep it.
+    """Sends signals. Thread-safe; make one for each process, after any fork, and keep it.
 
     `send` checks the signal, queues it and returns; the log's acknowledgement comes later. A signal that is not
-    acknowledged is told to `on_failure` and raised by the next `flush`. Leaving the context, `close`, and the end of
-    the process flush.
+    acknowledged is passed to `on_failure` and raised by the next `flush`. The end of the context, `close`, and the end
+    of the process flush.
 
     Args:
         kafka: the brokers, "host:port,host:port", or settings.
         product: the keys that the router signs with; `ProductSettings.from_environment()` reads them.
-        deadline_s: longest that `send` takes, also when the log does not answer.
-        on_failure: told each signal that failed, from another thread.
-        options: as `QueueOptions` says.
+        deadline_s: longest time that `send` takes, also if the log does not answer.
+        on_failure: called for each failed signal, from another thread.
+        options: see `QueueOptions`.
 
     Raises:
         KeysMissing: `product` has no keys.
-        ValueError: no brokers are named, or `source` cannot be a name.
+        ValueError: no brokers are named, or `source` is not a valid name.
     """
 
     def __init__(
@@ -126,19 +126,19 @@ class FeedbackProducer(FeedbackMethods[str]):
         self._ended = None if on_failure is None else tell
 
     def send(self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]) -> str:
-        """Queue one signal; its event id.
+        """Queue one signal, and return its event id.
 
         Args:
             interaction: the interaction token that the router returned.
-            kind: what happened.
-            value: as the kind reads it (`SignalKind`); None withdraws the event that `corrects` names.
-            event: its fields by name, as `EventFields` says; `user` is needed.
+            kind: kind of the signal.
+            value: as `SignalKind` defines it for the kind; None withdraws the event that `corrects` names.
+            event: the fields in `EventFields` by name; `user` is required.
 
         Raises:
             BadFeedback: a ValueError that names the argument; `NotServed` for a token that is not this user's.
-            FeedbackQueueFull, LogUnreachable: the log cannot keep up, or no broker answered; it was not taken.
+            FeedbackQueueFull, LogUnreachable: the log is too slow, or no broker answered; the signal was not accepted.
             LookupError: the topic does not exist.
-            FeedbackNotDelivered: the connection is beyond repair; make a new producer.
+            FeedbackNotDelivered: the connection cannot be used any more; make a new producer.
         """
         deadline = time.monotonic() + self._deadline_s
         record = self._maker.make(self._source, now_us(), interaction, kind, value, **event)
@@ -148,12 +148,12 @@ class FeedbackProducer(FeedbackMethods[str]):
     def flush(self, timeout_s: float = FLUSH_S) -> None:
         """Wait until the log has acknowledged every signal sent so far.
 
-        Raises FeedbackNotDelivered when signals failed since the last call, or are not acknowledged in time.
+        Raises FeedbackNotDelivered if signals failed since the last call, or are not acknowledged in time.
         """
         self._queue.flush(timeout_s)
 
     def close(self, timeout_s: float = FLUSH_S) -> None:
-        """Flush and close; what is not acknowledged in time is given up and has failed. Raises as `flush`."""
+        """Flush and close; signals that are not acknowledged in time have failed. Raises like `flush`."""
         self._at_exit.detach()
         self._queue.close(timeout_s)
 
@@ -165,11 +165,11 @@ class FeedbackProducer(FeedbackMethods[str]):
 
 
 class AsyncFeedbackProducer(FeedbackMethods[Coroutine[Any, Any, str]]):
-    """Sends signals and waits for the log without blocking the event loop. Make one a process, after any fork.
+    """Sends signals and waits for the log without blocking the event loop. Make one for each process, after any fork.
 
     Signals that are awaited at the same time share batches: `asyncio.gather(*(producer.send(...) for ...))`.
 
-    Arguments and errors as of `FeedbackProducer`; `deadline_s` covers the log's acknowledgement.
+    Arguments and errors as for `FeedbackProducer`; `deadline_s` includes the log's acknowledgement.
     """
 
     def __init__(
@@ -186,12 +186,12 @@ class AsyncFeedbackProducer(FeedbackMethods[Coroutine[Any, Any, str]]):
     async def send(
         self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]
     ) -> str:
-        """Send one signal; its event id, when the log has it. Arguments as `FeedbackProducer.send`.
+        """Send one signal, and return its event id when the log has it. Arguments as for `FeedbackProducer.send`.
 
         Raises:
             BadFeedback: a ValueError that names the argument; `NotServed` for a token that is not this user's.
-            FeedbackQueueFull, LogUnreachable: the log cannot keep up, or no broker answered; it was not taken.
-            FeedbackNotDelivered: not acknowledged within the deadline; it may have been written.
+            FeedbackQueueFull, LogUnreachable: the log is too slow, or no broker answered; the signal was not accepted.
+            FeedbackNotDelivered: not acknowledged within the deadline; the signal may have been written.
             LookupError: the topic does not exist.
         """
         record = self._maker.make(self._source, now_us(), interaction, kind, value, **event)
@@ -201,7 +201,7 @@ class AsyncFeedbackProducer(FeedbackMethods[Coroutine[Any, Any, str]]):
         return record.event_id
 
     async def aclose(self, timeout_s: float = FLUSH_S) -> None:
-        """Flush and close; a signal that is then not acknowledged has failed, and is raised where it is awaited."""
+        """Flush and close; a signal not acknowledged by then has failed, and its awaited `send` raises."""
         self._at_exit.detach()
         await self._acknowledged.aclose(timeout_s)
 
@@ -213,7 +213,7 @@ class AsyncFeedbackProducer(FeedbackMethods[Coroutine[Any, Any, str]]):
 
 
 def close_at_exit(queue: FeedbackQueue) -> None:
-    """Flush what a process leaves behind that did not close its producer; nobody is there to raise to."""
+    """Flush the queue of a producer that its process did not close. Logs failures, since no caller can catch them."""
     try:
         queue.close(FLUSH_S)
     except FeedbackNotDelivered as error:

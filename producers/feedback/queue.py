@@ -1,8 +1,8 @@
-"""The way of feedback records into the log: a bounded queue in memory that librdkafka empties in batches.
+"""Queue of feedback records: bounded, in memory; librdkafka writes its records to the log in batches.
 
-What holds: a record is accepted or an error is raised, within the caller's deadline; each accepted record ends once, as
-delivered or as failed; librdkafka's own retries write none twice (the producer is idempotent). `AwaitedDeliveries` is
-the queue for asyncio: what is awaited has been acknowledged by the log.
+Invariants: a record is accepted or an error is raised, within the caller's deadline; each accepted record ends once, as
+delivered or as failed; librdkafka's own retries write no record twice (the producer is idempotent). `AwaitedDeliveries`
+is the queue for asyncio: the log has acknowledged the awaited records.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ NO_ROOM = "the feedback queue stayed full until the deadline: the log takes reco
 PURGED = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})
 
 Ended = Callable[[Feedback, str], None]
-"""Called with a record and why it failed, empty when the log has it; from the queue's own thread."""
+"""Callback with a record and the reason why it failed, empty if the log has it; runs on the queue's own thread."""
 
 Waiter = asyncio.Future[str]
-"""Ends with the reason why a record failed; empty when the log has it."""
+"""Future for the reason why a record failed; empty if the log has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,15 @@ class FeedbackCounts:
 
     @property
     def pending(self) -> int:
-        """Accepted, and neither delivered nor failed."""
+        """The number of accepted records that are neither delivered nor failed."""
         return self.accepted - self.delivered - self.failed
 
 
 class FeedbackQueue:
-    """Queues feedback records and reports how each ended. Thread-safe; one a process, since it does not outlive a fork.
+    """Queues feedback records and reports the end of each. Thread-safe; one per process, not usable after a fork.
 
-    `kafka` names the brokers, "host:port,host:port", or is settings; the others are as `producer.QueueOptions` says.
-    Raises ValueError when no brokers are named.
+    `kafka` names the brokers, "host:port,host:port", or is settings; for the others see `producer.QueueOptions`.
+    Raises ValueError if no brokers are named.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class FeedbackQueue:
         self._counting = threading.Lock()
         self._changed = threading.Condition(self._counting)
         self._draining = 0
-        """Threads that wait for a change."""
+        """Number of threads that wait for a change."""
         self._accepted = self._delivered = self._failed = 0
         self._failures: deque[FailedEvent] = deque(maxlen=FAILURES_KEPT)
         self._unreported = 0
@@ -105,21 +105,21 @@ class FeedbackQueue:
 
     @property
     def ready(self) -> bool:
-        """Whether the topic's partitions are known, so that `offer` does not have to ask a broker."""
+        """Whether the topic's partition count is known, so that `offer` needs no request to a broker."""
         return self._partitions > 0
 
     def put(self, record: Feedback, deadline: float, ended: Ended | None = None) -> None:
         """Queue one record.
 
         Args:
-            deadline: `time.monotonic()` until which to wait for a broker's first answer and for room.
-            ended: told how it ended.
+            deadline: time of `time.monotonic()` until which to wait for a broker's first answer and for room.
+            ended: called when the record has ended.
 
         Raises:
-            FeedbackQueueFull, LogUnreachable: not within the deadline; the record was not taken.
+            FeedbackQueueFull, LogUnreachable: not within the deadline; the record was not accepted.
             LookupError: the topic does not exist.
-            FeedbackNotDelivered: the producer can write no more.
-            RuntimeError: it is closed, or was made before a fork.
+            FeedbackNotDelivered: the producer cannot write any more.
+            RuntimeError: the queue is closed, or was made before a fork.
         """
         if not self._partitions:
             self.find_partitions(deadline)
@@ -130,9 +130,9 @@ class FeedbackQueue:
             self._producer.poll(min(ROOM_POLL_S, left))
 
     def offer(self, record: Feedback, ended: Ended | None = None) -> bool:
-        """Queue one record without waiting; False when there is no room. `ready` must hold. Raises as `put`."""
+        """Queue one record without waiting; return whether there was room. `ready` must be true. Raises like `put`."""
         self._check_usable()
-        # One callback for all is much less work for each; whose record failed is then read from its bytes.
+        # One callback for all records is much faster; it decodes a failed record from its bytes.
         told = self._delivery if ended is None else partial(self._told, record, ended)
         with self._counting:
             self._accepted += 1
@@ -157,7 +157,7 @@ class FeedbackQueue:
         return True
 
     def find_partitions(self, deadline: float) -> None:
-        """Ask a broker, the first time, how many partitions the topic has. Raises LogUnreachable, LookupError."""
+        """Request the topic's partition count from a broker, once. Raises LogUnreachable, LookupError."""
         if self._partitions:
             return
         if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -168,10 +168,10 @@ class FeedbackQueue:
             self._asking.release()
 
     def ask_partitions(self, timeout_s: float) -> int:
-        """The topic's partition count, from a broker. Raises LogUnreachable, LookupError."""
+        """Return the topic's partition count, from a broker. Raises LogUnreachable, LookupError."""
         self._check_usable()
         try:
-            # Asking for one topic by name would create it on a broker that creates topics by itself.
+            # A request for one topic by name would create it on a broker that creates topics automatically.
             topics = self._producer.list_topics(timeout=max(0.001, timeout_s)).topics
         except KafkaException as error:
             raise LogUnreachable(f"no Kafka broker answered within the deadline: {error.args[0].str()}") from error
@@ -182,7 +182,7 @@ class FeedbackQueue:
     def flush(self, timeout_s: float) -> None:
         """Wait until every record accepted so far has ended.
 
-        Raises FeedbackNotDelivered when records failed since the last call, or have not ended in time.
+        Raises FeedbackNotDelivered if records failed since the last call, or have not ended in time.
         """
         self._check_usable()
         pending = self._drain(timeout_s)
@@ -191,9 +191,9 @@ class FeedbackQueue:
             raise FeedbackNotDelivered(f"{pending} signals not acknowledged within {timeout_s:g} s")
 
     def close(self, timeout_s: float) -> None:
-        """Flush, give up what is then left, and end the thread. A second call does nothing.
+        """Flush, drop the records that have not ended, and end the thread. A second call does nothing.
 
-        Raises FeedbackNotDelivered when records failed since the last `flush`, those given up among them.
+        Raises FeedbackNotDelivered if records failed since the last `flush`, dropped records included.
         """
         if self._closed.is_set() or self._process != os.getpid():
             return
@@ -207,10 +207,10 @@ class FeedbackQueue:
         self._raise_failures()
 
     def _drain(self, timeout_s: float) -> int:
-        """Wait until what is accepted by now has ended; how many records have not."""
+        """Wait until all records accepted so far have ended; return how many have not."""
         deadline = time.monotonic() + timeout_s
         self._producer.flush(timeout_s)
-        # librdkafka's queue may be empty while the poller is still telling how the last records ended.
+        # librdkafka's queue may be empty while the poller still runs the callbacks of the last records.
         with self._changed:
             target = self._accepted
             self._draining += 1
@@ -234,7 +234,7 @@ class FeedbackQueue:
         self._delivery(error, message)
         try:
             ended(record, _reason(error))
-        except Exception:  # the caller's own code: its error must not end the thread that tells of the others
+        except Exception:  # the caller's own code: its error must not end the thread of the other callbacks
             log.exception("the callback for feedback event %s raised", record.event_id)
 
     def _delivery(self, error: KafkaError | None, message: Message) -> None:
@@ -261,20 +261,20 @@ class FeedbackQueue:
 
 
 class AwaitedDeliveries:
-    """The awaited side of a queue, used from one event loop. Ends that come together take one wake-up of the loop."""
+    """A queue's interface for asyncio, used from one event loop. Records that end together wake up the loop once."""
 
     def __init__(self, queue: FeedbackQueue) -> None:
         self._queue = queue
         self._come: deque[tuple[Waiter, str]] = deque()
-        """Ended records, from the queue's thread."""
+        """Ended records with their reasons, from the queue's thread."""
         self._woken = False
 
     async def deliver(self, records: Sequence[Feedback], deadline_s: float) -> list[str]:
-        """Write records and wait for the log: why each failed, in order; empty for what the log has.
+        """Write records, wait for the log, and return why each failed, in order; empty for a record in the log.
 
         Raises:
-            FeedbackQueueFull: there was no room for the first of them within the deadline.
-            LogUnreachable, LookupError, FeedbackNotDelivered, RuntimeError: as `FeedbackQueue.put`, for all of them.
+            FeedbackQueueFull: there was no room for the first record within the deadline.
+            LogUnreachable, LookupError, FeedbackNotDelivered, RuntimeError: as `FeedbackQueue.put`, for all records.
         """
         deadline = time.monotonic() + deadline_s
         if not self._queue.ready:
@@ -294,19 +294,19 @@ class AwaitedDeliveries:
         return reasons + [NO_ROOM] * (len(records) - len(waiters))
 
     async def aclose(self, timeout_s: float) -> None:
-        """Flush and close the queue. Each failure has been told to the caller of `deliver` that waited for it."""
+        """Flush and close the queue. `deliver` has returned each failure to its caller."""
         with suppress(FeedbackNotDelivered):
             await asyncio.to_thread(self._queue.close, timeout_s)
 
     async def _offer(self, record: Feedback, deadline: float) -> Waiter | None:
-        """Queue a record: what waits for its end; None when there was no room in time."""
+        """Queue a record; return the future of its end, or None if there was no room in time."""
         loop = asyncio.get_running_loop()
         waiter: Waiter = loop.create_future()
 
         def ended(_record: Feedback, reason: str) -> None:
-            """Called from the queue's thread."""
+            """Pass the result to the event loop. Runs on the queue's thread."""
             self._come.append((waiter, reason))
-            # Set before the loop reads the deque and cleared before it does: no answer is left without a wake-up.
+            # Appended before `_woken` is read, which `_settle` clears before it reads the deque: no result is missed.
             if not self._woken and not loop.is_closed():
                 self._woken = True
                 loop.call_soon_threadsafe(self._settle)

@@ -1,6 +1,6 @@
-"""Settings that the product's side shares. Secrets come from the environment or a file that only its owner reads.
+"""Settings that the product's side shares. Secrets come from the environment or a file that only its owner can read.
 
-Of the API keys of the product's backends the configuration holds the hashes, so that reading it gives nobody a key.
+The configuration has only hashes of the API keys of the product's backends, so that its readers cannot use the keys.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ HOW_TO_MAKE = (
 
 
 class KeysMissing(ValueError):
-    """A process of the product's side was started without its keys, or a server without API keys of its clients; the
+    """Error of a process of the product's side without its keys, or of a server without API keys of its clients; the
     message says how to make them."""
 
 
 class ProductSettings(Section):
-    """Keys of the product's side, and the times that feedback may have."""
+    """Keys of the product's side, and limits on the times of feedback."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
     signing_keys: tuple[SecretStr, ...] = ()
     """Secrets that bind an interaction to its user, at least 32 characters each. The first signs, all verify: to
-    change keys, put the new one first, and drop the old one when its interactions are too old to be voted on."""
+    change keys, put the new one first, and remove the old one when its interactions are too old for feedback."""
 
     pseudonym_key: SecretStr = SecretStr("")
-    """Secret that turns the product's user ids into pseudonyms, at least 32 characters. With another one every user
-    would become a stranger to their own data, so that it is never changed."""
+    """Secret that turns the product's user ids into pseudonyms, at least 32 characters. Never change it: with another
+    key every user gets a new pseudonym, and their data can no longer be found."""
 
     clock_skew_s: float = Field(default=60.0, ge=0, le=60)
-    """Seconds that a product's clock may run ahead. The log itself refuses what is more than 60 s ahead."""
+    """Seconds that a product's clock may be ahead. The log itself refuses records that are more than 60 s ahead."""
 
     max_feedback_age_s: float = Field(default=30 * DAY_S, gt=0)
-    """Seconds after which a signal is refused at the edge: a clock that is wrong, or a report that nobody waits for."""
+    """Age in seconds from which a signal is refused at the edge: its clock is wrong, or it is too late to be used."""
 
     @model_validator(mode="after")
     def _keys_usable(self) -> Self:
@@ -63,26 +63,26 @@ class ProductSettings(Section):
         return self
 
     def require_keys(self) -> Self:
-        """These settings, when the keys are there; KeysMissing otherwise."""
+        """Return these settings if the keys are set. Raises KeysMissing otherwise."""
         missing = [name for name in ("signing_keys", "pseudonym_key") if not getattr(self, name)]
         if missing:
             raise KeysMissing(f"the product's keys are not configured ({' and '.join(missing)}): {HOW_TO_MAKE}")
         return self
 
     def environment(self) -> dict[str, str]:
-        """The variables that give a process these keys; a dump hides them."""
+        """Return the environment variables that give a process these keys; a dump of the settings hides the keys."""
         keys = [key.get_secret_value() for key in self.signing_keys]
         secret = self.pseudonym_key.get_secret_value()
         return {"TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps(keys), "TIDEMILL_PRODUCT__PSEUDONYM_KEY": secret}
 
     @classmethod
     def from_environment(cls) -> ProductSettings:
-        """Settings from `TIDEMILL_PRODUCT__...`, for a backend that has no configuration file of Tidemill's."""
+        """Read settings from `TIDEMILL_PRODUCT__...`, for a backend without a configuration file of Tidemill."""
         return _Environment().product
 
     @classmethod
     def with_random_keys(cls) -> ProductSettings:
-        """Settings with new keys: for a demonstration or a test, whose data nobody needs tomorrow."""
+        """Return settings with new keys: for a demonstration or a test, whose data is not kept."""
         return cls(signing_keys=(SecretStr(secrets.token_hex(32)),), pseudonym_key=SecretStr(secrets.token_hex(32)))
 
 
@@ -95,5 +95,5 @@ class _Environment(BaseSettings):
 
 
 def key_hash(key: str) -> str:
-    """The form of a key in the configuration: its SHA-256 in hexadecimal."""
+    """Return the SHA-256 of a key in hexadecimal, as the configuration has it."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -1,9 +1,9 @@
 """Keyed hashes of the product's side: signed interactions, and pseudonyms of users.
 
-Who shows a signed interaction was served that answer, so that nobody votes on an answer to another user.
+A valid signature proves that the answer was served to this user, so that users cannot vote on answers to other users.
 
-A token is `INTERACTION.SIGNATURE`, the signature HMAC-SHA256 over the interaction and the user's pseudonym. The
-pseudonym itself is not in it: what goes to the user's device names nobody. A token with another user's name is
+A token is `INTERACTION.SIGNATURE`; the signature is HMAC-SHA256 over the interaction and the user's pseudonym. The
+token does not contain the pseudonym: on the user's device it identifies no user. A token of another user is
 indistinguishable from a forged one.
 """
 
@@ -25,29 +25,29 @@ LONGEST_TOKEN = 64 + 1 + _SIGNATURE_LETTERS
 
 
 class BadToken(ValueError):
-    """A token that nobody issued for this user; the message says why, and never what the right one would be."""
+    """Error of a token that was not issued for this user; the message has the reason, and never the right token."""
 
 
 class Signer:
-    """Signs interactions and verifies them. Raises KeysMissing when the product's keys are not configured."""
+    """Signs interactions and verifies them. Raises KeysMissing if the product's keys are not configured."""
 
     def __init__(self, product: ProductSettings) -> None:
         self._keys = [_Keyed(key) for key in product.require_keys().signing_keys]
 
     def sign(self, interaction_id: str, pseudonym: str) -> str:
-        """The token of an interaction that was served to a user. Raises ValueError for an id that cannot be one."""
+        """Return the token of an interaction that was served to a user. Raises ValueError for an invalid id."""
         if not _INTERACTION.fullmatch(interaction_id):
             raise ValueError(f"interaction id {interaction_id!r}: 1 to 64 letters, digits, '-' or '_' are allowed")
         return f"{interaction_id}.{_signature(self._keys[0], interaction_id, pseudonym).decode()}"
 
     def verify(self, token: str, pseudonym: str) -> str:
-        """The interaction id of a token that was issued to this user. Raises BadToken."""
+        """Return the interaction id of a token that was issued to this user. Raises BadToken."""
         if not isinstance(token, str) or len(token) > LONGEST_TOKEN:
             raise BadToken(f"an interaction token is a string of at most {LONGEST_TOKEN} characters")
         interaction_id, dot, signature = token.rpartition(".")
         if not dot or len(signature) != _SIGNATURE_LETTERS or not _INTERACTION.fullmatch(interaction_id):
             raise BadToken("an interaction token is INTERACTION.SIGNATURE, as the router returns it")
-        # The text is compared, not the bytes it stands for: base64 spells one value in several ways.
+        # Compare the text, not the decoded bytes: base64 has several texts for one value.
         given = signature.encode()
         for key in self._keys:
             if hmac.compare_digest(given, _signature(key, interaction_id, pseudonym)):
@@ -56,7 +56,7 @@ class Signer:
 
 
 class _Keyed:
-    """HMAC-SHA256 (RFC 2104) under one key, hashed once: half the time of a copied `hmac.HMAC`, at two a signal."""
+    """HMAC-SHA256 (RFC 2104), key hashed once: half the time of a copied `hmac.HMAC`; each signal needs two."""
 
     def __init__(self, key: SecretStr) -> None:
         secret = key.get_secret_value().encode()
@@ -80,24 +80,24 @@ _PSEUDONYM_PURPOSE = b"tidemill/pseudonym/1\x00"
 _HEX_DIGITS = 32
 LONGEST_USER_BYTES = 512
 NOBODY = ""
-"""Pseudonym where the product named no user."""
+"""Pseudonym if the product named no user."""
 
 
 class BadUserId(ValueError):
-    """A user id that cannot be one; the message says why."""
+    """Error of an invalid user id; the message has the reason."""
 
 
 class Pseudonyms:
     """Turns the product's user ids into pseudonyms: HMAC-SHA256 under `product.pseudonym_key`, 128 bits as hex.
 
-    Without the key nobody can tell whose they are, or make them from ids. Raises KeysMissing as `Signer` does.
+    Without the key, pseudonyms cannot be traced to users or made from ids. Raises KeysMissing as `Signer` does.
     """
 
     def __init__(self, product: ProductSettings) -> None:
         self._key = _Keyed(product.require_keys().pseudonym_key)
 
     def of(self, user: str | None) -> str:
-        """The pseudonym of the product's user id, the same for the same bytes; `NOBODY` of None. Raises BadUserId."""
+        """Return the pseudonym of a user id, equal for equal bytes; `NOBODY` for None. Raises BadUserId."""
         if user is None:
             return NOBODY
         if not isinstance(user, str):

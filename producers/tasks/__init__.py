@@ -1,1 +1,1 @@
-"""The task feeder: which tasks are issued, and when."""
+"""The task feeder: decides which tasks are issued, and when."""

@@ -1,20 +1,20 @@
-"""Admission control: how many training tasks may be issued now, so that work which would be too stale never begins.
+"""Admission control: bounds the training tasks that may be issued now, so that no work starts that would be too stale.
 
 The formula is AReaL's capacity, (eta + v + 1) * B - (accepted + running), counted in groups:
 
     capacity = (eta + 1) * B - outstanding,    outstanding = issued - trained - excluded
 
-with `eta` the policy lag allowed and `B` the groups of a step. What holds:
+`eta` is the allowed policy lag, `B` the number of groups of a step. Invariants:
 
-- a group counts once, in any order of its records and any number of copies: the state is a set, rebuilt from the log;
-- a trained group frees its place when the version that it made is *served*, not when it is trained: a group issued in
-  between would start on tokens already one version older than the bound assumes;
-- a group that cannot be trained frees its place as soon as that is certain: when it closes without a signal, or when
-  the trainer's version has moved past the staleness bound of its oldest token. The trainer records exclusions only
-  with its next step, and would wait for ever for a step's worth of groups if the feeder waited for that record;
-- what only the trainer can find out (a rollout that the log no longer holds, say) cannot wedge the run: when every
-  outstanding group has closed and no step comes of them, one step's worth of spare places is lent until the next step;
-- with eta = 0 this is the synchronous loop: a step's groups, trained, served, and only then the next ones.
+- a group counts once, for any order and any number of copies of its records: the state is a set, rebuilt from the log;
+- a trained group frees its capacity when the version that it made is *served*, not when it is trained: a group issued
+  in between would start on tokens already one version older than the bound assumes;
+- a group that cannot be trained frees its capacity as soon as that is certain: when it closes and is not
+  `trainable`, or when the policy lag of its oldest token exceeds the bound. The trainer records exclusions only with
+  its next step; if the feeder waited for that record, the trainer would wait forever for the groups of that step;
+- problems that only the trainer sees (such as a rollout that the log no longer has) cannot block the run: if every
+  outstanding group has closed and no step follows, spare capacity for one step is added until the next step;
+- with eta = 0 this is the synchronous loop: the groups of a step are trained and served before the next are issued.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tidemill.schemas.records import (
 
 
 def trainable(group: Group, run: RunSettings) -> bool:
-    """Whether the trainer can train on a closed group, as far as the group alone decides it."""
+    """Return whether the trainer can train on a closed group, judged by the group's record alone."""
     completed = (member for member in group.members if member.status is RolloutStatus.COMPLETED)
     rewards = [member.reward for member in completed if member.reward is not None]
     if len(rewards) < run.min_completed:
@@ -55,7 +55,7 @@ class ServedVersions:
         self._reached: dict[str, int] = {}
 
     def observe(self, ack: WeightAck) -> None:
-        """Take an ack; of a replica's acks the one with the newest time counts. Before a first proof it serves none."""
+        """Process an ack; of a replica's acks the newest counts. Before its first proof a replica serves no version."""
         if ack.at < self._reached.get(ack.replica_id, 0) or ack.serving_version < 0:
             return
         if ack.serving_version != self.serving.get(ack.replica_id):
@@ -63,7 +63,7 @@ class ServedVersions:
         self.serving[ack.replica_id] = ack.serving_version
 
     def drop_silent(self, now_us: int) -> list[str]:
-        """Forget the replicas that are still behind `silence_us` after another one served the newest version.
+        """Remove and return the replicas still behind `silence_us` after another one served the newest version.
 
         They count again with their next ack.
         """
@@ -79,7 +79,7 @@ class ServedVersions:
 
 
 class AdmissionController:
-    """State machine over the records of one run and branch; the caller filters others out."""
+    """State machine over the records of one run and branch; the caller filters out other records."""
 
     def __init__(self, run: RunSettings, feed: FeedSettings) -> None:
         self._run, self._replicas, self._overdue_us = run, feed.replicas, to_us(feed.overdue_s)
@@ -89,19 +89,19 @@ class AdmissionController:
         self._unserved: dict[int, set[str]] = {}
         self._steps: set[int] = set()
         self._closed: dict[str, int] = {}
-        """Closed groups that hold a place, with the version of the oldest token of their completed members; -1 where
-        none completed."""
+        """Closed groups that use capacity, with the version of the oldest token of their completed members; -1 if none
+        completed."""
         self._trainer_version = 0
         self._moved_at = 0
         self._spare = 0
         self._served = ServedVersions(to_us(feed.replica_silence_s))
         self.ready = False
-        """Whether enough replicas have served a proved version; once so, it stays so."""
+        """Whether enough replicas have served a proved version; never reset."""
         self.newest_version = -1
-        """The newest version known from steps and manifests; -1 when there is none."""
+        """The newest version known from steps and manifests; -1 if there is none."""
 
     def observe(self, record: Record) -> None:
-        """Take one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`.
+        """Process one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`.
 
         Records of other types change nothing.
         """
@@ -139,9 +139,9 @@ class AdmissionController:
                 pass
 
     def expire(self, now_us: int) -> tuple[list[str], list[str]]:
-        """Stop waiting for what will not come: groups long past their deadline that never closed, and silent replicas.
+        """Stop waiting for overdue groups and silent replicas, and return both.
 
-        Returns both.
+        A group is overdue if it has not closed within `overdue_s` after its deadline.
         """
         limit = now_us - self._overdue_us
         overdue = [g for g, due in self._open.items() if due < limit and g not in self._closed]
@@ -155,7 +155,7 @@ class AdmissionController:
         return overdue, silent
 
     def capacity(self) -> int:
-        """Training tasks that may be issued now."""
+        """Return the number of training tasks that may be issued now."""
         step = self._run.groups_per_step
         free = (self._max_policy_lag + 1) * step + self._spare - len(self._open)
         needed = (self._run.max_steps - self.steps) * step + self._spare - self.untrained
@@ -163,17 +163,17 @@ class AdmissionController:
 
     @property
     def untrained(self) -> int:
-        """Groups that hold a place and are not trained yet."""
+        """The number of groups that use capacity and are not trained yet."""
         return len(self._open.keys() - self._trained())
 
     @property
     def unclosed(self) -> int:
-        """Groups that hold a place and have not been seen closed or trained."""
+        """The number of groups that use capacity and are neither closed nor trained in the records seen."""
         return len(self._open.keys() - self._closed.keys() - self._trained())
 
     @property
     def steps(self) -> int:
-        """Optimizer steps recorded."""
+        """The number of recorded optimizer steps."""
         return len(self._steps)
 
     @property
@@ -183,7 +183,7 @@ class AdmissionController:
 
     @property
     def served_version(self) -> int:
-        """The oldest version that a live replica serves; -1 when none does."""
+        """The oldest version that a live replica serves; -1 if none does."""
         return min(self._served.serving.values(), default=-1)
 
     def _trained(self) -> set[str]:

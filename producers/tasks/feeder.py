@@ -1,16 +1,16 @@
-"""The task feeder: issues evaluation before, training under admission control, evaluation during and after a run.
+"""The task feeder: issues tasks for evaluation before, during and after a run, and for training (admission control).
 
-It exits when the run's last evaluation has closed. It holds no state that the log does not: it reads the topics to
-their end, and then follows them. `FeederState` decides, `Feeder` does the talking. What holds:
+It exits when the run's last evaluation has closed. All its state is in the log: it reads the topics to their end, and
+then follows them. `FeederState` decides, `Feeder` reads and writes the log. Invariants:
 
-- the state is a function of the records observed, so a restarted feeder that reads the log to its end goes on where it
-  stopped: a set of held-out tasks of which some were issued is completed under the same version, and a training task
-  that a killed feeder did not get to the log, while later ones did, is issued first;
+- the state is a function of the observed records, so a restarted feeder that reads the log to its end continues where
+  it stopped: a partly issued set of held-out tasks is completed under the same version, and a training task that a
+  killed feeder did not write, although it wrote later ones, is issued first;
 - no training task is issued while the evaluation before is open, and the evaluation after begins when the last version
   is served;
-- a held-out group that never closes stops being waited for once it is overdue;
-- a held-out task with a rollout that failed is asked for again while the same version is served, each time after twice
-  as long: a gate that waits for so many rollouts of that version would otherwise wait for ever.
+- the feeder stops waiting for a held-out group that has not closed when it is overdue;
+- a held-out task with a failed rollout is issued again while the same version is served, with a doubled delay each
+  time: otherwise a gate that needs a number of rollouts of that version would wait forever.
 """
 
 from __future__ import annotations
@@ -64,29 +64,29 @@ CLIENT_ID = "tidemill-feeder"
 POLL_S = 0.05
 
 AGAIN_AFTER_US = to_us(10)
-"""So long after a held-out rollout failed its task is asked for again, for the first time."""
+"""Delay before the task of a failed held-out rollout is issued again for the first time."""
 
 
 class FeederState:
-    """State machine of the feeder of one run and branch; records of others are left alone."""
+    """State machine of the feeder of one run and branch; it ignores records of others."""
 
     def __init__(self, run: RunSettings, feed: FeedSettings) -> None:
         self._run, self._feed = run, feed
         self.admission = AdmissionController(run, feed)
-        """The admission controller, to read from."""
+        """The admission controller, for reading."""
         self._unissued = 0
-        """Every training task before this one was issued."""
+        """Index of the first training task that was not issued."""
         self._issued_ahead: set[int] = set()
-        """Training tasks issued after it."""
+        """Indices of training tasks above it that were issued."""
         self._eval_issued: dict[tuple[Stage, int], set[int]] = {}
         self._eval_open: dict[str, int] = {}
         self._eval_closed: set[str] = set()
         self._eval_failed: dict[str, int] = {}
-        """Held-out groups with a rollout that failed, and when they closed."""
+        """Held-out groups with a failed rollout, with the time of their closing."""
         self._manifest_version = -1
 
     def observe(self, record: Record) -> None:
-        """Take one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`."""
+        """Process one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`."""
         if not self._ours(record):
             return
         self.admission.observe(record)
@@ -105,7 +105,7 @@ class FeederState:
                 pass
 
     def decide(self, now_us: int) -> tuple[list[TaskName], bool]:
-        """The tasks to issue at `now_us`, in order, and whether the run is over. They count once they are observed."""
+        """Return the tasks to issue at `now_us`, in order, and whether the run is over. Tasks count when observed."""
         groups, replicas = self.admission.expire(now_us)
         limit = now_us - to_us(self._feed.overdue_s)
         overdue = [group for group, deadline in self._eval_open.items() if deadline < limit]
@@ -124,7 +124,7 @@ class FeederState:
         return names, done
 
     def waiting_for(self) -> frozenset[Topic]:
-        """The topics that have to speak for the run to go on."""
+        """Return the topics that need a new record before the run can continue."""
         admission = self.admission
         waits = {
             Topic.MANIFESTS: self._manifest_version < max(0, admission.newest_version),
@@ -177,14 +177,14 @@ class FeederState:
                 if name.index not in issued:
                     yield name
                 elif version == self.admission.served_version:
-                    # Once more, where a rollout of the last time failed long enough ago
+                    # Issue it again if a rollout of the last issue failed long enough ago
                     times = next(times for times in count(1) if name.index + times * size not in issued)
                     failed_at = self._eval_failed.get(str(replace(name, index=name.index + (times - 1) * size)))
                     if failed_at is not None and now_us >= failed_at + AGAIN_AFTER_US * 2 ** (times - 1):
                         yield replace(name, index=name.index + times * size)
 
     def _due(self) -> Iterator[tuple[Stage, int]]:
-        """Evaluations, each a stage at a version, that are under way or to begin."""
+        """Yield the evaluations (stage and version) that are running or must begin."""
         served, every = self.admission.served_version, self._feed.eval_every
         if self._feed.eval_before:
             yield self._begun(Stage.EVAL_BEFORE) or (Stage.EVAL_BEFORE, served)
@@ -212,18 +212,18 @@ WRITERS = MappingProxyType(
 
 
 class Feeder:
-    """One run's feeder: records in, tasks out."""
+    """The feeder of one run: reads records and writes tasks."""
 
     def __init__(self, run: RunSettings, feed: FeedSettings, source: TaskSource, producer: RecordProducer) -> None:
         self._state = FeederState(run, feed)
         self._source = source
         self._still: IdleTimes[Topic] = IdleTimes(to_us(feed.stall_timeout_s))
         self._read: Counter[Topic] = Counter()
-        """Records of each topic, so that a topic that is waited for and silent is named."""
+        """Number of records of each topic, to name a topic that the feeder waits for and that is silent."""
         self._producer = producer
 
     def observe(self, located: ConsumedRecord) -> None:
-        """Take one record of the log. One that cannot be read is its writer's or its group reader's to answer for."""
+        """Process one record of the log. Skips an unreadable record: its writer or its group's reader handles it."""
         if located.record is None:
             LOG.warning("skipped an unreadable record at %s: %s", located.position, located.error)
             return
@@ -234,7 +234,7 @@ class Feeder:
             self._source.observe(located.record)
 
     def advance(self) -> bool:
-        """Issue what may be issued now; true when the run is over. Raises DeliveryError, TaskError."""
+        """Issue the tasks that may be issued now; return whether the run is over. Raises DeliveryError, TaskError."""
         names, done = self._state.decide(now_us())
         waiting_for = self._state.waiting_for()
         for topic, writers in WRITERS.items():
@@ -253,11 +253,11 @@ class Feeder:
 
 
 async def opened(run: RunSettings, rollout: RolloutSettings) -> list[tuple[EnvironmentEntry, Environment]]:
-    """The environments of a run, to draw tasks from. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
+    """Open the environments of a run to draw tasks from. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
     found = []
     for entry in run.environments:
         environment = await open_environment(entry, entry.options, rollout)
-        await environment.close()  # it is not played here, and draws tasks all the same
+        await environment.close()  # not played here; a closed environment can still draw tasks
         found.append((entry, environment))
     return found
 
@@ -269,10 +269,10 @@ def run(
     rollout: RolloutSettings,
     stop: threading.Event | None = None,
 ) -> bool:
-    """Feed a run until it is over or `stop` is set (without one: SIGINT or SIGTERM comes); whether it is over.
+    """Feed a run until it is over or `stop` is set (by default: on SIGINT or SIGTERM); return whether it is over.
 
-    Raises UnknownEnvironment, EnvironmentFailed or TaskError when an environment cannot be opened or has no such tasks,
-    DeliveryError when the log refuses them.
+    Raises UnknownEnvironment, EnvironmentFailed or TaskError if an environment cannot be opened or has too few tasks,
+    DeliveryError if the log refuses the tasks.
     """
     stop = stop or stop_on_signals()
     source = TaskSource(asyncio.run(opened(run, rollout)), run, feed)

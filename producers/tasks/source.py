@@ -1,14 +1,14 @@
-"""Names of tasks, and the tasks of the names that the feeder decides on, drawn from the environments of the run.
+"""Names of tasks, and the tasks for the names that the feeder chooses, drawn from the environments of the run.
 
-A name says what a task is for and which one it is; it is the id of the task and of its group:
+A name has the purpose and the index of a task; it is the id of the task and of its group:
 
     <run>/train/<index>        <run>/eval-before/v<version>/<index>        (also eval-during, eval-after)
 
-What holds: naming is one to one, so that a restarted feeder knows from the log alone what it has issued. A training
-question is asked once in a run (`feed.epochs` times), restarts and changed options included, and is never one of the
-held-out ones; held-out task `i` is the same at every evaluation, so that evaluations compare, and comes again under the
-index `i + n * size` where an evaluation of that size asks for it again. Environments take turns by their weights, the
-same way at every start. A training question that a whole group solved is left out of some epochs
+Invariants: names are unique, so that a restarted feeder knows from the log alone which tasks it has issued. A training
+question is issued once in a run (`feed.epochs` times), also after restarts and changed options, and is never one of the
+held-out questions; held-out task `i` is the same in every evaluation, so that evaluations are comparable, and an
+evaluation of `size` tasks that issues it again uses the index `i + n * size`. Environments take turns by their weights,
+in the same order at every start. A training question that a whole group solved is left out of some epochs
 (`feed.solved_one_in`), and of more each time that this happens again.
 """
 
@@ -56,17 +56,17 @@ class TaskName:
     run_id: str
     stage: Stage
     version: int
-    """The version that an evaluation is about; 0 for training."""
+    """The version that is evaluated; 0 for training."""
     index: int
 
     def __str__(self) -> str:
-        """The task's id and its group's id."""
+        """Return the id of the task and of its group."""
         middle = self.stage if self.stage is Stage.TRAIN else f"{self.stage}/v{self.version}"
         return f"{self.run_id}/{middle}/{self.index}"
 
 
 def parse_task_name(text: str) -> TaskName | None:
-    """The name that `text` is, or None when it is none."""
+    """Return the name in `text`, or None if it is not a task's name."""
     found = _NAME.fullmatch(text)
     if found is None:
         return None
@@ -75,13 +75,13 @@ def parse_task_name(text: str) -> TaskName | None:
 
 
 PATIENCE = 2_000
-"""Drafts in a row without a new question after which an environment counts as exhausted."""
+"""Consecutive drafts without a new question after which an environment counts as exhausted."""
 MOST_LEFT_OUT = 15
-"""Epochs in a row that a question may be left out of: it is asked again before long, since it can be lost."""
+"""Most consecutive epochs without a question: it is asked again, since the policy can forget how to solve it."""
 
 
 class TaskSource:
-    """Draws the tasks of one run. Raises TaskError at once when an environment has too few held-out questions."""
+    """Draws the tasks of one run. Raises TaskError at once if an environment has too few held-out questions."""
 
     def __init__(
         self, environments: Sequence[tuple[EnvironmentEntry, Environment]], run: RunSettings, feed: FeedSettings
@@ -89,10 +89,10 @@ class TaskSource:
         self._run, self._feed = run, feed
         self._questions = [Questions(entry, opened, run, feed) for entry, opened in environments]
         self._issued: dict[str, tuple[Questions, str]] = {}
-        """Training groups by id: the environment's questions, and the payload of the one that was asked."""
+        """Training groups by id: the environment's questions, and the payload of the issued question."""
         self._turns = take_turns([entry.weight for entry, _ in environments])
         self._order: list[int] = []
-        """Environment of each training index so far."""
+        """Index of the environment for each training index so far."""
         evaluated = [each for each in zip(environments, self._questions, strict=True) if each[0][0].evaluate]
         turns = take_turns([entry.weight for (entry, _), _ in evaluated])
         size = max(feed.eval_tasks, feed.eval_during_tasks)
@@ -100,7 +100,7 @@ class TaskSource:
         self._held_out = [(questions, questions.held_out()) for questions in asked]
 
     def observe(self, record: Task | Group) -> None:
-        """Take in a training task that a feeder issued, or its group. The group counts only after its task."""
+        """Process a training task that a feeder issued, or its group. A group counts only after its task."""
         if record.run_id != self._run.run_id or record.mode is not Mode.TRAIN:
             return
         if isinstance(record, Group):
@@ -114,7 +114,7 @@ class TaskSource:
                     self._issued[record.group_id] = (questions, record.payload)
 
     def task(self, name: TaskName, issued_at: int, issued_version: int) -> Task:
-        """The task to issue under `name`. Raises TaskError when its environment has no unused question left."""
+        """Return the task to issue as `name`. Raises TaskError if its environment has no unused question."""
         feed, training = self._feed, name.stage.mode is Mode.TRAIN
         index = name.index if training else name.index % evaluation_size(feed, name.stage)
         if training:
@@ -144,13 +144,13 @@ class TaskSource:
         )
 
     def close(self) -> None:
-        """End every stream of drafts."""
+        """Close every stream of drafts."""
         for questions in self._questions:
             questions.close()
 
 
 class Questions:
-    """The questions of one environment: held-out ones in order, and training ones that are not used up."""
+    """The questions of one environment: held-out questions in order, and unused training questions."""
 
     def __init__(self, entry: EnvironmentEntry, opened: Environment, run: RunSettings, feed: FeedSettings) -> None:
         self.title, self.group_size, self.options = entry.title, entry.group_size, options_json(opened.options)
@@ -161,26 +161,26 @@ class Questions:
         self._waiting: dict[Split, deque[TaskDraft]] = {split: deque() for split in Split}
         self._held_out: set[str] = set()
         self._asked: Counter[str] = Counter()
-        """How often a training question was issued by this process, or drawn and found issued."""
+        """Count of each training question: issued by this process, or drawn and found issued before."""
         self._issued: Counter[str] = Counter()
-        """Payloads that were issued before, and have not been drawn yet."""
+        """Payloads that were issued before and are not drawn yet, with their counts."""
         self._solved: Counter[str] = Counter()
-        """By payload: how many groups in a row solved it."""
+        """By payload: number of consecutive groups that solved it."""
         self._left_out: Counter[str] = Counter()
-        """Payloads of solved questions, with the epochs in which they are still to be left out."""
+        """Payloads of solved questions, with the number of further epochs that leave them out."""
         self._epoch = 1
 
     def observe(self, payload: str) -> None:
-        """A task with this payload was issued."""
+        """Record that a task with this payload was issued."""
         self._issued[payload] += 1
 
     def close_group(self, payload: str, solved: bool) -> None:
-        """The group of a task with this payload closed; `solved`: every rollout of the group succeeded."""
+        """Record that the group of a task with this payload closed; `solved`: all its rollouts succeeded."""
         self._solved[payload] = self._solved[payload] + 1 if solved else 0
         self._left_out[payload] = min(self._solved_one_in ** self._solved[payload] - 1, MOST_LEFT_OUT)
 
     def held_out(self) -> TaskDraft:
-        """The next held-out question. Raises TaskError."""
+        """Return the next held-out question. Raises TaskError."""
         for _ in range(PATIENCE):
             draft = self._next(Split.EVAL)
             if draft is None:
@@ -194,7 +194,7 @@ class Questions:
         )
 
     def unused(self) -> TaskDraft:
-        """The next training question. Raises TaskError."""
+        """Return the next training question. Raises TaskError."""
         misses = 0
         while True:
             draft = self._next(Split.TRAIN)
@@ -224,12 +224,12 @@ class Questions:
                 self._waiting = {split: deque() for split in Split}
 
     def close(self) -> None:
-        """End the stream of drafts."""
+        """Close the stream of drafts."""
         if close := getattr(self._drafts, "close", None):
             close()
 
     def _next(self, split: Split) -> TaskDraft | None:
-        """The next draft of a split; None when there are no more, or none of this split in a long row."""
+        """Return the next draft of a split; None if no draft is left, or `PATIENCE` drafts had none of this split."""
         waiting = self._waiting[split]
         for _ in range(PATIENCE):
             if waiting:
@@ -238,13 +238,13 @@ class Questions:
             if draft is None:
                 return None
             side = split_of(draft.asks, self._held_out_one_in)
-            if side is split or side is Split.TRAIN:  # held-out questions are all drawn before the first training one
+            if side is split or side is Split.TRAIN:  # held-out questions are all drawn before training questions
                 self._waiting[side].append(draft)
         return None
 
 
 def take_turns(weights: Sequence[float]) -> Iterator[int]:
-    """Places in `weights` without end, each as often as its weight says and as evenly as can be."""
+    """Yield indices of `weights` without end, in proportion to the weights and as evenly as possible."""
     credit = [0.0] * len(weights)
     total = sum(weights)
     while True:
@@ -255,5 +255,5 @@ def take_turns(weights: Sequence[float]) -> Iterator[int]:
 
 
 def evaluation_size(feed: FeedSettings, stage: Stage) -> int:
-    """Held-out tasks of an evaluation."""
+    """Return the number of held-out tasks of an evaluation."""
     return feed.eval_during_tasks if stage is Stage.EVAL_DURING else feed.eval_tasks
