@@ -173,7 +173,7 @@ def _widths(columns: Sequence[Sequence[str]], available: int) -> list[int] | Non
     spare = available - sum(widths) - GAP * (len(widths) - 1)
     if spare < 0:
         return None
-    # The columns with the smallest wishes come first, and the others share the space that they leave.
+    # The columns that need the least extra width come first; the others share the width that is left.
     wishes = sorted((full[n] - widths[n], n) for n in range(len(widths)))
     for done, (wish, n) in enumerate(wishes):
         more = min(wish, spare // (len(wishes) - done))

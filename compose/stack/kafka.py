@@ -66,7 +66,7 @@ class StackStatus:
 
 
 def silent(message: str) -> None:
-    """A progress function that prints nothing."""
+    """Report no progress."""
 
 
 class LocalStack:

@@ -33,7 +33,7 @@ class Refusal(Exception):
 
     Args:
         status: HTTP status.
-        message: what is wrong and what to do.
+        message: the fault and what to do.
         kind: the error's `type`, for instance `invalid_request_error`.
         parameter: the field that is wrong.
     """

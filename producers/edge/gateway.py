@@ -168,7 +168,7 @@ async def _tree(request: Request, caller: str) -> Any:  # noqa: ANN401 - a JSON 
     openapi_extra=_body_of("FeedbackIn", a_thumb_up=THUMB_EXAMPLE, a_thumb_taken_back=WITHDRAWAL_EXAMPLE),
 )
 async def one(request: Request, caller: Caller) -> AcceptedOut:
-    """Takes one event and answers after the log has it."""
+    """Take one event and answer after the log has it."""
     intake: EventIntake = request.app.state.intake
     result = (await intake.take([await _tree(request, caller)], caller))[0]
     if result.status == 202 and result.event_id is not None:
@@ -186,7 +186,7 @@ async def one(request: Request, caller: Caller) -> AcceptedOut:
     openapi_extra=_body_of("BatchIn", two_events={"events": [THUMB_EXAMPLE, WITHDRAWAL_EXAMPLE]}),
 )
 async def batch(request: Request, response: Response, caller: Caller) -> BatchOut:
-    """Accepts or refuses each event on its own, and answers after the log has the accepted ones."""
+    """Accept or refuse each event on its own, and answer after the log has the accepted ones."""
     intake: EventIntake = request.app.state.intake
     events, most = checked(BatchIn, await _tree(request, caller)).events, request.app.state.settings.max_batch
     if len(events) > most:
@@ -203,7 +203,7 @@ async def batch(request: Request, response: Response, caller: Caller) -> BatchOu
 
 @_routes.get("/healthz", summary="Whether the log can be reached", responses={503: {"model": HealthOut}})
 async def healthz(request: Request, response: Response) -> HealthOut:
-    """200 if the log answers and has the topic, otherwise 503."""
+    """Return 200 if the log answers and has the topic, otherwise 503."""
     health: Health = request.app.state.health
     wrong = await health.wrong()
     if wrong:
@@ -214,7 +214,7 @@ async def healthz(request: Request, response: Response) -> HealthOut:
 
 @_routes.get("/metrics", summary="Counts in Prometheus' format", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Requests, events, seconds until the log's acknowledgement, and events that wait for it."""
+    """Return counts of requests and events, seconds until the log's acknowledgement, and events that wait for it."""
     found: GatewayMetrics = request.app.state.metrics
     return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
 

@@ -25,7 +25,7 @@ class Problem(Exception):
 
     Args:
         status: HTTP status.
-        detail: what is wrong and what to do, for the person who wrote the client.
+        detail: the fault and what to do, for the author of the client.
         retry_after_s: when to try again, if that can help.
         close: whether the connection ends, because the rest of the request is not read.
     """

@@ -68,7 +68,7 @@ class Router:
         replicas: Replicas,
         recorder: Recorder,
     ) -> None:
-        """Raises KeysMissing."""
+        """Prepare the endpoints. Raises KeysMissing."""
         self.run, self.settings, self.replicas, self.recorder = run, settings, replicas, recorder
         self.signer, self.pseudonyms = Signer(product), Pseudonyms(product)
         self.canary, self.metrics = CanaryShare(run.run_id, run.branch), RouterMetrics()
