@@ -56,7 +56,7 @@ def demo(
 ) -> None:
     """Run the whole loop: Kafka, rollouts, groups, steps, versions, a vLLM replica. You see the model improve.
 
-    The recipe `ledger` trains a tiny model with random initial weights. Then simulated users arrive: with a stable and a
+    The recipe `ledger` trains a tiny model with random initial weights. Then simulated users come: with a stable and a
     canary replica behind a router, feedback, online batches and the gate, the model learns a preference of the users
     that the simulated reward does not measure. The recipe `smollm2` takes a pre-trained model and a task of
     reasoning-gym.

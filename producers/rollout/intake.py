@@ -68,7 +68,7 @@ class OffsetTracker:
         self._committed: dict[Partition, int] = {}
 
     def begin(self, partition: Partition, offset: int) -> bool:
-        """Store a record's arrival; return whether to begin its work. A partition's offsets arrive in order, with gaps."""
+        """Store a record; return whether to begin its work. Offsets of a partition arrive in order, with gaps."""
         if offset < self._next.get(partition, 0):
             return False
         self._running.setdefault(partition, set()).add(offset)
