@@ -1,1 +1,1 @@
-"""How the pieces are put together: configuration, the command line, the local stack and the demonstration."""
+"""The assembly of the parts: configuration, the command line, the local stack and the demonstration."""

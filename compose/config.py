@@ -1,4 +1,4 @@
-"""The one typed configuration of Tidemill: every section of every role, from a TOML file, the environment and flags.
+"""The typed configuration of Tidemill: all sections of all roles, from a TOML file, the environment and flags.
 
 Later sources win: TOML file, then `TIDEMILL_<SECTION>__<KEY>` in the environment, then flags. Unknown keys are refused.
 """
@@ -39,7 +39,7 @@ DEFAULT_FILE = Path("tidemill.toml")
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the message names the keys and what is wrong with each."""
+    """The configuration cannot be used; the message names each wrong key and its fault."""
 
 
 class Act(StrEnum):
@@ -48,7 +48,7 @@ class Act(StrEnum):
     ONE = "one"
     """The model learns in simulation."""
     TWO = "two"
-    """Users arrive, and it learns what they like."""
+    """Users arrive, and it learns their preferences."""
     BOTH = "both"
 
 
@@ -62,26 +62,26 @@ class CorpusSettings(Section):
     """Difficulty of the ledgers, as for tasks."""
 
     slip_rates: tuple[float, ...] = Field(default=(0.1, 0.25), min_length=1)
-    """One demonstrator each: the share of its turns that go wrong. The author of a document is drawn evenly."""
+    """One demonstrator per rate: the share of its turns with an error. A document's author is drawn evenly."""
 
     polite_rate: float = Field(default=0.5, ge=0, le=1)
     """Share of the documents whose answer closes politely. The simulated reward does not ask for it, users may."""
 
 
 class DemoSettings(Section):
-    """How `tidemill demo` runs the loop."""
+    """Settings of `tidemill demo`."""
 
     data_dir: Path = Path("data/demo")
-    """Each demonstration keeps its log, store, tables and role logs in a directory of its own below this one."""
+    """Each demonstration stores its log, objects, tables and role logs in its own directory below this one."""
 
     model: str = ""
-    """Model to start from (`tidemill models get`). Empty: mid-train a tiny one from nothing."""
+    """Model to start from (`tidemill models get`). Empty: mid-train a tiny one from random weights."""
 
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options for any environment that knows them, where `--environment` names another than the recipe's."""
+    """Options for any environment that knows them, if `--environment` names another one than the recipe does."""
 
     act: Act = Act.BOTH
-    """Which acts are played. Act two alone starts from `model`, which should be above `gate.floor` already."""
+    """The acts to play. Act two alone starts from `model`, which should be above `gate.floor` already."""
 
     replicas: int = Field(default=1, ge=1)
     """vLLM replicas of the first act; the second one has a stable and a canary replica."""
@@ -93,27 +93,27 @@ class DemoSettings(Section):
     """Online batches to learn from in the second act."""
 
     online_limit_s: float = Field(default=420.0, gt=0)
-    """Longest time that users are there in the second act."""
+    """Longest time of the users in the second act."""
 
     measured_answers: int = Field(default=120, ge=1)
-    """Held-out users' questions by which satisfaction is measured, before and after."""
+    """Number of held-out users' questions with which satisfaction is measured, before and after."""
 
     endings_timeout_s: float = Field(default=90.0, gt=0)
-    """Longest wait, when the users have left, until every interaction has ended in a reward or an exclusion."""
+    """Longest wait, after the users have left, until every interaction has ended in a reward or an exclusion."""
 
     start_timeout_s: float = Field(default=180.0, gt=0)
     """How long a role may take to start."""
 
     stall_timeout_s: float = Field(default=180.0, gt=0)
-    """The demonstration is given up when nothing at all happens in the log for this long."""
+    """The demonstration fails if the log gets no record for this long."""
 
 
 class NumericsSettings(Section):
-    """How exactly sampler and trainer compute."""
+    """Settings of the arithmetic of sampler and trainer."""
 
     batch_invariant: bool = False
-    """Sets `replica.batch_invariant` and `trainer.batch_invariant`: no token's logprob depends on the company in which
-    it is computed. Costs speed in both."""
+    """Sets `replica.batch_invariant` and `trainer.batch_invariant`: no token's logprob depends on what else is computed
+    at the same time. Costs speed in both."""
 
 
 class TidemillSettings(BaseSettings):
@@ -126,13 +126,13 @@ class TidemillSettings(BaseSettings):
     )
 
     kafka: KafkaSettings = Field(default_factory=KafkaSettings)
-    """How to reach the log."""
+    """The connection to the log."""
     store: StoreSettings = Field(default_factory=StoreSettings)
-    """Where large bytes lie."""
+    """The object store for large payloads."""
     run: RunSettings = Field(default_factory=RunSettings)
-    """Which training run this is."""
+    """The training run."""
     chat: ChatSettings = Field(default_factory=ChatSettings)
-    """How conversations become tokens."""
+    """The conversion of conversations to tokens."""
     stack: StackSettings = Field(default_factory=StackSettings)
     """The local Kafka."""
     corpus: CorpusSettings = Field(default_factory=CorpusSettings)
@@ -148,15 +148,15 @@ class TidemillSettings(BaseSettings):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """Rollout workers."""
     stream: StreamSettings = Field(default_factory=StreamSettings)
-    """How stream workers run; group assembly."""
+    """Stream workers, and group assembly."""
     join: JoinSettings = Field(default_factory=JoinSettings)
     """The feedback join: from users' signals to rewards."""
     batches: BatchSettings = Field(default_factory=BatchSettings)
-    """Online batches: from rewards to what one step trains on."""
+    """Online batches: from rewards to the inputs of a step."""
     router: RouterSettings = Field(default_factory=RouterSettings)
     """The OpenAI-compatible router of the product."""
     product: ProductSettings = Field(default_factory=ProductSettings)
-    """Keys of the product's side: the router and feedback."""
+    """The product's keys: for the router and feedback."""
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     """The feedback gateway."""
     users: UsersSettings = Field(default_factory=UsersSettings)
@@ -164,11 +164,11 @@ class TidemillSettings(BaseSettings):
     replica: ReplicaSettings = Field(default_factory=ReplicaSettings)
     """The vLLM replica."""
     gate: GateSettings = Field(default_factory=GateSettings)
-    """The gate between a version and its users."""
+    """The gate, which decides which version users get."""
     sink: SinkSettings = Field(default_factory=SinkSettings)
     """The ClickHouse sink."""
     view: ViewSettings = Field(default_factory=ViewSettings)
-    """The page on which a run is watched."""
+    """The page that shows a run."""
     demo: DemoSettings = Field(default_factory=DemoSettings)
     """The demonstration."""
 
@@ -188,12 +188,12 @@ class TidemillSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment, then the TOML file."""
+        """Return flags, then the environment, then the TOML file."""
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
 
 
 def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None) -> TidemillSettings:
-    """The configuration from a file (default `tidemill.toml`, where it exists), the environment and flags.
+    """Return the configuration from a file (default `tidemill.toml`, if it exists), the environment and flags.
 
     Args:
         file: a TOML file whose tables are the sections.
@@ -218,9 +218,9 @@ def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None)
 
 
 def parse_assignments(assignments: list[str]) -> dict[str, Any]:
-    """`["trainer.max_steps=3"]` -> `{"trainer": {"max_steps": "3"}}`; the values are parsed by the model.
+    """Parse `["trainer.max_steps=3"]` to `{"trainer": {"max_steps": "3"}}`; the model parses the values.
 
-    A value that begins with `[` or `{` is JSON, as it is in an environment variable.
+    A value that begins with `[` or `{` is JSON, as in an environment variable.
 
     Raises:
         ConfigError: an assignment has no `section.key=value` form, or its JSON cannot be read.
@@ -240,7 +240,7 @@ def parse_assignments(assignments: list[str]) -> dict[str, Any]:
 
 
 def nest(keys: list[str], value: object) -> dict[str, Any]:
-    """`["a", "b"], 1` -> `{"a": {"b": 1}}`."""
+    """Convert `["a", "b"], 1` to `{"a": {"b": 1}}`."""
     tree: Any = value
     for key in reversed(keys):
         tree = {key: tree}

@@ -1,7 +1,7 @@
-"""Options that every role of the command line shares, the settings they lead to, and the log of these settings.
+"""Options that every role of the command line shares, the settings made from them, and the log of these settings.
 
-`with_settings` gives a command these options and hands it a loaded `TidemillSettings` in their place. A configured
-bootstrap address always wins over the local stack.
+`with_settings` gives a command these options and passes it a loaded `TidemillSettings` in their place. A configured
+bootstrap address always takes precedence over the local stack.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tidemill.schemas.log.access import check_access
 from tidemill.schemas.log.admin import wait_for_broker
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
-"""Given to a command by `with_settings`: its settings, with the flags of its own as a tree."""
+"""Passed to a command by `with_settings`: returns its settings for a tree of its own flags."""
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML file with the settings; default tidemill.toml where it exists.")
 ]
@@ -46,7 +46,7 @@ _COMMON: dict[str, tuple[Any, list[str]]] = {
 
 
 def settings_from(options: dict[str, Any], flags: dict[str, Any] | None = None) -> TidemillSettings:
-    """Settings of the common options (by parameter name) and a role's own flags, which win over `--set`."""
+    """Return settings from the common options (by parameter name) and a role's own flags, which override `--set`."""
     tree = parse_assignments(options.get("assignments") or [])
     for name, (_, keys) in _COMMON.items():
         if keys and options.get(name) is not None:
@@ -55,7 +55,7 @@ def settings_from(options: dict[str, Any], flags: dict[str, Any] | None = None) 
 
 
 def key_values(texts: list[str], flag: str = "--option", example: str = "max_value=30") -> dict[str, str]:
-    """`["max_value=30"]` -> `{"max_value": "30"}`. Raises ConfigError, with the flag's name, for a text without `=`."""
+    """Convert `["max_value=30"]` to `{"max_value": "30"}`. Raises ConfigError, with the flag's name, without `=`."""
     pairs = [text.partition("=") for text in texts]
     wrong = next((key for key, equals, _ in pairs if not equals or not key), None)
     if wrong is not None:
@@ -64,7 +64,7 @@ def key_values(texts: list[str], flag: str = "--option", example: str = "max_val
 
 
 def given(**flags: Any) -> dict[str, Any]:  # noqa: ANN401 - flag values of any type
-    """A flag tree from `section__key=value` arguments; values that are None were not given."""
+    """Return a flag tree from `section__key=value` arguments; None means that a flag was not given."""
     tree: dict[str, Any] = {}
     for path, value in flags.items():
         if value is not None:
@@ -91,7 +91,7 @@ def with_options(
     """Replace one parameter of a command by options, by name; the command gets `make` with their values in its place.
 
     Args:
-        defaults: of options that are not None where they are not given.
+        defaults: of options whose default is not None.
     """
 
     @functools.wraps(command)
@@ -111,14 +111,14 @@ def with_options(
 
 
 PATIENCE_S = 5.0
-"""Seconds that a log gets to answer."""
+"""Longest wait for an answer of the log, in seconds."""
 
 
 def with_local_log(settings: TidemillSettings) -> TidemillSettings:
-    """Settings whose Kafka address is known: the configured one, or that of the running local stack.
+    """Return settings with a known Kafka address: the configured one, or that of the running local stack.
 
     Raises:
-        ConnectionError: neither is there, or the configured brokers refuse this client (AccessRefused).
+        ConnectionError: neither exists, or the configured brokers refuse this client (AccessRefused).
         SecurityError: the configured security cannot open a connection.
     """
     if settings.kafka.bootstrap:
@@ -134,25 +134,25 @@ def with_local_log(settings: TidemillSettings) -> TidemillSettings:
 
 
 def log_to_stderr() -> None:
-    """Write what the process itself has to say to standard error."""
+    """Write the log of the process itself to standard error."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def begin_role(settings_of: SettingsOf, **flags: Any) -> TidemillSettings:  # noqa: ANN401 - flag values of any type
-    """Settings of a long-running role whose Kafka address is known; its own flags as `given` takes them."""
+    """Return settings of a long-running role with a known Kafka address; its own flags are those of `given`."""
     log_to_stderr()
     return with_local_log(settings_of(given(**flags)))
 
 
 def with_address(kafka: KafkaSettings, address: str) -> KafkaSettings:
-    """The same settings with another bootstrap address."""
+    """Return the same settings with another bootstrap address."""
     return kafka.model_copy(update={"bootstrap": address})
 
 
 def with_reachable_log(settings: TidemillSettings) -> TidemillSettings:
-    """Settings whose Kafka address is known and answers. Raises ConnectionError."""
+    """Return settings with a Kafka address that answers. Raises ConnectionError."""
     found = with_local_log(settings)
-    # The client's own complaints, many a second, would bury the one line that says what to do.
+    # The client's own log, with many lines a second, would hide the one line that says what to do.
     quiet = {**found.kafka.client_options, "log_level": "0"}
     wait_for_broker(found.kafka.model_copy(update={"client_options": quiet}), PATIENCE_S)
     return found

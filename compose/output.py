@@ -1,7 +1,7 @@
 """The output of a command: rows of data, points in time, and progress for a person.
 
-Rows are a table on a terminal, tab-separated values in a pipe, JSON or CSV. Progress is shown on standard error,
-silent where nobody watches.
+Rows are a table on a terminal, tab-separated values in a pipe, JSON or CSV. Progress is shown on standard error, but
+not if that is no terminal.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from rich.text import Text
 from tidemill.schemas.clock import to_s
 
 GAP = 2
-"""Characters between two columns, and between the name and the value of a row that is shown downwards."""
+"""Characters between two columns, and between the name and the value of a row that is shown vertically."""
 FOLDED = 20
-"""Text of several words may be folded on a terminal, to this width and no further."""
+"""Smallest width to which a text of several words may be folded on a terminal."""
 ESCAPES = str.maketrans(
     {"\\": r"\\", "\t": r"\t", "\n": r"\n", "\r": r"\r", "\b": r"\b", "\f": r"\f", "\0": r"\0"}
 )  # fmt: skip
@@ -45,7 +45,7 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 
 
 def _alone(context: typer.Context, value: bool) -> bool:
-    """The value of `--json` or `--csv`. Raises BadParameter when the other one was given before it."""
+    """Return the value of `--json` or `--csv`. Raises BadParameter if the other one was given before it."""
     if value and (context.params.get("as_json") or context.params.get("as_csv")):
         raise typer.BadParameter("give one of --json and --csv")
     return value
@@ -64,16 +64,16 @@ def print_rows(
     formats: Mapping[str, str] | None = None,
     document: object = None,
 ) -> None:
-    """Print rows on standard output, whole.
+    """Print all rows on standard output.
 
-    On a terminal a table; where its columns do not fit the width, each row is shown downwards, one `name  value` a
-    line. Elsewhere tab-separated values with a header, escaped so that ClickHouse's TSV reads them back. Values that
-    are lists or dicts are JSON in a cell.
+    On a terminal they are a table; if its columns do not fit, each row is shown vertically, one `name  value` per line.
+    Otherwise they are tab-separated values with a header, escaped so that ClickHouse's TSV format can read them. Values
+    that are lists or dicts are JSON in a cell.
 
     Args:
         heads: names of the columns.
         formats: format specifications of columns of numbers, for a terminal only.
-        document: what is JSON in place of the rows.
+        document: printed as JSON in place of the rows.
     """
     values = [list(row) for row in rows]
     if as_json:
@@ -92,7 +92,7 @@ def print_rows(
 
 
 def print_document(document: object, lines: Iterable[str], as_json: bool) -> None:
-    """Print what a command found: lines for a person, or the document as JSON."""
+    """Print the result of a command: lines for a person, or the document as JSON."""
     if as_json:
         print_json(document)
     else:
@@ -104,8 +104,8 @@ def print_json(document: object) -> None:
 
 
 def as_json_text(document: object) -> str:
-    """A document that may hold dataclasses as JSON, bytes in it as hexadecimal, the first of them, and what JSON does
-    not know as text."""
+    """Return a document, which may contain dataclasses, as JSON: bytes as hexadecimal, truncated, and values that JSON
+    does not support as text."""
 
     def plain(value: object) -> object:
         if isinstance(value, bytes):
@@ -116,7 +116,7 @@ def as_json_text(document: object) -> str:
 
 
 def harmless(text: str) -> str:
-    """A text in which what a model or a product wrote does not steer the terminal."""
+    """Return the text without control characters, so that text of a model or a product cannot control the terminal."""
     return text.translate(CONTROLS)
 
 
@@ -135,7 +135,7 @@ def _number(value: object) -> bool:
 
 
 def _cell(value: object, specification: str) -> str:
-    """A value for a person."""
+    """Format a value for a person."""
     if _number(value):
         return format(value, specification)
     told = ", ".join(map(_text, value)) if isinstance(value, (list, tuple)) else _text(value)
@@ -159,9 +159,9 @@ def _show(heads: Sequence[str], rows: Sequence[Sequence[object]], formats: Mappi
 
 
 def _widths(columns: Sequence[Sequence[str]], available: int) -> list[int] | None:
-    """Widths at which no name or number is broken and no text is folded too narrow; None where that does not fit.
+    """Return widths that break no name or number and fold no text too narrow; None if they do not fit.
 
-    A single row is not folded at all: downwards it is easier to read.
+    A single row is not folded: shown vertically, it is easier to read.
     """
     folds = len(columns[0]) > 2
     full, widths = [], []
@@ -173,7 +173,7 @@ def _widths(columns: Sequence[Sequence[str]], available: int) -> list[int] | Non
     spare = available - sum(widths) - GAP * (len(widths) - 1)
     if spare < 0:
         return None
-    # Those that want least come first, so that what they leave is shared by the others.
+    # The columns that need the least extra width come first; the others share the width that is left.
     wishes = sorted((full[n] - widths[n], n) for n in range(len(widths)))
     for done, (wish, n) in enumerate(wishes):
         more = min(wish, spare // (len(wishes) - done))
@@ -193,14 +193,14 @@ def _show_downwards(console: Console, heads: Sequence[str], rows: Sequence[Seque
 
 
 def utc(microseconds: int) -> str:
-    """A time since the Unix epoch as a date and a time of day in UTC, to the second."""
+    """Format a time since the Unix epoch as a date and a time of day in UTC, to the second."""
     return datetime.fromtimestamp(to_s(microseconds), UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def moment_us(text: str | None) -> int | None:
-    """Microseconds since the Unix epoch of an ISO 8601 moment, UTC where it names no zone; None stays None.
+    """Parse an ISO 8601 time to microseconds since the Unix epoch, UTC if it has no zone; None stays None.
 
-    Raises ValueError for anything else.
+    Raises ValueError for any other text.
     """
     if text is None:
         return None
@@ -216,7 +216,7 @@ def moment_us(text: str | None) -> int | None:
 
 
 EVERY = 20
-"""Updates in between are left out: drawing costs more than copying a record."""
+"""The interval between two updates: drawing costs more than copying a record."""
 
 
 class Working:
@@ -225,21 +225,21 @@ class Working:
         self._task = bar.add_task(title, total=total)
 
     def __call__(self, done: int, doing: str) -> None:
-        """`done` of the total are done, `doing` is next."""
+        """Show that `done` of the total are done and `doing` is next."""
         self._bar.update(self._task, completed=done, description=f"{self._title} {doing}")
 
     def say(self, doing: str) -> None:
-        """`doing` is next."""
+        """Show that `doing` is next."""
         self._bar.update(self._task, description=f"{self._title} {doing}")
 
     def records(self, done: int, of: int) -> None:
-        """`done` records of `of` are read."""
+        """Show that `done` records of `of` are read."""
         self.say(f"{done:,} of {of:,} records")
 
 
 @contextmanager
 def working(title: str, total: int | None = None) -> Iterator[Working]:
-    """Show progress towards `total`, None where that is not known, until the context ends."""
+    """Show progress towards `total`, None if that is not known, until the context ends."""
     counter = [] if total is None else [MofNCompleteColumn()]
     with _bar(*counter, TimeElapsedColumn()) as bar:
         yield Working(bar, title, total)
@@ -247,7 +247,7 @@ def working(title: str, total: int | None = None) -> Iterator[Working]:
 
 @contextmanager
 def remaining(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A function that is told how much of how much is done, until the context ends."""
+    """Yield a function that shows how many of how many are done, until the context ends."""
     with _bar(MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(title, total=None)
 
@@ -260,7 +260,7 @@ def remaining(title: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def spinner(console: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """Show that something is under way; gives a function that shows a detail."""
+    """Show that a task is in progress; yield a function that shows a detail."""
     columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(text, total=1)

@@ -1,12 +1,12 @@
 """Child processes of one command: started with a log file each, watched, and stopped without orphans.
 
-Invariants: a child does not outlive its parent, even when the parent is killed; a child that ends early is an error
-that carries the end of its log, or is started again with back-off; stopping asks first (SIGTERM) and insists after a
-grace period (SIGKILL), on the whole process group.
+Invariants: a child does not outlive its parent, even if the parent is killed; a child that ends early is an error that
+contains the end of its log, or is restarted with backoff; stopping sends SIGTERM first, and after a grace period
+SIGKILL, to the whole process group.
 
-The guard is a process of its own that ends what a command has started when the command itself was killed: its roles,
-then its local stack. The command tells it the id of each role by its standard input, and at last that it has ended them
-itself. An input that ends without that word means that the command is gone.
+The guard is a process of its own that ends all processes of a command if the command itself was killed: its roles, then
+its local stack. The command writes the id of each role to the guard's standard input, and at the end that it has ended
+them itself. If the input ends without that message, the command was killed.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from tidemill.schemas.shutdown import signals_deferred
 GRACE_S = 20.0
 LOG_TAIL_LINES = 15
 HEALTHY_S = 45.0
-"""Seconds. A life that was shorter, and ended by itself with an error, counts towards `MOST_FAILURES`."""
+"""Seconds. A shorter run that ended on its own with an error counts towards `MOST_FAILURES`."""
 MOST_FAILURES = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-"""Before a role is started again: doubled with each short life."""
+"""Backoff before a role is restarted: doubled after each short run."""
 PR_SET_PDEATHSIG = 1
 TIDEMILL = ("-m", "tidemill.compose.cli")
-"""The command line, as an argument of Python."""
+"""The arguments of Python that start the command line."""
 
 
 class RoleDied(RuntimeError):
-    """A child ended that should have gone on."""
+    """A child ended too early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Role:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel ask this new process to end when its `parent` ends, which it may have done already."""
-    # The parent's handler would swallow a signal that comes before the program is loaded.
+    """Make the kernel send SIGTERM to this new process when its `parent` ends; exit if that has happened already."""
+    # The parent's handler would ignore a signal that arrives before the program is loaded.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
@@ -86,9 +86,9 @@ class Supervisor:
         """Keep the roles' logs in a directory.
 
         Args:
-            environment: of every role, beside this process's own.
-            restarted: told, for people, of each role that ended early and is started again. None: that is an error.
-            started: told the process id of each role.
+            environment: of every role, in addition to this process's own.
+            restarted: called with a message for each role that ended early and is restarted. None: that is an error.
+            started: called with the process id of each role.
         """
         self._log_dir = log_dir
         self._environment = {**os.environ, **(environment or {})}
@@ -96,7 +96,7 @@ class Supervisor:
         self._restarted, self._started = restarted, started
         self._short_lives: Counter[str] = Counter()
         self._due: dict[str, float] = {}
-        """When a role that has ended is started again, on the monotonic clock."""
+        """The time at which an ended role is restarted, on the monotonic clock."""
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def start(
@@ -106,7 +106,7 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         program: Sequence[str] = TIDEMILL,
     ) -> Role:
-        """Start `tidemill ARGUMENTS`, or another Python program, as the role `name`; its output goes to
+        """Start `tidemill ARGUMENTS`, or another Python program, as the role `name`; its output is appended to
         `<log_dir>/<name>.log`."""
         log = self._log_dir / f"{name}.log"
         with log.open("ab") as output, signals_deferred():
@@ -119,13 +119,13 @@ class Supervisor:
                 start_new_session=True,
                 preexec_fn=partial(_die_with, os.getpid()),
             )
-            # Before a signal takes effect, so that a process that it ends stops this role as well.
+            # Before a signal takes effect, so that a process that it ends stops this role too.
             self._roles[name] = Role(name, process, log, arguments, environment or {}, program)
         self._started(process.pid)
         return self._roles[name]
 
     def ended(self, name: str) -> bool:
-        """Whether a role has ended well. Raises RoleDied when it failed, and is not started again."""
+        """Return whether a role has ended without error. Raises RoleDied if it failed and is not restarted."""
         role = self._roles[name]
         code = role.process.poll()
         if code not in (None, 0) and self._restarted is None:
@@ -133,9 +133,9 @@ class Supervisor:
         return code == 0
 
     def check(self, may_end: Sequence[str] = ()) -> None:
-        """Look after roles that have ended, but for those in `may_end` that ended well.
+        """Check for ended roles, except those in `may_end` that ended without error.
 
-        Raises RoleDied for them, or where they are started again for one that fails soon after each start.
+        Raises RoleDied for them, or, if roles are restarted, for one that fails soon after each start.
         """
         for name, role in list(self._roles.items()):
             code = role.process.poll()
@@ -162,11 +162,11 @@ class Supervisor:
             self.start(name, role.arguments, role.environment, role.program)
 
     def stop(self, name: str, grace_s: float = GRACE_S) -> None:
-        """Ask a role to end, insist after the grace period, and take what is left of its process group along."""
+        """Send SIGTERM to a role, SIGKILL after the grace period, and SIGKILL to the rest of its process group."""
         self._stop([name], grace_s)
 
     def stop_all(self) -> None:
-        """Ask every role to end, all within one grace period."""
+        """Stop all roles within one grace period."""
         self._stop(list(self._roles), GRACE_S)
 
     def _stop(self, names: Sequence[str], grace_s: float) -> None:
@@ -227,7 +227,7 @@ class ChildGuard:
         assert self._process.stdin is not None
         try:
             print(word, file=self._process.stdin, flush=True)
-        except BrokenPipeError:  # somebody has ended the guard: there is nobody to tell
+        except BrokenPipeError:  # the guard was killed and needs no message
             return
 
 

@@ -1,7 +1,7 @@
 # ruff: noqa: E402 - the modules are imported while the collector of garbage is off
-"""The command line: `tidemill`, with one command a role, and the errors that end one.
+"""The command line: `tidemill`, with one command per role, and the errors that end a command.
 
-Imports of a role happen inside its command, so that `--help` is quick and a role's host needs only that role's extra.
+A role's modules are imported inside its command, so that `--help` is fast and a host needs only the extra of its role.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 
-# To look for garbage while modules are imported takes a third of the time, and there is none.
+# Garbage collection during the imports takes a third of their time and finds no garbage.
 _looks_for_garbage = gc.isenabled()
 gc.disable()
 
@@ -80,11 +80,11 @@ app.command(rich_help_panel="The whole loop")(with_settings(plan))
 app.command(rich_help_panel="The whole loop")(demo)
 
 EXPLAINED = (ValueError, LookupError, ConnectionError, TimeoutError, RuntimeError, OSError)
-"""Errors whose message is written for the person at the keyboard; anything else keeps its traceback."""
+"""Errors whose message is written for the user; all other errors keep their traceback."""
 
 
 def main() -> None:
-    """Entry point: errors that explain themselves end in one line and status 1."""
+    """Run the command line; an error of `EXPLAINED` ends in one line and status 1."""
     try:
         app()
     except EXPLAINED as error:

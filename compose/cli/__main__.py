@@ -1,4 +1,4 @@
-"""`python -m tidemill.compose.cli`: the command line, where it is not installed as `tidemill`."""
+"""`python -m tidemill.compose.cli`: the command line, if it is not installed as `tidemill`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tidemill dead-letters`: what could not be used and why, as tables and documents, and sending it back."""
+"""`tidemill dead-letters`: unusable values and the reasons, as tables and documents, and their redrive."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def transform(
     """Try a transformation: show its result for each letter, as JSON. Nothing is written.
 
     The function is found in a module of the current directory or of the environment. It gets a letter (`letter.value`,
-    `letter.key`, `letter.reason`) and returns the value that goes back, or None to leave the letter where it is.
+    `letter.key`, `letter.reason`) and returns the value to send back, or None to leave the letter in its topic.
 
     Example: `tidemill dead-letters transform mend:value rollouts.dlq/3/17`
     """
@@ -157,7 +157,7 @@ def redrive(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Send dead letters back to the topics that they came from, under their key, partition and time.
+    """Send dead letters back to the topics from which they came, with the same key, partition and time.
 
     Only values that can be read now are sent back, each once: the new record names the one that failed. If it fails
     again, it becomes another dead letter, with one more attempt, up to --limit. Letters so old that the log no longer
@@ -230,11 +230,11 @@ def _place(name: str) -> tuple[str, int, int]:
 
 
 def transformation(text: str) -> Callable[[StoredLetter], bytes | None]:
-    """The function of `module:function`; modules are found in the current directory too.
+    """Return the function of `module:function`; modules are also found in the current directory.
 
-    It is called with a `StoredLetter` and returns the bytes that go back, or None to leave the letter where it is.
+    It is called with a `StoredLetter` and returns the bytes to send back, or None to leave the letter in its topic.
 
-    Raises ValueError, and the function that is returned does where the other fails.
+    Raises ValueError; the returned function raises it too, if the other function fails.
     """
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
@@ -250,7 +250,7 @@ def transformation(text: str) -> Callable[[StoredLetter], bytes | None]:
     def checked(letter: StoredLetter) -> bytes | None:
         try:
             made: Any = function(letter)
-        except Exception as error:  # somebody's own code: the letter that it failed on has to be named
+        except Exception as error:  # the user's own code: the error must name the letter
             raise ValueError(f"--transform {text!r} failed on {letter.name}: {error!r}") from error
         if made is not None and not isinstance(made, bytes):
             raise ValueError(f"--transform {text!r} returned {type(made).__name__} for {letter.name}, not bytes")

@@ -30,7 +30,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="Directory, smo
 
 
 def awaited(command: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a command of an asynchronous function."""
+    """Make a command from an asynchronous function."""
 
     @functools.wraps(command)
     def wrapped(**arguments: Any) -> None:  # noqa: ANN401 - typer's values
@@ -67,7 +67,7 @@ async def show(
 ) -> None:  # fmt: skip
     """Show an environment: its options, an example task, its prompt as a model reads it, its reward components.
 
-    With --csv only the options.
+    With --csv it prints only the options.
 
     Example: `tidemill env show reasoning_gym:chain_sum --model smollm2`
     """
@@ -81,7 +81,7 @@ async def show(
         try:
             score = await environment.play(task_of(environment, name, draft, seed), policy)
             components = [{"name": part.name, "weight": part.weight} for part in score.rewards]
-        except Exception as error:  # noqa: BLE001 - an empty turn may be more than an environment takes
+        except Exception as error:  # noqa: BLE001 - an environment may not support an empty turn
             components = [{"name": f"unknown: an empty turn ends in {error!r}", "weight": 0.0}]
         messages, tools = policy.requests[0] if policy.requests else ([], ())
         prompt = _template(model).text(messages, checked_tools(tools)) if messages else ""
@@ -132,8 +132,8 @@ async def try_environment(
 ) -> None:
     """Play episodes and print their transcripts and rewards.
 
-    With --model the tokens are sampled here, by transformers, in the format that rollouts have; with --endpoint by
-    any server that speaks OpenAI's chat protocol. With --csv only the rewards.
+    With --model the tokens are sampled here, by transformers, in the format of rollouts; with --endpoint by any server
+    that implements OpenAI's chat protocol. With --csv it prints only the rewards.
 
     Example: `tidemill env try ledger --model smollm2 --n 2`
     """
@@ -200,7 +200,7 @@ async def check(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Check an environment: determinism, hostile turns, deadlines, separate held-out tasks. Status 1 when it fails.
+    """Check an environment: determinism, hostile turns, deadlines, separate held-out tasks. Status 1 if it fails.
 
     Example: `tidemill env check package.module:object`
     """
@@ -229,7 +229,7 @@ async def _opened(name: str, option: list[str] | None) -> AsyncIterator[Any]:
     from tidemill.schemas.config import EnvironmentEntry
 
     options = key_values(option or [])
-    # What the command's own directory holds can be named, as it can where Python is started there.
+    # Modules in the current directory can be named, as if Python had been started there.
     sys.path.insert(0, str(Path.cwd()))
     environment = await open_environment(EnvironmentEntry(name=name), options, RolloutSettings())
     try:

@@ -27,7 +27,7 @@ class TriedPolicy(Policy, Protocol):
 
 
 class LocalModel(ReplicaSession):
-    """A Hugging Face causal model in this process, in place of the replicas. Turns are sampled one after the other."""
+    """A Hugging Face causal model in this process, in place of the replicas. Turns are sampled one after another."""
 
     def __init__(self, directory: Path, max_tokens: int, temperature: float, seed: int) -> None:
         """Load the model. Raises TemplateRefused for a chat template that cannot be used."""
@@ -48,7 +48,7 @@ class LocalModel(ReplicaSession):
         return None
 
     def policy(self, task: Task) -> TriedPolicy:
-        """The policy of one episode: the completion layer of rollouts over this model."""
+        """Return the policy of one episode: the completion layer of rollouts with this model."""
         most = int(self._model.config.max_position_embeddings)
         limits = RolloutSettings(
             max_context_tokens=most, max_turn_tokens=self._max_tokens, temperature=self._temperature
@@ -106,7 +106,7 @@ class EndpointModel:
         await self.session.close()
 
     def policy(self, task: Task) -> TriedPolicy:
-        """The policy of one episode."""
+        """Return the policy of one episode."""
         return _EndpointPolicy(self, task.max_turns)
 
 

@@ -1,9 +1,9 @@
-"""`tidemill gate`: run the gate, see its state, and decide in its place; the same decisions are `tidemill weights
+"""`tidemill gate`: run the gate, show its state, and decide in its place; the same decisions are `tidemill weights
 pin|rollback|release`.
 
-A person's decision is written to `gate.decisions` as the gate's own are; the gate reads it there, stops what it was
-doing, and decides nothing more while the branch is held. Replicas follow these decisions; so does a trainer that learns
-from users, and no other trainer.
+A person's decision is written to `gate.decisions`, in the same way as the gate's own. The gate reads it there, ends its
+current trial, and makes no decision while the branch is held. Replicas follow these decisions; so does a trainer that
+learns from users, and no other trainer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ POLL_S = 0.1
 
 
 def deciding(app: typer.Typer, name: str, verdict: GateVerdict, explained: str) -> None:
-    """Add a command `name` that decides `verdict`: a release, or else of one version; `explained` is its help."""
+    """Add a command `name` that decides `verdict`, for a version unless it is a release; `explained` is its help."""
 
     def release(decided: Callable[..., None], settings_of: SettingsOf) -> None:
         decided(settings_of, verdict, None)
@@ -74,9 +74,9 @@ def deciding(app: typer.Typer, name: str, verdict: GateVerdict, explained: str) 
 
 
 def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdict, version: int | None) -> None:
-    """Check a person's decision, write it, show it, and end the command: status 1 when it was not followed in time.
+    """Check a person's decision, write it, show it, and end the command: status 1 if it was not followed in time.
 
-    Raises VersionError when it cannot be carried out.
+    Raises VersionError if the decision cannot be carried out.
     """
     settings = with_reachable_log(settings_of(given(run__branch=options["branch"])))
     dry_run, wait_s, decided_by = options["dry_run"], options["wait_s"], options["decided_by"]
@@ -102,7 +102,7 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
                 producer.send_acked(Topic.GATE, [(made.branch, made)])
             deadline = time.monotonic() + (wait_s or 0.0)
             with working("waiting for") as progress:
-                # For as long as somebody is behind who may catch up.
+                # Until no replica is behind that may catch up.
                 while set(following.behind) - set(following.beyond) and time.monotonic() < deadline:
                     progress.say(", ".join(f"{replica} (serves {v})" for replica, v in following.behind.items()))
                     for located in acks.poll(POLL_S):
@@ -175,9 +175,9 @@ def status(
 ) -> None:
     """Show the gate's state, from the log: no gate needs to run.
 
-    The version served, the candidate with its stage and numbers, who holds the branch, what each replica serves, and
-    the newest decisions. p_worse, p_not_worse and p_better are valid however often they are looked at. With --csv
-    only the newest decisions.
+    Shows the served version, the candidate with its stage and numbers, who holds the branch, the version of each
+    replica, and the newest decisions. p_worse, p_not_worse and p_better are valid at any number of looks. With --csv it
+    prints only the newest decisions.
 
     Example: `tidemill gate status --json`
     """
@@ -279,7 +279,7 @@ def print_status(found: Snapshot) -> None:
         f"the served one {learns}{watched}\n{stage}"
     )
     if found.numbers:
-        # Measures that both arms have side by side, and the rest below.
+        # Measures of both arms next to each other, and the others below.
         arms = (Arm.CANARY.value, Arm.STABLE.value)
         prefixes = tuple(f"{arm}/" for arm in arms)
         shared = sorted({key.split("/", 1)[1] for key in found.numbers if key.startswith(prefixes)})

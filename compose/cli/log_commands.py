@@ -1,4 +1,4 @@
-"""`tidemill topics`, `audit`, `trace` and `query`: what the log and its tables say."""
+"""`tidemill topics`, `audit`, `trace` and `query`: commands that read the log and its tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def topics(
     bootstrap: BootstrapOption = None,
     topic_prefix: PrefixOption = None,
 ) -> None:
-    """Compare the topics with the catalogue; status 1 when a topic is missing or differs.
+    """Compare the topics with the catalogue; status 1 if a topic is missing or differs.
 
     Example: `tidemill topics --create --bootstrap kafka:9092`
     """
@@ -90,11 +90,11 @@ def audit(
     dispatched, running, scored, grouped, then trained, evaluated, excluded, failed, late, rejected or unused. Then it
     checks that
 
-    - no record is gone, unreadable without a dead letter, or on an offset that nobody can read;
-    - every rollout has one end, and none is trained twice; groups say what their rollouts say;
-    - steps form one chain, were planned as they were taken, and count what they read;
-    - versions are what the steps made, and were proved by a replica before it served them;
-    - every answer to a user has one end, lies in one batch at most, and is not trained on after an erasure.
+    - no record is missing, unreadable without a dead letter, or at an offset that cannot be read;
+    - every rollout has one end, and none is trained twice; groups agree with their rollouts;
+    - steps form one chain, were taken as planned, and count their inputs correctly;
+    - versions are the results of the steps, and were proved by a replica before it served them;
+    - every answer to a user has one end, is in one batch at most, and is not trained on after an erasure.
 
     Unfinished work is no fault: a rollout within its deadline, a group that waits for the trainer. Exit
     status 1 means a fault; the first one is named with its topic, partition and offset, and `tidemill trace`
@@ -122,7 +122,7 @@ def audit(
     if as_json:
         print_json(report.document())
     else:
-        # What is said beside the checks goes to standard error.
+        # Output other than the checks goes to standard error.
         heads = ("check", "passed", "offenders", "first_offender")
         rows = ((one.name, one.passed, one.offenders, one.first and str(one.first)) for one in report.checks)
         print_rows(heads, rows, as_csv=as_csv, formats={"offenders": ","})
@@ -145,8 +145,8 @@ def trace(
 ) -> None:
     """Follow one event through the log: served, judged, batched, trained, decided and served again, with offsets.
 
-    Says where the path ends and why: excluded, dropped, waiting, erased, or served now by which replicas. With --user
-    lists the versions that learnt from a user's data, also after their erasure.
+    Shows where the path ends and why: excluded, dropped, waiting, erased, or the replicas that serve it now. With
+    --user it lists the versions that learnt from a user's data, also after their erasure.
 
     Examples: `tidemill trace 3f2a…` · `tidemill trace --user 4711 --json`
     """
@@ -291,7 +291,7 @@ def query(
     config: ConfigOption = None,
     assignments: SetOption = None,
 ) -> None:
-    """Ask ClickHouse about a run, while it runs or after it.
+    """Query ClickHouse about a run, while it runs or after it.
 
     Examples: `tidemill query held_out_by_version` · `tidemill query "SELECT count() FROM rollouts"` ·
     `tidemill query "SELECT reward FROM rollouts WHERE run_id = {run:String}" --param run=demo-0`
@@ -305,7 +305,7 @@ def query(
     flags = given(sink__path=None if data_dir is None else str(data_dir))
     settings = settings_from({"config": config, "assignments": assignments}, flags)
     answer = ask(settings.sink, sql, key_values(parameters or [], "--param", "run=demo-0"))
-    # With a FORMAT clause of its own the answer is one text in that format, named as the format.
+    # If the SQL has a FORMAT clause, the answer is one text in that format, in a column named after the format.
     formatted = len(answer.columns) == 1 and re.search(
         rf"\bFORMAT\s+{re.escape(answer.columns[0])}\b", sql, re.IGNORECASE
     )

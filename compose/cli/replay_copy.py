@@ -1,6 +1,6 @@
-"""`tidemill replay export|import|copy`: records of the log in a file and in other topics, and options that choose them.
+"""`tidemill replay export|import|copy`: copies of selected records in a file and in other topics.
 
-`with_selection` gives a command these options and hands it a function from settings to a `Selection` in their place.
+`with_selection` gives a command the selecting options, and passes it a function from settings to a `Selection`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ _COPY_OPTIONS = {
 }
 CopyFrom = Callable[["KafkaSettings", "ReplayOrigin"], None]
 CopyingOf = Callable[[TidemillSettings, str], CopyFrom]
-"""Given to a command by `with_copying`: checks pace and prefix, and returns the function that copies from an origin."""
+"""Passed to a command by `with_copying`: checks pace and prefix; returns the function that copies from an origin."""
 
 
 def with_copying(command: Callable[..., None]) -> Callable[..., None]:
@@ -164,10 +164,10 @@ def export_command(
 ) -> None:
     """Write records of the log into one file with checksums, for a bug report.
 
-    The file is an Avro object container with each record's bytes, key, headers, time and place, and a manifest with
-    ranges, counts, digests and schemas. What records refer to in object stores is named there and not included. Give
-    the sha256 that is printed along by another way: only with it can a change by somebody who knows the format be
-    noticed. Reads without a consumer group, like `replay copy`.
+    The file is an Avro object container with each record's bytes, key, headers, time and position, and a manifest with
+    ranges, counts, digests and schemas. Objects in object stores to which records refer are listed there, but not
+    included. Send the printed sha256 on a different channel: without it, a change by a person who knows the format
+    cannot be detected. Reads without a consumer group, like `replay copy`.
 
     Example: `tidemill replay export --step 7 step7.avro`
     """
@@ -203,8 +203,8 @@ def import_command(
 ) -> None:
     """Copy the records of an archive into other topics.
 
-    The archive is checked whole before anything is written. Then it goes as with `replay copy`: a prefix that is
-    nobody's, the same partitions, keys, times and headers, a dry run unless --yes, and --resume after an interruption.
+    The whole archive is checked before the first write. Then it works as `replay copy`: an unused prefix, the same
+    partitions, keys, times and headers, a dry run unless --yes, and --resume after an interruption.
 
     Example: `tidemill replay import step7.avro --into bug-17. --yes`
     """
@@ -227,15 +227,15 @@ def import_command(
 @with_copying
 @with_selection
 def copy(settings_of: SettingsOf, selection_of: SelectionOf, copying_of: CopyingOf, into: IntoOption) -> None:
-    """Copy records of the log into other topics, in the original order and, if wanted, at the original pace.
+    """Copy records of the log into other topics, in the original order and, with --speed, at the original pace.
 
-    Reads without a consumer group, up to the ends of the topics as they are now. A copy keeps its key, partition, time
-    and headers, and says in further headers which replay wrote it, when, and of which record it is the copy; a trainer
-    refuses such records unless told of the replay. Records of several partitions are merged by time, partition and
-    offset. References to records that are copied too, such as those of a group to its rollouts, lead to the copies.
+    Reads without a consumer group, up to the present ends of the topics. A copy keeps its key, partition, time and
+    headers; further headers name the replay, its time, and the original record. A trainer refuses such records, unless
+    `trainer.accept_replays` has the replay's id. Records of several partitions are merged by time, partition and
+    offset. References between copied records, such as those of a group to its rollouts, are changed to the copies.
 
-    Writes only below --into: not into live topics, nor where a consumer group reads or other records lie. Says first
-    what it would do; --yes does it. To continue a replay that was interrupted, give the same options and --resume: no
+    Writes only below --into: never into live topics, or where a consumer group reads or other records exist. First
+    shows the plan; --yes carries it out. To continue an interrupted replay, give the same options and --resume: no
     record is copied twice, and none is left out.
 
     Examples: `tidemill replay copy --topic rollouts --from 2026-11-21T14:00 --to 2026-11-21T15:00 --into monday.` ·
@@ -259,13 +259,13 @@ NOTES = {
         "something else or nothing. A trainer excludes such groups with a reason"
     ),
 }
-"""Of the counts of a replay's manifest that are not 0."""
+"""The messages for the counts of a replay's manifest, shown if the count is not 0."""
 
 
 def carry_out(
     replay: Replay, *, speed: float | None, do_it: bool, manifest_file: Path | None, as_json: bool, as_csv: bool
 ) -> None:
-    """Say what a replay would do, and do it where that is wanted."""
+    """Show the plan of a replay, and carry it out if `do_it`."""
     with remaining("reading") as progress:
         made = replay.prepare(progress)
     document: dict[str, Any] = {"dry_run": not do_it, "already_copied": replay.already_copied, **made}
@@ -291,8 +291,8 @@ def carry_out(
 
 
 def print_manifest(made: dict[str, Any], as_csv: bool) -> None:
-    """Print one row a topic: partitions, how many of them have records, records, bytes, oldest and newest, in UTC; then
-    what there is to know of the selection beside its numbers."""
+    """Print one row per topic: partitions, how many of them have records, records, bytes, oldest and newest, in UTC;
+    then the notes on the selection."""
     from tidemill.consumers.operate.replay.records import topic_of
     from tidemill.schemas.catalogue import CATALOGUE, ERASABLE
 

@@ -1,8 +1,8 @@
-"""`tidemill replay diff`: one topic under two prefixes; `tidemill replay stage`: a stream processor over the log as it
-lies, compared with what the log recorded; and what a comparison tells a person, and a script.
+"""`tidemill replay diff`: compare one topic under two prefixes; `tidemill replay stage`: run a stream processor over
+the log and compare the results with the recorded ones; and the text and JSON output of a comparison.
 
-Results that are written go to topics under a prefix of their own, which must be empty and read by nobody, and carry the
-headers of a replay.
+Results are written only to topics under their own prefix, which must be empty and have no reader, with the headers of
+a replay.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def diff(
 ) -> None:
     """Compare a topic under two prefixes: the same records, byte for byte, in the same order of each partition?
 
-    Records are told apart by what they are about (a group, an outcome and its revision, a step), so that a record that
-    is missing on one side does not make all later ones differ. The first one that differs is named with its fields.
-    Status 1 when anything differs, the order included. Both sides are only read.
+    Records are matched by their subject (a group, an outcome and its revision, a step), so that a record that is
+    missing on one side does not make all later ones differ. The first one that differs is named with its fields.
+    Status 1 if anything differs, the order included. Both sides are only read.
 
     Example: `tidemill replay diff tidemill. what-if. --topic groups`
     """
@@ -81,7 +81,7 @@ def diff(
 
 
 def located_item(names: Names, located: ConsumedRecord) -> Item:
-    """A record of the log, to be compared."""
+    """Return a record of the log as an item for comparison."""
     place = Position(names.of(located.topic), located.partition, located.offset)
     return Item(located.key, located.value, located.record, place, located.timestamp_ms)
 
@@ -90,9 +90,9 @@ SHOWN_FIELDS = 12
 
 
 def comparison_lines(found: OutputComparison, there: str, here: str, show: int) -> list[str]:
-    """Counts, then the first record that differs with its fields, then the next ones by name.
+    """Return the counts, then the first record that differs, with its fields, then the next ones by name.
 
-    `there` and `here` name the sides; `show` is how many records are named.
+    `there` and `here` name the sides; `show` is the number of records to name.
     """
     lines = [f"identical: {found.identical} of {found.total}"]
     counts = {
@@ -129,7 +129,7 @@ def field_lines(difference: Difference) -> list[str]:
 
 
 def comparison_document(found: OutputComparison, show: int) -> dict[str, Any]:
-    """A comparison as JSON values, with the first `show` differences."""
+    """Return a comparison as JSON values, with the first `show` differences."""
     return {
         "there": found.there,
         "here": found.here,
@@ -176,15 +176,15 @@ def stage(
 ) -> None:
     """Run group assembly, the feedback join or online batches over the log again, and compare the results with it.
 
-    With the original configuration the results are the recorded ones, byte for byte. Change a rule, and the first
-    record that comes out different is named, with its fields: `--set stream.min_completed=4`, another map by
-    `--set join.map.name=...`, other sizes by `--set batches.max_tokens=...`, another deadline, other weights of the
-    reward's parts. Status 1 when anything differs.
+    With the original configuration the results equal the recorded ones, byte for byte. If you change a rule, the first
+    record that differs is named, with its fields: `--set stream.min_completed=4`, another map with
+    `--set join.map.name=...`, other sizes with `--set batches.max_tokens=...`, another deadline, other weights of the
+    reward components. Status 1 if anything differs.
 
-    The topics are read to their ends as they are at the start, without a consumer group, and nothing is written, unless
-    --into names a prefix of its own for the results; they carry a replay id. On a log that is being written, --to
-    leaves out what its workers have not written yet. Records that were erased or are past their retention are not
-    there to decide anything.
+    The topics are read to their ends at the start, without a consumer group, and nothing is written, unless --into
+    names a separate prefix for the results; they have a replay id. If the log is still being written, --to leaves out
+    what its workers have not written yet. Records that were erased, or deleted by retention, cannot influence the
+    results.
 
     Examples: `tidemill replay stage assembly --config run.toml` ·
     `tidemill replay stage assembly --deadline -20 --into what-if.` ·
@@ -249,7 +249,7 @@ def _run(
     window: tuple[int | None, int | None],
     timeout_s: float,
 ) -> tuple[Topic, Replayed, OutputComparison]:
-    """The output of a stage, what a replay of it made, and how that differs from what the log recorded."""
+    """Return the output topic of a stage, the results of its replay, and their differences from the recorded ones."""
     from tidemill.streams.offline import recorded_outputs, replay
     from tidemill.streams.runner.worker import ProcessorSettings, processor_of
 
@@ -274,12 +274,12 @@ def _run(
 
 
 def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[EmittedRecord], prefix: str) -> str:
-    """Write results into `topic` under `prefix`, as partitioned as the live one; the id of the replay.
+    """Write results into `topic` under `prefix`, partitioned like the live one; return the id of the replay.
 
-    Their timestamps are those of the records by which they were decided, so that two replays write the same.
+    A result has the timestamp of the record that caused it, so that two replays write the same.
 
-    Raises ValueError when the prefix is that of live topics, when records lie under it, a consumer group reads
-    there, or the topic has another number of partitions than the live one.
+    Raises ValueError if the prefix is that of live topics, if records exist under it, if a consumer group reads
+    there, or if the topic has another number of partitions than the live one.
     """
     from tidemill.consumers.operate.replay.target import Target
 

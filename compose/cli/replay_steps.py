@@ -1,4 +1,4 @@
-"""`tidemill replay steps|staleness` and `tidemill tune corrections`: the trainer, run again over the log."""
+"""`tidemill replay steps|staleness` and `tidemill tune corrections`: run the trainer again over the log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CORRECTIONS = ("name", "kind", "low", "high", "bias", "variance", "ess", "cut", "error")
 SHOWN = ("reward", "online/reward", "loss", "grad_norm", "entropy", "mismatch/k3")
-"""Metrics that the table of a counterfactual shows; the JSON document has all of them."""
+"""Metrics in the table of a counterfactual; the JSON document has all metrics."""
 
 
 @replay_app.command("steps")
@@ -45,17 +45,17 @@ def steps(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Make recorded optimizer steps again, from the same inputs, settings and seed: the same weights, bit for bit.
+    """Take recorded optimizer steps again, from the same inputs, settings and seed: the same weights, bit for bit.
 
-    Begins at the nearest checkpoint before the range, or at the model that the run started from, and makes the steps in
-    between as well. Prints each step's fingerprint beside the recorded one and stops at the first that differs, with
+    Begins at the nearest checkpoint before the range, or at the starting model of the run, and also takes the steps in
+    between. Prints each step's fingerprint next to the recorded one and stops at the first that differs, with
     status 1. Give the original --config. Nothing is published, and nothing is written to the log.
 
-    `--break-at` stops before a step and writes its record, its groups with every token, and the weights that it starts
-    from (a Hugging Face checkpoint) below `--out`, then its metrics. `--what-if` makes the steps with other settings
-    from the same start: the weights are then other ones, and the metrics are shown side by side.
+    `--break-at` stops before a step and writes its record, its groups with every token, and its starting weights (a
+    Hugging Face checkpoint) below `--out`, then its metrics. `--what-if` takes the steps with other settings from the
+    same start: the weights then differ, and the metrics are shown next to each other.
 
-    A step is the same on the kind of device and the number of ranks that it was trained on:
+    A step is the same only on the kind of device and the number of ranks on which it was trained:
     `torchrun --nproc-per-node 2 -m tidemill replay steps 1..6`.
 
     Examples: `tidemill replay steps 1..6 --config run.toml` ·
@@ -114,9 +114,9 @@ def staleness(
 ) -> None:
     """Show which groups of the recorded steps a different bound on policy lag would have excluded or included.
 
-    Each group is judged at the version that its step started from, by its oldest rollout. Past the first step that
-    differs the weights would have been others, and so would the rollouts: what is said of later steps is of the groups
-    as they are. Only reads. Status 1 when any group is judged otherwise.
+    Each group is judged at the version from which its step started, by its oldest rollout. After the first step that
+    differs, the weights and thus the rollouts would have been different: results for later steps are about the
+    recorded groups. Only reads. Status 1 if any group is judged differently.
 
     Example: `tidemill replay staleness --max-policy-lag 1`
     """
@@ -162,14 +162,14 @@ def corrections(
 ) -> None:
     """Find the correction between sampler and trainer that suits a run, by trying each on its recorded steps.
 
-    Makes the steps again as `tidemill replay steps` does, with the run's own settings, and computes for each published
-    correction, and for the run's own, what it would have done to the gradients of these tokens: `bias`, how far the
-    bounded weights are from the ratios of trainer to sampler probability, as a share of the gradient; `variance`, the
+    Takes the steps again like `tidemill replay steps`, with the run's own settings, and computes, for each published
+    correction and for the run's own, its effect on the gradients of these tokens: `bias`, the distance of the
+    bounded weights from the ratios of trainer to sampler probability, as a share of the gradient; `variance`, the
     gradient's mean square, 1 with weights of 1; `ess`, the effective sample size of the weights; `cut`, the share of
-    tokens whose weight is bounded or 0; `error`, bias and variance together for steps of this size. The smallest error
-    is chosen. Nothing is published, and nothing is written to the log.
+    tokens whose weight is bounded or 0; `error`, bias and variance together for steps of this size. The correction
+    with the smallest error is chosen. Nothing is published, and nothing is written to the log.
 
-    The choice is right for the mismatch of these steps: take some from the beginning of a run and some from its end.
+    The choice is valid for the mismatch of these steps: take some from the start of a run and some from its end.
 
     Example: `tidemill tune corrections 10..19 --config run.toml`
     """
@@ -210,7 +210,7 @@ def corrections(
 
 @contextmanager
 def open_replay(settings: TidemillSettings, steps: int) -> Iterator[tuple[StepReplay, Working] | None]:
-    """The replay of a run's steps, and its progress; None on a rank behind the first, which has followed to the end."""
+    """Yield the replay of a run's steps, and its progress; on other ranks than the first, follow it and yield None."""
     from tidemill.trainer.job import open_job
     from tidemill.trainer.replay.steps import StepReplay, follow_replay
 
@@ -226,7 +226,7 @@ def open_replay(settings: TidemillSettings, steps: int) -> Iterator[tuple[StepRe
 
 
 def step_range(text: str) -> tuple[int, int]:
-    """The first and the last step of `FROM..TO` or of one number. Raises ValueError for anything else."""
+    """Parse the first and the last step of `FROM..TO` or of one number. Raises ValueError for any other text."""
     found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     first = int(found[1]) if found else 0
     last = int(found[2]) if found and found[2] else first
@@ -243,7 +243,7 @@ def _made(
     halts: frozenset[int],
     out: Path | None,
 ) -> Iterator[ReplayedStep]:
-    """The replayed steps; those to break at are written down before and after."""
+    """Yield the replayed steps; write those in `halts` before and after."""
     from tidemill.trainer.replay.steps import write_halt, write_metrics
 
     folders: dict[int, Path] = {}

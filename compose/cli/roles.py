@@ -1,4 +1,4 @@
-"""The long-running roles, each a process of its own that meets the others only in the log, and the page of a run."""
+"""The long-running roles, each in its own process and connected only by the log, and the page of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Phase(StrEnum):
 
 @contextmanager
 def _quickly() -> Iterator[None]:
-    """Import modules without looking for garbage meanwhile, which takes a third of the time."""
+    """Disable garbage collection during imports, because it takes a third of their time."""
     gc.disable()
     try:
         yield
@@ -51,7 +51,7 @@ def serve(
 ) -> None:
     """Run a replica: vLLM's OpenAI-compatible server and the weight subscriber.
 
-    Joins from the newest anchor, applies each version while requests are in flight, proves it from its live tensors.
+    Starts from the newest anchor, applies each version while requests are in flight, proves it from its live tensors.
     """
     settings = begin_role(settings_of, replica__replica_id=replica_id, replica__port=port, replica__region=region,
                       replica__pool=pool)  # fmt: skip
@@ -69,8 +69,8 @@ def route(
 ) -> None:
     """Serve product traffic with OpenAI's protocol, and write each answer to the log as an interaction.
 
-    Each backend needs an API key ([router] api_keys), the product its own two ([product]); it says how to make them.
-    The gate's newest canary decision sets how many users the canary pool answers.
+    Each backend needs an API key ([router] api_keys), the product two keys of its own ([product]); if keys are missing,
+    the error says how to make them. The gate's newest canary decision sets the share of users in the canary pool.
     """
     settings = begin_role(settings_of, router__port=port, router__pools__stable=stable, router__pools__canary=canary)
     from tidemill.producers.edge.router import run
@@ -118,9 +118,9 @@ def gateway(
     host: Annotated[str | None, typer.Option(help="Address to listen at.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen at; 0 takes a free one.")] = None,
 ) -> None:
-    """Take feedback over HTTP from product backends in any language; its page /docs shows how.
+    """Take feedback over HTTP from product backends in any language; its page /docs has examples.
 
-    Needs the product's keys ([product]) and an API key for each backend ([gateway] api_keys); it says how to make them.
+    Needs the product's keys ([product]) and an API key per backend ([gateway] api_keys); errors say how to make them.
     """
     settings = begin_role(settings_of, gateway__host=host, gateway__port=port)
     from tidemill.producers.edge.gateway import run
@@ -196,7 +196,7 @@ def view(
 ) -> None:
     """Show a run in a browser: learning, rollouts, users, weights and the log, while it runs or after it.
 
-    Examples: `tidemill view data/demo/demo-0-20261101-120000` shows a run that is over · `tidemill view` reads from the
+    Examples: `tidemill view data/demo/demo-0-20261101-120000` shows a finished run · `tidemill view` reads from the
     running sink of the settings · `tidemill view --set sink.host=clickhouse` from a ClickHouse server.
     """
     from tidemill.consumers.view.app import run
@@ -206,7 +206,7 @@ def view(
     own = data_dir / CONFIG_NAME if data_dir is not None else None
     of_demo = own is not None and own.is_file()
     tables = None if data_dir is None or of_demo else str(data_dir)
-    # The port in a demonstration's settings was chosen for the time of its run.
+    # The port in a demonstration's settings was chosen only for the time of its run.
     asked = port if port is not None or not of_demo else 0
     settings = settings_from(
         {"config": own if of_demo and config is None else config, "assignments": assignments},

@@ -55,7 +55,7 @@ def down(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Stop the brokers and leave no process. The data stays, for the next start.
+    """Stop the brokers and end all their processes. The data stays, for the next start.
 
     Example: tidemill stack down --data-dir data/stack
     """
@@ -86,7 +86,7 @@ def _stack(config: Path | None, **flags: Any) -> LocalStack:  # noqa: ANN401 - v
 
 
 def _tell(message: str) -> None:
-    """Progress goes to standard error: standard output is for the result."""
+    """Print progress to standard error: standard output is for the result."""
     typer.echo(message, err=True)
 
 

@@ -1,8 +1,8 @@
-"""`tidemill trainer check`: run a trainer of any kind, kill it, and examine what it published.
+"""`tidemill trainer check`: run a trainer of any kind, kill it, and examine the versions that it published.
 
-The trainer is run to its end, run again, and then, under another run id, killed at chosen points and started again. It
-passes when every version of both runs can be made from the log bit for bit, no version was published twice with other
-weights, and the killed run ends at the version at which the other one did.
+The trainer is run to its end, run again, and then, under another run id, killed at chosen points and restarted. It
+passes if every version of both runs can be built from the log bit for bit, no version was published twice with
+different weights, and the killed run ends at the same version as the other one.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def check(
 ) -> None:
     """Run a trainer of your own, kill it, and check what it published; exit status 1 if a check fails.
 
-    A Kafka and a store are made for it and removed at the end. In the command, `{bootstrap}`, `{topic_prefix}`,
-    `{run_id}` and `{store}` are replaced by where it has to publish; the environment has the same as
+    The check makes its own Kafka and store and deletes them at the end. In the command, `{bootstrap}`,
+    `{topic_prefix}`, `{run_id}` and `{store}` are replaced by the place to publish to; the environment has the same as
     TIDEMILL_KAFKA__BOOTSTRAP, TIDEMILL_KAFKA__TOPIC_PREFIX, TIDEMILL_RUN__RUN_ID and TIDEMILL_STORE__ROOT. The command
-    must end by itself after a few versions, and continue when it is started again.
+    must end on its own after a few versions, and continue when it is restarted.
 
     Example: `tidemill trainer check -- python train.py --kafka {bootstrap} --prefix {topic_prefix} --run {run_id}
     --store {store} --steps 6`
@@ -65,7 +65,7 @@ def check(
     stack = load_settings(config, {}).stack
     require_tools(stack)
 
-    # The broker is detached from this process, so that ending without unwinding would leave it behind.
+    # The broker is detached from this process, so that an exit without unwinding would leave it running.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="tidemill-trainer-") as root, ChildGuard(Path(root, "kafka")) as guard:
         broker = LocalStack(stack.model_copy(update={"data_dir": Path(root, "kafka")}))
@@ -104,7 +104,7 @@ class TrainerFinding:
 
 @dataclass(frozen=True, slots=True)
 class TrainerTrial:
-    """One run of the trainer's command: where it publishes, and how long a start may take in seconds."""
+    """One run of the trainer's command: the place to publish to, and the longest time of a start in seconds."""
 
     kafka: KafkaSettings
     run: RunSettings
@@ -112,16 +112,16 @@ class TrainerTrial:
     command: Sequence[str]
     timeout_s: float
     watch: Callable[[int], None]
-    """Told the process id of each start."""
+    """Called with the process id of each start."""
 
     def play(self, kill_at: type[Manifest | DeltaChunk] | None = None) -> int | None:
-        """Start the command and wait for its end; its exit status, None when it was killed.
+        """Start the command and wait for its end; return its exit status, None if it was killed.
 
         Args:
             kill_at: DeltaChunk: kill it at the first chunk of a version that has no manifest; Manifest: at the first
-                manifest. None: let it end.
+                manifest. None: do not kill it.
 
-        Raises TimeoutError when it neither ends nor reaches that point.
+        Raises TimeoutError if it neither ends nor reaches that point.
         """
         deadline = time.monotonic() + self.timeout_s
         with LogReader(self.kafka, [Topic.DELTAS, Topic.MANIFESTS]) as reader:
@@ -170,14 +170,14 @@ class TrainerTrial:
             self.watch(process.pid)
             yield process
         finally:
-            # Its children are of its group: none of them outlives it.
+            # Its children are in its process group: all of them end with it.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 class TrainerFault(Exception):
-    """A check failed; the checks after it mean nothing."""
+    """A check failed; the checks after it have no meaning."""
 
     def __init__(self, check: str, detail: str) -> None:
         super().__init__(detail)
@@ -187,12 +187,12 @@ class TrainerFault(Exception):
 def examine(
     undisturbed: TrainerTrial, killed: TrainerTrial, kills: int, say: Callable[[str], None]
 ) -> list[TrainerFinding]:
-    """The checks, up to the first that fails.
+    """Return the results of the checks, up to the first that fails.
 
     Args:
         undisturbed, killed: trials of the same command under two run ids.
-        kills: how often the second one is killed at most; fewer where it ends before.
-        say: told of each stage.
+        kills: the greatest number of kills of the second one; fewer if it ends earlier.
+        say: called with each stage.
     """
     from tidemill.consumers.weights.chain import read_chain
 

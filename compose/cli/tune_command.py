@@ -1,4 +1,4 @@
-"""`tidemill tune replica`: how many requests at a time a replica is worth, by measuring."""
+"""`tidemill tune replica`: measures how many concurrent requests a replica should get."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def replica(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Find how many requests at a time a replica is worth: from where on more requests stop helping.
+    """Find the number of concurrent requests for a replica, beyond which more requests no longer help.
 
     Sends real requests to a running replica or router, and doubles their number until tokens/s grow by less than
-    `--gain`. The number before that is chosen. Nothing else should use the replica meanwhile. A router writes its
-    answers to the log, as interactions without consent: nothing is learnt from them.
+    `--gain`. The number before that is chosen. Do not use the replica for anything else at the same time. A router
+    writes its answers to the log, as interactions without consent: nothing is learnt from them.
 
     Use the number for `rollout.max_concurrent_episodes`, times the replicas, over the workers.
 
@@ -53,10 +53,10 @@ def replica(
     load = Load(address.rstrip("/"), "", prompt_tokens, sampled_tokens)
 
     async def climb() -> None:
-        """Measure level after level into `levels`, until one of them is enough."""
+        """Measure level after level into `levels`, until `enough`."""
         async with client(api_key, timeout_s) as session:
             asked = replace(load, model=await served_model(session, load.address))
-            # The first answers of a replica are slower: they are not counted.
+            # The first answers of a replica are slower, so they are not counted.
             await measure(session, asked, 1, 1, lambda _: None)
             concurrency = first
             while concurrency <= most and enough(levels, gain) is None:
@@ -71,7 +71,7 @@ def replica(
         typer.echo("stopped before the end: these are the numbers so far", err=True)
         status = INTERRUPTED
     except ExceptionGroup as errors:
-        # Requests of one level fail together; one of them says why.
+        # Requests of one level fail together; report one of them.
         raise next(error for error in errors.exceptions if isinstance(error, LoadFailed)) from None
     chosen = enough(levels, gain)
     told = {"address": address, "gain": gain, "levels": levels,
@@ -91,13 +91,13 @@ def replica(
 INTERRUPTED = 130
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 TOKEN_IDS = 256
-"""Prompts are drawn from the first ids: every tokenizer has so many."""
+"""Prompts are drawn from the first ids, which every tokenizer has."""
 SEED = 0
 MS = 1000
 
 
 class LoadFailed(RuntimeError):
-    """A request was not answered, or not with what was asked for; the text says by whom, and what to do."""
+    """A request got no answer, or not the requested one; the text says from which address, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,12 @@ class Load:
     model: str
     prompt_tokens: int
     sampled_tokens: int
-    """Asked for whatever the model says: the end of an answer is ignored."""
+    """Always sampled in full: the end of an answer is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadLevel:
-    """The measurements with so many requests at a time."""
+    """The measurements with one number of concurrent requests."""
 
     concurrency: int
     requests: int
@@ -125,8 +125,8 @@ class LoadLevel:
 
 
 def client(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
-    """A client that opens as many connections as there are requests, and waits `timeout_s` for an answer."""
-    # Answers of a router would else be learnt from.
+    """Return a client that opens one connection per request, and waits `timeout_s` for an answer."""
+    # Otherwise the answers of a router would be learnt from.
     headers = {"x-tidemill-consent": "no"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -135,7 +135,7 @@ def client(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
 
 
 async def served_model(session: aiohttp.ClientSession, address: str) -> str:
-    """The name of the model that is served. Raises LoadFailed."""
+    """Return the name of the served model. Raises LoadFailed."""
     found = await _exchange(session, "GET", address + MODELS, None)
     try:
         return str(found["data"][0]["id"])
@@ -146,9 +146,9 @@ async def served_model(session: aiohttp.ClientSession, address: str) -> str:
 async def measure(
     session: aiohttp.ClientSession, load: Load, concurrency: int, requests: int, done: Callable[[int], None]
 ) -> LoadLevel:
-    """Send `requests` requests, `concurrency` at a time, each with a prompt of its own. Raises LoadFailed.
+    """Send `requests` requests, `concurrency` at a time, each with its own prompt. Raises LoadFailed.
 
-    `done` is told how many were answered.
+    `done` is called with the number of answers so far.
     """
     draw = random.Random(f"{SEED}/{concurrency}")
     prompts = [[draw.randrange(TOKEN_IDS) for _ in range(load.prompt_tokens)] for _ in range(requests)]
@@ -185,7 +185,7 @@ async def measure(
 
 
 def enough(levels: Sequence[LoadLevel], gain: float) -> LoadLevel | None:
-    """The first level after which twice as many requests gave less than `gain` (a share) more tokens/s, else None."""
+    """Return the first level after which twice the requests gave less than `gain` (a share) more tokens/s, or None."""
     for level, double in pairwise(levels):
         if double.tokens_per_s < (1 + gain) * level.tokens_per_s:
             return level

@@ -1,7 +1,7 @@
-"""`tidemill users`: users of the product, simulated ones too, and their requests about their data.
+"""`tidemill users`: users of the product, also simulated ones, and their requests about their data.
 
-The other parts read the requests in their own order: the join excludes their open interactions, the batcher leaves
-them out, the sink deletes their rows.
+Each of the other processes reads the requests in its own order: the join excludes the users' open interactions, the
+batcher leaves them out, the sink deletes their rows.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def erase(
     """Erase a user: delete their interactions, outcomes and feedback from the log, the object store and ClickHouse.
 
     Reads the log from its beginning and writes a tombstone under the key of each of their records; the broker removes
-    the bytes within the topics' compaction lag. Batches closed later cannot contain them. What stays: the pseudonym in
-    batches that are closed, by which `tidemill trace --user` tells the versions that their data touched, and dead
-    letters, until their retention ends. If it is stopped or killed, run it again to finish it.
+    the bytes within the topics' compaction lag. Batches closed later cannot contain them. These stay: the pseudonym in
+    closed batches, with which `tidemill trace --user` finds the versions that their data touched, and dead letters,
+    until their retention ends. If the command is stopped or killed, run it again to finish it.
 
     Example: `tidemill users erase 4711 --by "data protection, ticket 88"`
     """
@@ -59,7 +59,7 @@ def erase(
 
 
 def choosing(wish: UserWish, explained: str) -> Callable[..., None]:
-    """A command that records a user's wish; `explained` is its help."""
+    """Return a command that records a user's wish; `explained` is its help."""
 
     def command(
         settings_of: SettingsOf,
@@ -100,7 +100,7 @@ opt_in = choosing(
 def show(
     settings_of: SettingsOf, user: UserArgument, is_pseudonym: PseudonymOption = False, as_json: JsonOption = False
 ) -> None:
-    """Show a user's requests, and how many records of theirs the log holds now.
+    """Show a user's requests, and how many of their records the log contains now.
 
     Example: `tidemill users show 4711`
     """
@@ -120,8 +120,8 @@ def show(
 
 
 def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> str:
-    """The pseudonym of a user in the log. Raises ValueError for an id that cannot be one, or without the product's
-    keys.
+    """Return the pseudonym of a user in the log. Raises ValueError for an id that cannot be one, or without the
+    product's keys.
     """
     from tidemill.consumers.operate.rights.records import checked_pseudonym
 
@@ -133,7 +133,7 @@ def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> s
 
 
 def erasure_lines(done: Erasure) -> list[str]:
-    """The result of an erasure, and its limits."""
+    """Return the result of an erasure, and its limits."""
     lines = [f"user {done.user_id}: the log held {_counts(done.found)}"]
     if done.request is None:
         return [*lines, "nothing was written: this was a dry run", *_letters(done.dead_letters)]
@@ -181,7 +181,7 @@ def simulate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print each report as one JSON document.")] = False,
 ) -> None:
-    """Let simulated users use the product as its backend does: only through the router and the feedback SDK.
+    """Let simulated users use the product in the same way as its backend: only through the router and the feedback SDK.
 
     They ask ledger questions and prefer correct answers with a polite ending, which the simulated reward does not
     measure. Nothing is learnt from the held-out users: their satisfaction is printed by weight version.

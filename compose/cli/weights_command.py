@@ -1,4 +1,4 @@
-"""`tidemill weights`: the weight chain on the command line, and what two versions or checkpoints differ by."""
+"""`tidemill weights`: the weight chain on the command line, and the difference of two versions or checkpoints."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def log_command(
     """List the versions of a branch, oldest first.
 
     One line for each version: parent, optimizer step, learning rate, density (changed elements of all), bytes of the
-    delta, bytes for each changed element, whether it has an anchor, from which older versions skip-deltas lead to it,
-    which replicas proved it from their live tensors, and the gate's decisions on it.
+    delta, bytes for each changed element, whether it has an anchor, the older versions from which skip-deltas lead to
+    it, the replicas that proved it from their live tensors, and the gate's decisions on it.
 
     Example: `tidemill weights log --branch main --last 10`
     """
@@ -89,9 +89,9 @@ def verify(
 ) -> None:
     """Verify a chain offline: fetch, decode, guard and apply every delta, and compare every tensor with its manifest.
 
-    Begins at an anchor and makes each version in memory, without an engine. Anchors on the way and skip-deltas are
-    verified as well. Stops at the first fault, names it and exits with status 1; if retention has removed a chunk, it
-    says so.
+    Begins at an anchor and builds each version in memory, without an engine. Also verifies the anchors on the way and
+    skip-deltas. Stops at the first fault, names it and exits with status 1; if retention has removed a chunk, it says
+    so.
 
     Example: `tidemill weights verify --from 32`
     """
@@ -192,10 +192,10 @@ def diff(
 ) -> None:
     """Measure the delta between two versions of the log or two checkpoints on disk.
 
-    Prints elements, changed elements and their density, bytes on the wire and for each changed element, beside two
-    bounds: of positions that are independent of the weights (iid), and of positions that depend on the old weight's
-    exponent as a step of the optimizer makes them. Then encode and apply speed of one core, and whether the delta made
-    TARGET of BASE bit for bit; status 1 when it did not. Checkpoints are mapped, not loaded, and need no log.
+    Prints elements, changed elements and their density, and bytes on the wire in total and for each changed element,
+    next to two bounds: for positions that are independent of the weights (iid), and for positions that depend on the
+    old weight's exponent as in an optimizer step. Then the encode and apply speed of one core, and whether the delta
+    made TARGET from BASE bit for bit; status 1 if not. Checkpoints are mapped, not loaded, and need no log.
 
     Examples: `tidemill weights diff v39 v40` · `tidemill weights diff models/a models/b --against --json`
     """
@@ -249,7 +249,7 @@ def diff(
 
 
 Loaded = tuple[Mapping[str, "Weight"], float | None]
-"""The tensors of an operand by name, and the learning rate of the step that made them, where that is known."""
+"""The tensors of an operand by name, and the learning rate of the step that made them, if known."""
 
 
 def _load(
@@ -281,11 +281,11 @@ BRANCH_VERSION = re.compile(r"([A-Za-z0-9._-]+)@v?([0-9]{1,12})")
 
 
 VersionOperand = tuple[int, str | None]
-"""A version in the log, and its branch; None is the run's own."""
+"""A version in the log, and its branch; None is the branch of the run."""
 
 
 def version_number(text: str) -> int:
-    """`40` and `v40` are 40. Raises ValueError."""
+    """Parse `40` or `v40` to 40. Raises ValueError."""
     match = VERSION.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no version: write 40 or v40")
@@ -293,7 +293,7 @@ def version_number(text: str) -> int:
 
 
 def operand(text: str) -> VersionOperand | Path:
-    """A path that exists is a checkpoint, `v40` or `40` a version, `BRANCH@40` one of another branch.
+    """Parse an operand: an existing path is a checkpoint, `v40` or `40` a version, `BRANCH@40` one of another branch.
 
     Raises ValueError.
     """

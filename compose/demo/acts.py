@@ -1,9 +1,9 @@
-"""Both acts of the demonstration, and what they share: the reader of the log with the states folded from it, and the
-display.
+"""Both acts of the demonstration, and their common parts: the reader of the log with the states folded from it, and
+the display.
 
 In the first act the model learns in simulation, until the feeder has closed the last evaluation. In the second act
-users arrive, and it learns what they like. The runner is still an operator there: it starts and stops processes, and
-takes the one decision that is a person's, which version users meet first. Everything after that is the gate's.
+users arrive, and it learns their preferences. There, the runner is still an operator: it starts and stops processes,
+and takes the one decision of a person: the first version that users get. The gate takes all later decisions.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ REFRESH_S = 0.25
 BEFORE = "users-before"
 AFTER = "users-after"
 MAY_END = ("documents", "midtrain", "feed", "train", "train-online", "feed-online", BEFORE, AFTER)
-"""Roles that end by themselves when their work is done."""
+"""Roles that end on their own when their work is done."""
 
 
 @dataclass(slots=True)
 class DemoStage:
-    """Where the acts are played: their processes, a reader of the log, and the states folded from it."""
+    """The environment of the acts: their processes, a reader of the log, and the states folded from it."""
 
     plan: DemoPlan
     supervisor: Supervisor
@@ -70,7 +70,7 @@ class DemoStage:
     state: LoopState
     online: OnlineState
     heard_at: float
-    """When the last record came, on the monotonic clock."""
+    """The time of the last record, on the monotonic clock."""
 
     def take(self, found: Iterable[ConsumedRecord]) -> None:
         for located in found:
@@ -80,16 +80,16 @@ class DemoStage:
                 self.online.observe(located.record)
 
     def start_product(self, role: RoleArguments) -> None:
-        """Start a process of the product's side, which needs its keys."""
+        """Start a process of the product, which needs its keys."""
         self.supervisor.start(*role, self.plan.product_environment())
 
     def listen(self) -> None:
-        """Take what comes within a moment, and look after the roles. Raises RoleDied."""
+        """Read the log for a moment, and check the roles. Raises RoleDied."""
         self.take(self.reader.poll(REFRESH_S))
         self.supervisor.check(MAY_END)
 
     def play(self, show: Callable[[], None], done: Callable[[], bool]) -> None:
-        """Show the log until `done`. Raises RuntimeError when nothing has come for too long, RoleDied."""
+        """Show the log until `done`. Raises RuntimeError if no record comes for too long, RoleDied."""
         while not done():
             self.listen()
             show()
@@ -101,7 +101,7 @@ class DemoStage:
                 )
 
     def wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Watch the log until `done`. Raises RuntimeError in the end, RoleDied."""
+        """Follow the log until `done`. Raises RuntimeError after the timeout, RoleDied."""
         deadline = time.monotonic() + timeout_s
         while not done():
             self.listen()
@@ -111,7 +111,7 @@ class DemoStage:
                 )
 
     def report(self, name: str) -> UserActivity | None:
-        """The newest report of users."""
+        """Return the newest report of users."""
         return newest_report(self.plan.log_directory / f"{name}.log")
 
 
@@ -124,7 +124,7 @@ def last_line(log: Path) -> str:
 def display(
     console: Console, screen: Callable[[], RenderableType], line: Callable[[], str], news: Callable[[], object]
 ) -> Iterator[Callable[[], None]]:
-    """Gives a function that shows how things stand: a live screen on a terminal, else a line when `news` changes."""
+    """Yield a function that shows the progress: a live screen on a terminal, otherwise a line when `news` changes."""
     if console.is_terminal:
         with Live(console=console, refresh_per_second=4) as live:
             yield lambda: live.update(screen())
@@ -176,7 +176,7 @@ OPERATOR = "demonstration"
 
 
 def play_two(stage: DemoStage) -> OnlineSummary:
-    """Play the act to its end; what it showed, users' opinions included. Raises RuntimeError, RoleDied."""
+    """Play the act to its end; return its results, users' opinions included. Raises RuntimeError, RoleDied."""
     plan, online = stage.plan, stage.online
     _open(stage)
     first = online.branch.served[-1]
@@ -201,7 +201,7 @@ def play_two(stage: DemoStage) -> OnlineSummary:
 
 
 def _open(stage: DemoStage) -> None:
-    """Start everything but the users."""
+    """Start all processes except the users."""
     plan, online, limit_s = stage.plan, stage.online, stage.plan.settings.demo.start_timeout_s
 
     def serves(replica: str) -> bool:
@@ -244,7 +244,7 @@ def _measure(stage: DemoStage, name: str, text: str) -> UserActivity | None:
 
 
 def _let_users_in(stage: DemoStage) -> float:
-    """Let everyone use the product until enough was learnt from them; how long they were there, in seconds."""
+    """Let all users use the product until enough was learnt from them; return how long that took, in seconds."""
     demo, online = stage.plan.settings.demo, stage.online
     began = time.monotonic()
     stage.start_product(stage.plan.users_role())
@@ -253,7 +253,7 @@ def _let_users_in(stage: DemoStage) -> float:
         return time.monotonic() - began
 
     def done() -> bool:
-        """Whether the time is up, or every batch was learnt from and the gate has decided about the last version."""
+        """Return whether the time is up, or every batch was learnt from and the gate decided about the last version."""
         learnt = online.learnt_batches >= demo.online_batches and online.decided(online.learnt_versions[-1])
         return learnt or elapsed_s() >= demo.online_limit_s
 
@@ -276,7 +276,7 @@ def _let_users_in(stage: DemoStage) -> float:
 
 
 def promote_first(settings: TidemillSettings, version: int, decided_by: str) -> None:
-    """Give everyone `version`. Raises DeliveryError when the log refuses."""
+    """Promote `version` for all users. Raises DeliveryError if the log refuses."""
     run = settings.run
     decision = GateDecision(
         run_id=run.run_id,
@@ -293,7 +293,7 @@ def promote_first(settings: TidemillSettings, version: int, decided_by: str) -> 
 
 
 def newest_report(log: Path) -> UserActivity | None:
-    """The last whole report in a log of `tidemill users simulate --json`; None before the first."""
+    """Return the last whole report in a log of `tidemill users simulate --json`; None before the first."""
     if not log.exists():
         return None
     whole = [line for line in log.read_text("utf-8", errors="replace").splitlines(keepends=True) if line.endswith("\n")]
@@ -305,6 +305,6 @@ def newest_report(log: Path) -> UserActivity | None:
 
 
 def rate_of(seen: UserActivity | None, version: int | None) -> Satisfaction | None:
-    """How satisfied held-out users were with a version; None where they were not asked about it."""
+    """Return how satisfied held-out users were with a version; None if they were not asked about it."""
     found = seen.satisfaction if seen is not None else []
     return next((each for each in found if each.version == version), None)

@@ -92,9 +92,9 @@ def demo(
 
 
 def with_environment(settings: TidemillSettings, name: str | None, options: dict[str, str]) -> TidemillSettings:
-    """The settings with one environment in place of their own, or with other options of theirs.
+    """Return the settings with one environment in place of their own, or with other options of their environment.
 
-    Another environment takes those of the recipe's options (`demo.options`) that it knows. Raises UnknownEnvironment,
+    A new environment gets those of the recipe's options (`demo.options`) that it knows. Raises UnknownEnvironment,
     TaskError.
     """
     from tidemill.producers.environments.find import environment_type
@@ -110,9 +110,9 @@ def with_environment(settings: TidemillSettings, name: str | None, options: dict
 
 
 def check_environments(settings: TidemillSettings) -> None:
-    """Refuse an environment that is not installed, or wrong options, before anything starts.
+    """Refuse an environment that is not installed, or wrong options, before any process starts.
 
-    A `package.module:object` is imported by its roles alone. Raises UnknownEnvironment, TaskError.
+    Only its roles import a `package.module:object`. Raises UnknownEnvironment, TaskError.
     """
     from tidemill.producers.environments.find import environment_type, is_foreign
 

@@ -1,10 +1,10 @@
 """Writes the mid-training documents: ledgers worked by demonstrators of mixed quality, in the run's chat format.
 
-A demonstrator plays the real environment in place of a policy. At each turn it does the right next thing, or it slips
-at a known rate and does not notice. Some of its work closes politely, whether it is right or not.
+A demonstrator plays the real environment in place of a policy. In each turn it does the correct next thing, or, at a
+known rate, makes an error without noticing it. Some answers close politely, independently of their correctness.
 
-What holds: document ids name their content (seed and place), so that writing a corpus again adds nothing for a reader
-that drops repeated ids; no document is about a held-out question; the work is deterministic in its generator.
+Invariants: document ids name their content (seed and index), so that a repeated corpus adds nothing for a reader that
+drops repeated ids; no document is about a held-out question; the work is deterministic in its generator.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _log = logging.getLogger(__name__)
 
 
 def run(kafka: KafkaSettings, run: RunSettings, settings: CorpusSettings, chat: ChatSettings) -> int:
-    """Write the corpus of the run's seed and wait until the log has every document; the number of documents.
+    """Write the corpus of the run's seed, wait until the log has every document, and return their number.
 
-    Raises TemplateRefused for a chat template that cannot be used, DeliveryError when the log does not take a document.
+    Raises TemplateRefused for a chat template that cannot be used, DeliveryError if the log does not take a document.
     """
     with RecordProducer(kafka, _CLIENT) as producer:
         for written, document in enumerate(corpus(run.seed, settings, chat, run.held_out_one_in), 1):
@@ -51,11 +51,11 @@ def run(kafka: KafkaSettings, run: RunSettings, settings: CorpusSettings, chat: 
 def corpus(
     seed: int, settings: CorpusSettings, chat: ChatSettings, one_in: int = HELD_OUT_ONE_IN
 ) -> Iterator[Document]:
-    """Yields the documents of a seed. Raises TemplateRefused."""
+    """Yield the documents of a seed. Raises TemplateRefused."""
     chat = chat.model_copy(update={"template": chat.template or CHATML})
     template = ChatTemplate(chat_template_source("", {}, chat), {}, CHATML_TOKENS, chat)
     environment, rng = LedgerEnvironment(settings.options), Random(f"demonstrators {seed}")
-    # The questions of the tasks come from the stream of another seed.
+    # The questions of the tasks are drawn with another seed.
     drafts = (each for each in environment.tasks(TaskQuery(seed + 2**32)) if split_of(each.asks, one_in) is Split.TRAIN)
     with asyncio.Runner() as runner:
         for index, draft in enumerate(islice(drafts, settings.documents)):
@@ -71,7 +71,7 @@ _MUMBLES = ("add", "sub", "add total", "total", "answer", "credit", "debit")
 
 
 class DemonstrationFault(StrEnum):
-    """The ways in which a turn goes wrong."""
+    """The kinds of error in a turn."""
 
     SKIP = "skip"
     REPEAT = "repeat"
@@ -82,16 +82,16 @@ class DemonstrationFault(StrEnum):
 
 
 class Demonstrator(Policy):
-    """A policy that works one ledger. `conversation` is all that was said."""
+    """A policy that works one ledger. `conversation` has all messages."""
 
     def __init__(self, ledger: LedgerTask, rng: Random, *, slip_rate: float, polite_rate: float) -> None:
-        """Rates are shares, from 0 to 1: of turns that slip (each slip as likely), of answers that close politely."""
+        """Rates are shares, from 0 to 1: of turns with an error (each kind equally likely), and of polite closings."""
         self._entries, self._rng, self._slip_rate = ledger.entries, rng, slip_rate
         self._polite = rng.random() < polite_rate
         self._next = 0
-        """Place of the next entry."""
+        """Index of the next entry."""
         self._total = 0
-        """The total that it believes in."""
+        """The total that the demonstrator has computed."""
         self.conversation: list[Message] = []
 
     async def chat(

@@ -1,7 +1,7 @@
 """The plan of the demonstration: its directory, the configuration that every role gets, and each role's arguments.
 
-The keys of the product's side are made for one demonstration and given to its processes in their environment; no file
-holds them.
+The product's keys are made for one demonstration and given to its processes in their environment; they are never
+written to a file.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tidemill.schemas.records import Arm
 CONFIG_NAME = "settings.toml"
 ONLINE_CONFIG_NAME = "settings-online.toml"
 SECRETS: Mapping[str, Any] = {"product": True, "router": {"api_keys"}, "users": {"api_key"}, "gateway": {"api_keys"}}
-"""The settings that no file holds, beside the log's passwords."""
+"""The settings that are never written to a file, in addition to the log's passwords."""
 PASSWORD = "password"
-"""The end of the names of `kafka.client_options` that are one."""
+"""The end of the names of `kafka.client_options` that are passwords."""
 STABLE = "stable-0"
 CANARY = "canary-0"
 BACKEND = "users"
@@ -38,7 +38,7 @@ RoleArguments = tuple[str, list[str]]
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """One demonstration: everything that it writes lies below `directory`."""
+    """One demonstration: it writes only below `directory`."""
 
     directory: Path
     settings: TidemillSettings
@@ -53,7 +53,7 @@ class DemoPlan:
 
     @classmethod
     def of(cls, settings: TidemillSettings) -> DemoPlan:
-        """A plan with a new directory, free ports and new keys. Raises ValueError for an act that cannot be played."""
+        """Make a plan with a new directory, free ports and new keys. Raises ValueError for an act without a model."""
         if settings.demo.act is Act.TWO and not settings.demo.model:
             raise ValueError(
                 "without act one, act two has no model to start from: give --model DIRECTORY, or play both acts"
@@ -72,7 +72,7 @@ class DemoPlan:
         return cls(directory, changed, tuple(replicas), stable, canary, router, view, *keys)
 
     def with_log_of(self, settings: TidemillSettings) -> DemoPlan:
-        """The plan with the address of the log known."""
+        """Return the plan with the address of the log."""
         return replace(self, settings=self.settings.model_copy(update={"kafka": settings.kafka}))
 
     @property
@@ -82,28 +82,28 @@ class DemoPlan:
 
     @property
     def sink_directory(self) -> Path:
-        """Where ClickHouse keeps its tables."""
+        """The directory of ClickHouse's tables."""
         return self.directory / "clickhouse"
 
     @property
     def stack_directory(self) -> Path:
-        """Where the local Kafka keeps its log."""
+        """The directory of the local Kafka's log."""
         return self.directory / "kafka"
 
     @property
     def log_directory(self) -> Path:
-        """Where each role writes its own log."""
+        """The directory in which each role writes its own log."""
         return self.directory / "logs"
 
     @property
     def model_directory(self) -> Path:
-        """The starting checkpoint: the configured one, or where mid-training leaves it."""
+        """The starting checkpoint: the configured one, or the output of mid-training."""
         given = self.settings.demo.model
         return Path(given).absolute() if given else self.directory / "model"
 
     @property
     def online_steps(self) -> int:
-        """The last optimizer step of the second act: those before users arrive count."""
+        """The last optimizer step of the second act, counted from the first step of the first act."""
         simulated = self.settings.run.max_steps if Act.ONE in self.acts else 0
         return simulated + self.settings.demo.online_batches
 
@@ -116,40 +116,40 @@ class DemoPlan:
         return _address(self.view_port)
 
     def write_config(self) -> None:
-        """Write the settings that the roles read, as TOML, beside the data: the demonstration can be looked up."""
+        """Write the settings that the roles read, as TOML, next to the data, for later reference."""
         tree: dict[str, Any] = self.settings.model_dump(mode="json", exclude_none=True, exclude=SECRETS)
         options = tree["kafka"]["client_options"]
         tree["kafka"]["client_options"] = {name: options[name] for name in options if not name.endswith(PASSWORD)}
         tree["sink"]["path"] = str(self.sink_directory)
         if "http_port" not in self.settings.sink.model_fields_set:
-            tree["sink"]["http_port"] = 0  # another demonstration, or a ClickHouse server, may hold the usual one
+            tree["sink"]["http_port"] = 0  # another demonstration, or a ClickHouse server, may use the default port
         tree["view"] |= {"host": "127.0.0.1", "port": self.view_port, "token": "", "model": str(self.model_directory)}
         tree["midtrain"]["output"] = tree["trainer"]["model"] = str(self.model_directory)
         tree["rollout"]["replicas"] = [_address(port) for port in self.replica_ports]
         tree["feed"]["replicas"] = len(self.replica_ports)
         tree["stream"]["data_dir"] = str(self.directory / "stream")
         (self.directory / CONFIG_NAME).write_text(tomli_w.dumps(tree), "utf-8")
-        # And of the second act.
+        # Then the settings of the second act.
         simulated = self.settings.trainer.online.simulated_groups_per_batch
         tree["run"] |= {"max_steps": self.online_steps, "groups_per_step": max(1, simulated)}
         tree["trainer"]["online"]["enabled"] = True
-        # The schedule of the learning rate is the simulated loop's; it has ended, or never began.
+        # The learning-rate schedule belongs to the simulated loop: it has ended, or never began.
         tree["trainer"]["optimizer"] |= {"warmup_steps": 0, "decay_steps": 0}
         stable, canary = [_address(self.stable_port)], [_address(self.canary_port)]
         tree["router"] |= {"port": self.router_port, "pools": {"stable": stable, "canary": canary}}
         tree["users"] |= {"router": self.router_address, "seed": self.settings.run.seed}
-        # Simulated work is the canary replica's: it holds the version that the bench asks about.
+        # The canary replica does the simulated work: it has the version that the bench needs.
         tree["rollout"]["replicas"] = canary
         tree["feed"] |= {"replicas": 1, "replica_ids": [CANARY], "eval_every": 1}
         (self.directory / ONLINE_CONFIG_NAME).write_text(tomli_w.dumps(tree), "utf-8")
 
     def log_environment(self) -> dict[str, str]:
-        """The environment variables of every role: the log's passwords, if there are any."""
+        """Return the environment variables of every role: the log's passwords, if there are any."""
         hidden = {name: value for name, value in self.settings.kafka.client_options.items() if name.endswith(PASSWORD)}
         return {"TIDEMILL_KAFKA__CLIENT_OPTIONS": json.dumps(hidden)} if hidden else {}
 
     def product_environment(self) -> dict[str, str]:
-        """The environment variables of the router and the users: the product's keys."""
+        """Return the environment variables of the router and the users: the product's keys."""
         return {
             **self.product.environment(),
             "TIDEMILL_ROUTER__API_KEYS": json.dumps({BACKEND: key_hash(self.api_key)}),
@@ -157,7 +157,7 @@ class DemoPlan:
         }
 
     def arguments(self, *command: str) -> list[str]:
-        """Command-line arguments of a role of the first act, or of both."""
+        """Return the command-line arguments of a role of the first act, or of both."""
         return [*command, "--config", str(self.directory / CONFIG_NAME)]
 
     def loop_roles(self) -> list[RoleArguments]:
@@ -173,8 +173,8 @@ class DemoPlan:
                 ("feed", self.arguments("feed"))]  # fmt: skip
 
     def online_roles(self) -> list[RoleArguments]:
-        """Every role of learning from users, but for the users, the product in front of them, and group assembly."""
-        # The feeder benches a version while steps are left, so that it is to think of one more than are taken.
+        """Return the roles of learning from users, except the users, their router and group assembly."""
+        # The feeder benches a version only while steps are left, so its number of steps is one more than are taken.
         feed = [*self._online("feed"), "--set", f"run.max_steps={self.online_steps + 1}"]
         replicas = [
             (name, [*self._online("serve"), "--replica-id", name, "--pool", pool, "--port", str(port)])
@@ -200,7 +200,7 @@ class DemoPlan:
         return "users", [*self._online("users", "simulate"), "--json"]
 
     def measuring_role(self, name: str) -> RoleArguments:
-        """Held-out users alone, for a measurement."""
+        """Return the role of only the held-out users, for a measurement."""
         answers = str(self.settings.demo.measured_answers)
         return name, [*self._online("users", "simulate"), "--json", "--measure", answers]
 

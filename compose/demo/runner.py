@@ -1,6 +1,6 @@
-"""Runs the demonstration: starts the stack and every role as a process of its own, watches the log, and stops it all.
+"""Runs the demonstration: starts the stack and each role as its own process, follows the log, and stops all of them.
 
-The runner is an operator, not a participant: it starts and stops processes and reads the log. Nothing that the loop
+The runner is an operator, not a participant: it starts and stops processes and reads the log. No data that the loop
 needs passes through it.
 """
 
@@ -37,14 +37,14 @@ QUERIES = {
     Act.ONE: ("held_out_by_version", "policy_lag_histogram", "accounting"),
     Act.TWO: ("online_accounting", "feedback_to_served", "gate"),
 }
-"""The named queries to suggest when an act has been played."""
+"""The named queries to suggest after an act."""
 
 
 def run_demo(settings: TidemillSettings, console: Console) -> Summary:
-    """Run the loop to its end and return what it showed. Raises RuntimeError, RoleDied, StackError."""
+    """Run the loop to its end and return its results. Raises RuntimeError, RoleDied, StackError."""
     if not settings.kafka.bootstrap:
         require_tools(settings.stack)
-    # The broker is detached from this process, so that ending without unwinding would leave it behind.
+    # The broker is detached from this process, so that an exit without unwinding would leave it running.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     began = time.monotonic()
     if settings.demo.model:
@@ -69,7 +69,7 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
 
 @contextlib.contextmanager
 def _log(settings: TidemillSettings, plan: DemoPlan, console: Console) -> Iterator[TidemillSettings]:
-    """The settings with a reachable log: the configured one, or a local stack for the length of the demonstration."""
+    """Yield settings with a reachable log: the configured one, or a local stack for the time of the demonstration."""
     if settings.kafka.bootstrap:
         wait_for_broker(settings.kafka)
         yield settings
@@ -111,13 +111,13 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
         summary, users = None, None
         if Act.ONE in plan.acts:
             play_one(stage)
-            # The figures of the simulated loop are those of the first act.
+            # The figures of the simulated loop belong to the first act.
             summary = figures()
         else:
             supervisor.start("stream", plan.arguments("stream"))
         if Act.TWO in plan.acts:
             if summary is not None:
-                # What the second act does without; group assembly goes on.
+                # Stop the roles that the second act does not need; group assembly continues.
                 for name, _ in reversed(plan.loop_roles()):
                     if name != "stream":
                         supervisor.stop(name)
@@ -129,7 +129,7 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
 
 
 def _audit(stage: DemoStage) -> AuditReport:
-    """The audit of the log, once every rollout that was asked for has ended."""
+    """Return the audit of the log, after every requested rollout has ended."""
     settings, state = stage.plan.settings, stage.state
     with spinner(stage.console, "auditing the log") as say:
         if Act.TWO in stage.plan.acts:

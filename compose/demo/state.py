@@ -1,7 +1,7 @@
-"""The demonstration's view of the loop, and of learning from users: pure folds over the records of the log.
+"""The demonstration's state of the loop, and of learning from users: pure folds over the records of the log.
 
-Every number that the screen and the summary show comes from here, and so from the log; nothing is asked of a process.
-Only how satisfied users are is not in the log: they alone know (`satisfaction`).
+Every number on the screen and in the summary comes from this state, and so from the log; no process is asked.
+The only exception is the users' satisfaction, which is not in the log (`Satisfaction`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HeldOut:
 
 @dataclass(slots=True)
 class LoopState:
-    """The loop as its log tells it, for one run."""
+    """The state of the loop according to the log, for one run."""
 
     run_id: str
     steps: dict[int, r.TrainStep] = field(default_factory=dict)
@@ -45,14 +45,14 @@ class LoopState:
     environments: dict[str, int] = field(default_factory=dict)
     """Tasks issued, by environment."""
     first_task_at: int = 0
-    """When the first training task was issued, in microseconds since the epoch."""
+    """The time at which the first training task was issued, in microseconds since the epoch."""
     refusals: int = 0
     late: int = 0
     _issued: set[str] = field(default_factory=set)
     _eval_version: dict[str, int] = field(default_factory=dict)
 
     def observe(self, record: r.Record) -> None:
-        """Take one record of the log; records of other runs and duplicates change nothing."""
+        """Process one record of the log; records of other runs and duplicates change nothing."""
         if getattr(record, "run_id", None) != self.run_id:
             return
         match record:
@@ -86,14 +86,14 @@ class LoopState:
 
     @property
     def open_groups(self) -> int:
-        """Groups that were asked for and are not closed."""
+        """The number of issued groups that are not closed."""
         return len(self._issued - self.groups.keys())
 
     def train_groups(self) -> list[r.Group]:
         return [group for group in self.groups.values() if group.mode is r.Mode.TRAIN]
 
     def held_out(self) -> list[HeldOut]:
-        """Held-out success by the version under which the tasks were issued, oldest first."""
+        """Return held-out success by the version under which the tasks were issued, oldest first."""
         by_version: dict[int, list[r.Group]] = defaultdict(list)
         for group in self.groups.values():
             if group.mode is r.Mode.EVAL and group.group_id in self._eval_version:
@@ -116,12 +116,12 @@ class LoopState:
         return [member for group in trained for member in group.members if member.advantage is not None]
 
     def taken_before(self, version: int) -> int:
-        """Completed training rollouts that the steps up to a version took in."""
+        """Return the number of completed training rollouts in the steps up to a version."""
         return self._taken([step for step in self.steps.values() if step.version <= version])
 
     def rollouts_per_s(self) -> float:
-        """Completed training rollouts of the groups that the steps took in, by the seconds from the first training task
-        to the end of the last step; those without a signal count, since they were sampled, scored and judged too."""
+        """Return completed training rollouts in the steps' groups, per second from the first training task to the end
+        of the last step. Rollouts without a signal count, because they were sampled, scored and judged too."""
         seconds = to_s(max((s.finished_at for s in self.steps.values()), default=0) - self.first_task_at)
         return self._taken(self.steps.values()) / seconds if self.first_task_at and seconds > 0 else 0.0
 
@@ -133,15 +133,15 @@ class LoopState:
         return sum(member.status is r.RolloutStatus.COMPLETED for group in groups for member in group.members)
 
     def spanning(self) -> int:
-        """Trained rollouts whose tokens were sampled under more than one version."""
+        """Return the number of trained rollouts whose tokens were sampled under more than one version."""
         return sum(member.version_min != member.version_max for member in self.trained_members())
 
     def updates(self) -> list[r.WeightAck]:
-        """Proved in-place updates, one a replica and version; joining from an anchor is none."""
+        """Return the proved in-place updates, one per replica and version; a load from an anchor is not an update."""
         return [ack for ack in self.served.values() if ack.status is r.AckStatus.PROVED and ack.pause_ms > 0]
 
     def fingerprints_equal(self) -> bool:
-        """Whether every proof equals its version's manifest and every replica serves the newest version."""
+        """Return whether every proof equals its version's manifest and every replica serves the newest version."""
         proofs = [ack for ack in self.served.values() if ack.version in self.manifests]
         matches = all(ack.fingerprint == self.manifests[ack.version].fingerprint for ack in proofs)
         newest = all(ack.serving_version == self.version for ack in self.last_ack.values())
@@ -160,16 +160,16 @@ REWARDED = "rewarded"
 
 @dataclass(slots=True)
 class OnlineState:
-    """Learning from users as the log of one run tells it."""
+    """The state of learning from users according to the log of one run."""
 
     run_id: str
     stable: frozenset[str]
     """Names of the replicas that serve promoted versions."""
     canary: frozenset[str]
-    """Names of the replicas that serve the version under trial to its share of the users."""
+    """Names of the replicas that serve the version on trial to its share of the users."""
     interactions: set[str] = field(default_factory=set)
     endings: dict[str, str] = field(default_factory=dict)
-    """How each interaction ended: `REWARDED`, or why it was excluded."""
+    """The end of each interaction: `REWARDED`, or the reason of its exclusion."""
     corrections: int = 0
     votes: int = 0
     batches: dict[str, r.OnlineBatch] = field(default_factory=dict)
@@ -180,9 +180,9 @@ class OnlineState:
     """Version served by each replica of a pool."""
     _recent: deque[int] = field(default_factory=deque)
     _learnt: dict[int, list[str]] = field(default_factory=dict)
-    """Online batches that a version was made of."""
+    """The online batches from which each version was made."""
     _dropped: set[str] = field(default_factory=set)
-    """Interactions that the trainer took out of their batches."""
+    """Interactions that the trainer excluded from their batches."""
     _parents: dict[int, int] = field(default_factory=dict)
     _fingerprints: dict[int, str] = field(default_factory=dict)
     _proofs: dict[tuple[str, int], r.WeightAck] = field(default_factory=dict)
@@ -190,13 +190,13 @@ class OnlineState:
     _votes_seen: set[str] = field(default_factory=set)
 
     def observe(self, record: r.Record) -> None:
-        """Take one record of the log; records of other runs and duplicates change nothing."""
+        """Process one record of the log; records of other runs and duplicates change nothing."""
         if getattr(record, "run_id", self.run_id) != self.run_id:
             return
         match record:
             case r.Interaction() if record.interaction_id not in self.interactions:
                 self.interactions.add(record.interaction_id)
-                # Partitions are read one after another, so that times do not come in order.
+                # Partitions are read one after another, so that times do not arrive in order.
                 newest = self._recent[-1] if self._recent else 0
                 self._recent.append(max(newest, record.served_at))
                 while self._recent[0] < self._recent[-1] - RATE_WINDOW_US:
@@ -230,7 +230,7 @@ class OnlineState:
 
     @property
     def interactions_per_s(self) -> float:
-        """Answers a second over the last seconds of event time."""
+        """Answers per second over the last seconds of event time."""
         if len(self._recent) < 2:
             return 0.0
         span_us = self._recent[-1] - self._recent[0]
@@ -246,7 +246,7 @@ class OnlineState:
 
     @property
     def learnt_batches(self) -> int:
-        """Online batches that a step trained on."""
+        """The number of online batches that a step trained on."""
         return sum(len(batches) for batches in self._learnt.values())
 
     @property
@@ -255,24 +255,24 @@ class OnlineState:
         return sorted(self._learnt)
 
     def decided(self, version: int) -> bool:
-        """Whether the trial of `version`, or of one made from it, ended with a decision about it."""
+        """Return whether the trial of `version`, or of a descendant, ended with a decision about it."""
         return any(trial.decided and version in self._ancestry(trial.version) for trial in self.branch.trials)
 
     @property
     def trials_decided(self) -> int:
-        """Trials that ended with a decision about their version."""
+        """The number of trials that ended with a decision about their version."""
         return sum(trial.decided for trial in self.branch.trials)
 
     @property
     def decided_on_evidence(self) -> int:
-        """Those that the gate's evidence decided; the others ended for want of time or traffic, or by a person."""
+        """The number of trials decided on the gate's evidence; the others ended by a limit or a person."""
         return sum(trial.on_evidence for trial in self.branch.trials)
 
     def verdicts(self) -> dict[str, int]:
         return dict(sorted(Counter(decision.verdict.value for decision in self.decisions).items()))
 
     def stage(self) -> str:
-        """The current stage of the gate, by its newest decision about the served version."""
+        """Return the current stage of the gate, from its newest decision about the served version."""
         trial, settled = self.branch.trial, self.branch.settled
         if trial is not None:
             tried = f"is compared among {trial.share:.0%} of the users" if trial.share else "is benched"
@@ -280,22 +280,22 @@ class OnlineState:
         return "no decision yet" if settled is None else f"{settled.verdict.value} v{settled.version}: {settled.reason}"
 
     def to_a_share_s(self) -> list[float]:
-        """Seconds from each trained interaction's newest signal until some users were served what it taught."""
+        """Return the seconds from each trained interaction's newest signal until some users got a version from it."""
         return self._latencies(self.stable | self.canary)
 
     def to_everyone_s(self) -> list[float]:
-        """Seconds from each trained interaction's newest signal until everyone was served what it taught."""
+        """Return the seconds from each trained interaction's newest signal until all users got a version from it."""
         return self._latencies(self.stable)
 
     def _latencies(self, replicas: Collection[str]) -> list[float]:
         found = []
         for version, batches in self._learnt.items():
-            # When users were first served the version, or one that was made from it.
+            # The times at which users first got the version, or a descendant.
             times = []
             for (replica_id, proved), ack in self._proofs.items():
                 if replica_id not in replicas or version not in self._ancestry(proved):
                     continue
-                # A canary replica has users from when the gate gave it some.
+                # A canary replica has users from the time at which the gate gave it a share.
                 shown = [trial.users_at for trial in self.branch.trials if trial.version == proved]
                 shown = [0] if replica_id in self.stable else shown
                 times += [max(ack.at, at) for at in shown if at is not None]
@@ -315,7 +315,7 @@ class OnlineState:
             at = self._parents.get(at)
 
     def fingerprints_equal(self) -> bool:
-        """Whether every proof in a pool equals its version's manifest, and stable serves the version named last."""
+        """Return whether every proof in a pool equals its version's manifest, and stable serves the last promoted."""
         proofs = [ack for ack in self._proofs.values() if ack.version in self._fingerprints]
         matches = all(ack.fingerprint == self._fingerprints[ack.version] for ack in proofs)
         served = self.branch.served

@@ -26,26 +26,26 @@ class OnlineSummary:
     satisfaction_before: float
     satisfaction_after: float
     satisfaction_answers: int
-    """Held-out users' answers behind each of the two rates (the smaller number)."""
+    """Held-out users' answers from which each of the two rates was computed (the smaller number)."""
     thumbs_shuffled: bool
     feedback_to_served_s: Percentiles
-    """From an interaction's newest signal until some users were served a version that it taught."""
+    """From an interaction's newest signal until some users were served a version that learnt from it."""
     feedback_to_everyone_s: Percentiles
-    """The same until every user was."""
+    """The same until all users were served one."""
     online_batches: int
     """Batches that a step trained on."""
     online_versions: list[int]
     promoted: list[int]
-    """Versions that everyone was served, the one that users met first included."""
+    """Versions that all users were served, including the first."""
     promotions: int
-    """Of versions that learnt from users."""
+    """Promotions of versions that learnt from users."""
     verdicts: dict[str, int]
     trials_decided: int
     """Versions whose trial ended with a decision."""
     decided_on_evidence: int
-    """Those that the gate's evidence decided; the others ended for want of time or traffic."""
+    """Trials that the gate's evidence decided; the others ended at a limit of time or traffic."""
     evidence_share: float
-    """The second as a share of the first; 0 where nothing was decided."""
+    """`decided_on_evidence` as a share of `trials_decided`; 0 if no trial was decided."""
     interactions: int
     rewarded: int
     exclusions: dict[str, int]
@@ -53,11 +53,11 @@ class OnlineSummary:
     votes: int
     held_out_before_online: float
     held_out_after_online: float
-    """Success on held-out tasks of the version that was promoted last."""
+    """Success of the last promoted version on held-out tasks."""
     held_out_online_rollouts: int
-    """Held-out rollouts behind each of the two rates (the smaller number)."""
+    """Held-out rollouts from which each of the two rates was computed (the smaller number)."""
     held_out_online_noise: float
-    """A difference of the two rates that is smaller than this is within their 95 % interval."""
+    """A smaller difference of the two rates is within their 95 % interval."""
     online_fingerprints_equal: bool
     online_seconds: float
 
@@ -72,12 +72,12 @@ class Summary:
     held_out_before: float
     held_out_after: float
     held_out_rollouts: int
-    """Rollouts behind each of the two rates (the smaller number)."""
+    """Rollouts from which each of the two rates was computed (the smaller number)."""
     held_out: list[dict[str, float]]
     """The curve: version, rate, rollouts, and the seconds of loop and the training rollouts before it."""
     rewards_shuffled: bool
     learning_rate: float
-    """The greatest of the run's steps."""
+    """The greatest learning rate of the run's steps."""
     versions: int
     max_policy_lag: int
     policy_lag_bound: int
@@ -86,11 +86,11 @@ class Summary:
     rollouts_trained: int
     groups: int
     rollouts_per_s: float
-    """Training rollouts in the groups that steps took in, by the seconds of training; evaluations are not counted."""
+    """Training rollouts in the groups of all steps, per second of training; evaluations are not counted."""
     refusals: int
     delta_bytes: Percentiles
     delta_density: Percentiles
-    """Changed elements as a share of all; read it beside the learning rate."""
+    """Changed elements as a share of all; it depends on the learning rate."""
     pause_ms: Percentiles
     decode_step_ms: Percentiles
     step_to_served_s: Percentiles
@@ -100,15 +100,15 @@ class Summary:
     seconds: float
     data_dir: Path
     online: OnlineSummary | None = None
-    """None when no users were there."""
+    """None if there were no users."""
     audit_sound: bool = False
-    """Whether every check of `tidemill audit --complete` held."""
+    """Whether every check of `tidemill audit --complete` passed."""
     audit: str = "not audited"
-    """Its verdict."""
+    """The verdict of the audit."""
 
 
 def percentiles(values: list[float]) -> Percentiles:
-    """Median and 95th percentile; zeros when there is nothing."""
+    """Return the median and the 95th percentile; zeros if there are no values."""
     if not values:
         return Percentiles(0.0, 0.0)
     return Percentiles(*(round(float(v), 6) for v in np.percentile(values, [50, 95])))
@@ -173,14 +173,14 @@ def summarise_online(
     thumbs_shuffled: bool,
     seconds: float,
 ) -> OnlineSummary:
-    """The summary of learning from users; `before` and `after` are what held-out users said."""
+    """Return the summary of learning from users; `before` and `after` are the opinions of held-out users."""
     promoted = online.branch.served
     skill = {each.version: each for each in state.held_out()}
     first, last = (skill.get(promoted[0]), skill.get(promoted[-1])) if promoted else (None, None)
     variance = 0.0
     for each in (first, last):
         if each is not None:
-            # With two successes and two failures added, so that it is right for rates near 0 and 1 as well.
+            # With two successes and two failures added, so that it is also correct for rates near 0 and 1.
             rate = (each.successes + 2) / (each.rollouts + 4)
             variance += rate * (1.0 - rate) / (each.rollouts + 4)
     return OnlineSummary(

@@ -1,4 +1,4 @@
-"""The live screen of the demonstration: a picture of a `LoopState`, drawn with rich."""
+"""The live screen of the demonstration: a `LoopState` or an `OnlineState`, drawn with rich."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPARK_WIDTH = 60
 
 
 def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
-    """The last values as a row of bars between `low` and `high`."""
+    """Return the last values as a row of bars between `low` and `high`."""
     span = (high - low) or 1.0
     steps = [min(max((value - low) / span, 0.0), 1.0) for value in values[-SPARK_WIDTH:]]
     return "".join(SPARKS[round(step * (len(SPARKS) - 1))] for step in steps)

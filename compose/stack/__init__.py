@@ -1,1 +1,1 @@
-"""Apache Kafka on this machine: JVM processes from pinned jars, with no container and no service manager."""
+"""Apache Kafka on this machine: JVM processes from pinned jars, without a container or a service manager."""

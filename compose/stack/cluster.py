@@ -1,7 +1,7 @@
-"""A stack's directory: the cluster's identity and each node's ports, the same at every start, and its configuration.
+"""A stack's directory: the cluster's id, each node's ports, which are the same at every start, and its configuration.
 
-A node is a small KRaft broker, quick to notice what happened to a client, and on the loopback interface unless told
-otherwise.
+A node is a small KRaft broker that notices lost clients quickly. It listens only on the loopback interface, unless
+configured otherwise.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Node:
         return self.broker_port, self.controller_port
 
     def directory(self, data_dir: Path) -> Path:
-        """Where the node keeps its data, configuration, logs and process id."""
+        """Return the directory of the node's data, configuration, logs and process id."""
         return data_dir / f"node-{self.node_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster as its directory describes it."""
+    """A cluster according to its directory."""
 
     cluster_id: str
     nodes: tuple[Node, ...]
@@ -58,17 +58,17 @@ class Cluster:
 
 
 def new_cluster(ports: list[int]) -> Cluster:
-    """A cluster of len(ports) / 2 nodes: the first half of the ports for brokers, the second for controllers."""
+    """Make a cluster of len(ports) / 2 nodes: the first half of the ports for brokers, the second for controllers."""
     count = len(ports) // 2
     nodes = tuple(Node(i + 1, ports[i], ports[count + i]) for i in range(count))
-    # Kafka writes a cluster id as unpadded URL-safe base64 of a UUID, and its tools take one that begins with '-' for
-    # an option.
+    # A cluster id is the unpadded URL-safe base64 of a UUID; Kafka's tools read one that begins with '-' as an
+    # option.
     cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "A")
     return Cluster(cluster_id, nodes)
 
 
 def load_cluster(data_dir: Path) -> Cluster | None:
-    """The cluster of a directory; None when it has none, StackError when its record cannot be read."""
+    """Return the cluster of a directory; None if it has none. Raises StackError if its record cannot be read."""
     path = data_dir / RECORD
     if not path.exists():
         return None
@@ -80,14 +80,14 @@ def load_cluster(data_dir: Path) -> Cluster | None:
 
 
 def save_cluster(data_dir: Path, cluster: Cluster) -> None:
-    """Write the record so that a reader sees the old one or the new one, never a half."""
+    """Write the record atomically: a reader sees the old one or the new one."""
     staging = data_dir / f".{RECORD}.{os.getpid()}"
     staging.write_text(json.dumps(asdict(cluster), indent=2) + "\n")
     staging.replace(data_dir / RECORD)
 
 
 SMALL = {
-    # Topics are declared in the catalogue and created on purpose; Faust creates its own through the admin API.
+    # Topics are declared in the catalogue and created explicitly; Faust creates its own through the admin API.
     "auto.create.topics.enable": "false",
     "offsets.topic.num.partitions": "4",
     "transaction.state.log.num.partitions": "4",
@@ -102,18 +102,18 @@ SMALL = {
 }
 
 FAR = {
-    # The default of 100 KiB lets a connection carry hardly more than that in a round trip: some 10 Mbit/s over a way of
-    # 100 ms. The system's own buffers grow with what the way holds.
+    # With the default of 100 KiB, a connection sends little more than that in a round trip: some 10 Mbit/s at a round
+    # trip of 100 ms. The system's own buffers grow with the connection's capacity.
     "socket.send.buffer.bytes": "-1",
     "socket.receive.buffer.bytes": "-1",
 }
 
 PROMPT = {
     "group.initial.rebalance.delay.ms": "0",
-    # The partitions of a broker that is gone get another leader after 5 s, not 9.
+    # The partitions of a lost broker get another leader after 5 s, not 9.
     "broker.session.timeout.ms": "5000",
     "broker.heartbeat.interval.ms": "1000",
-    # Members of the newer group protocol take these from the broker: a killed one is replaced after 10 s, not 45.
+    # Members of the newer group protocol get these from the broker: a killed one is replaced after 10 s, not 45.
     "group.consumer.session.timeout.ms": "10000",
     "group.consumer.min.session.timeout.ms": "1000",
     "group.consumer.heartbeat.interval.ms": "1000",
@@ -123,7 +123,7 @@ PROMPT = {
 
 
 def server_properties(cluster: Cluster, node: Node, log_dir: Path, network_listener: str = "") -> dict[str, str]:
-    """Every setting of one node that differs from Kafka's defaults; `network_listener` is HOST:PORT."""
+    """Return all settings of one node that differ from Kafka's defaults; `network_listener` is HOST:PORT."""
     clients = [f"PLAINTEXT://{node.address}", *([f"NETWORK://{network_listener}"] if network_listener else [])]
     return {
         "process.roles": "broker,controller",
@@ -142,7 +142,7 @@ def server_properties(cluster: Cluster, node: Node, log_dir: Path, network_liste
 
 
 def replication(brokers: int) -> dict[str, str]:
-    """Every topic on every broker; writes survive the loss of one of three."""
+    """Return settings that put every topic on every broker; with three, writes survive the loss of one."""
     in_sync = min(2, brokers)
     return {
         "default.replication.factor": str(brokers),
@@ -156,5 +156,5 @@ def replication(brokers: int) -> dict[str, str]:
 
 
 def render(properties: dict[str, str]) -> str:
-    """As a Java properties file; a backslash is that format's escape character."""
+    """Format as a Java properties file; a backslash is that format's escape character."""
     return "".join(f"{key}={value.replace(chr(92), chr(92) * 2)}\n" for key, value in properties.items())

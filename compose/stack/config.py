@@ -1,4 +1,4 @@
-"""Settings of the local stack, and its errors. Every message says what is wrong and what to do about it."""
+"""Settings of the local stack, and its errors. Each message names the fault and what to do about it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from pydantic import Field, field_validator, model_validator
 from tidemill.schemas.config import Section
 
 HOST = "127.0.0.1"
-"""The local stack listens on the loopback interface, and elsewhere only where `network_listeners` say so."""
+"""The local stack listens on the loopback interface, and elsewhere only at its `network_listeners`."""
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/tidemill`, or `~/.cache/tidemill`."""
+    """Return `$XDG_CACHE_HOME/tidemill`, or `~/.cache/tidemill`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
 
 
 class StackSettings(Section):
-    """How Apache Kafka runs on this machine."""
+    """Settings of Apache Kafka on this machine."""
 
     data_dir: Path = Path("data/stack")
-    """Where the brokers keep their data, logs, ports and process ids. One directory is one cluster."""
+    """Directory of the brokers' data, logs, ports and process ids. One directory is one cluster."""
 
     brokers: int = 1
-    """Brokers of the cluster, 1 or 3, each of them a KRaft controller as well. Fixed at the first start."""
+    """Number of brokers in the cluster, 1 or 3, each also a KRaft controller. Fixed at the first start."""
 
     heap_mb: int = Field(default=384, ge=192)
     """Java heap of each broker, in MiB."""
@@ -36,15 +36,15 @@ class StackSettings(Section):
     """First of 2 * brokers consecutive ports. 0: free ones, chosen once and kept for later starts."""
 
     network_listeners: tuple[str, ...] = ()
-    """Further HOST:PORT, one a broker, at which clients of another network (containers, namespaces) reach it. Anyone
-    there may read and write: the listeners ask for no password. None: the loopback interface only."""
+    """Further HOST:PORT, one per broker, at which clients of another network (containers, namespaces) reach it. All of
+    them can read and write: the listeners require no password. None: the loopback interface only."""
 
     properties: dict[str, str] = Field(default_factory=dict)
-    """Further properties of every broker, in Kafka's own names; they win over Tidemill's. With them a listener asks for
-    TLS and passwords."""
+    """Further properties of every broker, with Kafka's own names; they override Tidemill's. With them a listener can
+    require TLS and passwords."""
 
     fast_start: bool = True
-    """Compile with the JVM's quick compiler only: about half the CPU time at start, a lower peak throughput."""
+    """Use only the JVM's quick compiler: about half the CPU time at start, a lower peak throughput."""
 
     start_timeout_s: float = Field(default=120.0, gt=0)
     """How long the brokers may take until the admin API sees all of them, in seconds."""
@@ -53,7 +53,7 @@ class StackSettings(Section):
     """How long a broker may take to stop after SIGTERM before it gets SIGKILL, in seconds."""
 
     cache_dir: Path = Field(default_factory=default_cache_dir)
-    """Where Kafka's jars are kept between clusters and runs."""
+    """Directory in which Kafka's jars are kept between clusters and runs."""
 
     @field_validator("brokers")
     @classmethod
@@ -73,4 +73,4 @@ class StackSettings(Section):
 
 
 class StackError(RuntimeError):
-    """The local stack could not do what was asked."""
+    """An operation of the local stack failed."""

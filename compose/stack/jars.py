@@ -28,19 +28,19 @@ Progress = Callable[[str], None]
 
 
 def jars_dir(cache_dir: Path) -> Path:
-    """Where the jars of this pom lie, whether they are there yet or not."""
+    """Return the directory for the jars of this pom, which may not exist yet."""
     return cache_dir / f"kafka-{hashlib.sha256(POM.read_bytes()).hexdigest()[:12]}"
 
 
 def jars_present(cache_dir: Path) -> bool:
-    """Whether a start needs no Maven."""
+    """Return whether a start needs no Maven."""
     return jars_dir(cache_dir).is_dir()
 
 
 def resolve_jars(cache_dir: Path, progress: Progress) -> Path:
-    """The directory of Kafka's jars, fetched by Maven if need be.
+    """Return the directory of Kafka's jars; Maven fetches them if needed.
 
-    Raises StackError without Maven, and with Maven's last lines when it fails.
+    Raises StackError if Maven is missing, or, with its last lines, if it fails.
     """
     target = jars_dir(cache_dir)
     if target.is_dir():
@@ -49,7 +49,7 @@ def resolve_jars(cache_dir: Path, progress: Progress) -> Path:
     with exclusive(cache_dir / "jars.lock", RESOLVE_TIMEOUT_S, progress):
         if target.is_dir():
             return target
-        # The jars are copied beside `target`, then renamed: a killed fetch leaves nothing that looks complete.
+        # The jars are copied next to `target`, then renamed: an interrupted fetch never looks complete.
         staging = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
         try:
             progress("fetching Apache Kafka with Maven (about 45 MB, once)")
@@ -62,7 +62,7 @@ def resolve_jars(cache_dir: Path, progress: Progress) -> Path:
                 "-DincludeScope=runtime",
                 f"-DoutputDirectory={staging}",
             ]
-            # Maven writes nothing of ours beside the pom: the packaged file may be read-only.
+            # Maven writes no file next to the pom: the packaged file may be read-only.
             with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
                 assert process.stdout is not None
                 last = report_downloads(process.stdout, progress, time.monotonic)
@@ -76,7 +76,7 @@ def resolve_jars(cache_dir: Path, progress: Progress) -> Path:
 
 
 def report_downloads(lines: Iterable[str], progress: Progress, clock: Callable[[], float]) -> list[str]:
-    """Read Maven's output to its end, telling `progress` about downloads at most once a second; its last lines."""
+    """Read Maven's output to its end and report downloads to `progress`, at most one a second; return its end."""
     last: deque[str] = deque(maxlen=15)
     count, reported = 0, clock()
     for line in lines:
@@ -99,7 +99,7 @@ CHOICES = """Three ways to get a Kafka:
 
 
 def find_java() -> Path:
-    """The `java` of JAVA_HOME, else of PATH; StackError when there is none or it is older than 17."""
+    """Return the `java` of JAVA_HOME, or of PATH. Raises StackError if there is none or it is older than 17."""
     home = os.environ.get("JAVA_HOME")
     java = f"{home}/bin/java" if home else None
     if java is None or not os.access(java, os.X_OK):
@@ -119,7 +119,7 @@ def find_java() -> Path:
 
 
 def find_maven() -> Path:
-    """The `mvn` of PATH; StackError when there is none."""
+    """Return the `mvn` of PATH. Raises StackError if there is none."""
     maven = shutil.which("mvn")
     if maven is None:
         raise missing("Maven is not installed (no `mvn` on PATH); it fetches Apache Kafka's jars.")
@@ -127,12 +127,12 @@ def find_maven() -> Path:
 
 
 def missing(what: str) -> StackError:
-    """The error for a missing tool, with the choices that the person has."""
+    """Return the error for a missing tool, with the choices that the user has."""
     return StackError(f"{what}\n{CHOICES}")
 
 
 def parse_java_release(banner: str) -> int | None:
-    """The feature release in the output of `java -version`: 17 for "17.0.15", 8 for "1.8.0_392", None if unclear."""
+    """Return the feature release in the output of `java -version`: 17 for "17.0.15", 8 for "1.8.0_392", or None."""
     found = re.search(r'version "(\d+)(?:\.(\d+))?', banner)
     if found is None:
         return None

@@ -1,7 +1,7 @@
 """Apache Kafka on this machine: one or three KRaft nodes, each a detached JVM.
 
-What it keeps true: one directory is one cluster, formatted once; a node's ports and data outlive its process; commands
-on a directory run one at a time; an `up` that fails leaves none of the processes that it started; `down` leaves none.
+Invariants: one directory is one cluster, formatted once; a node's ports and data outlive its process; commands on a
+directory run one at a time; an `up` that fails stops all processes that it started; `down` stops all processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOG_TAIL_LINES = 20
 
 
 class NodeState(StrEnum):
-    """The state of a node: serving; running but not serving; stopped on purpose; gone without being stopped."""
+    """The state of a node: serving; running but not serving; stopped on purpose; ended without being stopped."""
 
     READY = "ready"
     UNREADY = "unready"
@@ -66,7 +66,7 @@ class StackStatus:
 
 
 def silent(message: str) -> None:
-    """A progress that tells nobody."""
+    """Report no progress."""
 
 
 class LocalStack:
@@ -75,9 +75,9 @@ class LocalStack:
         self._data_dir = settings.data_dir.absolute()
 
     def up(self, progress: Progress = silent) -> StackStatus:
-        """Start what is not running and return when every broker is ready; nothing to do when all of them are.
+        """Start the missing brokers and return when all of them are ready; do nothing if all are running.
 
-        Raises StackError; at once where Java or Maven is missing.
+        Raises StackError; immediately if Java or Maven is missing.
         """
         java = require_tools(self._settings)
         with self._lock(progress):
@@ -87,7 +87,7 @@ class LocalStack:
             return self.status()
 
     def down(self, progress: Progress = silent) -> None:
-        """Stop every broker of the directory; return when no process is left."""
+        """Stop every broker of the directory; return after all processes have ended."""
         if not self._data_dir.exists():
             return
         with self._lock(progress):
@@ -96,7 +96,7 @@ class LocalStack:
             stop_all([self._process(node) for node in nodes], self._settings.stop_timeout_s, progress)
 
     def status(self) -> StackStatus:
-        """The running nodes, as the processes and the brokers report them."""
+        """Return the status of the nodes, from the processes and the brokers."""
         cluster = load_cluster(self._data_dir)
         if cluster is None:
             return StackStatus(str(self._data_dir), "", ())
@@ -117,7 +117,7 @@ class LocalStack:
         return exclusive(self._data_dir / "stack.lock", patience, progress)
 
     def _cluster(self) -> Cluster:
-        """The directory's cluster, made at the first start; its ports move only when asked and nothing runs."""
+        """Return the directory's cluster, made at the first start; move its ports only if asked and stopped."""
         settings = self._settings
         existing = load_cluster(self._data_dir)
         if existing is None:
@@ -150,12 +150,12 @@ class LocalStack:
                 process.start([*self._jvm(node, java, jars, "kafka.log"), *server], home / "output.log")
             self._wait(cluster, progress)
         except BaseException:
-            # Also on Ctrl-C: a half-started cluster would hold its ports and memory with nobody to stop it.
+            # Also on Ctrl-C: a partly started cluster would hold its ports and memory until someone stops it.
             stop_all([self._process(node) for node in missing], self._settings.stop_timeout_s, progress)
             raise
 
     def _prepare(self, cluster: Cluster, node: Node, java: Path, jars: Path, progress: Progress) -> None:
-        """Write the node's configuration, and format its storage unless it has been."""
+        """Write the node's configuration, and format its storage if it is not formatted yet."""
         home = node.directory(self._data_dir)
         (home / "data").mkdir(parents=True, exist_ok=True)
         config = home / "server.properties"
@@ -173,7 +173,7 @@ class LocalStack:
             raise StackError(f"formatting {home / 'data'} failed:\n{done.stdout}{done.stderr}")
 
     def _jvm(self, node: Node, java: Path, jars: Path, log: str) -> list[str]:
-        """A small JVM that starts fast and dies rather than limp on without memory."""
+        """Return the command of a small JVM that starts fast and exits when it is out of memory."""
         return [
             str(java),
             f"-Xmx{self._settings.heap_mb}m",
@@ -198,7 +198,7 @@ class LocalStack:
                 if time.monotonic() >= deadline:
                     raise StackError(f"brokers {sorted(nodes - online)} are not ready after {timeout_s:.0f} s")
         except StackError as error:
-            # The last lines of each log that is there, under its name.
+            # The last lines of each existing log, under its name.
             logs = [node.directory(self._data_dir) / n for node in cluster.nodes for n in ("output.log", "kafka.log")]
             tails = [
                 "\n".join([f"--- last lines of {log}", *log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]])
@@ -213,7 +213,7 @@ class LocalStack:
 
 
 def require_tools(settings: StackSettings) -> Path:
-    """The `java` to use, found before any slow work; StackError without it, or without a Maven that is needed."""
+    """Return the `java` to use, before any slow work. Raises StackError without it, or without a Maven if needed."""
     java = find_java()
     if not jars_present(settings.cache_dir):
         find_maven()
@@ -221,7 +221,7 @@ def require_tools(settings: StackSettings) -> Path:
 
 
 def local_bootstrap(settings: StackSettings) -> str | None:
-    """Address of the local stack of these settings when all of its brokers serve; else None."""
+    """Return the address of the local stack of these settings if all of its brokers serve; otherwise None."""
     status = LocalStack(settings).status()
     return status.bootstrap if status.ready else None
 
@@ -230,7 +230,7 @@ REQUEST_TIMEOUT_S = 1.0
 
 
 def _admin(bootstrap: str) -> AdminClient:
-    # Refused connections are expected while a broker starts: no log lines, and quick new tries.
+    # Refused connections are expected while a broker starts: no log lines, and fast retries.
     options: dict[str, str | int | float] = {
         "bootstrap.servers": bootstrap,
         "reconnect.backoff.ms": 50,
@@ -241,7 +241,7 @@ def _admin(bootstrap: str) -> AdminClient:
 
 
 def _online(admin: AdminClient) -> frozenset[int]:
-    """Node ids of the brokers that the cluster counts as alive; empty when nobody answers."""
+    """Return the node ids of the brokers that the cluster counts as alive; empty if no broker answers."""
     try:
         described = admin.describe_cluster(request_timeout=REQUEST_TIMEOUT_S).result(REQUEST_TIMEOUT_S + 1)
     except (KafkaException, TimeoutError):

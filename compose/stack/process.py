@@ -1,8 +1,7 @@
-"""Detached processes with pid files, the ports that they listen on, and the lock on their directory.
+"""Detached processes with pid files, their ports, and the lock on their directory.
 
-A pid file is a hint, not a proof: the process counts only if it carries the marker in its command line, so that a pid
-that the kernel gave to another program is never taken, and never signalled. The kernel frees the lock when its holder
-dies.
+A pid file alone is no proof: the process counts only if its command line contains the marker, so that a reused pid of
+another program never matches and is never signalled. The kernel releases the lock when its holder ends.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ KILL_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class DetachedProcess:
-    """A process known by a pid file and by a marker, one whole argument of its command line."""
+    """A process identified by a pid file and by a marker, which is one whole argument of its command line."""
 
     pid_file: Path
     marker: str
 
     def start(self, command: Sequence[str], output: Path) -> int:
-        """Start `command` in a session of its own, output appended to a file; its pid. The marker must be in it."""
+        """Start `command`, which must contain the marker, in its own session, with output appended to a file; return
+        its pid."""
         if self.marker not in command:
             raise ValueError(f"the command lacks its marker {self.marker!r}")
         null = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
@@ -44,7 +44,7 @@ class DetachedProcess:
         return pid
 
     def find(self) -> psutil.Process | None:
-        """The running process: the one of the pid file, else any that carries the marker, else None."""
+        """Return the running process: the one in the pid file, or any with the marker, or None."""
         try:
             recorded = psutil.Process(int(self.pid_file.read_text()))
         except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
@@ -55,7 +55,7 @@ class DetachedProcess:
 
     @property
     def was_started(self) -> bool:
-        """Whether a pid file says that the process should be there."""
+        """Whether a pid file says that the process should run."""
         return self.pid_file.exists()
 
     def _matches(self, process: psutil.Process) -> bool:
@@ -68,7 +68,7 @@ class DetachedProcess:
 
 
 def stop_all(detached: Sequence[DetachedProcess], timeout_s: float, progress: Callable[[str], None]) -> None:
-    """SIGTERM to every process, SIGKILL to those left after `timeout_s` seconds; pid files go with the processes."""
+    """Send SIGTERM to all processes, and SIGKILL to the rest after `timeout_s` seconds; then delete the pid files."""
     running = [process for each in detached if (process := each.find()) is not None]
     for process in running:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -91,7 +91,7 @@ POLL_S = 0.1
 
 @contextmanager
 def exclusive(path: Path, timeout_s: float, progress: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock at `path`; StackError when another process keeps it longer than `timeout_s` seconds."""
+    """Hold the lock at `path`. Raises StackError if another process holds it for more than `timeout_s` seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = None
@@ -114,14 +114,14 @@ def exclusive(path: Path, timeout_s: float, progress: Callable[[str], None]) -> 
         os.close(descriptor)
 
 
-# Below the range that Linux and macOS hand to outgoing connections, so that no client of anything sits on a broker's
-# port when the broker comes back.
+# Below the range that Linux and macOS use for outgoing connections, so that no client has a broker's port when the
+# broker restarts.
 CHOICE = range(20_000, 32_000)
 TRIES = 1000
 
 
 def pick_ports(count: int, base_port: int) -> list[int]:
-    """`count` ports: consecutive from `base_port`, or free ones when it is 0."""
+    """Return `count` ports: consecutive from `base_port`, or free ones if it is 0."""
     if base_port:
         return list(range(base_port, base_port + count))
     chosen: list[int] = []
@@ -136,7 +136,7 @@ def pick_ports(count: int, base_port: int) -> list[int]:
 
 
 def check_free(ports: Iterable[int]) -> None:
-    """StackError when something listens on one of the ports."""
+    """Raise StackError if a program listens on one of the ports."""
     for port in ports:
         with _bind(port) as bound:
             if bound is None:
@@ -148,7 +148,7 @@ def check_free(ports: Iterable[int]) -> None:
 
 @contextlib.contextmanager
 def _bind(port: int) -> Iterator[socket.socket | None]:
-    """A socket bound to the port, or None when it is taken."""
+    """Yield a socket bound to the port, or None if it is in use."""
     with socket.socket() as candidate:
         # Connections of an earlier broker in TIME_WAIT do not count; a listener does.
         candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

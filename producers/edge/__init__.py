@@ -1,1 +1,1 @@
-"""The HTTP edge of the product: the router, which serves its traffic, and the gateway, which takes its feedback."""
+"""The HTTP servers for a product: the router, which answers its requests, and the gateway, which takes its feedback."""

@@ -1,10 +1,10 @@
-"""A product's OpenAI request, checked, with its fields that are sent to a replica; and the replica's answer. Pure.
+"""A checked OpenAI request of a product, with the fields that are sent to a replica; and the replica's answer. Pure.
 
-What holds: only fields that are known go on; the replica is always asked for token ids and the sampled tokens'
-logprobs; sampling that the recorded logprobs would not describe is named. An answer is collected for the record chunk
-by chunk: a chunk is believed only when it has as many logprobs as tokens and spans that begin at 0 and leave no gap; an
-answer of which one chunk cannot be believed has no sampled tokens. Spans are told when a version begins
-(`weight_versions` of a streamed chunk), so that an answer that is cut off knows its versions too.
+Invariants: only known fields are forwarded; the replica is always asked for token ids and the logprobs of the sampled
+tokens; sampling that the recorded logprobs would not describe is named. An answer is collected for the record chunk by
+chunk: a chunk is valid only if it has as many logprobs as tokens, and spans that begin at 0 and leave no gap; an answer
+with an invalid chunk has no sampled tokens. A span is reported when its version begins (`weight_versions` of a streamed
+chunk), so that the versions of an interrupted answer are known too.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Json = Any
 
 
 class Refusal(Exception):
-    """A request that gets no answer, in the shape of OpenAI's errors.
+    """A request that gets no answer, in the form of OpenAI's errors.
 
     Args:
         status: HTTP status.
-        message: what is wrong and what to do.
+        message: the fault and what to do.
         kind: the error's `type`, for instance `invalid_request_error`.
         parameter: the field that is wrong.
     """
@@ -43,24 +43,24 @@ class Refusal(Exception):
         self.status, self.message, self.kind, self.parameter = status, message, kind, parameter
 
     def body(self) -> dict[str, Any]:
-        """The error as the client reads it."""
+        """Return the error as the body of a response."""
         error = {"message": self.message, "type": self.kind, "param": self.parameter, "code": self.status}
         return {"error": error}
 
 
 def bad_request(message: str, parameter: str | None = None) -> Refusal:
-    """The client's fault: 400. Without `parameter` it is the field that the message begins with, where it does."""
+    """Return an error of the client: 400. Without `parameter` it names the field at the message's start, if any."""
     named = re.match(r"`?([a-z_]+)(?=[`\[])", message)
     return Refusal(400, message, "invalid_request_error", parameter or (named[1] if named else None))
 
 
 def unavailable(message: str) -> Refusal:
-    """A failure that the client cannot mend: 503."""
+    """Return a failure that the client cannot correct: 503."""
     return Refusal(503, message, "service_unavailable_error")
 
 
 def refused_by_replica(error: RequestRefused) -> Refusal:
-    """A replica's refusal, with its own words where it has OpenAI's shape."""
+    """Return a replica's refusal, with its own message if it has the form of OpenAI's errors."""
     try:
         said = json.loads(error.said)["error"]
         kind = str(said.get("type") or "invalid_request_error")
@@ -70,7 +70,7 @@ def refused_by_replica(error: RequestRefused) -> Refusal:
 
 
 class RequestKind(StrEnum):
-    """Which endpoint; the value is its path."""
+    """The endpoint of a request; the value is its path."""
 
     COMPLETION = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -81,17 +81,17 @@ class CompletionRequest:
     """A checked request."""
 
     fields: Mapping[str, Json]
-    """Fields of the request to a replica; of a chat, those beside its prompt."""
+    """Fields of the request to a replica; for a chat, all except its prompt."""
     chat: ChatRequest | None
     """None for a completion."""
     stream: bool
     user: str | None
     session_id: str
     shows_logprobs: bool
-    """Whether the client gets the logprobs beside the text."""
+    """Whether the client gets the logprobs in addition to the text."""
     shows_token_ids: bool
     other_sampling: tuple[str, ...]
-    """Names of the parameters that make the sampler's distribution another one than the model's own."""
+    """Names of the parameters with which the sampler's distribution differs from the model's own."""
 
 
 NEUTRAL: Mapping[str, tuple[Json, ...]] = {
@@ -107,16 +107,16 @@ NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "bad_words": ([],),
     "response_format": ({"type": "text"},),
 }
-"""Sampling parameters, and which of their values leave the model's own distribution as it is."""
+"""Sampling parameters, with the values that do not change the model's own distribution."""
 
 NUMBERS = tuple(f.name for f in fields(SamplingParameters) if f.name != "others")
-"""Sampling parameters whose values are recorded; of others, the names are."""
+"""Sampling parameters whose values are recorded; for all others, only the names are recorded."""
 
 ONLY_ONE = {
     "n": 1, "best_of": 1, "echo": False, "suffix": None, "seed": None, "store": False, "service_tier": "auto",
     "parallel_tool_calls": True,
 }  # fmt: skip
-"""Fields of OpenAI's interface that are taken with one value alone."""
+"""Fields of OpenAI's interface for which only one value is accepted."""
 PASSED = {"model", "ignore_eos", *NEUTRAL}
 FORWARDED: Mapping[RequestKind, frozenset[str]] = {
     RequestKind.COMPLETION: frozenset(
@@ -129,7 +129,7 @@ OWN = {"stream", "stream_options", "user", "metadata", "logprobs", "return_token
 
 
 def parse(kind: RequestKind, body: bytes) -> CompletionRequest:
-    """The request in a body. Raises Refusal (400), which names the field."""
+    """Return the request in a body. Raises Refusal (400), which names the field."""
     try:
         asked = json_object(body)
         _check_fields(kind, asked)
@@ -193,8 +193,8 @@ def _flag(fields: Mapping[str, Json], name: str) -> bool:
 
 
 def sampling_of(ask: CompletionRequest) -> SamplingParameters:
-    """Describe the sampling in the record of the answer: the parameters that the request asked for beside the model's
-    own distribution.
+    """Return the sampling for the record of the answer: the requested parameters that change the model's own
+    distribution.
     """
     given = {name: ask.fields[name] for name in ask.other_sampling if name in NUMBERS}
     numbers: dict[str, Any] = {
@@ -214,12 +214,12 @@ class CollectedChoice:
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
         self.incarnation = ""
-        """Which life of the run's version numbers the spans count in; empty until the replica said."""
+        """The incarnation of the version numbers in the spans; empty until the replica has sent it."""
         self._logprobs: list[float] = []
         self._spans: tuple[VersionSpan, ...] = ()
 
     def take(self, answer: Mapping[str, Json]) -> int:
-        """Take in a chunk, or a whole body; returns how many tokens it brought. Raises BadResponse."""
+        """Add a chunk or a whole body; return its number of tokens. Raises BadResponse."""
         choices = answer.get("choices", [])
         if not isinstance(choices, list) or len(choices) > 1:
             raise BadResponse("`choices` is not a list of one choice")
@@ -236,9 +236,9 @@ class CollectedChoice:
         return len(tokens)
 
     def segment(self, trainable: bool) -> Segment:
-        """Prompt and answer as they are recorded; the answer is masked out when it is not `trainable`.
+        """Return prompt and answer as they are recorded; the answer is masked out if it is not `trainable`.
 
-        Raises BadResponse when the replica did not say which version sampled which token.
+        Raises BadResponse if the replica did not send a version for each sampled token.
         """
         turns = []
         if trainable and self.tokens:
@@ -247,7 +247,7 @@ class CollectedChoice:
                 raise BadResponse(
                     f"`weight_versions` does not cover {count} sampled tokens: is this a Tidemill replica?"
                 )
-            # Until the end only the beginning of the last span is known: a further version would have been told.
+            # Before the end, only the start of the last span is known: the start of a newer one would have been sent.
             covering = (*spans[:-1], replace(spans[-1], end=count))
             made = Completion(self.tokens, self._logprobs, covering, str(self.finish_reason))
             start = len(self.prompt)
@@ -256,7 +256,7 @@ class CollectedChoice:
 
 
 def shown(document: Mapping[str, Json], ask: CompletionRequest) -> dict[str, Json]:
-    """A chunk or a body of a completion for the client, without the parts that only the recording needs."""
+    """Return a chunk or a body of a completion for the client, without the parts that are only recorded."""
     hidden = () if ask.shows_token_ids else _TOKENS
     kept = {name: value for name, value in document.items() if name not in hidden}
     kept["choices"] = choices = []

@@ -1,8 +1,8 @@
-"""The gateway's events: what clients send and get, who may send how much, and what became of each.
+"""The gateway's events: the models of requests and answers, the rate limits, and the result of each event.
 
-Types are strict: "1" is not a number, unknown keys are refused. What a signal may say is checked by the SDK's own
-`FeedbackMaker`. Rate caps are token buckets with the time given: in any span of `t` seconds a key is granted at most
-`burst + rate * t`, and a key that has been quiet long enough to be full again is forgotten.
+Types are strict: "1" is not a number, unknown keys are refused. The values of a signal are checked by the SDK's own
+`FeedbackMaker`. Rate limits are token buckets that are given the time: in any span of `t` seconds a key gets at most
+`burst + rate * t` tokens, and a key is forgotten after its bucket is full again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ WITHDRAWAL_EXAMPLE = {
 
 
 def _iso_text(value: object) -> object:
-    """Bare numbers would be read as seconds or milliseconds, by their size."""
+    """Check for ISO 8601 text: pydantic would read a bare number as seconds or milliseconds, by its size."""
     if isinstance(value, datetime):
         return value
     if not isinstance(value, str) or "T" not in value:
@@ -87,20 +87,19 @@ class FeedbackIn(BaseModel):
     """The act of the user, or the observation of the product."""
 
     value: Annotated[float, Field(strict=True, allow_inf_nan=False)] | None = None
-    """Read by kind: a thumb is 1 or -1. Null withdraws the event that `corrects` names."""
+    """The value, with a meaning for each kind: a thumb is 1 or -1. Null withdraws the event named in `corrects`."""
 
     user: StrictStr | None = Field(max_length=512)
-    """The product's own id of the user; null where the request that was answered named nobody. Only its keyed hash is
-    stored."""
+    """The product's own id of the user; null if the answered request named no user. Only its keyed hash is stored."""
 
     event_id: StrictStr | None = Field(default=None, max_length=128)
-    """The same event sent again with the same id counts once."""
+    """An event sent again with the same id counts once."""
 
     corrects: StrictStr | None = Field(default=None, max_length=128)
     """Event id of the signal that this one replaces."""
 
     observed_at: Annotated[AwareDatetime, BeforeValidator(_iso_text)] | None = None
-    """When it happened, ISO 8601 with a time zone."""
+    """The time of the event, ISO 8601 with a time zone."""
 
     @model_validator(mode="after")
     def _can_be_sent_again(self) -> Self:
@@ -110,14 +109,14 @@ class FeedbackIn(BaseModel):
 
 
 class BatchIn(BaseModel):
-    """Several signals; each is taken or refused by itself."""
+    """Several signals; each is accepted or refused on its own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     events: list[Any] = Field(
         min_length=1, json_schema_extra={"items": {"$ref": "#/components/schemas/FeedbackIn"}, "type": "array"}
     )
-    """The signals, each as `/v1/feedback` takes it."""
+    """The signals, each in the form of `/v1/feedback`."""
 
 
 class AcceptedOut(BaseModel):
@@ -130,13 +129,13 @@ class ItemOut(BaseModel):
     """The result of one event of a batch."""
 
     status: int = Field(examples=[202])
-    """As the status of `/v1/feedback` for this event alone."""
+    """The status that `/v1/feedback` would return for this event alone."""
     event_id: str | None = Field(default=None, examples=["d-0a4d55a8d778e5022fab701977c5d840"])
-    """Of an event that could be read."""
+    """The id of an event that could be read."""
     detail: str | None = None
-    """Why it was refused."""
+    """The reason for a refusal."""
     retry_after_s: int | None = None
-    """When to send it again, where that can help."""
+    """The time after which to send it again, if that can help."""
 
 
 class BatchOut(BaseModel):
@@ -147,16 +146,16 @@ class BatchOut(BaseModel):
 
 
 class TokenBuckets:
-    """Buckets by key: each has `burst` tokens when it is full, of which `rate` come back a second."""
+    """Buckets by key: each holds at most `burst` tokens and gets `rate` new ones per second."""
 
     def __init__(self, rate: float, burst: int) -> None:
         self._rate, self._burst = rate, float(burst)
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, key: str, count: int, now_s: float) -> float:
-        """Take tokens; 0 when they were there, otherwise nothing is taken and it is the seconds until they are.
+        """Take tokens and return 0 if there are enough; otherwise take none and return the seconds until there are.
 
-        `now_s` is of any clock that does not go back. Raises ValueError for more tokens than a bucket ever holds.
+        `now_s` is the time of any monotonic clock. Raises ValueError for more tokens than a full bucket holds.
         """
         if count > self._burst:
             raise ValueError(f"{count} tokens at once from buckets of {self._burst:g}")
@@ -186,14 +185,14 @@ class EventIntake:
         self._of_user = TokenBuckets(settings.user_rate, settings.user_burst)
 
     def charge(self, caller: str, events: int) -> None:
-        """Count events against the caller's cap. Raises Problem 429."""
+        """Count events against the caller's rate limit. Raises Problem 429."""
         wait = self._of_key.take(caller, events, time.monotonic()) if events else 0.0
         if wait:
             detail = f"the API key {caller!r} sends more than {self._settings.key_rate:g} events per second"
             raise Problem(429, detail, retry_after_s=wait)
 
     async def take(self, trees: Sequence[Any], caller: str) -> list[ItemOut]:
-        """Check and write events; what became of each, in order, when the log has answered or its time is over."""
+        """Check and write events; return their results, in order, after the log has answered or the time is over."""
         results: dict[int, ItemOut] = {}
         records: dict[int, Feedback] = {}
         for place, tree in enumerate(trees):
@@ -226,7 +225,7 @@ class EventIntake:
             raise Problem(403, str(error)) from error
         except BadFeedback as error:
             raise Problem(422, str(error)) from error
-        # Only holders of a token of their own get here, so that nobody uses up another user's share, or this memory.
+        # Only holders of a valid token reach this line, so that no client can use up another user's limit or memory.
         wait = self._of_user.take(record.user_id or record.interaction_id, 1, time.monotonic())
         if wait:
             detail = f"more than {self._settings.user_rate:g} events per second in the name of one user"
@@ -235,11 +234,11 @@ class EventIntake:
 
 
 def checked(model: type[Model], tree: Any) -> Model:  # noqa: ANN401 - a JSON tree
-    """The model that a tree holds. Raises Problem 422."""
+    """Return the model in a JSON tree. Raises Problem 422."""
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        # What is wrong, without the input: it may be large, and somebody's
+        # Report the errors without the input, which may be large or personal data
         found = error.errors(include_url=False, include_context=False, include_input=False)
         told = [f"{'.'.join(str(part)[:40] for part in e['loc']) or 'event'}: {e['msg']}" for e in found[:ERRORS_TOLD]]
         more = [f"and {len(found) - ERRORS_TOLD} more"] if len(found) > ERRORS_TOLD else []

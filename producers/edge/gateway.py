@@ -1,6 +1,6 @@
-r"""The feedback gateway: what the feedback SDK does, over HTTP, for backends in any language.
+r"""The feedback gateway: the functions of the feedback SDK over HTTP, for backends in any language.
 
-Make the keys, and start it:
+Make the keys and start it:
 
     export KEY=$(openssl rand -hex 32)
     export TIDEMILL_PRODUCT__SIGNING_KEYS="[\"$(openssl rand -hex 32)\"]"
@@ -14,10 +14,10 @@ Send an event; `TOKEN` is the interaction token that the router, started with th
       -H "Authorization: Bearer $KEY" -H "Content-Type: application/json" \
       -d '{"interaction": "'"$TOKEN"'", "kind": "thumb", "value": 1, "user": "ann@example.com", "event_id": "click-1"}'
 
-`/docs` shows the rest: batches, withdrawals, and what each refusal means.
+`/docs` shows the rest: batches, withdrawals, and the meaning of each refusal.
 
-What is answered with 202 is in the log; what is answered with 503 may be, and the same event sent again counts once. To
-stop, the server closes its door, finishes what is inside, and flushes what the log has not acknowledged.
+An event answered with 202 is in the log; an event answered with 503 may be, and if it is sent again it counts once. To
+stop, the server accepts no new requests, finishes those in progress, and flushes what the log has not acknowledged.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class HealthOut(BaseModel):
 
 
 class Health:
-    """Whether the log can be reached, asked of a broker at most once in `KEPT_S`. Used from one event loop."""
+    """Whether the log can be reached, checked with a broker at most once in `KEPT_S`. Used from one event loop."""
 
     def __init__(self, queue: FeedbackQueue) -> None:
         self._queue = queue
@@ -116,7 +116,7 @@ class Health:
         self._wrong = ""
 
     async def wrong(self) -> str:
-        """The fault of the log; empty if it answers and has the topic."""
+        """Return the fault of the log; an empty string if it answers and has the topic."""
         async with self._asking:
             if time.monotonic() - self._asked_at > KEPT_S:
                 try:
@@ -168,7 +168,7 @@ async def _tree(request: Request, caller: str) -> Any:  # noqa: ANN401 - a JSON 
     openapi_extra=_body_of("FeedbackIn", a_thumb_up=THUMB_EXAMPLE, a_thumb_taken_back=WITHDRAWAL_EXAMPLE),
 )
 async def one(request: Request, caller: Caller) -> AcceptedOut:
-    """Takes one event and answers when the log has it."""
+    """Take one event and answer after the log has it."""
     intake: EventIntake = request.app.state.intake
     result = (await intake.take([await _tree(request, caller)], caller))[0]
     if result.status == 202 and result.event_id is not None:
@@ -186,7 +186,7 @@ async def one(request: Request, caller: Caller) -> AcceptedOut:
     openapi_extra=_body_of("BatchIn", two_events={"events": [THUMB_EXAMPLE, WITHDRAWAL_EXAMPLE]}),
 )
 async def batch(request: Request, response: Response, caller: Caller) -> BatchOut:
-    """Takes or refuses each event by itself, and answers when the log has those that it takes."""
+    """Accept or refuse each event on its own, and answer after the log has the accepted ones."""
     intake: EventIntake = request.app.state.intake
     events, most = checked(BatchIn, await _tree(request, caller)).events, request.app.state.settings.max_batch
     if len(events) > most:
@@ -203,7 +203,7 @@ async def batch(request: Request, response: Response, caller: Caller) -> BatchOu
 
 @_routes.get("/healthz", summary="Whether the log can be reached", responses={503: {"model": HealthOut}})
 async def healthz(request: Request, response: Response) -> HealthOut:
-    """200 when the log answers and has the topic, otherwise 503."""
+    """Return 200 if the log answers and has the topic, otherwise 503."""
     health: Health = request.app.state.health
     wrong = await health.wrong()
     if wrong:
@@ -214,7 +214,7 @@ async def healthz(request: Request, response: Response) -> HealthOut:
 
 @_routes.get("/metrics", summary="Counts in Prometheus' format", response_class=Response)
 async def metrics(request: Request) -> Response:
-    """Requests, events, seconds until the log's acknowledgement, and events that wait for it."""
+    """Return counts of requests and events, seconds until the log's acknowledgement, and events that wait for it."""
     found: GatewayMetrics = request.app.state.metrics
     return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
 
@@ -226,14 +226,14 @@ class CountedRequests:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on and count its answer."""
+        """Forward a request and count its answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # The route's own path, not the request's: clients choose that one.
+                # The route's own path, not the path of the request, which the client chooses.
                 route = getattr(scope.get("route"), "path", OTHER_ROUTE)
                 metrics: GatewayMetrics = scope["app"].state.metrics
                 metrics.requests.labels(route, str(message["status"])).inc()
@@ -243,9 +243,9 @@ class CountedRequests:
 
 
 def application(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> FastAPI:
-    """The gateway as an ASGI application; its connection to the log lasts as long as its lifespan.
+    """Return the gateway as an ASGI application; its connection to the log lasts as long as its lifespan.
 
-    Raises KeysMissing without the product's keys or API keys, ValueError when no brokers are named.
+    Raises KeysMissing without the product's keys or API keys, ValueError if no brokers are configured.
     """
     settings.require_clients()
     kafka.address()
@@ -269,7 +269,7 @@ def application(kafka: KafkaSettings, product: ProductSettings, settings: Gatewa
 @asynccontextmanager
 async def _lifespan(app: FastAPI, *, kafka: KafkaSettings, maker: FeedbackMaker) -> AsyncIterator[None]:
     settings: GatewaySettings = app.state.settings
-    # The client is told to send again what was not acknowledged by then: it is not kept for longer.
+    # The client is told to send unacknowledged events again after this time, so they are not kept for longer.
     kept_s = settings.acknowledge_timeout_s
     queue = FeedbackQueue(kafka, "gateway", settings.max_queued, settings.linger_ms, kept_s)
     acknowledged = AwaitedDeliveries(queue)
@@ -281,7 +281,7 @@ async def _lifespan(app: FastAPI, *, kafka: KafkaSettings, maker: FeedbackMaker)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's page, and the request bodies, which are read here and not by FastAPI."""
+    """Return FastAPI's schema, plus the request bodies, which FastAPI does not parse here."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         _, bodies = models_json_schema(
@@ -293,7 +293,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 async def _error(_request: Request, error: Exception) -> Response:
-    """The answer to an error. The trace of an unexpected one is in the server's log alone."""
+    """Return the answer to an error. The traceback of an unexpected one is only in the server's log."""
     if isinstance(error, Problem):
         return answer(error)
     if isinstance(error, HTTPException):
@@ -302,7 +302,7 @@ async def _error(_request: Request, error: Exception) -> Response:
 
 
 def gateway_server(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> ThreadServer:
-    """The gateway, to be entered. Raises as `application`; PortTaken when the address cannot be bound."""
+    """Return the gateway, to be entered. Raises as `application`; PortTaken if the address cannot be bound."""
     app = application(kafka, product, settings)
     listener = bind(settings.host, settings.port, "gateway.port", BACKLOG)
     grace_s = settings.acknowledge_timeout_s + GRACE_S
@@ -312,9 +312,9 @@ def gateway_server(kafka: KafkaSettings, product: ProductSettings, settings: Gat
 def run(
     kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings, stop: threading.Event | None = None
 ) -> None:
-    """Take feedback until `stop` is set (without one: SIGTERM or SIGINT comes); then finish the answers, and flush.
+    """Take feedback until `stop` is set (without `stop`: until SIGTERM or SIGINT); then finish the answers, and flush.
 
-    Raises as `gateway_server`; RuntimeError when the server ended by itself, and its log says why.
+    Raises as `gateway_server`; RuntimeError if the server ended on its own: its log has the reason.
     """
     stop = stop or stop_on_signals()
     with gateway_server(kafka, product, settings) as server:

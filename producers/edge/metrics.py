@@ -1,6 +1,6 @@
 """The counts of the router and of the gateway, in Prometheus' text format.
 
-Labels come from fixed sets and from configured names, so that no client can make series.
+Labels come from fixed sets and from configured names, so that clients cannot create series.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 class RouterMetrics(CollectorRegistry):
-    """The router's."""
+    """The metrics of the router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class RouterMetrics(CollectorRegistry):
 
 
 class GatewayMetrics(CollectorRegistry):
-    """The gateway's."""
+    """The metrics of the gateway."""
 
     def __init__(self, pending: Callable[[], float]) -> None:
-        """`pending`: events that wait for the log's acknowledgement now."""
+        """`pending`: the number of events that wait for the log's acknowledgement."""
         super().__init__()
         wide = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
         self.requests = Counter(

@@ -1,9 +1,8 @@
-"""Errors as clients read them, and the bodies of their requests.
+"""Errors in the form that clients read, and the bodies of their requests.
 
-Errors are `application/problem+json` (RFC 9457), and never a trace of the program. A body is bounded in bytes (the
-server bounds the time that it may take), and JSON without the parts that parsers disagree about: a key that comes
-twice, NaN, Infinity and any encoding but UTF-8 are refused, so that no two readers of the same bytes understand
-different things.
+Errors are `application/problem+json` (RFC 9457), and never contain a traceback. A body is limited in bytes (the server
+limits its time), and is JSON without the parts that parsers read differently: a repeated key, NaN, Infinity and any
+encoding except UTF-8 are refused, so that two readers of the same bytes never understand different things.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ MEDIA_TYPE = "application/problem+json"
 
 
 class Problem(Exception):
-    """A request that cannot be answered as asked.
+    """A request that cannot be answered.
 
     Args:
         status: HTTP status.
-        detail: what is wrong and what to do, for the person who wrote the client.
-        retry_after_s: when to come again, where coming again can help.
-        close: whether the connection ends, since the rest of the request is not read.
+        detail: the fault and what to do, for the author of the client.
+        retry_after_s: when to try again, if that can help.
+        close: whether the connection ends, because the rest of the request is not read.
     """
 
     def __init__(self, status: int, detail: str, *, retry_after_s: float | None = None, close: bool = False) -> None:
@@ -37,7 +36,7 @@ class Problem(Exception):
 
 
 class ProblemOut(BaseModel):
-    """Why a request was refused."""
+    """The reason for a refusal."""
 
     title: str = Field(examples=["Forbidden"])
     status: int = Field(examples=[403])
@@ -45,7 +44,7 @@ class ProblemOut(BaseModel):
 
 
 def answer(problem: Problem) -> JSONResponse:
-    """The response to a problem."""
+    """Return the response to a problem."""
     headers = {}
     if problem.retry_after_s is not None:
         headers["Retry-After"] = str(whole_seconds(problem.retry_after_s))
@@ -58,12 +57,12 @@ def answer(problem: Problem) -> JSONResponse:
 
 
 def whole_seconds(seconds: float) -> int:
-    """Seconds as `Retry-After` takes them: whole, and never too few."""
+    """Return seconds for `Retry-After`: whole, rounded up, at least 1."""
     return max(1, math.ceil(seconds))
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a request that says it is JSON. Raises Problem 400, 413, 415."""
+    """Return the body of a request that is declared as JSON. Raises Problem 400, 413, 415."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise Problem(415, "send the body as Content-Type: application/json", close=True)
@@ -85,7 +84,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 def parse_json(body: bytes) -> Any:  # noqa: ANN401 - a JSON tree
-    """The JSON value of bytes. Raises Problem 400."""
+    """Return the JSON value of bytes. Raises Problem 400."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

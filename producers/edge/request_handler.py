@@ -1,12 +1,12 @@
-"""One request of the product from its arrival to its end, and its record.
+"""The handling of one request of the product, from its arrival to its end, and its record.
 
-What holds:
+Invariants:
 
-- while the log fails, requests are turned away at once, one of them let through now and then to try it again;
-- nothing is sent before a replica has begun to answer, so that until then another replica may be asked;
+- while the log fails, requests are refused immediately, except for one at intervals that tries the log again;
+- nothing is sent before a replica has begun to answer, so that another replica can be asked until then;
 - the chunk that ends the answer, or the whole body, is sent after the log has acknowledged the interaction;
-- every answer of which a part was sent is recorded, with what was sampled until it ended or broke off;
-- the arm recorded is the pool that answered.
+- every answer that was sent in part is recorded, with all tokens sampled until its end or interruption;
+- the recorded arm is the pool that answered.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ LOG = logging.getLogger(__name__)
 APPLICATION = "tidemill-router"
 INTERACTION_HEADER = "x-tidemill-interaction"
 ABANDONED = "abandoned"
-"""The client went away before the end."""
+"""The client disconnected before the end."""
 FAILED = "failed"
-"""The answer broke off for the replica's sake, or cannot be believed."""
+"""The answer was interrupted because of the replica, or is not valid."""
 
 
 class LogUnavailable(RuntimeError):
@@ -63,7 +63,7 @@ class LogUnavailable(RuntimeError):
 
 
 class Recorder:
-    """Writes interactions. `rest_s` is how long the log is left alone after a failure."""
+    """Writes interactions. `rest_s` is the backoff after a failure of the log, in seconds."""
 
     def __init__(self, outbox: Outbox, timeout_s: float, rest_s: float) -> None:
         self._outbox, self._timeout_s, self._rest_s = outbox, timeout_s, rest_s
@@ -83,7 +83,7 @@ class Recorder:
         self.failing = False
 
     def may_try(self) -> bool:
-        """Whether a request may come in: always while the log answers; one each `rest_s` while it does not."""
+        """Return whether to accept a request: always while the log answers; one per `rest_s` while it does not."""
         if not self.failing:
             return True
         if self._now() < self._rests_until:
@@ -99,8 +99,8 @@ class Recorder:
 async def open_recorder(
     kafka: KafkaSettings, run: RunSettings, store: StoreSettings, settings: RouterSettings
 ) -> AsyncIterator[Recorder]:
-    """A recorder whose producer has sent everything when it is closed, or has given it up in time."""
-    # What is not acknowledged in time is not sent later either: the client was told that it was not served.
+    """Return a recorder whose producer, at its end, has sent all interactions, or dropped them after a time limit."""
+    # An interaction that is not acknowledged in time is not sent later: its client was told that it was not served.
     limit = {"delivery.timeout.ms": str(round(1000 * settings.log_timeout_s))}
     options = kafka.model_copy(update={"client_options": {**limit, **kafka.client_options}})
     claims = SegmentClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
@@ -112,7 +112,7 @@ async def open_recorder(
 
 
 class RequestHandler:
-    """One request. `run` it once; cancelling it means that the client went away."""
+    """Handles one request. Call `run` once; cancelling it means that the client disconnected."""
 
     def __init__(self, router: Router, ask: CompletionRequest, consent: bool, send: Send, arrived: float) -> None:
         """Check the request against the settings. Raises Refusal, BadUserId."""
@@ -168,7 +168,7 @@ class RequestHandler:
                 self._turn.close()
 
     async def _body(self) -> bytes:
-        """The request to a replica. Raises Refusal for a prompt that cannot be made, or is too long."""
+        """Return the request to a replica. Raises Refusal for a prompt that cannot be built, or is too long."""
         ask, fields = self._ask, self._ask.fields
         if ask.chat is not None:
             if self._router.chat is None:
@@ -209,9 +209,9 @@ class RequestHandler:
             raise bad_request(f"the prompt has {len(prompt)} tokens, at most {most} are served", named)
 
     async def _settle(self) -> bool:
-        """Record the whole answer; whether it may be given to the client to its end."""
+        """Record the whole answer; return whether the rest may be sent to the client."""
         self._settled = True
-        # The wait for the log has a limit of its own: no deadline comes between a record and the end that it speaks of.
+        # The wait for the log has its own limit: no deadline may pass between a record and the end that it reports.
         self._deadline.reschedule(None)
         try:
             await asyncio.shield(self._record(str(self._collected.finish_reason)))
@@ -231,7 +231,7 @@ class RequestHandler:
         return True
 
     async def _record(self, finish_reason: str) -> None:
-        """Have the answer recorded. One that cannot be believed is recorded as failed, without sampled tokens."""
+        """Record the answer. An invalid one is recorded as failed, without sampled tokens."""
         identity, collected = self._identity, self._collected
         try:
             segment = collected.segment(trainable=not self._ask.other_sampling)
@@ -269,13 +269,13 @@ class RequestHandler:
         self._router.metrics.interactions.labels(made.arm, made.finish_reason).inc()
 
     async def _break_off(self, finish_reason: str) -> None:
-        """Record what was sent of an answer that has no end."""
+        """Record the sent part of an interrupted answer."""
         if not self.begun or self._settled:
             return
         self._settled = True
         self._collected.finish_reason = None
         try:
-            # The client's departure must not take the record with it.
+            # Cancellation by a disconnected client must not stop the record.
             await asyncio.shield(self._record(finish_reason))
         except LogUnavailable as error:
             LOG.error("not recorded: %s", error)
@@ -283,7 +283,7 @@ class RequestHandler:
 
     @asynccontextmanager
     async def _answered(self, body: bytes) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        """The answer of the first replica that begins one: of the user's arm, then of the stable pool."""
+        """Yield the answer of the first replica that begins one: of the user's arm, then of the stable pool."""
         arm, replicas = self._lot.arm, self._router.replicas
         async with AsyncExitStack() as stack:
             while True:
@@ -302,10 +302,10 @@ class RequestHandler:
             yield documents
 
     async def _show(self, document: dict[str, Any], token: str) -> None:
-        """Send a document as the client asked for it, with the signed `token` of the interaction where it is given."""
+        """Send a document in the form that the client requested, with the interaction's signed `token` if given."""
         try:
             told = shown(document, self._ask) if self._turn is None else self._turn.take(document)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:  # in what only this client asked for
+        except (TypeError, ValueError, KeyError, AttributeError) as error:  # in fields that only this client requested
             raise BadResponse(f"a part of the answer has another shape: {error!r}") from error
         if told is None:
             return

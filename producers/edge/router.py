@@ -1,7 +1,7 @@
-"""The router: serves product traffic with OpenAI's protocol, follows the gate's decisions, records what it answers.
+"""The router: answers product traffic with OpenAI's protocol, follows the gate's decisions, records its answers.
 
 `POST /v1/completions`, `POST /v1/chat/completions` and `GET /v1/models` need an API key; `GET /healthz` and
-`GET /metrics` do not. A client that goes away ends its request at the replica.
+`GET /metrics` do not. If a client disconnects, its request at the replica ends.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _CONSENT = {"yes": True, "no": False}
 
 
 class Router:
-    """The endpoints of one run, and the requests in hand. Called, it answers one request of a `RequestKind`."""
+    """The endpoints and unfinished requests of one run. A call answers one request of a `RequestKind`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Router:
         replicas: Replicas,
         recorder: Recorder,
     ) -> None:
-        """Raises KeysMissing."""
+        """Prepare the endpoints. Raises KeysMissing."""
         self.run, self.settings, self.replicas, self.recorder = run, settings, replicas, recorder
         self.signer, self.pseudonyms = Signer(product), Pseudonyms(product)
         self.canary, self.metrics = CanaryShare(run.run_id, run.branch), RouterMetrics()
@@ -78,13 +78,13 @@ class Router:
         self._running: set[asyncio.Task[None]] = set()
 
     def build(self) -> Starlette:
-        """The ASGI application."""
+        """Return the ASGI application."""
         answers = [Route(kind.value, self, methods=["POST"]) for kind in RequestKind]
         told = [("/v1/models", self._models), ("/healthz", self._health), ("/metrics", self._metrics)]
         return Starlette(routes=[*answers, *(Route(path, endpoint) for path, endpoint in told)])
 
     def observe(self, decisions: Iterable[ConsumedRecord]) -> None:
-        """Take the gate's decisions in, in log order."""
+        """Process the gate's decisions, in log order."""
         for located in decisions:
             made = located.record
             objection = self.canary.observe(made) if isinstance(made, GateDecision) else located.error
@@ -93,12 +93,12 @@ class Router:
         self.metrics.share.set(self.canary.share)
 
     async def drain(self) -> None:
-        """Wait until every request in hand has been recorded."""
+        """Wait until every unfinished request has been recorded."""
         while self._running:
             await asyncio.gather(*self._running, return_exceptions=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request from its first byte to its last; the answer's parts are sent as they come."""
+        """Answer a request completely; parts of the answer are sent as they arrive."""
         request = Request(scope, receive)
         try:
             self._check_key(request)
@@ -189,9 +189,9 @@ def run(
     chat: ChatSettings,
     stop: threading.Event | None = None,
 ) -> None:
-    """Serve until `stop` is set; without one, until SIGTERM or SIGINT. Then record what is in hand.
+    """Serve until `stop` is set; without `stop`, until SIGTERM or SIGINT. Then record the unfinished requests.
 
-    Chat is served from the run's first anchor on, whose chat template it needs; completions are served at once.
+    Chat is served as soon as the run has an anchor, because it needs its chat template; completions are served at once.
 
     Raises:
         KeysMissing: the product's keys are not configured, or there is no API key.
@@ -221,7 +221,7 @@ def run(
                         router.observe(await asyncio.to_thread(decisions.poll, POLL_S))
 
             async def load_chat() -> None:
-                """Serve chat as soon as its format can be known."""
+                """Serve chat as soon as its format is known."""
                 uri = settings.tokenizer or await asyncio.to_thread(anchor_of_run, kafka, run, stop)
                 if uri is not None:
                     router.chat = await asyncio.to_thread(
@@ -230,7 +230,7 @@ def run(
 
             following = asyncio.gather(follow(), load_chat())
             tasks: list[asyncio.Future[Any]] = [asyncio.create_task(server.serve(sockets=[listener])), following]
-            # Serve and follow until one ends; then record what is in hand, and raise what ended them
+            # Serve and follow until one ends; then record the unfinished requests, and raise the error that ended them
             try:
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -246,9 +246,9 @@ def run(
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the role."""
+    """A server that leaves signals to the role."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take none."""
+        """Capture no signals."""
         yield

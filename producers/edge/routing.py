@@ -1,9 +1,9 @@
-"""Where a request of the product goes: the arm of its user, the replica that is asked, and the answer as it comes.
+"""The route of a product's request: the arm of its user, the replica that is asked, and the answer as it arrives.
 
-What holds: while a version is tried, the newest CANARY decision's share of the users is in the canary arm, always the
-same ones; another candidate draws other users, so that nobody is the first to get every candidate. Of a pool the least
-loaded replica that is not being left alone after a failure is asked; closing an answer before its end closes the
-connection, by which the replica gives the request up.
+Invariants: while a version is on trial, the share of users in the newest CANARY decision is in the canary arm, always
+the same users; another candidate draws other users, so that no user is always the first to get a candidate. The least
+loaded replica of a pool that is not in backoff is asked; closing an answer before its end closes the connection, and
+the replica then cancels the request.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _GAVE_UP = ("abort", "error")
 
 @dataclass(frozen=True, slots=True)
 class ArmAssignment:
-    """The arm that a user is in, and the probability with which they are."""
+    """The arm of a user, and the probability with which it was chosen."""
 
     arm: Arm
     propensity: float
 
 
 class CanaryShare:
-    """The share of the version under trial on one branch of one run; 0 while there is none."""
+    """The share of the version on trial on one branch of one run; 0 if there is none."""
 
     def __init__(self, run_id: str, branch: str) -> None:
         self._of = (run_id, branch)
@@ -53,16 +53,16 @@ class CanaryShare:
 
     @property
     def share(self) -> float:
-        """Part of the users, 0 to 1; 0 while nothing is tried."""
+        """The share of users, 0 to 1; 0 if no version is on trial."""
         return 0.0 if self._branch.trial is None else self._branch.trial.share
 
     @property
     def version(self) -> int | None:
-        """The version that is tried; None while none is."""
+        """The version on trial; None if there is none."""
         return None if self._branch.trial is None else self._branch.trial.version
 
     def observe(self, decision: GateDecision) -> str:
-        """Take a decision in, in log order. Returns why it is not taken; else an empty string."""
+        """Process a decision, in log order. Return the reason why it is not used; otherwise an empty string."""
         if (decision.run_id, decision.branch) != self._of:
             return ""
         objection = self._branch.observe(decision)
@@ -73,7 +73,7 @@ class CanaryShare:
         return objection
 
     def lot(self, unit: str, salt: str) -> ArmAssignment:
-        """The arm of what is always in the same one: a pseudonym; without one, a conversation or a single request.
+        """Return the arm of a unit that keeps its arm: a pseudonym; without one, a conversation or a single request.
 
         `salt` is the experiment's.
         """
@@ -85,11 +85,11 @@ class CanaryShare:
 
 
 class NoReplicaAvailable(ReplicaUnavailable):
-    """Every replica of a pool is being left alone after a failure."""
+    """Every replica of a pool is in backoff after a failure."""
 
 
 Answer = tuple[ReplicaIdentity, AsyncIterator[dict[str, Any]]]
-"""The replica that answers, and the answer as it comes: the whole body as one document, or a document a chunk."""
+"""The replica that answers, and the answer as it arrives: the whole body as one document, or one document per chunk."""
 
 
 class Replicas:
@@ -104,12 +104,12 @@ class Replicas:
 
     @asynccontextmanager
     async def ask(self, arm: Arm, body: bytes, *, stream: bool) -> AsyncIterator[Answer]:
-        """Have a request to `/v1/completions` answered by a replica of a pool. The answer has at least one document.
+        """Send a request to `/v1/completions` of a replica of a pool. The answer has at least one document.
 
         Raises:
-            NoPlace: all replicas of the pool are left alone; those of the stable pool are waited for.
-            ReplicaUnavailable: no connection, an error of the replica's, or an answer that is cut short.
-            RequestRefused: the replica says that the request is wrong.
+            NoReplicaAvailable: all replicas of the pool are in backoff; for the stable pool, the call waits instead.
+            ReplicaUnavailable: no connection, an error of the replica, or an incomplete answer.
+            RequestRefused: the replica reports an invalid request.
             BadResponse: the answer is empty, or not JSON.
         """
         async with (
@@ -132,7 +132,7 @@ class Replicas:
             yield identity, rejoined()
 
     async def models(self) -> dict[str, Any]:
-        """The models of the stable pool, as OpenAI lists models. Raises ReplicaUnavailable, BadResponse."""
+        """Return the models of the stable pool, in the form of OpenAI. Raises ReplicaUnavailable, BadResponse."""
         async with (
             self._place(Arm.STABLE, wait=False) as address,
             self._client.request("GET", address, MODELS_PATH) as response,
@@ -145,7 +145,7 @@ class Replicas:
 
     @asynccontextmanager
     async def _place(self, arm: Arm, wait: bool) -> AsyncIterator[str]:
-        """A place on a replica of a pool. Raises NoPlace when all are left alone, unless it is to `wait`."""
+        """Reserve a replica of a pool. Raises NoReplicaAvailable if all are in backoff, unless `wait` is set."""
         pool, clock = self._pools[arm], asyncio.get_running_loop().time
         while (address := pool.pick(clock())) is None:
             if not wait:
@@ -163,7 +163,7 @@ class Replicas:
 
 
 async def _documents(response: aiohttp.ClientResponse, stream: bool) -> AsyncIterator[dict[str, Any]]:
-    """A whole body, or the documents of a stream of server-sent events up to its end mark.
+    """Yield a whole body, or the documents of a stream of server-sent events up to its end mark.
 
     Raises ReplicaUnavailable for a stream without an end mark.
     """
@@ -174,7 +174,7 @@ async def _documents(response: aiohttp.ClientResponse, stream: bool) -> AsyncIte
     async for piece in response.content.iter_any():
         *events, waiting = (waiting + piece).split(b"\n\n")
         for event in events:
-            # What follows the end mark is read too: only a connection that was read to its end is used again.
+            # The bytes after the end mark are read too: only a connection that was read to its end is used again.
             ended = ended or event == b"data: [DONE]"
             if not ended and event.startswith(b"data: "):
                 yield _document(event[6:])

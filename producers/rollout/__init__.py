@@ -1,1 +1,1 @@
-"""The rollout worker: tasks from the log are played against the replicas, and become rollouts."""
+"""The rollout worker: plays tasks from the log against the replicas and writes rollouts."""

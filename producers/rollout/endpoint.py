@@ -1,11 +1,11 @@
-"""The completion layer for agent programs: one OpenAI endpoint on loopback a worker, with a key for each rollout.
+"""The completion layer for agent programs: one OpenAI endpoint on loopback per worker, with a key for each rollout.
 
-What holds:
+Invariants:
 
-- a key opens its own rollout alone, and nothing once the episode is over;
-- an answer is sampled as in process: seed, temperature, top_p and stop of a request are not taken, as they would bias
-  it; a field that asks for another kind of answer is refused by name;
-- a client that goes away takes its generation with it, and the rollout has failed;
+- a key gives access only to its own rollout, and to nothing after the episode has ended;
+- an answer is sampled as in process: seed, temperature, top_p and stop of a request are ignored, because they would
+  bias it; a field that asks for another kind of answer is refused by name;
+- if a client disconnects, its generation is cancelled and the rollout has failed;
 - after an agent posted its result, none of its calls is answered.
 """
 
@@ -34,7 +34,7 @@ from tidemill.schemas.records import RewardComponent
 
 LOG = logging.getLogger(__name__)
 LARGEST_BODY = 32 * 2**20
-"""Bytes of a request."""
+"""In bytes, of a request."""
 MODEL = "policy"
 """Name of the model in the list of models."""
 BACKLOG = 1024
@@ -57,15 +57,15 @@ class _PostedResult(BaseModel):
 
 @dataclass(slots=True, eq=False)
 class _RolloutSession:
-    """One rollout that a key opens."""
+    """The state of one rollout that has a key."""
 
     policy: RolloutPolicy
     turns: set[asyncio.Task[Reply]] = field(default_factory=set)
-    """Generations under way."""
+    """Generations in progress."""
 
 
 class _Refused(Exception):
-    """A request that gets an error in OpenAI's form."""
+    """A request that is answered with an error in OpenAI's form."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -73,7 +73,7 @@ class _Refused(Exception):
 
 
 class AgentEndpoint:
-    """The endpoint of one worker, as an async context manager. It listens from the first rollout that asks for it."""
+    """The endpoint of one worker, as an async context manager. It starts to listen when the first rollout needs it."""
 
     def __init__(self) -> None:
         self._guests: dict[str, _RolloutSession] = {}
@@ -85,14 +85,14 @@ class AgentEndpoint:
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
-        """Close the port, and all that is open."""
+        """Close the port and all open sessions."""
         for guest in list(self._guests.values()):
             self.close(guest.policy)
         if self._serving is not None:
             await (await self._serving).cleanup()
 
     def open(self, policy: RolloutPolicy) -> Endpoint:
-        """The endpoint of a rollout, with a new key. Raises OSError when no port can be had."""
+        """Return the endpoint of a rollout, with a new key. Raises OSError if no port is free."""
         if self._serving is None:
             # The port is known at once; connections wait until the server has started.
             listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
@@ -103,7 +103,7 @@ class AgentEndpoint:
         return Endpoint(self._base_url, key)
 
     def close(self, policy: RolloutPolicy) -> None:
-        """Make a rollout's keys void and give up its generations; nothing for one that was never opened."""
+        """Revoke a rollout's keys and cancel its generations; do nothing for a rollout that was never opened."""
         for key in [key for key, guest in self._guests.items() if guest.policy is policy]:
             for turn in self._guests.pop(key).turns:
                 turn.cancel()
@@ -129,7 +129,7 @@ class AgentEndpoint:
     def _answering(
         self, answer: Callable[[web.Request, _RolloutSession], Awaitable[web.Response]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """A handler whose errors have OpenAI's form."""
+        """Return a handler whose errors have OpenAI's form."""
 
         async def handler(request: web.Request) -> web.Response:
             try:
@@ -176,7 +176,7 @@ class AgentEndpoint:
             if handler is not None and handler.cancelling():
                 raise
             raise _Refused(401, "the episode is over", "invalid_api_key") from None
-        except Exception as error:  # a defect of ours; the agent must not score it as an answer
+        except Exception as error:  # a defect of Tidemill; the agent must not score it as an answer
             LOG.exception("a call of an agent program raised")
             raise _Refused(500, f"{type(error).__name__}: {error}", "generation_failed") from error
         finally:
@@ -204,12 +204,12 @@ def _error(status: int, message: str, code: str | None = None) -> web.Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     named = re.match(r"`?([a-z_]+)", message) if status == 400 and code is None else None
     error = {"message": message, "type": kind, "param": named[1] if named else None, "code": code}
-    # No answer of ours changes when it is asked for again, and the openai client tries three times.
+    # A repeated request gets the same answer, but the openai client tries three times by default.
     return _json({"error": error}, status, {"x-should-retry": "false"})
 
 
 def _events(head: tuple[str, str, int], reply: Reply, with_usage: bool) -> web.Response:
-    """A turn as server-sent events. They begin when the turn is whole, so that a failure has a status."""
+    """Return a turn as server-sent events. They start when the turn is complete, so that a failure has a status."""
     message = reply.message
     deltas: list[Mapping[str, Any]] = [{"role": "assistant", "content": ""}]
     if message.get("reasoning_content"):

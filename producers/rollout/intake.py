@@ -1,16 +1,16 @@
-"""Takes tasks from the log as a member of a consumer group, each with its recorded part, and commits what is done.
+"""Reads tasks from the log as a member of a consumer group, with their recorded parts, and commits finished ones.
 
-What holds:
+Invariants:
 
-- while no task is wanted the member polls every `PATIENCE_S`, with its partitions paused, so that it stays a member and
-  holds a rebalance up no longer. It does not do so at once, since a paused partition takes about a second to flow
-  again, and what was fetched ahead is lost;
-- the record of tasks that a worker began before is read once for each partition of `tasks` that is assigned, when its
-  first task arrives, from the time of that task on. The former owner of the partition took its tasks in order and
-  committed none past an unfinished one, so that everything of later tasks lies after that time. `rollouts` is read only
-  for a task that was begun.
+- while no task is wanted, the member polls every `PATIENCE_S` with its partitions paused, so that it stays a member and
+  delays a rebalance no longer than that. It does not pause at once, because a paused partition needs about a second to
+  deliver again, and the records that were fetched ahead are lost;
+- the record of tasks that were begun earlier is read once for each assigned partition of `tasks`, when its first task
+  arrives, from the time of that task on. The former owner of the partition took its tasks in order and committed none
+  past an unfinished one, so that all records of later tasks are newer than that time. `rollouts` is read only for a
+  task that was begun.
 
-`TaskIntake` and `TaskRecovery` block, and have a thread of their own; the rest is pure.
+`TaskIntake` and `TaskRecovery` block and need a thread of their own; the other classes are pure.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ REBALANCING = frozenset(
         KafkaError._WAIT_COORD,
     }
 )
-"""Why a commit may fail though nothing is wrong: the partitions are on their way to another member, or the group to
-another broker."""
+"""The errors of a commit that need no action: the partitions are moving to another member, or the group to another
+broker."""
 FENCED = frozenset({KafkaError.FENCED_INSTANCE_ID, KafkaError._FATAL, KafkaError._FENCED})
-"""The errors that a static member gets if another one took its place."""
+"""The errors of a static member that another one replaced."""
 SKEW_US = 10_000_000
-"""How far the clocks of those who write tasks, dispatches and rollouts may be apart."""
+"""The largest difference between the clocks of the writers of tasks, dispatches and rollouts."""
 
 
 class OffsetTracker:
-    """Offsets that may be committed when work finishes out of order. Pure.
+    """Offsets that may be committed if work finishes out of order. Pure.
 
-    What holds: the offset to commit of a partition is never past a record whose work is unfinished, so that work that a
+    Invariants: the offset to commit of a partition is never past a record with unfinished work, so that work that a
     crash interrupts is delivered again; a record delivered again while its work runs, or after it, is not begun twice.
     """
 
@@ -68,7 +68,7 @@ class OffsetTracker:
         self._committed: dict[Partition, int] = {}
 
     def begin(self, partition: Partition, offset: int) -> bool:
-        """A record arrived; whether its work is to be begun. Offsets of a partition arrive in order, with gaps."""
+        """Store a record; return whether to begin its work. Offsets of a partition arrive in order, with gaps."""
         if offset < self._next.get(partition, 0):
             return False
         self._running.setdefault(partition, set()).add(offset)
@@ -76,25 +76,25 @@ class OffsetTracker:
         return True
 
     def finish(self, partition: Partition, offset: int) -> None:
-        """The work of a record is done. One of a partition that was dropped is ignored."""
+        """Mark the work of a record as done; ignore a dropped partition."""
         self._running.get(partition, set()).discard(offset)
 
     def drop(self, partition: Partition) -> None:
-        """The partition belongs to another member now."""
+        """Forget a partition that now belongs to another member."""
         for state in (self._running, self._next, self._committed):
             state.pop(partition, None)
 
     def partitions(self) -> set[Partition]:
-        """Partitions of which a record has arrived."""
+        """Return the partitions from which a record has arrived."""
         return set(self._next)
 
     def committable(self) -> dict[Partition, int]:
-        """The next offset to read of each partition where it moved since `committed`."""
+        """Return the next offset to read of each partition in which it changed since `committed`."""
         marks = {partition: min(self._running[partition], default=end) for partition, end in self._next.items()}
         return {partition: mark for partition, mark in marks.items() if mark > self._committed.get(partition, 0)}
 
     def committed(self, offsets: dict[Partition, int]) -> None:
-        """The offsets were committed."""
+        """Store the offsets that were committed."""
         self._committed.update(offsets)
 
 
@@ -103,12 +103,12 @@ class TaskProgress:
     """The recorded part of one task."""
 
     ended: frozenset[int] = frozenset()
-    """Places in the group whose rollouts are on the log."""
+    """Indexes in the group of the rollouts that are in the log."""
     turns: Mapping[int, tuple[Turn, ...]] = field(default_factory=dict)
-    """Recorded turns of the others, by place, in log order, unchecked."""
+    """Recorded turns of the other rollouts, by index, in log order, unchecked."""
 
     def resumable(self, index: int) -> int:
-        """How many turns of a place are recorded, those of equal contexts by several workers counted once each."""
+        """Return how many turns of an index are recorded. Turns of several workers with equal contexts count once."""
         return len({(turn.context, turn.turn) for turn in self.turns.get(index, ())})
 
 
@@ -116,7 +116,7 @@ NOTHING = TaskProgress()
 
 
 class BegunTasks:
-    """The begun tasks of one run, from the records of `rollouts.progress` and `rollouts` in log order."""
+    """The started tasks of one run, from the records of `rollouts.progress` and `rollouts` in log order."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -127,12 +127,12 @@ class BegunTasks:
         self.groups: set[str] = set()
         """Their groups."""
         self.first_at = 0
-        """Time of the first dispatch, in microseconds since the Unix epoch; 0 for none."""
+        """Time of the first dispatch, in microseconds since the Unix epoch; 0 if there is none."""
         self.rollouts_read = False
-        """Whether the records of `rollouts` were taken."""
+        """Whether the records of `rollouts` were read."""
 
     def observe(self, record: Record | None) -> None:
-        """Take one record; those of other runs are left alone."""
+        """Process one record; ignore records of other runs."""
         match record:
             case Dispatch() if record.run_id == self._run_id:
                 self.first_at = min(record.at, self.first_at) if self.tasks else record.at
@@ -146,7 +146,7 @@ class BegunTasks:
                 pass
 
     def progress(self, task: Task) -> TaskProgress:
-        """The recorded part of a task. Its turns are handed out once, and are not kept."""
+        """Return the recorded part of a task. Its turns are returned only once and then deleted."""
         names = [rollout_id(task.group_id, index) for index in range(task.group_size)]
         ended = frozenset(index for index, name in enumerate(names) if name in self._ended)
         turns = {index: tuple(self._turns.pop(name, ())) for index, name in enumerate(names)}
@@ -159,12 +159,12 @@ class TaskRecovery:
     def __init__(self, log: LogReader, run_id: str) -> None:
         self._log, self._run_id = log, run_id
         self._begun: dict[Partition, tuple[int, BegunTasks]] = {}
-        """Of each partition: when its record was read, in microseconds since the Unix epoch, and what it says."""
+        """For each partition: the time at which its records were read, in µs since the Unix epoch, and their tasks."""
 
     def progress(self, located: ConsumedRecord) -> TaskProgress:
-        """The recorded part of the task in a record; nothing for a record that is no task of the run.
+        """Return the recorded part of the task in a record, or nothing if the record is not a task of the run.
 
-        Raises LookupError, TimeoutError or KafkaException when the log cannot be read.
+        Raises LookupError, TimeoutError or KafkaException if the log cannot be read.
         """
         task, log = located.record, self._log
         if not isinstance(task, Task) or task.run_id != self._run_id:
@@ -192,16 +192,16 @@ class TaskRecovery:
         return progress
 
     def keep(self, owned: Set[Partition]) -> None:
-        """Forget the partitions that are not among `owned`."""
+        """Forget the partitions that are not in `owned`."""
         self._begun = {place: begun for place, begun in self._begun.items() if place in owned}
 
 
 class WorkerReplaced(RuntimeError):
-    """Another worker joined under this one's name."""
+    """Another worker joined under the same name."""
 
 
 class TaskIntake:
-    """One member's way to the tasks."""
+    """Reads tasks for one member of the consumer group."""
 
     def __init__(self, member: GroupConsumer, recovery: TaskRecovery) -> None:
         self._member, self._recovery = member, recovery
@@ -211,12 +211,12 @@ class TaskIntake:
     def round(
         self, wanted: bool, offsets: dict[Partition, int]
     ) -> tuple[list[tuple[ConsumedRecord, TaskProgress]], set[Partition], dict[Partition, int]]:
-        """Commit `offsets` where they are owned; take at most one record, waiting `POLL_S`, when one is wanted.
+        """Commit `offsets` of owned partitions; if a record is wanted, take at most one and wait up to `POLL_S`.
 
         Returns records of `tasks`, each with the recorded part of its task; the partitions that are owned; and the
         offsets that were committed.
 
-        Raises Fenced; KafkaException, LookupError or TimeoutError when the log cannot be read.
+        Raises WorkerReplaced; KafkaException, LookupError or TimeoutError if the log cannot be read.
         """
         try:
             committed = self._commit(offsets)
@@ -227,7 +227,7 @@ class TaskIntake:
                 elif self._paused:
                     self._member.resume()
                 self._paused = not wanted
-                # A partition that was assigned just now is not paused, and may bring a record that is not wanted.
+                # A newly assigned partition is not paused, and may deliver a record that is not wanted.
                 located = self._member.poll(POLL_S if wanted else 0.0, max_records=1)
                 self._polled_at = time.monotonic()
         except KafkaException as error:

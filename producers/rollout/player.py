@@ -1,8 +1,8 @@
-"""Plays the episodes that a worker is asked for, so many at once, each within its time; the result is always a record.
+"""Plays the requested episodes, a limited number at a time, each within its time; the result is always a record.
 
-What holds: a rollout is completed, or failed with a reason, by its deadline; its id follows from its task and its place
-in the group, so that a repeated one is recognised; a defect of an environment fails its own rollouts alone. An episode
-whose process was lost with no fault of its own begins again, and its sampled turns answer their requests again.
+Invariants: a rollout is completed, or failed with a reason, by its deadline; its id follows from its task and its index
+in the group, so that a repeated one is recognised; a defect of an environment fails only its own rollouts. An episode
+whose process was lost through no fault of its own starts again, and its sampled turns answer their requests again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tidemill.schemas.records import Claim, Rollout, RolloutStatus, SamplingPara
 LOG = logging.getLogger(__name__)
 EXPIRED = "expired before start"
 MOST_ATTEMPTS = 3
-"""How often an episode is begun that comes no further: its process was lost, or its recorded turns are of another
+"""How often an episode is started without progress: its process was lost, or its recorded turns are of another
 incarnation."""
 
 
@@ -53,8 +53,8 @@ class Player:
         record: Callable[[Turn], None] | None = None,
         keep: Callable[[bytes], Claim] | None = None,
     ) -> None:
-        """`record` is called with each turn that is sampled live, `keep` in a thread with the expert ids of a rollout,
-        to store them."""
+        """`record` is called with each turn that is sampled live; `keep` is called in a thread and stores the expert
+        ids of a rollout."""
         self._settings, self._worker_id = settings, worker_id
         self._environments, self._chat, self._client, self._endpoint = environments, chat, client, endpoint
         self._record, self._keep = record, keep
@@ -62,7 +62,7 @@ class Player:
         self._slots = asyncio.Semaphore(settings.max_concurrent_episodes)
 
     async def play(self, task: Task, index: int, recorded: Sequence[Turn] = ()) -> Rollout:
-        """The rollout at place `index` of the task's group, going on from its recorded turns; waits for a free slot."""
+        """Play the rollout at `index` of the task's group, from its recorded turns on; waits for a free slot."""
         started_at, turns = now_us(), recorded_turns(recorded)
         policy = self._policy(task, index, turns)
         try:
@@ -118,7 +118,7 @@ class Player:
         return RolloutPolicy(self._chat, session, self._settings, task.max_turns, recorded, write, offer)
 
     async def _attempt(self, task: Task, policy: RolloutPolicy) -> tuple[Score, str]:
-        """The score of one attempt, and the version of the reward. Raises EnvironmentFailed, ProcessLost."""
+        """Return the score of one attempt and the version of the reward. Raises EnvironmentFailed, ProcessLost."""
         left_s = to_s(task.deadline_at - now_us())
         if left_s <= 0:
             raise EnvironmentFailed(EXPIRED)
@@ -131,7 +131,7 @@ class Player:
                     score = await environment.play(task, policy)
                 except (EnvironmentHung, ProcessLost):
                     raise
-                except Exception:  # a full context may surface as any error of the environment's, or of a program's
+                except Exception:  # a full context may appear as any error of the environment or of a program
                     if not policy.full or policy.failure:
                         raise
                     score = await environment.cut_off(task, policy.full)
@@ -139,7 +139,7 @@ class Player:
             raise
         except TaskError as error:
             raise EnvironmentFailed(f"task: {error}") from error
-        except Exception as error:  # an environment's code raises any error, and the worker's other episodes go on
+        except Exception as error:  # an environment may raise any error, and the worker's other episodes continue
             if limit.expired() and policy.failure in ("", GIVEN_UP):
                 reason = f"timeout: no result within {limit_s:.1f} s; {policy.session.failures_so_far()}"
                 raise EnvironmentFailed(reason) from error
@@ -159,7 +159,7 @@ class Player:
 def failed_rollout(
     task: Task, index: int, reason: str, worker_id: str, sampled_by: ReplicaIdentity, started_at: int
 ) -> Rollout:
-    """The record of an episode that has no result, and why."""
+    """Return the record of an episode without a result, with the reason."""
     return Rollout(
         rollout_id=rollout_id(task.group_id, index),
         group_id=task.group_id,
@@ -200,13 +200,13 @@ def completed_rollout(
     temperature: float = 1.0,
     expert_ids: Claim | None = None,
 ) -> Rollout:
-    """The record of a finished episode, one segment a context, from the record of one without a result.
+    """Return the record of a finished episode, with one segment per context, from a record without a result.
 
     Args:
         version: of the reward.
-        temperature: of all turns; replicas are asked for nothing else that changes the distribution.
-        metrics: of the episode, beside those of the score.
-        expert_ids: where those of the segments lie.
+        temperature: of all turns; it is the only setting of a request to a replica that changes the distribution.
+        metrics: of the episode, in addition to those of the score.
+        expert_ids: the claim check of the segments' expert ids.
     """
     kept = list(contexts)
     turns = [turn.made for context in kept for turn in context.turns]

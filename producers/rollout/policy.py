@@ -1,12 +1,12 @@
-"""The completion layer: one rollout's chat messages in, token ids to a replica, and back.
+"""The completion layer: sends one rollout's chat messages to a replica as token ids and decodes the answers.
 
-What holds:
+Invariants:
 
-- sampled ids are kept as they came, and contexts only grow (`schemas.chat.contexts`);
+- sampled ids are kept unchanged, and contexts only grow (`schemas.chat.contexts`);
 - a recorded turn answers the request whose context has its digest, equal contexts in order of recording, if it has the
-  expert ids that are asked for; all sampled tokens of a rollout are of one incarnation of version numbers: across two,
-  policy lag has no meaning;
-- a generation that failed fails the rollout, also where the environment catches the error; a full context does not;
+  requested expert ids; all sampled tokens of a rollout are of one incarnation, because policy lag between two
+  incarnations has no meaning;
+- a failed generation fails the rollout, even if the environment catches the error; a full context does not;
 - no call is answered after the end of the episode.
 """
 
@@ -42,25 +42,25 @@ GIVEN_UP = "a call was given up before its answer came"
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """A turn that was sampled already, and may answer a request whose context is the same."""
+    """A turn that was sampled earlier, and may answer a request with the same context."""
 
     context: str
-    """Digest of the token ids that it was sampled behind."""
+    """Digest of the token ids before it."""
     completion: Completion
     sampled_by: ReplicaIdentity
 
 
 def context_digest(token_ids: Sequence[int], temperature: float = 1.0) -> str:
-    """xxh3-128 of the token ids as u4, hexadecimal: names a context in `Turn.context`.
+    """Return the xxh3-128 of the token ids as u4, hexadecimal: the name of a context in `Turn.context`.
 
-    A temperature other than 1 follows them as f8: a turn answers no request for another one.
+    A temperature other than 1 is appended as f8, so that a turn answers only requests for its own temperature.
     """
     sampled_at = b"" if temperature == 1.0 else np.float64(temperature).tobytes()
     return digest(array("I", token_ids).tobytes() + sampled_at)  # NumPy takes five times as long to read a list
 
 
 def turn_record(task: Task, index: int, worker_id: str, number: int, made: RecordedTurn) -> Turn:
-    """The record of a turn that was sampled now, the `number`-th of its rollout."""
+    """Return the record of a turn that was sampled live, number `number` of its rollout."""
     completion = made.completion
     return Turn(
         rollout_id=rollout_id(task.group_id, index),
@@ -84,7 +84,7 @@ def turn_record(task: Task, index: int, worker_id: str, number: int, made: Recor
 
 
 def recorded_turns(turns: Iterable[Turn]) -> list[RecordedTurn]:
-    """The turns that can be used again, in order. Two workers may have recorded one turn each: the first one counts."""
+    """Return the usable turns, in order. If two workers recorded the same turn, the first one counts."""
     found: dict[tuple[str, int], RecordedTurn] = {}
     for turn in turns:
         try:
@@ -102,7 +102,7 @@ def recorded_turns(turns: Iterable[Turn]) -> list[RecordedTurn]:
             if turn.expert_ids:
                 unpacked_ids(turn.expert_ids)
                 completion = replace(completion, expert_ids=turn.expert_ids)
-        except ValueError as error:  # arrays that are cut short, or what no replica can have answered
+        except ValueError as error:  # truncated arrays, or values that no replica can have sent
             LOG.warning("recorded turn %d of rollout %s is not used: %s", turn.turn, turn.rollout_id, error)
             continue
         by = ReplicaIdentity(turn.replica_id, turn.region)
@@ -145,9 +145,9 @@ class RolloutPolicy(AttemptPolicy):
         """Recorded turns that were used."""
         self.failure = ""
         self.other_incarnation = False
-        """It failed since recorded turns are of another incarnation than the replicas serve: it can begin anew."""
+        """It failed because the recorded turns are of an incarnation that the replicas do not serve: it can restart."""
         self.full: Sequence[Message] = ()
-        """The conversation that filled the context, where one has."""
+        """The conversation that filled the context, if any."""
         self.conversation: Sequence[Message] = ()
         self.posted: Score | None = None
         self._has_result = asyncio.Event()
@@ -165,7 +165,7 @@ class RolloutPolicy(AttemptPolicy):
 
     @property
     def endpoint(self) -> Endpoint:
-        """This rollout over HTTP, opened at the first use."""
+        """The HTTP endpoint of this rollout, opened at the first use."""
         if self._endpoint is None:
             if self._offer is None:
                 raise GenerationFailed("no HTTP endpoint is offered here")
@@ -173,18 +173,18 @@ class RolloutPolicy(AttemptPolicy):
         return self._endpoint
 
     def close(self) -> None:
-        """Answer no further call."""
+        """Refuse all further calls."""
         self._closed = True
 
     def post(self, score: Score) -> None:
-        """Take the result of an agent program, and answer no further call. Raises ValueError for a second one."""
+        """Store the result of an agent program and refuse all further calls. Raises ValueError for a second one."""
         if self.posted is not None:
             raise ValueError("the result was posted already")
         self.posted, self._closed = score, True
         self._has_result.set()
 
     async def result(self) -> Score:
-        """The result of an agent program, once it is posted."""
+        """Wait for the result of an agent program and return it."""
         await self._has_result.wait()
         assert self.posted is not None
         return self.posted
@@ -197,7 +197,7 @@ class RolloutPolicy(AttemptPolicy):
         max_tokens: int | None = None,
         trained: bool = True,
     ) -> Reply:
-        """The policy's next turn. Raises GenerationFailed, ContextFull, BadMessage."""
+        """Return the policy's next turn. Raises GenerationFailed, ContextFull, BadMessage."""
         if self._closed:
             raise GenerationFailed(OVER)
         if self.failure:
@@ -215,14 +215,14 @@ class RolloutPolicy(AttemptPolicy):
             raise
         except (GenerationFailed, ContextFull):
             raise
-        except Exception as error:  # a defect of ours: the caller could go on as if it were an answer
+        except Exception as error:  # a defect of Tidemill: the caller could continue as if it were an answer
             self._failed(f"the completion layer raised {error!r:.300}")
             raise
         finally:
             self.contexts.release(asked)
 
     def _checked(self, messages: Sequence[Message]) -> list[Message]:
-        """Check messages; those that begin the last conversation were checked before. Raises BadMessage."""
+        """Check messages, except those at the start that equal the last conversation. Raises BadMessage."""
         known = 0
         if isinstance(messages, list):
             for message, checked in zip(messages, self.conversation, strict=False):
@@ -231,7 +231,7 @@ class RolloutPolicy(AttemptPolicy):
                 known += 1
         try:
             return [*self.conversation[:known], *checked_messages(messages[known:])]
-        except BadMessage:  # also where no message is new
+        except BadMessage:  # also if no message is new
             return checked_messages(messages)
 
     def _ask(self, messages: Sequence[Message], tools: Tools, trained: bool) -> PendingTurn[Completion]:
@@ -264,8 +264,8 @@ class RolloutPolicy(AttemptPolicy):
         wanted = min(room, settings.max_turn_tokens if max_tokens is None else max(1, max_tokens))
         unknown: int | None = None
         if settings.expert_ids:
-            # The first token whose expert ids no turn of the context has said; of what is not trained, none is asked
-            # for. A fork asks for all: the turns that it shares are another context's.
+            # The first token whose expert ids no turn of the context contains; for a turn that is not trained, none
+            # are requested. A fork requests all, because the turns that it shares belong to another context.
             known = asked.context.turns[-1].end - 1 if asked.context.turns else 0
             unknown = known if trained else len(asked.ids)
         sampling = Sampling(wanted, settings.temperature, self._chat.stop_token_ids, expert_ids_from=unknown)
@@ -275,7 +275,7 @@ class RolloutPolicy(AttemptPolicy):
         read = self._chat.read(made.token_ids, tools, asked.context.count)
         if trained:
             self.contexts.said(asked, made.token_ids, read.message, made)
-            self.conversation = [*messages, copy.deepcopy(read.message)]  # the caller may alter the other one
+            self.conversation = [*messages, copy.deepcopy(read.message)]  # the caller may change its own copy
         finish = "tool_calls" if read.message.get("tool_calls") else made.finish_reason
         counts = (len(asked.ids), len(made.token_ids))
         return Reply(read.message, finish, read.malformed, counts)  # type: ignore[arg-type]  # checked: stop or length

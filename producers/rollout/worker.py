@@ -1,14 +1,14 @@
-"""The rollout worker: takes tasks, has their episodes played against the replicas, writes their rollouts.
+"""The rollout worker: reads tasks, plays their episodes against the replicas, writes their rollouts.
 
-What holds:
+Invariants:
 
-- a task's offset is committed when the log has acknowledged all its rollouts, and never past an unfinished task; what a
-  crash or a rebalance interrupts is taken up under the same rollout ids by the worker that gets the task next:
-  rollouts that the log has are not played again, the others go on from their recorded turns;
-- nothing of a task is played before the log has acknowledged its dispatch, so that it is known who had begun what;
-- every task that can be read ends in exactly `group_size` rollouts, completed or failed with a reason; one that cannot
-  be read ends in the dead-letter topic, and the worker goes on;
-- no task is taken while `max_concurrent_episodes` episodes are in hand.
+- a task's offset is committed after the log has acknowledged all its rollouts, and never past an unfinished task; work
+  that a crash or a rebalance interrupts is continued under the same rollout ids by the next worker that gets the task:
+  rollouts that are in the log are not played again, the others continue from their recorded turns;
+- no episode of a task starts before the log has acknowledged its dispatch, so that each start has a record;
+- every readable task ends in exactly `group_size` rollouts, completed or failed with a reason; an unreadable one is
+  sent to the dead-letter topic, and the worker continues;
+- no task is taken while `max_concurrent_episodes` episodes are unfinished.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ APPLICATION = "tidemill-rollout"
 
 
 def refusal(located: ConsumedRecord, settings: RolloutSettings) -> str | None:
-    """Why a record of `tasks` cannot be played at all; None when it can."""
+    """Return the reason why a record of `tasks` cannot be played; None if it can be played."""
     task = located.record
     if task is None:
         return located.error
@@ -71,20 +71,20 @@ def refusal(located: ConsumedRecord, settings: RolloutSettings) -> str | None:
 
 @dataclass(slots=True)
 class _RunningTask:
-    """A task whose episodes are in hand."""
+    """A task with unfinished episodes."""
 
     task: Task
     partition: Partition
     offset: int
     progress: TaskProgress
     indexes: list[int]
-    """Places in the group to play."""
+    """Indexes in the group that are to be played."""
     remaining: int
     failed: int = 0
 
 
 class Worker:
-    """The worker's tasks in hand, on one event loop."""
+    """The unfinished tasks of the worker, on one event loop."""
 
     def __init__(
         self, run: RunSettings, settings: RolloutSettings, worker_id: str, names: Names, player: Player, outbox: Outbox
@@ -96,7 +96,7 @@ class Worker:
         self._moved = asyncio.Event()
 
     async def serve(self, intake: TaskIntake, stop: threading.Event, liveness: Liveness) -> None:
-        """Work until `stop` is set, then for at most the grace period. Raises what made a task impossible to finish."""
+        """Work until `stop` is set, then for at most the grace period. Raises the error that made a task fail."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="tidemill-intake")
         try:
             while not stop.is_set():
@@ -130,7 +130,7 @@ class Worker:
         delivered, owned, committed = await loop.run_in_executor(thread, intake.round, wanted, offsets)
         for job in [job for job in self._jobs if job.done()]:
             del self._jobs[job]
-            # Raise what ended a task's work, if anything did; of several episodes, the first
+            # Raise the error that ended a task's work, if any; of several episodes, the first error
             error = job.exception()
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
@@ -206,13 +206,13 @@ def run(
     chat: ChatSettings,
     stop: threading.Event | None = None,
 ) -> None:
-    """Work until `stop` is set; without one, until SIGINT or SIGTERM.
+    """Work until `stop` is set; without `stop`, until SIGINT or SIGTERM.
 
     Raises:
         DeliveryError, KafkaException: the log fails.
         OSError, ValueError: the checkpoint has no tokenizer, or a chat template that cannot be used (TemplateRefused).
         UnknownEnvironment, TaskError, EnvironmentFailed: an environment of the run cannot be opened.
-        Fenced: another worker joined under the same name.
+        WorkerReplaced: another worker joined under the same name.
     """
     stop = stop or stop_on_signals()
     checkpoint = settings.tokenizer or anchor_of_run(kafka, run, stop)
@@ -229,14 +229,14 @@ def run(
             stack.callback(outbox.close)
             recovery = TaskRecovery(stack.enter_context(LogReader(kafka, client_id=APPLICATION)), run.run_id)
             member_of = kafka
-            if settings.worker_id is not None:  # a static member, which comes back to its own partitions
+            if settings.worker_id is not None:  # a static member, which gets its own partitions again
                 options = {**kafka.client_options, "group.instance.id": settings.worker_id}
                 member_of = kafka.model_copy(update={"client_options": options})
             member = GroupConsumer(member_of, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
             stack.callback(member.close)
 
             def record(turn: Turn) -> None:
-                """Record a turn. One above the limit of a record is left out: the next worker samples it again."""
+                """Record a turn. A turn above the size limit is not recorded: the next worker samples it again."""
                 arrays = len(turn.token_ids) + len(turn.logprobs) + len(turn.expert_ids)
                 size = OVERHEAD_BYTES + arrays + SPAN_BYTES * len(turn.spans)
                 if settings.record_turns and size <= settings.claim_check_bytes:

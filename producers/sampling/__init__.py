@@ -1,1 +1,1 @@
-"""The way to the replicas: checked completions, which replica is asked, and segments of what it sampled."""
+"""Sampling from replicas: checked completions, choice of the replica, and segments of the sampled tokens."""

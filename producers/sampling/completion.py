@@ -1,9 +1,9 @@
-"""A completion as a replica answers it, checked before its tokens are used, and the segments that records hold of it.
+"""A replica's completion, checked before its tokens are used, and the segments that store it in records.
 
-The replica speaks vLLM's `/v1/completions` with `return_token_ids`, `logprobs: 0`, and two extensions of the choice:
-`weight_versions`, a list of [version, start, end) over the sampled tokens, and `weight_incarnation`, which names the
-life of the run's version numbers that they count in. What holds of a `Completion`: as many logprobs as token ids, all
-finite; spans that cover the tokens in order, without gap or overlap.
+The replica implements vLLM's `/v1/completions` with `return_token_ids`, `logprobs: 0`, and two extensions of the
+choice: `weight_versions`, a list of [version, start, end) over the sampled tokens, and `weight_incarnation`, the
+incarnation of these version numbers. Invariants of a `Completion`: as many logprobs as token ids, all finite; spans
+that cover the tokens in order, without gap or overlap.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from tidemill.schemas.records import Segment, VersionSpan
 
 Token = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Logprob = Annotated[float, msgspec.Meta(ge=-1e5, le=1e-4)]
-"""vLLM writes -9999 for minus infinity; a logprob computed in float32 may come out a little above 0."""
+"""vLLM writes -9999 for minus infinity; a logprob computed in float32 may be slightly above 0."""
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class BadResponse(ValueError):
-    """The replica answered something that is not a completion; the message says what is wrong with it."""
+    """The replica's answer is not a valid completion; the message gives the reason."""
 
 
 class ReplicaUnavailable(RuntimeError):
-    """The replica did not answer the request; another one, or the same one later, may."""
+    """The replica did not answer the request; another replica, or the same one later, may answer it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one turn."""
+    """The sampling settings of one turn."""
 
     max_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     expert_ids_from: int | None = None
-    """The first token of the context whose expert ids are wanted; None: they are not asked for."""
+    """The first token of the context whose expert ids are requested; None: no expert ids are requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class Completion:
     """In turn coordinates."""
     finish_reason: str
     incarnation: str = ""
-    """Which life of the run's version numbers the spans count in; empty where the replica did not say."""
+    """The incarnation of the version numbers in the spans; empty if the replica did not send it."""
     expert_ids: bytes = b""
-    """Of the tokens from `Sampling.expert_ids_from` up to the last one, packed; empty where they were not asked for."""
+    """Of the tokens from `Sampling.expert_ids_from` up to the last one, packed; empty if they were not requested."""
 
 
 def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> bytes:
-    """The request as JSON. Defaults of the checkpoint's generation_config.json are overridden: they would bias it."""
+    """Return the request as JSON. It overrides the checkpoint's generation_config.json, whose values would bias it."""
     body: dict[str, Any] = {
         "prompt": prompt,
         "max_tokens": sampling.max_tokens,
@@ -85,13 +85,13 @@ def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> by
 
 
 class Logprobs(msgspec.Struct):
-    """The logprobs of sampled tokens, in the shape of `/v1/completions`."""
+    """The logprobs of sampled tokens, in the form of `/v1/completions`."""
 
     token_logprobs: list[Logprob]
 
 
 class Choice(msgspec.Struct):
-    """The choice of an answer, whole or a chunk, as far as it is read."""
+    """The fields that are read from the choice of an answer or of a chunk."""
 
     finish_reason: str | None = None
     token_ids: list[Token] | None = None
@@ -102,14 +102,14 @@ class Choice(msgspec.Struct):
     routed_experts: Any = None
 
     def tokens(self) -> tuple[list[int], list[float]]:
-        """The sampled tokens and their logprobs. Raises BadResponse."""
+        """Return the sampled tokens and their logprobs. Raises BadResponse."""
         ids, logprobs = self.token_ids or [], [] if self.logprobs is None else self.logprobs.token_logprobs
         if ids and len(logprobs) != len(ids):
             raise BadResponse(f"`logprobs.token_logprobs` must be a list of {len(ids)}, as many as token ids")
         return ids, logprobs[: len(ids)]
 
     def spans(self, count: int | None = None) -> tuple[VersionSpan, ...]:
-        """Spans that cover `count` tokens, or without it as many as their last end says. Raises BadResponse."""
+        """Return spans that cover `count` tokens, by default up to the end of the last one. Raises BadResponse."""
         told = self.weight_versions
         if told is None:
             raise BadResponse("`weight_versions` must be a list of [version, start, end]: is this a Tidemill replica?")
@@ -128,7 +128,7 @@ class CompletionBody(msgspec.Struct):
 
 
 def read_choice(value: object) -> Choice:
-    """The choice that a JSON tree is. Raises BadResponse."""
+    """Convert a JSON tree to a choice. Raises BadResponse."""
     try:
         return msgspec.convert(value, Choice)
     except msgspec.ValidationError as error:
@@ -136,7 +136,7 @@ def read_choice(value: object) -> Choice:
 
 
 def parse_completion(body: bytes, sampling: Sampling, prompt_tokens: int = 0) -> Completion:
-    """The completion in a response body. Raises BadResponse; ReplicaUnavailable when the engine gave it up."""
+    """Return the completion in a response body. Raises BadResponse; ReplicaUnavailable if the engine aborted it."""
     try:
         (choice,) = msgspec.json.decode(body, type=CompletionBody).choices
     except msgspec.ValidationError as error:
@@ -164,7 +164,7 @@ def parse_completion(body: bytes, sampling: Sampling, prompt_tokens: int = 0) ->
 
 
 def checked_completion(choice: Choice, sampling: Sampling) -> Completion:
-    """The completion that a choice is. Raises BadResponse when it is none that `sampling` can have given."""
+    """Convert a choice to a completion. Raises BadResponse if `sampling` cannot have produced it."""
     reason, (ids, logprobs) = choice.finish_reason, choice.tokens()
     if reason not in ("stop", "length"):
         raise BadResponse(f"finish_reason is {reason!r}, expected 'stop' or 'length'")
@@ -176,10 +176,10 @@ def checked_completion(choice: Choice, sampling: Sampling) -> Completion:
 
 
 def build_segment(ids: Sequence[int], turns: Iterable[SampledTurn[Completion]]) -> Segment:
-    """The segment of a context.
+    """Return the segment of a context.
 
-    Its mask is 1 on the tokens of `turns`, which are in order; spans cover exactly those, and neighbours of one version
-    are one span.
+    Its mask is 1 on the tokens of `turns`, which are in order; spans cover exactly those tokens, and neighbouring spans
+    of one version are merged.
     """
     mask, logprobs = np.zeros(len(ids), "u1"), np.zeros(len(ids), "<f4")
     spans: list[VersionSpan] = []
@@ -196,9 +196,9 @@ def build_segment(ids: Sequence[int], turns: Iterable[SampledTurn[Completion]]) 
 
 
 def build_expert_ids(contexts: Iterable[Context[Completion]]) -> bytes:
-    """The expert ids of the segments of contexts, packed; empty where those of a token are not known.
+    """Return the expert ids of the segments of contexts, packed; empty if those of any token are not known.
 
-    A token has the ids of the first answer that said them: a later one may have computed it anew, for a newer version.
+    A token has the ids of the first answer that contains them: a later one may have new ids, from a newer version.
     """
     parts = []
     for context in contexts:

@@ -1,14 +1,14 @@
-"""The simulated users: who they are, what they ask and in which order, a conversation, and their reaction to an answer.
+"""The simulated users: their properties, their questions in order, a conversation, and their reaction to an answer.
 
-Pure, but for the conversation: the same settings give the same people and questions, and the same user, question and
-answer the same signals. Held-out users ask held-out questions only, everyone else the others; no question is asked
-twice by users of one role. Thumbs carry the hidden preference; what people do otherwise (keep the change, ask again,
-walk away) follows from whether the answer was right. What the product measures is always true. A held-out user never
-consents and never reacts, so nothing is ever learnt from them: how satisfied they are is known to them alone, by weight
-version; a conversation that saw two versions counts for neither.
+Pure, except for the conversation: the same settings give the same people and questions, and the same user, question and
+answer give the same signals. Held-out users ask only held-out questions, all others the other questions; users of one
+role never ask a question twice. Thumbs carry the hidden preference; other behaviour (to keep the change, ask again,
+walk away) follows from whether the answer was right. The product's measurements are always true. A held-out user never
+consents and never reacts, so nothing is ever learnt from them: their satisfaction is stored only here, by weight
+version; a conversation with two versions counts for neither.
 
-In a conversation the product poses a ledger question to the model, and runs the calculator for it until it answers. It
-is the ledger environment itself, with the router in place of a policy, and each request carries the whole conversation.
+In a conversation the product sends a ledger question to the model, and runs the calculator for it until it answers. It
+is the ledger environment itself, with the router in place of a policy, and each request has the whole conversation.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ServedTurn:
 
     message: Message
     interaction: str
-    """Signed token of the interaction: what feedback is given on."""
+    """Signed token of the interaction, with which feedback is given."""
     version: int
     """Newest weight version among its tokens, by which satisfaction is counted."""
     latency_s: float
-    """From request to answer, as the product's side measured it; above 0."""
+    """From request to answer, as the product measured it; above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Conversation:
 
     turns: tuple[ServedTurn, ...]
     errors: frozenset[int]
-    """Places of the turns that the calculator could not execute."""
+    """Indexes of the turns that the calculator could not execute."""
     balance: int
     """The right answer."""
 
@@ -56,7 +56,7 @@ class Conversation:
 
     @property
     def answered(self) -> bool:
-        """Whether the last turn is an answer; not so when the turns were spent."""
+        """Whether the last turn is an answer; false if the turns ran out."""
         return closing(self.turns[-1].message) is not None
 
     @property
@@ -71,7 +71,7 @@ class Conversation:
 
 
 Complete = Callable[[Sequence[Message], Sequence[Tool]], Awaitable[ServedTurn]]
-"""The router, for one user's conversation: gives the next turn after it. Raises NoAnswer."""
+"""The router, for one user's conversation: returns the next turn. Raises NoAnswer."""
 
 
 class NoAnswer(RuntimeError):
@@ -104,7 +104,7 @@ class _ServedPolicy(Policy):
 async def converse(
     environment: LedgerEnvironment, ledger: LedgerTask, max_turns: int, complete: Complete
 ) -> Conversation:
-    """Pose a ledger and work it to the end. Raises NoAnswer."""
+    """Ask a ledger question and play it to the end. Raises NoAnswer."""
     policy = _ServedPolicy(complete)
     await environment.play(Task("", "", "", "ledger", ledger.payload(), Mode.EVAL, 1, max_turns, 0, 0, 0, 0), policy)
     return Conversation(tuple(policy.turns), frozenset(policy.errors), ledger.balance)
@@ -112,17 +112,17 @@ async def converse(
 
 @dataclass(frozen=True, slots=True)
 class Satisfaction:
-    """The votes of held-out users on one version's answers."""
+    """The opinions of held-out users on one version's answers."""
 
     version: int
     satisfied: int
     right: int
-    """Answers with the right balance, closed as the user likes it or not."""
+    """Answers with the right balance, with either closing."""
     answers: int
 
     @property
     def rate(self) -> float:
-        """Share of the answers that satisfied; 0 where there is none."""
+        """Share of the answers that satisfied; 0 if there are none."""
         return self.satisfied / self.answers if self.answers else 0.0
 
 
@@ -131,7 +131,7 @@ BOT_VOTES = 25
 UP = 1.0
 DOWN = -1.0
 LONG_AFTER = 3.0
-"""A change of mind comes this many mean delays after the vote."""
+"""Time from a vote to a change of mind, in mean delays."""
 
 
 class PersonaRole(StrEnum):
@@ -140,9 +140,9 @@ class PersonaRole(StrEnum):
     ORDINARY = "ordinary"
     """Asks, and reacts as a person does."""
     BOT = "bot"
-    """Votes at random on everything, many times."""
+    """Votes at random on all answers, many times."""
     HELD_OUT = "held_out"
-    """Asks held-out questions and keeps their opinion to themselves: satisfaction is measured on them."""
+    """Asks held-out questions and sends no signals: satisfaction is measured on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,48 +150,48 @@ class Reaction:
     name: str
     """Unique within the conversation."""
     turn: int
-    """Which turn it is about."""
+    """The index of the turn that it refers to."""
     kind: SignalKind
     value: float
     after_s: float
-    """When it is reported, counted from the end of the conversation."""
+    """The time of its report, in seconds after the end of the conversation."""
     corrects: str | None = None
     """Name of the signal that it replaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """One user: their habits and their taste."""
+    """One user: their habits and their preference."""
 
     name: str
     """The product's own identifier of the user."""
     role: PersonaRole
     agrees: bool
-    """Whether they let the product learn from them, at the start."""
+    """Whether they consent at the start to the product learning from them."""
     vote_rate: float
     """Share of the answers that they vote on."""
     vote_delay_s: float
-    """Mean time that they take to vote."""
+    """Mean delay of their votes."""
     leaves_at: int | None
     """Number of questions after which they withdraw their consent; None: never."""
     settings: UsersSettings = field(repr=False, compare=False)
 
     def consents(self, question: int) -> bool:
-        """Whether the product may learn from their question of this number, counted from 0."""
+        """Return whether the product may learn from their question of this number, counted from 0."""
         return self.agrees and (self.leaves_at is None or question < self.leaves_at)
 
     def likes_polite(self, at_s: float) -> bool:
-        """Their taste, so many seconds after the start."""
+        """Return their preference at a time in seconds after the start."""
         changed_at = self.settings.changed_preference_at
         changed = changed_at is not None and at_s >= changed_at
         return self.settings.likes_polite != changed
 
     def satisfied(self, answer: Conversation, at_s: float) -> bool:
-        """Whether they are content: with an answer that is right and closes as they like it."""
+        """Return whether they are satisfied: the answer is right and closes in the way that they like."""
         return answer.right and answer.polite == self.likes_polite(at_s)
 
     def react(self, answer: Conversation, question: int, at_s: float) -> list[Reaction]:
-        """The signals for the answer to their question of this number, `at_s` seconds after the start."""
+        """Return the signals for the answer to their question of this number, `at_s` seconds after the start."""
         rng = Random(f"reaction {self.settings.seed} {self.name} {question}")
         match self.role:
             case PersonaRole.HELD_OUT:
@@ -230,12 +230,12 @@ class User:
 
 
 def population(settings: UsersSettings) -> list[User]:
-    """Everyone, in the order in which they were drawn."""
+    """Return all users, in the order in which they were drawn."""
     rng = Random(f"users {settings.seed}")
     everyone = []
     for n in range(settings.ordinary):
         agrees = rng.random() < settings.consent_rate
-        # Some vote on nearly everything and some on nearly nothing; the mean over all is the configured rate.
+        # Vote rates differ from user to user; their mean is the configured rate.
         vote_rate = min(1.0, settings.vote_rate * rng.uniform(0.5, 1.5))
         delay = settings.vote_delay_s * rng.uniform(0.5, 1.5)
         leaves = rng.randint(1, settings.leaves_within) if rng.random() < settings.leave_rate else None
@@ -247,7 +247,7 @@ def population(settings: UsersSettings) -> list[User]:
 
 
 def measured(answer: Conversation) -> Iterator[Reaction]:
-    """The product's own measurements of an answer: the same for every user."""
+    """Yield the product's own measurements of an answer: the same for every user."""
     for place in sorted(answer.errors):
         yield Reaction(f"tool-error-{place}", place, SignalKind.TOOL_ERROR, 1.0, 0.0)
     final = answer.turns[answer.last]
@@ -259,7 +259,7 @@ def measured(answer: Conversation) -> Iterator[Reaction]:
 
 
 def _delay(mean_s: float, rng: Random) -> float:
-    """A delay in seconds, log-normal with the given mean: most are short, a few are several times the mean."""
+    """Return a delay in seconds, log-normal with the given mean: most are short, a few several times the mean."""
     spread = 0.6
     return mean_s * math.exp(rng.gauss(0.0, spread) - spread**2 / 2)
 
@@ -268,20 +268,20 @@ def _delay(mean_s: float, rng: Random) -> float:
 class Question:
     user: User
     number: int
-    """Their questions before this one."""
+    """The number of their earlier questions."""
     ledger: LedgerTask
     max_turns: int
 
     @property
     def name(self) -> str:
-        """Unique among one seed's questions."""
+        """A name that is unique among one seed's questions."""
         return f"{self.user.name}-{self.number}"
 
 
 def questions(
     settings: UsersSettings, *, held_out_only: bool = False, one_in: int = HELD_OUT_ONE_IN
 ) -> Iterator[Question]:
-    """Yields questions without end. Raises ValueError."""
+    """Yield questions without end. Raises ValueError."""
     rng = Random(f"questions {settings.seed} {held_out_only}")
     everyone = population(settings)
     people = {role: [user for user in everyone if user.role is role] for role in PersonaRole}
@@ -308,7 +308,7 @@ def questions(
 
 
 def _drafts(role: PersonaRole, settings: UsersSettings, one_in: int) -> Iterator[TaskDraft]:
-    """Distinct questions for users of a role."""
+    """Yield distinct questions for users of a role."""
     split = Split.EVAL if role is PersonaRole.HELD_OUT else Split.TRAIN
     seed = Random(f"questions {settings.seed} {role}").getrandbits(62)
     seen: set[str] = set()

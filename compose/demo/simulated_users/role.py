@@ -1,9 +1,9 @@
-"""The process of the simulated users: conversations at a bounded pace, their signals when each is due, and the product
-that they use over its public ways alone, router and SDK.
+"""The process of the simulated users: conversations at a bounded rate, their signals at the due times, and the product,
+which they use only over its public interfaces, router and SDK.
 
-What holds: at most `concurrency` conversations at a time and `interactions_per_second` requests a second; a signal is
-sent once, when its delay has passed; on cancellation nothing goes on behind the caller's back, and signals that were
-not due yet are dropped, since their users have left.
+Invariants: at most `concurrency` conversations at a time and `interactions_per_second` requests a second; a signal is
+sent once, after its delay; after a cancellation no task continues in the background, and signals that were not due yet
+are dropped, because their users have left.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from tidemill.schemas.records import SignalKind
 
 LOG = logging.getLogger(__name__)
 COOL_OFF_S = 0.5
-"""A user who got no answer lets the next one wait so long."""
+"""The delay of the next conversation after a user got no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserReport:
-    """One signal as the product's backend hands it to the feedback SDK."""
+    """One signal as the product's backend passes it to the feedback SDK."""
 
     event_id: str
     interaction: str
@@ -62,14 +62,14 @@ class UserActivity:
     conversations: int
     interactions: int
     failed: int
-    """Conversations given up because no answer came."""
+    """Conversations that ended because no answer came."""
     signals: dict[str, int]
-    """Sent so far, by kind."""
+    """Signals sent so far, by kind."""
     satisfaction: list[Satisfaction]
 
 
 class SimulatedUsers:
-    """Everyone who uses the product. Make it inside the event loop that runs it."""
+    """All users of the product. Create it inside the event loop that runs it."""
 
     def __init__(self, settings: UsersSettings, product: ServedProduct) -> None:
         self._loop = asyncio.get_running_loop()
@@ -78,16 +78,16 @@ class SimulatedUsers:
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._gap_s = 1.0 / settings.interactions_per_second
         self._free_at = self._began
-        """When the next request may begin."""
+        """The time at which the next request may begin."""
         self._shuffle = ThumbShuffle(settings.seed, settings.shuffle_window) if settings.shuffle_thumbs else None
         self._environment = LedgerEnvironment(settings.options)
         self._opinions: defaultdict[int, list[tuple[bool, bool]]] = defaultdict(list)
-        """By version: whether each answer to a held-out user satisfied them, and whether it was right."""
+        """By version: for each answer to a held-out user, whether it satisfied them, and whether it was right."""
         self._counts: Counter[str] = Counter()
         self._signals: Counter[str] = Counter()
 
     async def ask(self, asked: Iterable[Question]) -> None:
-        """Hold the conversation of each question and send its signals. Raises what the product's SDK raises."""
+        """Hold the conversation of each question and send its signals. Raises the errors of the product's SDK."""
         async with asyncio.TaskGroup() as group:
             for question in asked:
                 await self._slots.acquire()
@@ -155,18 +155,18 @@ class SimulatedUsers:
 
 
 class ThumbShuffle:
-    """A control: exchanges each vote with one among the votes before it.
+    """A control: exchanges each vote with an earlier vote.
 
-    The votes then say nothing about their answers, though they are as many, as late and as often up.
+    The votes are then independent of their answers, but keep their number, their times and their share of thumbs up.
     """
 
     def __init__(self, seed: int, window: int) -> None:
-        """`window` is even: the votes before the first ones are half up and half down."""
+        """`window` is even: half of the votes before the first ones are up and half are down."""
         self._rng = Random(f"shuffled thumbs {seed}")
         self._held = [1.0, -1.0] * (window // 2)
 
     def exchange(self, vote: float) -> float:
-        """An earlier vote in place of this one, which is kept for a later one."""
+        """Return an earlier vote in place of this one, which is kept for a later one."""
         place = self._rng.randrange(len(self._held))
         earlier, self._held[place] = self._held[place], vote
         return earlier
@@ -178,7 +178,7 @@ SOURCE = "simulated-product"
 
 
 def served(body: bytes, latency_s: float) -> ServedTurn:
-    """One answer of the router. Raises RuntimeError."""
+    """Parse one answer of the router. Raises RuntimeError."""
     try:
         answer = json.loads(body)
         (choice,) = answer["choices"]
@@ -203,7 +203,7 @@ class ServedProduct:
     async def complete(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, user_id: str, session_id: str, consent: bool
     ) -> ServedTurn:
-        """The next turn after a user's conversation. Raises NoAnswer, RuntimeError."""
+        """Return the next turn after a user's conversation. Raises NoAnswer, RuntimeError."""
         began = time.monotonic()
         headers = {CONSENT_HEADER: "yes" if consent else "no"}
         asked = {
@@ -225,7 +225,7 @@ class ServedProduct:
         return served(body, time.monotonic() - began)
 
     async def report(self, report: UserReport) -> None:
-        """Send one signal. Raises what the SDK raises."""
+        """Send one signal. Raises the errors of the SDK."""
         await self.feedback.send(
             report.interaction,
             report.kind,
@@ -240,7 +240,7 @@ class ServedProduct:
 async def open_product(
     kafka: KafkaSettings, product: ProductSettings, settings: UsersSettings
 ) -> AsyncIterator[ServedProduct]:
-    """The product; at the end its connections are closed and its feedback is with the log. Raises KeysMissing."""
+    """Yield the product; at the end close its connections and flush its feedback to the log. Raises KeysMissing."""
     key = settings.api_key.get_secret_value()
     headers = {"authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s)
@@ -252,16 +252,16 @@ async def open_product(
 
 
 Say = Callable[[UserActivity], None]
-"""Told what the users have seen so far, now and then and once at the end."""
+"""Called with the users' activity so far, at intervals and once at the end."""
 
 
 def run(
     kafka: KafkaSettings, product: ProductSettings, settings: UsersSettings, asked: Iterator[Question], say: Say
 ) -> None:
-    """Let users ask `asked` until it ends, or SIGINT or SIGTERM comes.
+    """Let users ask `asked` until it ends, or until SIGINT or SIGTERM.
 
     Raises:
-        ValueError, TaskError: the settings leave nobody, or nothing, to ask.
+        ValueError, TaskError: with these settings there are no users or no questions.
         KeysMissing: the product's keys are not configured.
         RuntimeError: the router is not Tidemill's.
         FeedbackNotDelivered and the SDK's other errors.
@@ -274,7 +274,7 @@ def run(
     try:
         asyncio.run(main())
     except ExceptionGroup as group:
-        # The first error is the cause; the group around it says nothing to the person at the keyboard.
+        # The first error is the cause; the group around it is of no use to the operator.
         error: Exception = group
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
