@@ -1,4 +1,4 @@
-"""Checks of what was sampled, rollouts and answers to users: each ends once and is used once, as it was written."""
+"""Checks of rollouts and of answers to users: each ends once and is used once, as it was written."""
 
 from __future__ import annotations
 
