@@ -39,7 +39,7 @@ OWN = (HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, HEADER_REPLAY_AT, HEADER_REPLAY_B
 
 
 def check_prefix(source: str, into: str) -> None:
-    """Raise ValueError if a replay of the topics under `source` must not write under `into`; either may be empty."""
+    """Raise ValueError if a replay of the topics under `source` must not write under `into`; empty is refused."""
     if not into:
         raise ValueError("--into is empty: give a prefix of the replay's own, for instance replay-1.")
     for live in (source, DEFAULT_PREFIX):
