@@ -213,7 +213,7 @@ class Writer:
         return self._progress.next_offsets
 
     def write(self, rows: Sequence[Row], next_offsets: Mapping[Partition, int]) -> int:
-        """Insert the `rows` that the tables do not contain, apply the deletions that rows cause, then move the offsets.
+        """Insert the `rows` that the tables do not contain, apply the deletions that they cause, then move the offsets.
 
         Returns the number of rows inserted.
         """

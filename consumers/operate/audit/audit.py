@@ -116,7 +116,7 @@ class AuditReport:
     counts: dict[str, int]
     """Records and items of the run."""
     repeated: dict[str, int]
-    """Work that was done more than once and did not change what was trained."""
+    """Work that was repeated without an effect on training."""
     records: int
     """Records read, of all runs."""
     runs: dict[str, int]

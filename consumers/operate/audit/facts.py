@@ -72,7 +72,7 @@ class PartitionFacts:
         return self.following if self.gap is None else self.gap
 
     def observe(self, offset: int) -> None:
-        """Count a record. Offsets rise."""
+        """Count a record. Offsets must increase."""
         if offset > self.following and self.gap is None:
             self.gap = self.following
         self.records += 1

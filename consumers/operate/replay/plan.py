@@ -113,7 +113,7 @@ class Plan:
         return None if plan is None else plan.rank(place[2])
 
     def outside(self) -> Iterator[Place]:
-        """Yield positions that selected records refer to and that are not selected: their copies are dangling."""
+        """Yield positions that selected records refer to but that are not selected: in the copy they do not resolve."""
         return (place for place in sorted(self.referred) if self.rank(place) is None)
 
     def sha256(self) -> str:
