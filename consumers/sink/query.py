@@ -36,7 +36,7 @@ class QueryFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class QueryResult:
-    """A table of results. Numbers are numbers, arrays are lists, maps are dicts, times are text in UTC, NULL is None.
+    """Results. Numbers are numbers, arrays are lists, maps are dicts, times are text in UTC, NULL is None.
 
     The result of a query with its own FORMAT clause has one column, named after the format, and one row with the text.
     """

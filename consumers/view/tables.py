@@ -36,7 +36,7 @@ STATE = "SELECT sum(next) FROM (SELECT max(next_offset) AS next FROM sink_waterm
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """A table of results. Numbers are numbers, arrays are lists, maps are dicts, times are text in UTC, NULL is None."""
+    """Results. Numbers are numbers, arrays are lists, maps are dicts, times are text in UTC, NULL is None."""
 
     columns: tuple[str, ...]
     types: tuple[str, ...]
