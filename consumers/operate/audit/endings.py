@@ -73,7 +73,7 @@ class RolloutState(StrEnum):
     REJECTED = "rejected"
     """Group assembly could not use it: it is a dead letter."""
     LOST = "lost"
-    """Its deadline has passed, and no record ends it."""
+    """No record ended it in time."""
     UNKNOWN = "unknown"
     """Retention has deleted the records that would show its state."""
 
