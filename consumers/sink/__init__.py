@@ -1,4 +1,4 @@
-"""The ClickHouse sink: every topic as a table, once per record, readable over ClickHouse's HTTP protocol."""
+"""The ClickHouse sink: every topic as a table, one row for each record, readable over ClickHouse's HTTP protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
     """Fill the tables until SIGTERM or SIGINT; see `service.run`."""
-    # The engine is loaded by the process that runs a sink, not by one that only reads its settings.
+    # Imported here so that a process that only reads the settings does not load the engine.
     from tidemill.consumers.sink.service import run as run_service
 
     run_service(kafka, run, sink)

@@ -1,6 +1,6 @@
-"""The columns of a record's table, derived from its Avro schema: one rule a type, so that the two cannot drift.
+"""The columns of a record's table, derived from its Avro schema by one rule per type, so that the two always agree.
 
-Values of many records become Arrow arrays, packed tokens without a Python object for each.
+Values of many records become Arrow arrays, packed tokens without a Python object for each token.
 
 | in the schema | in the table |
 | --- | --- |
@@ -9,11 +9,11 @@ Values of many records become Arrow arrays, packed tokens without a Python objec
 | a union with null | Nullable |
 | a map of doubles or longs | Map(String, Float64), Map(String, Int64) |
 | `le-array` bytes (packed tokens) | Array(UInt32), Array(UInt8), Array(Float32) |
-| other bytes | their size alone, as `<field>_bytes` |
-| an optional record | one Nullable column a field, `<field>_<name>` |
+| other bytes | only their size, as `<field>_bytes` |
+| an optional record | one Nullable column per field, `<field>_<name>` |
 | an array of records | parallel arrays, `<field>.<name>`, which ClickHouse reads as one Nested |
-| packed tokens in an array of records | one concatenated array a row, `<name>` |
-| an array of records in an array of records | concatenated, `<name>.<leaf>`, with the outer element's index beside it |
+| packed tokens in an array of records | one concatenated array per row, `<name>` |
+| an array of records in an array of records | concatenated, `<name>.<leaf>`, with the outer element's index |
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from tidemill.consumers.sink.rows import Row
 
 Offsets = npt.NDArray[np.int64]
-"""Where each list begins in the values of all lists, and where the last one ends."""
+"""The start of each list in the values of all lists, and the end of the last one."""
 
 
 class Gathered:
     """The values of many records of one type, by path of field names: each path is gathered once for all its columns.
 
-    The values of a path of one name are that field of each record. A longer path goes through lists: its values are
-    the last field of each item of the lists before it.
+    The values of a path with one name are that field of each record. A longer path passes through lists: its values are
+    the last field of each item of the preceding lists.
     """
 
     def __init__(self, records: Sequence[Any]) -> None:
@@ -59,14 +59,14 @@ class Gathered:
         return found
 
     def items(self, *path: str) -> list[Any]:
-        """The items of all values of a path: those of lists, or the keys of maps."""
+        """Return the items of all values of a path: those of lists, or the keys of maps."""
         found = self._items.get(path)
         if found is None:
             found = self._items[path] = list(chain.from_iterable(self.values(*path)))
         return found
 
     def offsets(self, *path: str) -> Offsets:
-        """Where each value of a path begins in `items`; for bytes, in their concatenation."""
+        """Return the start of each value of a path in `items`; for bytes, in their concatenation."""
         found = self._offsets.get(path)
         if found is None:
             values = self.values(*path)
@@ -76,7 +76,7 @@ class Gathered:
         return found
 
     def record_offsets(self, *path: str) -> Offsets:
-        """Where each record begins in the `items` of a path."""
+        """Return the start of each record in the `items` of a path."""
         found = self.offsets(path[0])
         for depth in range(2, len(path) + 1):
             found = self.offsets(*path[:depth])[found]
@@ -84,44 +84,44 @@ class Gathered:
 
 
 def list_array(offsets: Offsets | Sequence[int], values: pa.Array) -> pa.ListArray:
-    """The lists that lie between `offsets` of `values`. Raises ValueError when they do not end with the values."""
+    """Return the lists of `values` between the `offsets`. Raises ValueError if they do not end with the values."""
     if offsets[-1] != len(values):
         raise ValueError(f"lists of {offsets[-1]} elements in all cannot be cut from {len(values)}")
     return pa.ListArray.from_arrays(pa.array(np.asarray(offsets, dtype=np.int32)), values)
 
 
 def packed_lists(offsets: Offsets, chunks: Sequence[bytes], dtype: np.dtype[Any]) -> pa.ListArray:
-    """Lists of elements out of packed chunks; `offsets` count bytes. Raises ValueError for a part of an element."""
+    """Return lists of elements from packed chunks; `offsets` are in bytes. Raises ValueError for a partial element."""
     if (offsets % dtype.itemsize).any():
         raise ValueError(f"packed bytes are no whole number of elements of {dtype.itemsize}")
     return list_array(offsets // dtype.itemsize, pa.array(np.frombuffer(b"".join(chunks), dtype=dtype)))
 
 
 Build = Callable[[Gathered], pa.Array]
-"""From the records of one type to the column's values."""
+"""Builds a column's values from the records of one type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its name and ClickHouse type, the schema fields it is made of, and how its values are built."""
+    """One column: its name and ClickHouse type, its source fields in the schema, and the builder of its values."""
 
     name: str
     type: str
     source: str
     build: Build
     itemsize: int = 0
-    """Bytes of an element of packed arrays; 0 for another column."""
+    """Bytes of an element of packed arrays; 0 for other columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A scalar type on both sides."""
+    """A scalar type, in ClickHouse and in Arrow."""
 
     clickhouse: str
     arrow: pa.DataType
 
     def array(self, values: Sequence[Any]) -> pa.Array:
-        """The values as an Arrow array; None is null."""
+        """Return the values as an Arrow array; None becomes null."""
         return pa.array(values, self.arrow)
 
 
@@ -159,18 +159,18 @@ class Schema:
                     self._named[node["name"]] = self._named[f"{node.get('namespace', '')}.{node['name']}"] = node
 
     def columns(self) -> list[Column]:
-        """The columns of every field, in order. Raises TypeError for a type that no rule covers."""
+        """Return the columns of every field, in order. Raises TypeError for a type that no rule covers."""
         return [column for field in self._fields for column in self._of((field["name"],), field["type"])]
 
     def resolved(self, kind: Any) -> tuple[Any, bool]:  # noqa: ANN401 - a JSON tree
-        """The definition of a type without its null, and whether it had one."""
+        """Return the definition of a type without null, and whether it was nullable."""
         nullable = isinstance(kind, list)
         if nullable:
             (kind,) = (branch for branch in kind if branch != "null")
         return self._named.get(kind, kind) if isinstance(kind, str) else kind, nullable
 
     def _of(self, path: tuple[str, ...], declared: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
-        """The columns of a field: of a record, where its path is one name; else of the items of the lists before it."""
+        """Yield the columns of a field: of a record if the path is one name, otherwise of the items of its lists."""
         kind, nullable = self.resolved(declared)
         name, source, within = path[-1], ".".join(path), path[:-1]
         leaf, form = leaf_of(kind), kind if isinstance(kind, str) else kind["type"]
@@ -234,7 +234,7 @@ class Schema:
 
 
 def leaf_of(kind: Any) -> Leaf | None:  # noqa: ANN401 - a JSON tree
-    """The scalar that a type is; None when it is not one."""
+    """Return the scalar type of a definition; None if it is not a scalar."""
     if isinstance(kind, str):
         return PRIMITIVES.get(kind)
     if kind["type"] == "enum":
@@ -249,7 +249,7 @@ def _nullable(leaf: Leaf, nullable: bool) -> str:
 
 
 def scalar_column(name: str, leaf: Leaf, nullable: bool = False, column: str = "") -> Column:
-    """A column of one scalar attribute; `column` where it has another name."""
+    """Return a column of one scalar attribute; `column` is its name if that is different."""
     return Column(column or name, _nullable(leaf, nullable), name, lambda of: leaf.array(of.values(name)))
 
 
@@ -276,7 +276,7 @@ POSITION = (
     scalar_column("timestamp_ms", MILLISECONDS, column="_timestamp"),
     scalar_column("key", BYTES, column="_key"),
 )
-"""Where a row lies in the log; built from the row itself. `_topic` is the full name."""
+"""The position of a row in the log, built from the row itself. `_topic` is the full name."""
 
 DEAD_LETTER = (
     scalar_column("source_topic", NAME),
@@ -290,13 +290,13 @@ DEAD_LETTER = (
 
 
 def record_columns(record_type: type) -> tuple[Column, ...]:
-    """The columns of a record type, position aside. Raises TypeError for a schema that no rule covers."""
+    """Return the columns of a record type, without the position. Raises TypeError for a schema that no rule covers."""
     return tuple(Schema(current_schema(record_type)).columns())
 
 
 @cache
 def packed_fields() -> dict[type, list[tuple[list[str], int]]]:
-    """The packed arrays of each record type: path of the field, through lists of records, and bytes of an element."""
+    """Return the packed arrays of each record type: field path, through lists of records, and bytes of an element."""
     return {
         kind: [(column.source.split("."), column.itemsize) for column in record_columns(kind) if column.itemsize > 1]
         for kind in RECORD_TYPES.values()
@@ -304,7 +304,7 @@ def packed_fields() -> dict[type, list[tuple[list[str], int]]]:
 
 
 def arrow_table(columns: Sequence[Column], rows: Sequence[Row]) -> pa.Table:
-    """Rows as one Arrow table: position first, then the record's columns."""
+    """Return rows as one Arrow table: position first, then the record's columns."""
     places, records = Gathered(rows), Gathered([row.record for row in rows])
     arrays = [*(c.build(places) for c in POSITION), *(c.build(records) for c in columns)]
     return pa.Table.from_arrays(arrays, names=[c.name for c in (*POSITION, *columns)])

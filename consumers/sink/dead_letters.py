@@ -1,4 +1,4 @@
-"""Reads the dead-letter topics: bytes as they are, with the headers that say where they came from and why."""
+"""Reads the dead-letter topics: unchanged bytes, with the headers that name their origin and the reason."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ CLIENT_ID = "tidemill-sink-dlq"
 def dead_letter(
     raw_headers: Iterable[tuple[str, bytes | None]], own: tuple[str, int, int, int], value: bytes
 ) -> DeadLetter:
-    """A dead letter by its headers.
+    """Return a dead letter from its headers.
 
     Args:
-        own: topic, partition, offset and timestamp (ms) that stand for headers that are missing or malformed.
+        own: topic, partition, offset and timestamp (ms) used for headers that are missing or malformed.
     """
     headers = {name: (said or b"").decode("utf-8", "replace") for name, said in raw_headers}
 
     def number(header: str, otherwise: int, digits: int = 18) -> int:
-        # No more digits than the column of the number can hold.
+        # At most as many digits as the column of the number can hold.
         text = headers.get(header, "")
         return int(text) if re.fullmatch(rf"-?[0-9]{{1,{digits}}}", text) else otherwise
 
@@ -53,7 +53,7 @@ def dead_letter(
 
 
 def dead_letter_row(message: Message) -> Row:
-    """The row of a dead letter. Headers that are missing or malformed leave the letter's own place in their stead."""
+    """Return the row of a dead letter. The letter's own position replaces headers that are missing or malformed."""
     headers = cast("list[tuple[str, bytes | None]]", message.headers() or [])
     own = (message.topic() or "", message.partition() or 0, message.offset() or 0, message.timestamp()[1])
     value = message.value() or b""
@@ -61,11 +61,11 @@ def dead_letter_row(message: Message) -> Row:
 
 
 class DeadLetterReader(AbstractContextManager["DeadLetterReader"]):
-    """Group-less reader of the dead-letter topics that exist, from chosen offsets.
+    """Reader, without a consumer group, of the dead-letter topics that exist, from given offsets.
 
     Args:
-        start: next offsets; partitions not named begin at the beginning.
-        topics: whose dead letters; of every topic by default.
+        start: next offsets; other partitions are read from the beginning.
+        topics: source topics of the dead letters; every topic by default.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class DeadLetterReader(AbstractContextManager["DeadLetterReader"]):
         self._log.assign({partition: start.get(partition, OFFSET_BEGINNING) for partition in partitions})
 
     def poll(self, timeout_s: float, max_records: int = 500) -> list[Row]:
-        """The next dead letters, in offset order within each partition. Raises as `LogReader.poll`."""
+        """Return the next dead letters, in offset order within each partition. Raises like `LogReader.poll`."""
         return [dead_letter_row(message) for message in self._log.poll(timeout_s, max_records)]
 
     def read_to_end(self) -> Iterator[Row]:
-        """Every dead letter up to the end of each topic as it is now. Raises as `LogReader.read_to_end`."""
+        """Yield every dead letter up to the current end of each topic. Raises like `LogReader.read_to_end`."""
         for messages in self._log.read_until(self._log.ends()):
             yield from map(dead_letter_row, messages)
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._log.close()
 
     def __exit__(self, *_: object) -> None:

@@ -1,13 +1,13 @@
 """The engines behind one interface of clickhouse-connect: chDB in this process, or a ClickHouse server.
 
-`Reader` answers queries over the embedded engine without a way to change it: each runs on a connection of its own,
-in `readonly = 1`, with bounds on time, memory and size, so that no state passes from one query to the next.
+`Reader` runs queries on the embedded engine that cannot change it: each runs on its own connection, in `readonly = 1`,
+with bounds on time, memory and size, so that no state passes from one query to the next.
 
-`readonly = 1` refuses writes, definitions and most table functions. It lets through what reads or writes files and
-processes by other ways: the `file` function, `INTO OUTFILE`, `DESCRIBE` of a table function, `KILL`. So `check` judges
-which statements are run: one query that reads tables of the engine, and nothing else. It judges the statement as the
-engine's own parser printed it (`formatQuerySingleLine`), and that same text is run, so that comments, quoting and
-heredocs cannot hide a name.
+`readonly = 1` refuses writes, definitions and most table functions. It permits other ways to access files and
+processes: the `file` function, `INTO OUTFILE`, `DESCRIBE` of a table function, `KILL`. `check` therefore decides which
+statements are run: only a single query that reads tables of the engine. It checks the statement as the engine's own
+parser printed it (`formatQuerySingleLine`), and that same text is run, so that comments, quoting and heredocs cannot
+hide a name.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 KNOWN_STATEMENTS = 128
-"""Statements that are not checked again when they are asked again."""
+"""Number of checked statements that are remembered, so that they are not checked again."""
 KNOWN_LENGTH = 2**14
-"""Characters of such a statement at most."""
+"""Maximum characters of such a statement."""
 UNKNOWN_CODE = 1002
 """ClickHouse's UNKNOWN_EXCEPTION, for a message without a code."""
 READONLY_CODE = 164
@@ -44,12 +44,12 @@ HARMLESS_TABLE_FUNCTIONS = frozenset(
     {"format", "fuzzjson", "generaterandom", "generateseries", "generate_series", "null", "numbers", "numbers_mt"}
     | {"primes", "sqlstandardvalues", "values", "view", "viewexplain", "zeros", "zeros_mt"}
 )
-"""Table functions that make rows from their arguments alone. Every other one the engine knows is refused."""
+"""Table functions that make rows only from their arguments. All other table functions of the engine are refused."""
 REACHING_FUNCTIONS = frozenset({"file", "hascolumnintable", "catboostevaluate"})
-"""Ordinary functions that read a file or ask another host."""
+"""Ordinary functions that read a file or send a request to another host."""
 _TOKEN = re.compile(r"'(?:[^'\\]|\\.|'')*'|`(?:[^`\\]|\\.|``)*`|\"(?:[^\"\\]|\\.)*\"|\w+|\S", re.DOTALL)
 ALLOCATOR = "JE_MALLOC_CONF"
-"""Where the embedded engine's allocator looks for its settings when it is loaded."""
+"""Environment variable from which the embedded engine's allocator reads its settings when it is loaded."""
 
 
 class EngineBusy(RuntimeError):
@@ -76,7 +76,7 @@ class Answer:
 
 
 def connect(settings: SinkSettings) -> Client:
-    """A client that may write. Raises EngineBusy, or ClickHouse's own error for a server out of reach."""
+    """Return a client that may write. Raises EngineBusy, or ClickHouse's own error if the server is unreachable."""
     if not settings.embedded:
         return clickhouse_connect.get_client(
             host=settings.host,
@@ -88,7 +88,7 @@ def connect(settings: SinkSettings) -> Client:
         )
     directory, options = settings.directory, engine_options(settings)
     directory.mkdir(parents=True, exist_ok=True)
-    # Only a process that has not loaded the engine before heeds it.
+    # Takes effect only in a process that has not loaded the engine yet.
     os.environ.setdefault(ALLOCATOR, f"dirty_decay_ms:{settings.keep_freed_ms},muzzy_decay_ms:0")
     try:
         return clickhouse_connect.get_client(interface="chdb", path=str(directory), chdb_options=options)
@@ -100,7 +100,7 @@ def connect(settings: SinkSettings) -> Client:
 
 
 def engine_options(settings: SinkSettings) -> dict[str, int]:
-    """Limits of the embedded engine's memory, by ClickHouse's names: a server would take gigabytes for each cache."""
+    """Return memory limits of the embedded engine, by ClickHouse's names: its defaults are gigabytes for each cache."""
     return {
         "mark_cache_size": settings.cache_bytes,
         "primary_index_cache_size": settings.cache_bytes,
@@ -122,7 +122,7 @@ class Reader:
         }
         listed = self._run("SELECT name FROM system.table_functions", "JSONCompactColumns", {}, None).body
         self._refused = refused_functions(json.loads(listed)[0])
-        # A page asks the same few statements again and again.
+        # A page runs the same few statements repeatedly.
         self._known = lru_cache(KNOWN_STATEMENTS)(self.check)
 
     def ask(
@@ -137,26 +137,26 @@ class Reader:
         """Run one reading statement.
 
         Args:
-            sql: SELECT, WITH, SHOW, DESCRIBE, EXPLAIN or EXISTS; its FORMAT clause wins over `default_format`.
+            sql: SELECT, WITH, SHOW, DESCRIBE, EXPLAIN or EXISTS; its FORMAT clause has priority over `default_format`.
             parameters: values of `{name:Type}` in ClickHouse's own escaping, by name.
             database: for names without one; the sink's by default.
-            bounds: narrower limits, by ClickHouse's names; past `max_result_rows` the rest of the rows is left out.
+            bounds: lower limits, by ClickHouse's names; rows beyond `max_result_rows` are omitted.
 
         Raises:
-            QueryError: refused, not understood, failed, or past a limit.
+            QueryError: refused, not parsed, failed, or beyond a limit.
         """
         statement = self._known(sql) if len(sql) <= KNOWN_LENGTH else self.check(sql)
         chosen = statement.format or default_format
         answer = self._run(statement.sql, chosen, parameters or {}, database, bounds)
         if answer.body or chosen != "Native":
             return answer
-        # Without rows the embedded engine sends nothing, where a server sends the columns' names and types.
+        # Without rows the embedded engine sends nothing; a server sends the names and types of the columns.
         described = self._run(statement.with_format("JSONCompact"), "JSONCompact", parameters or {}, database)
         body = empty_native_block([(c["name"], c["type"]) for c in json.loads(described.body)["meta"]])
         return replace(described, body=body, format="Native")
 
     def check(self, sql: str) -> Statement:
-        """The statement as the engine's parser prints it, if it may be run. Raises QueryError."""
+        """Return the statement as the engine's parser prints it, if it may be run. Raises QueryError."""
         printed = self._run(
             "SELECT formatQuerySingleLine({statement:String})", "RawBLOB", {"statement": escaped(sql)}, None
         )
@@ -191,7 +191,7 @@ class Reader:
 
 
 def empty_native_block(columns: list[tuple[str, str]]) -> bytes:
-    """A block of no rows in ClickHouse's Native format: column count, row count, then name and type of each."""
+    """Return a block without rows in ClickHouse's Native format: column count, row count, name and type of each."""
 
     def varint(number: int) -> bytes:
         out = bytearray()
@@ -213,7 +213,7 @@ class Statement:
     """Its FORMAT clause; empty without one."""
 
     def with_format(self, name: str) -> str:
-        """The statement with another FORMAT clause."""
+        """Return the statement with another FORMAT clause."""
         if not self.format:
             return f"{self.sql} FORMAT {name}"
         head, _clause, tail = self.sql.rpartition(f"FORMAT {self.format}")
@@ -221,14 +221,14 @@ class Statement:
 
 
 def refused_functions(table_functions: Iterable[str]) -> frozenset[str]:
-    """Names that may not be called, in lower case, given the engine's table functions."""
+    """Return the names that must not be called, in lower case, given the engine's table functions."""
     return (frozenset(name.lower() for name in table_functions) - HARMLESS_TABLE_FUNCTIONS) | REACHING_FUNCTIONS
 
 
 def check(normalized: str, refused: frozenset[str]) -> Statement:
-    """A statement, as the engine's parser prints it, if it only reads the engine's tables.
+    """Check that a statement, as the engine's parser prints it, only reads the engine's tables, and return it.
 
-    Raises QueryError, which says which part is refused and what to do instead.
+    Raises QueryError with the refused part and an alternative.
     """
 
     def refused_for(reason: str) -> QueryError:

@@ -1,9 +1,9 @@
 """ClickHouse's HTTP protocol over the embedded engine, read-only, and the thread that serves it.
 
-What clients of a ClickHouse server use: `GET /ping`, queries in `?query=` or the body or both, `default_format`,
-`database`, `param_*`, errors with ClickHouse's code in `X-ClickHouse-Exception-Code`. Requests are independent:
-`session_id`, compression flags and progress settings are taken and have no effect. Limits on time, memory and rows may
-only become narrower.
+Supports what clients of a ClickHouse server use: `GET /ping`, queries in `?query=` or the body or both,
+`default_format`, `database`, `param_*`, errors with ClickHouse's code in `X-ClickHouse-Exception-Code`. Requests are
+independent: `session_id`, compression flags and progress settings are accepted and have no effect. Limits on time,
+memory and rows can only be lowered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tidemill.schemas.http_server import BoundedConfig, ThreadServer
 
 EXCEPTION_CODE = "X-ClickHouse-Exception-Code"
 PID_HEADER = "X-Tidemill-Pid"
-"""Tells the sink of a state file from another process that got its port later."""
+"""Distinguishes the sink of a state file from another process that uses its port later."""
 SYNTAX_ERROR = 62
 STATUS_OF_CODE = {46: 404, 47: 404, 60: 404, 81: 404, 159: 408, READONLY_CODE: 403}
 """Unknown function, identifier, table, database; timeout; read-only. Any other error of a query is 400."""
@@ -44,9 +44,9 @@ CONTENT_TYPES = {
 }
 MAX_QUERY_BYTES = 2**20
 BOUNDS = ("max_execution_time", "max_memory_usage", "max_result_rows")
-"""Limits that a client may make narrower for its query."""
+"""Limits that a client may lower for its query."""
 MIN_SECONDS = 0.001
-"""The engine counts microseconds, and takes 0 for no limit."""
+"""Minimum time limit: the engine counts microseconds, and 0 means no limit."""
 
 
 def _headers(request: Request) -> dict[str, str]:
@@ -59,7 +59,7 @@ def _headers(request: Request) -> dict[str, str]:
 
 
 async def _statement(request: Request) -> str:
-    """The query parameter and the body, one after the other. Raises QueryError when there is none, or too much."""
+    """Return the query parameter followed by the body. Raises QueryError if both are empty or they are too long."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -75,7 +75,7 @@ async def _statement(request: Request) -> str:
 
 
 def _bounds(request: Request) -> dict[str, float]:
-    """The narrower limits of a request. Raises QueryError for one that is no positive number."""
+    """Return the lower limits of a request. Raises QueryError for a limit that is not a positive number."""
     given = {name: request.query_params[name] for name in BOUNDS if name in request.query_params}
     try:
         bounds = {name: float(value) if name == "max_execution_time" else int(value) for name, value in given.items()}
@@ -90,7 +90,7 @@ def _bounds(request: Request) -> dict[str, float]:
 
 
 def application(reader: Reader, executor: Executor) -> Starlette:
-    """The protocol as an ASGI application; queries run in `executor`, so that the server answers while they do."""
+    """Return the protocol as an ASGI application; queries run in `executor`, so that they do not block the server."""
 
     async def ping(request: Request) -> Response:
         return PlainTextResponse("Ok.\n", headers=_headers(request))

@@ -1,7 +1,7 @@
-"""Asking ClickHouse about a run: SQL or a named query, of a running sink, of a server, or of the tables on disk.
+"""Queries to ClickHouse about a run: SQL or a named query, to a running sink, a server, or the tables on disk.
 
-The statement only reads, in either engine. One process owns the embedded engine's directory, so a running sink is asked
-over HTTP, at the address in its state file; when none runs, the directory is opened here for the length of the query.
+The statement only reads, in either engine. One process owns the embedded engine's directory, so queries to a running
+sink are sent over HTTP, to the address in its state file; if none runs, this process opens the directory for the query.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ EXTRA_S = 10.0
 
 
 class QueryFailed(RuntimeError):
-    """The query was refused or failed, or nobody could answer it; the message says which and what to do."""
+    """The query was refused or failed, or no engine could answer it; the message says which and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryResult:
-    """A table of results. Numbers are numbers, arrays lists, maps dicts, times text in UTC, NULL None.
+    """Results. Numbers are numbers, arrays are lists, maps are dicts, times are text in UTC, NULL is None.
 
-    A query with a FORMAT clause of its own has one column, named as the format, and one row with the text.
+    The result of a query with its own FORMAT clause has one column, named after the format, and one row with the text.
     """
 
     columns: list[str]
@@ -47,7 +47,7 @@ class QueryResult:
 
 @cache
 def named_sql() -> Mapping[str, str]:
-    """The SQL of each named query, by name. A line `-- insert: NAME` stands for the text of the file `_NAME.sql`."""
+    """Return the SQL of each named query, by name. A line `-- insert: NAME` is replaced by the file `_NAME.sql`."""
     folder = files("tidemill.consumers.sink") / "queries"
     found = sorted(folder.iterdir(), key=lambda entry: entry.name)
     texts = {e.name.removesuffix(".sql"): e.read_text("utf-8") for e in found if e.name.endswith(".sql")}
@@ -56,17 +56,17 @@ def named_sql() -> Mapping[str, str]:
 
 
 def named_queries() -> dict[str, str]:
-    """The question that each named query answers, by name."""
+    """Return the question that each named query answers, by name."""
     return {name: text.splitlines()[0].removeprefix("--").strip() for name, text in named_sql().items()}
 
 
 def parameters_of(sql: str) -> tuple[str, ...]:
-    """Names of the values that a statement takes: its `{name:Type}`, in order."""
+    """Return the parameter names of a statement: its `{name:Type}`, in order."""
     return tuple(dict.fromkeys(_PARAMETER.findall(sql)))
 
 
 def sql_of(sql_or_name: str) -> str:
-    """The SQL of a name; SQL as it is. Raises QueryFailed for a single word that names no query."""
+    """Return the SQL of a named query, or SQL unchanged. Raises QueryFailed for a single word that names no query."""
     known = named_sql()
     word = sql_or_name.strip()
     if not re.fullmatch(r"\w+", word):
@@ -79,19 +79,19 @@ def sql_of(sql_or_name: str) -> str:
 
 
 def escaped(value: str) -> str:
-    """A query parameter's value in ClickHouse's own escaping."""
+    """Return a query parameter's value in ClickHouse's own escaping."""
     return value.translate(_ESCAPES)
 
 
 def asked(sink: SinkSettings, sql: str, parameters: Mapping[str, str], **settings: str) -> dict[str, Any]:
-    """A question over ClickHouse's HTTP protocol as arguments of httpx: it reads, and gives `FORMAT` by default.
+    """Return the httpx arguments of a read-only query over ClickHouse's HTTP protocol, by default in `FORMAT`.
 
     Args:
         parameters: values of its `{name:Type}`.
-        settings: ClickHouse's, for this query.
+        settings: ClickHouse settings for this query.
     """
     values = {f"param_{name}": escaped(value) for name, value in parameters.items()}
-    # A server is told not to write, and to refuse a statement that lifts the bounds; the sink's own endpoint does both.
+    # Forbids a server to write and to raise the limits in a statement; the sink's own endpoint forbids both anyway.
     own = {} if sink.embedded else {"readonly": "1"}
     key = {"X-ClickHouse-User": sink.user, "X-ClickHouse-Key": sink.password.get_secret_value()}
     return {
@@ -102,10 +102,10 @@ def asked(sink: SinkSettings, sql: str, parameters: Mapping[str, str], **setting
 
 
 def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | None = None) -> QueryResult:
-    """The answer to a query over the sink's tables.
+    """Run a query over the sink's tables.
 
     Args:
-        parameters: values of the query's `{name:Type}`. One that a named query takes and that is not given is empty.
+        parameters: values of the query's `{name:Type}`. A missing parameter of a named query is empty.
 
     Raises:
         QueryFailed: also for a parameter that the query does not take.
@@ -147,7 +147,7 @@ def _answer(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> QueryRes
 
 
 def answers(state: SinkState) -> bool:
-    """Whether the sink of a state file still runs: its port may be somebody else's by now."""
+    """Whether the sink of a state file still runs: another process may use its port now."""
     try:
         reply = httpx.get(f"{state.url}/ping", timeout=PING_S)
     except httpx.TransportError:
@@ -165,7 +165,7 @@ def _parsed(body: bytes, output_format: str) -> QueryResult:
 def _from_disk(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> QueryResult:
     if not sink.directory.is_dir():
         raise QueryFailed(f"there are no tables in {sink.directory}: start `tidemill sink`, or name its directory")
-    # Loaded here, since most queries go over HTTP and need no engine.
+    # Imported here, since most queries go over HTTP and do not need the engine.
     from tidemill.consumers.sink.engine import EngineBusy, QueryError, Reader, connect
 
     try:
@@ -188,7 +188,7 @@ STATE_FILE = "tidemill-sink.json"
 
 @dataclass(frozen=True, slots=True)
 class SinkState:
-    """A running sink."""
+    """A running sink, as its state file describes it."""
 
     pid: int
     url: str
@@ -196,14 +196,14 @@ class SinkState:
 
 
 def write_state(directory: Path, state: SinkState) -> None:
-    """Announce a sink; a reader sees the whole file or none."""
+    """Write the state file atomically: a reader sees the complete file or none."""
     fresh = directory / f"{STATE_FILE}.{os.getpid()}"
     fresh.write_text(json.dumps(asdict(state)), "utf-8")
     fresh.replace(directory / STATE_FILE)
 
 
 def read_state(directory: Path) -> SinkState | None:
-    """The sink that announced itself last, which may have been killed since; None without one."""
+    """Return the sink that last wrote the state file, which may have been killed since; None if there is none."""
     try:
         return SinkState(**json.loads((directory / STATE_FILE).read_text("utf-8")))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The rows of a flush: records, dead letters and tombstones with their places in the log, and when rows are flushed.
+"""The rows of a flush: records, dead letters and tombstones with their positions, and the time of the next flush.
 
-A record whose packed arrays are no whole number of elements is a dead letter: any process may have written its bytes,
-and the schema accepts them.
+A record whose packed arrays are not a whole number of elements is a dead letter: any process may have written its
+bytes, and the schema accepts them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ APPLICATION = "tidemill-sink"
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A value that nobody could use: read from a dead-letter topic, or met by the sink itself."""
+    """A value that cannot be used: read from a dead-letter topic, or found by the sink itself."""
 
     source_topic: str
     source_partition: int
@@ -29,13 +29,13 @@ class DeadLetter:
     source_timestamp_ms: int
     reason: str
     found_by: str
-    """The application that gave it up."""
+    """The application that wrote it as a dead letter."""
     value: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DeletedKey:
-    """The end of what a compacted topic holds under a key: an order to delete, and no row of its own."""
+    """A tombstone of a compacted topic: it deletes the rows of its key and has no row of its own."""
 
     topic: Topic
 
@@ -51,11 +51,11 @@ class Row:
     key: bytes
     record: Record | DeadLetter | DeletedKey
     n_bytes: int
-    """Size of the value, for bounding a flush."""
+    """Size of the value, to limit a flush."""
 
 
 def row_of(located: ConsumedRecord, names: Names, expected: tuple[type, ...]) -> Row:
-    """The row of a record or a tombstone; of a dead letter when it is none of `expected` or no column can hold it."""
+    """Return the row of a record or a tombstone; of a dead letter if it is none of `expected` or fits no column."""
     topic = names.of(located.topic)
     place = (topic, located.partition, located.offset, located.timestamp_ms)
     record: Record | DeadLetter | DeletedKey | None = located.record
@@ -73,7 +73,7 @@ def row_of(located: ConsumedRecord, names: Names, expected: tuple[type, ...]) ->
 
 
 def packed_fault(record: object) -> str:
-    """Why a record's packed arrays cannot be unpacked; empty when they can."""
+    """Return why a record's packed arrays cannot be unpacked; empty if they can."""
     gathered = Gathered([record])
     for path, size in packed_fields()[type(record)]:
         for chunk in gathered.values(*path):
@@ -83,7 +83,7 @@ def packed_fault(record: object) -> str:
 
 
 def cut(rows: Sequence[Row], most_bytes: int) -> Iterator[Sequence[Row]]:
-    """The rows in their order, in runs of at most `most_bytes`; a longer row is a run of its own."""
+    """Yield the rows in order, in groups of at most `most_bytes`; a longer row is a group of its own."""
     first, held = 0, 0
     for place, row in enumerate(rows):
         if held and held + row.n_bytes > most_bytes:
@@ -102,7 +102,7 @@ class PendingRows:
     rows: list[Row] = field(default_factory=list)
     n_bytes: int = 0
     opened_at: float = 0.0
-    """Time of the first row, in seconds of the caller's clock."""
+    """Time of the first row, in seconds on the caller's clock."""
 
     def add(self, rows: Iterable[Row], now: float) -> None:
         for row in rows:
@@ -118,7 +118,7 @@ class PendingRows:
         return full or now - self.opened_at >= self.settings.flush_seconds
 
     def next_offsets(self) -> dict[Partition, int]:
-        """One past the last row of each partition."""
+        """Return the offset after the last row of each partition."""
         return {(row.topic, row.partition): row.offset + 1 for row in self.rows}
 
     def clear(self) -> None:

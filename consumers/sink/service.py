@@ -1,7 +1,7 @@
-"""The sink's process: reads every topic and dead-letter topic, writes the tables, answers queries meanwhile.
+"""The sink's process: reads every topic and dead-letter topic, writes the tables, and answers queries.
 
-What holds: what the log deleted before the sink had read it ends the sink, or is entered in a table before anything
-that comes after it is written.
+Invariant: if the log deleted records before the sink had read them, the sink exits, or it writes the gap to a table
+before any later record.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tidemill.schemas.shutdown import stop_on_signals
 log = logging.getLogger(__name__)
 POLL_S = 0.1
 READ_ROWS = 100
-"""Records of one read: what a batch may hold beyond its bound."""
+"""Maximum records of one read: a batch may exceed its limit by this number."""
 FLUSH_S = 900.0
-"""Longest that a flush may take, before the process is taken for hung; the engine's own time-outs are shorter."""
+"""Maximum duration of a flush; after it the process counts as hung. The engine's own timeouts are shorter."""
 
 
 class Source:
-    """Every topic of the catalogue and its dead letters, as rows.
+    """Reads every topic of the catalogue and its dead letters, as rows.
 
     Raises RetentionGap, here and in `read`, unless the settings accept gaps.
     """
@@ -62,7 +62,7 @@ class Source:
         self._letters = DeadLetterReader(kafka, writer.next_offsets)
 
     def read(self, limit: int) -> list[Row]:
-        """The next rows: at most `limit` records, and some dead letters."""
+        """Return the next rows: at most `limit` records, and some dead letters."""
         rows = []
         try:
             found = self._records.poll(POLL_S, limit)
@@ -73,11 +73,11 @@ class Source:
         return rows
 
     def next_offsets(self) -> dict[Partition, int]:
-        """Where to go on, for every partition of the catalogue from which something was read or passed over."""
+        """Return the next offset of every partition of the catalogue from which something was read or skipped."""
         return {place: offset for place, offset in self._at().items() if offset != self._begun[place]}
 
     def moved(self, known: Mapping[Partition, int]) -> bool:
-        """Whether something was passed over, such as the end of a transaction, that `known` does not say."""
+        """Whether offsets were read or skipped, such as the end of a transaction, that `known` does not include."""
         return any(known.get(place) != offset for place, offset in self.next_offsets().items())
 
     def close(self) -> None:
@@ -95,14 +95,14 @@ class Source:
 
 
 def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
-    """Fill the tables until SIGTERM or SIGINT, then write what has been read and close.
+    """Fill the tables until SIGTERM or SIGINT, then write the rows that were read and close.
 
-    Every run of the prefix is stored; `run` names the one that the log lines speak of.
+    Every run of the prefix is stored; `run` is the one that the log lines name.
 
     Raises:
         EngineBusy: another process has the embedded engine's directory open.
         PortTaken: the HTTP port cannot be bound.
-        LookupError: a topic does not exist, or the log no longer holds the place to go on from (`sink.accept_gaps`).
+        LookupError: a topic does not exist, or the log lost the offset to continue from (see `sink.accept_gaps`).
     """
     stop = stop_on_signals()
     with ExitStack() as stack:
@@ -130,9 +130,9 @@ def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
 
 @contextmanager
 def open_tables(sink: SinkSettings, erasures: Erasures | None = None) -> Iterator[tuple[Writer, str]]:
-    """The one writer of the tables, and where queries are answered meanwhile; a sink's state file names the address.
+    """Open the tables; yield their only writer, and the address that answers queries, which is in the state file.
 
-    The tables of an older run get the columns and the topics that are new since: the named queries name them all.
+    Tables of an older release get the new columns and topics, since the named queries refer to all of them.
     Raises EngineBusy, PortTaken.
     """
     client = connect(sink)
@@ -141,7 +141,7 @@ def open_tables(sink: SinkSettings, erasures: Erasures | None = None) -> Iterato
         writer = Writer(
             client, sink.database, sink.table_engine, erasures, insert_bytes=sink.flush_bytes, merges=sink.merges
         )
-        url = sink.server_url  # a server answers for itself
+        url = sink.server_url  # a server answers queries itself
         if sink.embedded:
             url = stack.enter_context(query_server(sink)).url
             write_state(sink.directory, SinkState(os.getpid(), url, sink.database))
@@ -150,7 +150,7 @@ def open_tables(sink: SinkSettings, erasures: Erasures | None = None) -> Iterato
 
 
 def known_erasures(kafka: KafkaSettings) -> Erasures:
-    """Every ERASE of the log: known before the first row is written, lest a rebuild show what was erased."""
+    """Read every ERASE of the log before the first row is written, so that a rebuild does not show erased records."""
     erasures = Erasures()
     with LogReader(kafka, [Topic.USER_REQUESTS], client_id="tidemill-sink-requests") as reader:
         for located in reader.read_to_end():
@@ -159,10 +159,10 @@ def known_erasures(kafka: KafkaSettings) -> Erasures:
 
 
 def release_unused_memory() -> None:
-    """Return freed memory to the system; where the C library is not GNU's, only Arrow's.
+    """Return freed memory to the system; only Arrow's if the C library is not GNU's.
 
     Arrow's pool and the C library keep freed memory for later use, the latter for each thread that ever allocated: a
-    process that reads, writes and answers in several threads would hold the memory of several flushes.
+    process that reads, writes and answers in several threads would keep the memory of several flushes.
     """
     pa.default_memory_pool().release_unused()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,4 +1,4 @@
-"""The tables: one a record type of the catalogue, named as its topic, with DDL that any ClickHouse takes.
+"""The tables: one per record type of the catalogue, named after its topic, with DDL that any ClickHouse accepts.
 
 Every table is ordered by `(_topic, _partition, _offset)`, the identity of a row, so that the highest offset of a
 partition is read from the primary index.
@@ -18,7 +18,7 @@ from tidemill.schemas.codec import schema_file_name
 WATERMARKS = "sink_watermarks"
 GAPS = "sink_gaps"
 DEDUPLICATION_WINDOW = 1000
-"""Insert tokens that a table remembers: a retry of one of its last blocks writes nothing."""
+"""Number of insert tokens that a table remembers: a retry of one of its last blocks writes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class Table:
 
     name: str
     columns: tuple[Column, ...]
-    """The record's columns; position columns come before them."""
+    """The record's columns; the position columns precede them."""
 
     @property
     def all_columns(self) -> tuple[Column, ...]:
-        """Position columns and the record's."""
+        """The position columns, then the record's."""
         return (*POSITION, *self.columns)
 
     def create(self, database: str, engine: TableEngine, merges: MergeSettings) -> str:
-        """CREATE TABLE IF NOT EXISTS."""
+        """Return the CREATE TABLE IF NOT EXISTS statement."""
         columns = ",\n".join(f"    `{column.name}` {column.type}" for column in self.all_columns)
         return (
             f"CREATE TABLE IF NOT EXISTS `{database}`.`{self.name}`\n(\n{columns}\n)\nENGINE = {engine.value}\n"
@@ -46,7 +46,7 @@ class Table:
 
 
 def table_settings(merges: MergeSettings) -> list[str]:
-    """The settings of a table's merges, as SHOW CREATE TABLE lists them."""
+    """Return the merge settings of a table, as SHOW CREATE TABLE lists them."""
     return [
         f"vertical_merge_algorithm_min_rows_to_activate = {merges.vertical_rows}",
         f"merge_max_block_size_bytes = {merges.block_bytes}",
@@ -55,7 +55,7 @@ def table_settings(merges: MergeSettings) -> list[str]:
 
 
 def table_name(topic: Topic, record_type: type) -> str:
-    """A topic's first record type has the topic's name, underscored; a further one (ticks) its own in the plural."""
+    """Return the topic's name with underscores for its first record type; for others (ticks) their own name, plural."""
     if record_type is CATALOGUE[topic].values[0]:
         return topic.value.replace(".", "_").replace("-", "_")
     return f"{schema_file_name(record_type)}s"
@@ -63,7 +63,7 @@ def table_name(topic: Topic, record_type: type) -> str:
 
 @lru_cache(maxsize=1)
 def tables() -> dict[type, Table]:
-    """Every table by the record type that it holds."""
+    """Return every table by the record type that it contains."""
     found = {
         record_type: Table(table_name(topic, record_type), record_columns(record_type))
         for topic, spec in CATALOGUE.items()
@@ -73,12 +73,12 @@ def tables() -> dict[type, Table]:
 
 
 OWN_TABLES = {
-    # The restart points: the next offset to read.
+    # The offset from which each partition is read after a restart.
     WATERMARKS: "(\n    `_topic` LowCardinality(String),\n    `_partition` Int32,\n    `next_offset` Int64\n)\n"
     "ENGINE = ReplacingMergeTree(next_offset)\nORDER BY (_topic, _partition)",
-    # What the log deleted before it was read: offsets from `first_offset` to before `end_offset`.
+    # Retention gaps, deleted from the log before they were read: offsets [first_offset, end_offset).
     GAPS: "(\n    `_topic` LowCardinality(String),\n    `_partition` Int32,\n    `first_offset` Int64,\n"
     "    `end_offset` Int64,\n    `found_at` DateTime64(3, 'UTC') DEFAULT now64(3)\n)\n"
     "ENGINE = ReplacingMergeTree\nORDER BY (_topic, _partition, first_offset)",
 }
-"""The definitions of the sink's tables that hold no records, for CREATE TABLE, by name."""
+"""The definitions of the sink's tables without records, for CREATE TABLE, by name."""

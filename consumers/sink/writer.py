@@ -1,19 +1,19 @@
-"""Rows into tables, each exactly once, however often the sink is killed.
+"""Writes rows to tables, each exactly once, even if the sink is killed at any time.
 
-Why it holds: within a table the rows of a partition are inserted in offset order, one insert is one block, and a block
-is there or it is not. So the highest offset in a table is exactly how far that table got, and a row at or below it is
-never inserted again. The restart point of a partition is written after its rows, so it is never ahead of any table: it
-only saves reading the log again from its beginning. No Kafka commit takes part.
+Reason: within a table the rows of a partition are inserted in offset order, one insert is one block, and a block is
+written whole or not at all. So the highest offset in a table is the exact progress of that table, and a row at or below
+it is never inserted again. The restart offset of a partition is written after its rows, so it is never ahead of any
+table: it only avoids reading the log again from its beginning. No Kafka commit is involved.
 
-What must not be there is left out of the inserts and deleted before the restart point moves: a crash repeats a deletion
-and never forgets one. Where a deletion takes a table's highest offsets away, only rows that are to be left out or
-deleted again can be read again. Two things order a deletion. An ERASE request takes every row of its user that dates
-from before it, and what others said about their interactions; a tombstone takes the older rows of its own key. In any
-order of reading, also when the log is read again from its beginning, this stays true: a row that dates from before its
+Rows that must not be stored are left out of the inserts and deleted before the restart offset moves: a crash repeats a
+deletion and never skips one. If a deletion removes a table's highest offsets, only rows that are left out or deleted
+again can be read again. Two kinds of records cause deletions. An ERASE request deletes every row of its user that dates
+from before it, and the records of other users about their interactions; a tombstone deletes the older rows of its key.
+Invariant, in any order of reading, also if the log is read again from its beginning: a row that dates from before its
 user's newest ERASE is not written. A row dates from the earlier of its event time and its time in the log.
 
-Members of online batches are no rows of a user: a pseudonym, a reward and a reference stay there, so that it can be
-told which versions learnt from them.
+Members of online batches are not rows of a user: a pseudonym, a reward and a reference remain there, to show which
+versions learnt from them.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
 
 INSERT_SETTINGS = {"async_insert": 0, "max_insert_threads": 1, "wait_end_of_query": 1}
 DELETE_SETTINGS = "mutations_sync = 2"
-"""A deletion has rewritten the parts that held the rows when it returns: nothing is merely hidden."""
+"""When a deletion returns, the parts with the rows have been rewritten: the rows are not just hidden."""
 
 
 @dataclass
 class TableProgress:
-    """How far each table and each partition got: decides what is still to be written."""
+    """The progress of each table and each partition, which determines the rows still to be written."""
 
     highest: dict[tuple[str, Partition], int] = field(default_factory=dict)
-    """Highest offset in a table, by table and place."""
+    """Highest offset in a table, by table and partition."""
     next_offsets: dict[Partition, int] = field(default_factory=dict)
-    """Where reading starts again."""
+    """Restart offset of each partition."""
 
     def missing(self, table: str, rows: Iterable[Row]) -> list[Row]:
-        """The rows that `table` does not hold yet, ordered by place and offset."""
+        """Return the rows that `table` does not contain yet, ordered by partition and offset."""
         fresh = (r for r in rows if r.offset > self.highest.get((table, (r.topic, r.partition)), -1))
         return sorted(fresh, key=lambda r: (r.topic, r.partition, r.offset))
 
@@ -66,7 +66,7 @@ class TableProgress:
 
 
 def insert_token(rows: Sequence[Row]) -> str:
-    """Names a block by what it holds, `topic:partition:first-last`, so that its retry is recognised."""
+    """Return the name of a block from its content, `topic:partition:first-last`, so that its retry is recognised."""
     ranges: dict[Partition, list[int]] = defaultdict(list)
     for row in rows:
         ranges[row.topic, row.partition].append(row.offset)
@@ -74,12 +74,12 @@ def insert_token(rows: Sequence[Row]) -> str:
 
 
 EVENT_TIMES: Mapping[type, str] = {Interaction: "served_at", Feedback: "observed_at", Outcome: "served_at"}
-"""Record types that belong to a user, and the field that dates them."""
+"""Record types that belong to a user, and the field with their event time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Rows of one table that must go: a condition in SQL, with its parameters."""
+    """Rows of one table to delete: a condition in SQL, with its parameters."""
 
     table: str
     condition: str
@@ -93,12 +93,12 @@ class Erasures:
         self._before: dict[str, int] = {}
 
     def observe(self, record: object) -> None:
-        """Take a request in; anything else is let pass. The same one twice changes nothing."""
+        """Observe a request; other records are ignored. A repeated request changes nothing."""
         if isinstance(record, UserRequest) and record.wish is UserWish.ERASE:
             self._before[record.user_id] = max(record.at, self._before.get(record.user_id, record.at))
 
     def hides(self, row: Row) -> bool:
-        """Whether a row is of an erased user and dates from before their request."""
+        """Whether a row belongs to an erased user and dates from before their request."""
         event_time = EVENT_TIMES.get(type(row.record))
         if event_time is None:
             return False
@@ -107,7 +107,7 @@ class Erasures:
 
 
 def of_user(request: UserRequest, database: str) -> Iterator[Deletion]:
-    """The deletions that an ERASE orders, in order: records about the user's interactions go before these do."""
+    """Yield the deletions for an ERASE, in order: records about the user's interactions before the interactions."""
 
     def theirs(record_type: type) -> str:
         event_time = f"toUnixTimestamp64Micro({EVENT_TIMES[record_type]})"
@@ -124,11 +124,11 @@ def of_user(request: UserRequest, database: str) -> Iterator[Deletion]:
 
 
 def of_tombstones(rows: Iterable[Row]) -> Iterator[Deletion]:
-    """The deletions that tombstones order: older rows of the same key in the same partition."""
+    """Yield the deletions for tombstones: older rows of the same key in the same partition."""
     newest: dict[tuple[Topic, Partition], dict[str, int]] = defaultdict(dict)
     for row in rows:
         if isinstance(row.record, DeletedKey):
-            # Keys are bytes of anybody's making; as hexadecimal digits they pass through SQL unharmed.
+            # Keys are arbitrary, untrusted bytes; hexadecimal digits are safe in SQL.
             newest[row.record.topic, (row.topic, row.partition)][row.key.hex().upper()] = row.offset
     for (topic, (full, partition)), ends in newest.items():
         yield Deletion(
@@ -140,7 +140,7 @@ def of_tombstones(rows: Iterable[Row]) -> Iterator[Deletion]:
 
 
 def arrow_file(data: pa.Table, compression: str | None = None) -> memoryview:
-    """A table as an Arrow file. Its size is found first: a buffer that grows is copied as often as it grows."""
+    """Return a table as an Arrow file. Its size is computed first: a growing buffer would be copied at each growth."""
     options = pa.ipc.IpcWriteOptions(compression=compression)
 
     def write(sink: pa.NativeFile) -> None:
@@ -156,27 +156,27 @@ def arrow_file(data: pa.Table, compression: str | None = None) -> memoryview:
 
 @cache
 def leave_pandas_out() -> None:
-    """Keep pyarrow from importing pandas at the first list that it is given: a third of a second for nothing here.
+    """Prevent pyarrow from importing pandas at the first list that it converts: an unnecessary third of a second.
 
-    It looks once a process, and again where somebody asks for a data frame.
+    It looks for pandas once per process, and again if a data frame is requested.
     """
     if "pandas" not in sys.modules:
         sys.modules["pandas"] = None  # type: ignore[assignment]  # as if it were not installed
         try:
             pa.array([None])
-        except AttributeError:  # of the module, which it takes for one all the same; it does not look again
+        except AttributeError:  # pyarrow takes the entry for the pandas module; it does not look again
             return
         finally:
             del sys.modules["pandas"]
 
 
 class Writer:
-    """The one writer of the tables.
+    """The only writer of the tables.
 
     Args:
-        erasures: what is known of erased users from the start; the rows themselves add to it.
-        insert_bytes: of record values that one insert holds at most, a longer record aside.
-        merges: what a merge of a table's parts holds at once; tables of other settings are changed.
+        erasures: the erasures known at the start; the rows add to them.
+        insert_bytes: maximum bytes of record values in one insert; a longer record is inserted alone.
+        merges: limits of a merge of a table's parts; tables with other settings are changed.
     """
 
     def __init__(
@@ -209,11 +209,11 @@ class Writer:
 
     @property
     def next_offsets(self) -> Mapping[Partition, int]:
-        """Where each partition is to be read from; partitions not named, from their beginning."""
+        """The offset from which each partition is read; other partitions are read from their beginning."""
         return self._progress.next_offsets
 
     def write(self, rows: Sequence[Row], next_offsets: Mapping[Partition, int]) -> int:
-        """Insert what the tables lack of `rows`, delete what these order, then move the restart points.
+        """Insert the `rows` that the tables do not contain, apply the deletions that they cause, then move the offsets.
 
         Returns the number of rows inserted.
         """
@@ -232,7 +232,7 @@ class Writer:
                 self._progress.wrote(table.name, part)
             written += len(missing)
         for row in rows:
-            # Each partition has a copy of a request; the first one that is read has it carried out.
+            # Each partition has a copy of a request; the first one that is read causes the deletions.
             request = row.record
             if not isinstance(request, UserRequest) or request.wish is not UserWish.ERASE:
                 continue
@@ -250,7 +250,7 @@ class Writer:
         return written
 
     def enter_gap(self, gap: RetentionGap) -> None:
-        """Enter records that no table will hold; the same gap twice is one."""
+        """Store a gap: records that no table will contain. A repeated gap is stored once."""
         columns = [
             NAME.array([gap.topic]),
             PARTITION.array([gap.partition]),
@@ -264,7 +264,7 @@ class Writer:
         for deletion in deletions:
             table, where = f"`{self._database}`.`{deletion.table}`", deletion.condition
             found = self._client.query(f"SELECT count() FROM {table} WHERE {where}", parameters=deletion.parameters)
-            # A mutation rewrites parts, even where it deletes nothing from them.
+            # A mutation rewrites parts even if it deletes nothing from them.
             if found.result_rows[0][0]:
                 statement = f"ALTER TABLE {table} DELETE WHERE {where} SETTINGS {DELETE_SETTINGS}"
                 self._client.command(statement, parameters=deletion.parameters)
@@ -273,13 +273,13 @@ class Writer:
         settings: dict[str, Any] = {**INSERT_SETTINGS, "max_insert_block_size": max(len(data), 1)}
         if token:
             settings["insert_deduplication_token"] = token
-        # On its way to a server; the embedded engine asks for none.
+        # Compression is for a server; the embedded engine uses none.
         compression = self._client.write_compression if self._client.write_compression in ("lz4", "zstd") else None
         file, full = arrow_file(data.combine_chunks(), compression), f"`{self._database}`.`{table}`"
         self._client.raw_insert(full, data.schema.names, file, settings, "Arrow")
 
     def _create(self, engine: TableEngine, merges: MergeSettings) -> None:
-        """Create the tables; give those of an older release the columns of a newer schema, and other merges."""
+        """Create the tables; add the columns of a newer schema and the merge settings to those of an older release."""
         database, command = self._database, self._client.command
         command(f"CREATE DATABASE IF NOT EXISTS `{database}`")
         for name, definition in OWN_TABLES.items():

@@ -1,1 +1,1 @@
-"""The page on which a run is watched: views of the sink's tables, served to a browser."""
+"""The web page for watching a run: views of the sink's tables, served to a browser."""

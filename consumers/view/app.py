@@ -1,7 +1,7 @@
 """The page as an ASGI application behind its guard, and the process that serves it.
 
-A browser gets shells at once, and reads the panels one by one. The guard decides who may see the page, and what a
-browser may do with it.
+A browser gets the shell of a page at once, and then requests the panels one by one. The guard decides which clients may
+see the page, and limits what a browser may do with it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OF_VERSION = ("version", "version_deltas", "version_proofs", "version_decisions"
 OF_INTERACTION = ("interaction_path", "interaction")
 COOKIE = "tidemill_view"
 OPEN = ("/enter", "/static/")
-"""Paths that are answered without the token."""
+"""Paths that are served without the token."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "font-src 'self'; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -56,7 +56,7 @@ HEADERS = {
 
 
 def guarded(app: ASGIApp, settings: ViewSettings) -> ASGIApp:
-    """An ASGI application behind a check of the host name and of the token, with security headers on each answer."""
+    """Wrap an ASGI application with a check of host name and token, and with security headers on each response."""
     token, names = settings.token.get_secret_value(), {settings.host, *settings.names}
 
     def refusal(request: Request) -> Response | None:
@@ -65,7 +65,7 @@ def guarded(app: ASGIApp, settings: ViewSettings) -> ASGIApp:
         name = (urlsplit(f"//{host}").hostname or "") if named else ""
         if not (settings.behind_proxy or is_loopback(name) or name in names):
             return PlainTextResponse(f"this page is not called {name!r}: add the name to view.names\n", 421)
-        # The path that is routed by: a URL is made of the Host header too.
+        # The path used for routing: a URL would also contain the Host header.
         if not token or request.scope["path"].startswith(OPEN):
             return None
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -94,7 +94,7 @@ def guarded(app: ASGIApp, settings: ViewSettings) -> ASGIApp:
 
 
 def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
-    """Every address of the page, behind its guard."""
+    """Return the application with every address of the page, behind its guard."""
     site = Site(tables, settings)
 
     def shell(page: Page) -> Route:
@@ -107,7 +107,7 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
         return RedirectResponse(f"/{PAGES[0].path}", 307)
 
     async def step_or_version(request: Request) -> Response:
-        """Of the run `?run=`, where several have the same number."""
+        """Serve the page of a step or version; `?run=` selects the run if several have the same number."""
         ((name, number),) = request.path_params.items()
         area, panels = ("run", OF_STEP) if name == "step" else ("weights", OF_VERSION)
         page, values = Page(area, f"{name.title()} {number}", panels), {**request.query_params, name: str(number)}
@@ -119,7 +119,7 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
         return site.page(Page("users", f"Interaction {name}", OF_INTERACTION), values)
 
     async def enter(request: Request) -> Response:
-        """The form that asks for the token, and its answer."""
+        """Serve the form for the token, and process its submission."""
         if request.method == "GET":
             return site.html("enter.html", wrong=False)
         token, shown = settings.token.get_secret_value(), b""
@@ -160,13 +160,13 @@ def run(sink: SinkSettings, view: ViewSettings, *, open_tables: bool) -> None:
     """Serve the page until SIGTERM or SIGINT.
 
     Args:
-        open_tables: open the embedded engine's tables here where no running sink has them open, so that a run that is
-            over can be looked at. A sink cannot start beside that.
+        open_tables: open the embedded engine's tables in this process if no running sink has them open, so that a
+            finished run can be viewed. A sink cannot start at the same time.
 
     Raises:
         PortTaken: the address cannot be bound.
-        EngineBusy: another process that is no sink has the tables open.
-        RuntimeError: the server ended by itself.
+        EngineBusy: another process that is not a sink has the tables open.
+        RuntimeError: the server stopped unexpectedly.
     """
     stop = stop_on_signals()
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
 """The view Ask: SQL or a named query, and its rows as a table, as a plot, as CSV and as JSON.
 
-The editor is a textarea: CodeMirror 5 is 170 kB before its SQL mode, CodeMirror 6 cannot be served without a build
-step, and the page loads 300 kB at most.
+The editor is a textarea: CodeMirror 5 is 170 kB without its SQL mode, CodeMirror 6 cannot be served without a build
+step, and the page must load at most 300 kB.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tidemill.consumers.view.panels import PAGES, Panel, panels
 from tidemill.consumers.view.site import MOST_VALUE, Site, rows_as
 
 MOST_BYTES = 2**18
-"""Of a posted question."""
+"""Maximum size of a posted query."""
 AXES = ("x", "y", "by")
 KINDS = ("bars", "heat", "line", "steps")
-"""Plots that can be chosen."""
+"""Plots that the user can choose."""
 
 
 def asked(values: dict[str, str]) -> Panel:
-    """The question of an address or a form: its SQL, or the named query; how it is drawn unless told otherwise."""
+    """Return the query of an address or a form: its SQL or the named query, and how it is drawn by default."""
     sql = values.get("q", "").replace("\r\n", "\n")
     known = panels().get(values.get("name", ""))
     if known is None or (sql and sql != known.sql):
@@ -37,7 +37,7 @@ def asked(values: dict[str, str]) -> Panel:
 
 
 def routes(site: Site) -> list[BaseRoute]:
-    """The page, and the rows of one question."""
+    """Return the routes of the page and of the rows of one query."""
     here = next(page for page in PAGES if page.path == "ask")
 
     async def page(request: Request) -> Response:

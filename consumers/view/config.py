@@ -1,4 +1,4 @@
-"""Settings of the page."""
+"""Settings of the web page."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ def is_loopback(host: str) -> bool:
 
 
 class ViewSettings(Section):
-    """The page on which a run is watched (`tidemill view`)."""
+    """The web page for watching a run (`tidemill view`)."""
 
     host: str = "127.0.0.1"
-    """Address to listen at. Any other than loopback demands `token` or `behind_proxy`."""
+    """Address to listen on. An address other than loopback requires `token` or `behind_proxy`."""
 
     port: int = Field(default=8126, ge=0, le=65535)
-    """Port to listen at; 0 takes a free one."""
+    """Port to listen on; 0 takes a free one."""
 
     token: SecretStr = SecretStr("")
-    """Secret that a browser gives once (the page asks for it), and a script as `Authorization: Bearer`. Empty: none is
-    asked for. Better given by the environment than in a file."""
+    """Secret that a browser sends once (the page asks for it), and a script sends as `Authorization: Bearer`. Empty:
+    no token is required. Set it in the environment rather than in a file."""
 
     behind_proxy: bool = False
-    """A proxy in front of the page decides who may see it, so that an address other than loopback needs no token."""
+    """A proxy in front of the page controls access, so that an address other than loopback needs no token."""
 
     names: tuple[str, ...] = ()
-    """Host names by which browsers reach the page, besides `host` and loopback; any other is refused, so that a foreign
-    site cannot point its own name here."""
+    """Host names by which browsers reach the page, in addition to `host` and loopback; others are refused, so that a
+    foreign site cannot use its own name for this address."""
 
     model: str = ""
     """Directory of the model whose tokenizer shows token ids as text. Empty: token ids are shown as numbers."""
 
     refresh_s: float = Field(default=3.0, ge=0.5)
-    """Seconds between two readings of what a browser shows, while somebody looks."""
+    """Seconds between two updates of the visible page in a browser."""
 
     query_seconds: float = Field(default=10.0, gt=0)
-    """Longest a query of the page may run, in seconds."""
+    """Maximum duration of a query of the page, in seconds."""
 
     query_memory_bytes: int = Field(default=2**30, ge=2**20)
-    """Most memory that a query of the page may take."""
+    """Maximum memory of a query of the page."""
 
     result_rows: int = Field(default=5_000, ge=1)
-    """Rows of an answer in Ask that are shown at most."""
+    """Maximum rows of a result that Ask shows."""
 
     http: HttpSettings = HttpSettings()
-    """Limits of the server on its clients' connections."""
+    """Limits on client connections to the server."""
 
     @model_validator(mode="after")
     def _guarded(self) -> ViewSettings:

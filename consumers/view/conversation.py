@@ -1,4 +1,4 @@
-"""A rollout's tokens as a conversation: their texts, messages by the template's marks and the loss mask, colours."""
+"""A rollout's tokens as a conversation: texts, messages (by the template's marks and the loss mask), and colours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tidemill.schemas.chat.calls import GRAMMARS
 from tidemill.schemas.chat.format import TOKENIZER_FILE, special_texts
 
 LONGEST_CHARACTER = 8
-"""Tokens that one character takes at most: behind more, what is there is no text."""
+"""Maximum tokens of one character: if more tokens give no character, their bytes are not text."""
 _ROLES: Mapping[str, str] = {
     **dict.fromkeys(("system", "developer", "system_prompt", "available_tools"), "system"),
     **dict.fromkeys(("user", "human", "inst"), "user"),
@@ -26,20 +26,20 @@ _ROLES: Mapping[str, str] = {
 }
 _NAME = re.compile(r"\s*([A-Za-z_]+)\s*(?:[\n<|｜\[]|$)")
 HEADER_TOKENS, RESPONSE_TOKENS = 16, 32
-"""Tokens behind a mark that may name a role, and that may say that a user's message holds tool output."""
+"""Number of tokens after a mark that may name a role, and that may mark a user's message as tool output."""
 
 
 class TokenTexts:
-    """One tokenizer, read from its file. Safe to share between threads."""
+    """One tokenizer, read from its file. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         texts = special_texts(tokenizer)
         self.marks = {number: text for text in texts if (number := tokenizer.token_to_id(text)) is not None}
-        """Texts of the tokens that structure a conversation, by id. Content cannot spell them."""
+        """Texts of the tokens that structure a conversation, by id. Content cannot contain them."""
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """The text of each id: a character of several tokens is at its last one; an unknown id is its number."""
+        """Return the text of each id: a character of several tokens is at its last one; an unknown id is its number."""
         found, stream, waiting = list[str](), DecodeStream(skip_special_tokens=False), list[int]()
         for number in ids:
             waiting.append(number)
@@ -53,7 +53,7 @@ class TokenTexts:
                 text = None
                 waiting += [number] * LONGEST_CHARACTER
             if text is None and len(waiting) >= LONGEST_CHARACTER:
-                # Bytes that are no text would be decoded anew with each further token.
+                # Bytes that are not text would be decoded again with each further token.
                 text = "\ufffd"
                 stream = DecodeStream(skip_special_tokens=False)
             if text is not None:
@@ -62,12 +62,12 @@ class TokenTexts:
         return found
 
     def ways(self, text: str) -> list[list[int]]:
-        """How a text may be tokenised within a longer one: as it begins a line, and behind a space."""
+        """Return the tokenisations of a text within a longer one: at the start of a line, and after a space."""
         found = (self._tokenizer.encode(begun + text, add_special_tokens=False).ids for begun in ("", " "))
         return [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in found if ids)]
 
     def role_at(self, ids: Sequence[int], place: int) -> str:
-        """The speaker from the mark at `place` on: system, user, assistant or tool; empty if it begins no message."""
+        """Return the role that starts at the mark at `place`: system, user, assistant, tool; empty if none starts."""
         mark = self.marks.get(ids[place], "")
         name = mark.strip("<|｜>[]▁").lower()
         if name in _ROLES:
@@ -82,7 +82,7 @@ class TokenTexts:
 
 
 def token_texts(directory: str) -> TokenTexts | None:
-    """The tokenizer in a model's directory; None where there is none that can be read."""
+    """Return the tokenizer in a model's directory; None if none can be read."""
     file = Path(directory).expanduser() / TOKENIZER_FILE
     if not directory or not file.is_file():
         return None
@@ -96,14 +96,14 @@ def token_texts(directory: str) -> TokenTexts | None:
 
 
 ASSISTANT, GIVEN = "assistant", "not sampled"
-"""The names of the speaker: of sampled text, and of other text for which no mark names one."""
+"""The roles of sampled text, and of other text for which no mark names a role."""
 END_TOKENS = 5
-"""Most tokens that a template writes between a sampled turn and the next message."""
+"""Maximum tokens that a template writes between a sampled turn and the next message."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageTokens:
-    """One message: tokens [start, end), counted through all segments of the rollout."""
+    """One message: tokens [start, end), numbered through all segments of the rollout."""
 
     segment: int
     role: str
@@ -114,13 +114,13 @@ class MessageTokens:
 def said_tokens(
     ids: Sequence[int], mask: Sequence[int], lengths: Sequence[int], tokens: TokenTexts | None
 ) -> list[MessageTokens]:
-    """The messages of a rollout in their order.
+    """Return the messages of a rollout in their order.
 
     Args:
-        ids: of all segments, one behind the other.
+        ids: token ids of all segments, concatenated.
         mask: 1 for each token that the policy sampled.
-        lengths: tokens of each segment.
-        tokens: without them, messages end where the loss mask changes.
+        lengths: number of tokens of each segment.
+        tokens: the tokenizer; without it, messages end where the loss mask changes.
     """
     ends = [min(end, len(ids), len(mask)) for end in accumulate(lengths, initial=0)]
     found = list[MessageTokens]()
@@ -134,7 +134,7 @@ def said_tokens(
 def _begun(
     start: int, end: int, ids: Sequence[int], mask: Sequence[int], tokens: TokenTexts | None
 ) -> Iterator[tuple[int, str]]:
-    """Where messages of a segment begin, and their roles."""
+    """Yield the start of each message of a segment, and its role."""
     # A message may begin at the first token, at a change of the mask, and at a mark that was not sampled.
     sampled = np.asarray(mask[start:end], dtype=np.uint8)
     candidates = np.append(True, sampled[1:] != sampled[:-1])[: len(sampled)]
@@ -145,7 +145,7 @@ def _begun(
         return tokens.role_at(ids, place) if tokens is not None and ids[place] in tokens.marks else ""
 
     def ends(place: int) -> bool:
-        """Whether the tokens behind a sampled turn are the template's end of it: another message begins, or none."""
+        """Whether the tokens after a sampled turn are the template's end of it: a message or nothing follows them."""
         near = range(place, min(place + END_TOKENS, end))
         return tokens is not None and (len(near) < END_TOKENS or any(map(role_at, near)))
 
@@ -165,26 +165,26 @@ def _begun(
 
 @dataclass(frozen=True, slots=True)
 class TextRun:
-    """Neighbouring tokens that are shown alike."""
+    """Neighbouring tokens with the same colour and title."""
 
     text: str
     look: str
-    """Class of their colour; empty without one."""
+    """CSS class of their colour; empty if none."""
     title: str
 
 
 @dataclass(frozen=True, slots=True)
 class MessageText:
-    """A stretch of a message: tool calls are told apart."""
+    """A part of a message: text or a tool call."""
 
     is_call: bool
     runs: list[TextRun]
 
 
 def said_texts(texts: Sequence[str], looks: Sequence[str], titles: Sequence[str], calls: bool) -> list[MessageText]:
-    """A message for its reader: token texts, with the class and the title of each; `calls`: it may hold tool calls."""
+    """Split a message into parts: token texts, each with class and title; `calls`: it may contain tool calls."""
     within, place, whole = list[bool](), 0, "".join(texts)
-    # In the first family's form in which there is a tool call.
+    # The grammar of the first model family whose marker is in the text.
     grammar = next((each for each in GRAMMARS if calls and each.marker and each.marker in whole), None)
     pieces = grammar.pieces(whole) if grammar is not None else iter(())
     nowhere = (len(whole), len(whole), "")
@@ -211,18 +211,18 @@ COLOURS = {
     "mismatch": "difference to the trainer",
     "advantage": "advantage",
 }
-"""The ways to colour tokens: the value in the address, and its words."""
+"""The ways to colour tokens: the value in the address, and its label."""
 BOUNDS = ((0.9, "0.9 or more"), (0.5, "0.5 to 0.9"), (0.1, "0.1 to 0.5"), (0.01, "0.01 to 0.1"), (0.0, "below 0.01"))
-"""Least probability of each class, and its words."""
+"""Minimum probability of each class, and its label."""
 DIFFERENCES = ((2.0, "2 or more"), (1.0, "1 to 2"), (0.5, "0.5 to 1"), (0.0, "below 0.5"))
-"""Least difference of logprobs of each class, in nats, and its words."""
+"""Minimum difference of logprobs of each class, in nats, and its label."""
 HUES = 6
-"""Colours of the style sheet for versions; the seventh version has the first one's colour again."""
+"""Number of version colours in the style sheet; the seventh version has the first one's colour again."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenColours:
-    """The class and the title of each token, and the words for the classes that there are."""
+    """The class and the title of each token, and the labels of the classes in use."""
 
     looks: list[str]
     titles: list[str]
@@ -230,7 +230,7 @@ class TokenColours:
 
 
 def by_mask(mask: Sequence[int]) -> TokenColours:
-    """The tokens that the policy sampled and is trained on."""
+    """Colour the tokens that the policy sampled and is trained on."""
     looks = ["hue0" if sampled else "" for sampled in mask]
     return TokenColours(looks, [""] * len(mask), [("hue0", "sampled, in the loss"), ("", "given, not in the loss")])
 
@@ -238,12 +238,12 @@ def by_mask(mask: Sequence[int]) -> TokenColours:
 def by_version(
     mask: Sequence[int], first: int, lengths: Sequence[int], spans: Iterable[tuple[int, int, int, int]]
 ) -> TokenColours:
-    """The version that sampled each token.
+    """Colour tokens by the version that sampled each of them.
 
     Args:
-        first: place of the first of these tokens, counted through all segments.
-        lengths: tokens of each segment.
-        spans: segment, version, and where its tokens begin and end in the segment.
+        first: index of the first of these tokens, through all segments.
+        lengths: number of tokens of each segment.
+        spans: segment, version, and the start and end of its tokens in the segment.
     """
     before, known = list(accumulate(lengths, initial=0)), [span for span in spans if 0 <= span[0] < len(lengths)]
     versions = sorted({version for _, version, _, _ in known})
@@ -257,7 +257,7 @@ def by_version(
 
 
 def by_logprob(mask: Sequence[int], logprobs: Sequence[float | None]) -> TokenColours:
-    """How probable each sampled token was when it was sampled."""
+    """Colour tokens by the probability with which each was sampled."""
     looks, titles = list[str](), list[str]()
     for sampled, logprob in zip(mask, logprobs, strict=True):
         known = sampled and logprob is not None
@@ -270,12 +270,12 @@ def by_logprob(mask: Sequence[int], logprobs: Sequence[float | None]) -> TokenCo
 
 
 def by_mismatch(n: int, first: int, lengths: Sequence[int], worst: Sequence[Sequence[float]]) -> TokenColours:
-    """How far the trainer's logprob is from the sampler's, where the log says it: on the worst tokens of each step.
+    """Colour tokens by the difference of trainer's and sampler's logprob, for the worst tokens of each step in the log.
 
     Args:
-        n: number of the tokens.
-        first: place of the first of them, counted through all segments.
-        worst: segment, position in it, the sampler's logprob and the trainer's, a row a token.
+        n: number of tokens.
+        first: index of the first of them, through all segments.
+        worst: a row for each token: segment, position in it, the sampler's logprob and the trainer's.
     """
     looks, titles = [""] * n, [""] * n
     before = list(accumulate(lengths, initial=0))
@@ -294,7 +294,7 @@ def by_mismatch(n: int, first: int, lengths: Sequence[int], worst: Sequence[Sequ
 
 
 def by_advantage(mask: Sequence[int], advantage: float | None) -> TokenColours:
-    """The advantage of the rollout within its group, on each token that it weights."""
+    """Colour each token that the rollout's advantage in its group weights."""
     if advantage is None:
         return TokenColours([""] * len(mask), [""] * len(mask), [("", "no advantage: failed, or in no group yet")])
     sign = "up" if advantage > 0 else "down" if advantage < 0 else ""

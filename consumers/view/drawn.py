@@ -1,4 +1,4 @@
-"""How rows are shown: texts of values and the pages that they lead to, tables, plots for the browser, bars, graphs."""
+"""Display of rows: texts and links of values, tables, plots for the browser, bars and graphs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ LINKS: dict[str, str] = {
     "step": "/run/step/",
     **dict.fromkeys(("version", "parent", "parent_version", "base", "serving"), "/weights/"),
 }
-"""The beginning of the address of a value's own page, by column."""
+"""The first part of the address of a value's own page, by column."""
 PARAMETER = "param_"
-"""The prefix of a query parameter in the address of a question, as in ClickHouse's."""
+"""The prefix of a query parameter in the address of a query, as in ClickHouse."""
 POSITIONS = tuple((f"{of}topic", f"{of}partition", f"{of}offset") for of in ("_", "", "source_"))
-"""Columns that together name a record."""
+"""Columns that together identify a record."""
 
 
 def cell_text(value: object) -> str:
-    """A value as `tidemill query` prints it."""
+    """Format a value as `tidemill query` prints it."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -37,17 +37,17 @@ def cell_text(value: object) -> str:
 
 
 def shown_text(value: object) -> str:
-    """A value as the page shows it: control, directional and invisible characters are seen."""
+    """Format a value as the page shows it: control, directional and invisible characters become visible."""
     return visible(cell_text(value))
 
 
 def numeric(kind: str) -> bool:
-    """Whether a ClickHouse type is a number's, to be aligned by its last digit."""
+    """Whether a ClickHouse type is numeric, so that its values are aligned right."""
     return re.match(r"(Nullable\(|LowCardinality\()*(U?Int|Float|Decimal)", kind) is not None
 
 
 def link(column: str, row: list[Any], columns: tuple[str, ...]) -> str:
-    """The address of the page of a value in a table; empty without one. An offset leads to its record."""
+    """Return the address of the page of a value in a table; empty if it has none. An offset links to its record."""
     value = row[columns.index(column)]
     for topic, partition, offset in POSITIONS:
         if column == offset and topic in columns and partition in columns and value is not None:
@@ -57,7 +57,7 @@ def link(column: str, row: list[Any], columns: tuple[str, ...]) -> str:
         return ""
     begin = LINKS[column]
     if column == "group_id" and "topic" in columns:
-        # An input of a step: a group, an online batch (which has its record alone), or an interaction.
+        # An input of a step: a group, an online batch (which has only the page of its record), or an interaction.
         source = str(row[columns.index("topic")])
         begin = {"online-batches": "", "interactions": LINKS["interaction_id"]}.get(source.rpartition(".")[2], begin)
     if not begin:
@@ -68,16 +68,16 @@ def link(column: str, row: list[Any], columns: tuple[str, ...]) -> str:
 
 
 def asked_at(panel: Panel, values: dict[str, str]) -> str:
-    """The address at which a panel's query is asked with some values."""
+    """Return the address that runs a panel's query with the given values."""
     own = {f"{PARAMETER}{name}": values[name] for name in panel.parameters if values.get(name)}
     return f"/ask?{urlencode({'name': panel.name, **own})}"
 
 
 def table_body(result: TableRows, under: str) -> Markup:
-    """The rows of a table, escaped; made here, since a template takes ten times as long for a cell.
+    """Return the rows of a table, escaped; built in Python, since a template takes ten times as long for a cell.
 
     Args:
-        under: query that lists the records under a row, to which the last cell leads; empty for none.
+        under: query that lists the records of a row, to which the last cell links; empty for none.
     """
     classes = [' class="n"' if numeric(kind) else "" for kind in result.types]
     lines = []
@@ -92,7 +92,7 @@ def table_body(result: TableRows, under: str) -> Markup:
 
 
 def cell(result: TableRows, row: list[Any], place: int) -> Markup:
-    """One value of a row, escaped: a number or a text, a time that the browser shows in its zone, or a link."""
+    """Return one value of a row, escaped: a number, a text, a link, or a time that the browser shows in its zone."""
     value, column = row[place], result.columns[place]
     if value and "DateTime" in result.types[place]:
         return Markup('<time datetime="{}Z">{}</time>').format(str(value).replace(" ", "T"), value)
@@ -103,7 +103,7 @@ def cell(result: TableRows, row: list[Any], place: int) -> Markup:
     return Markup('<a href="{}">{}</a>').format(address, text) if address else escape(text)
 
 
-# Not the line break and the tab, and not the two joiners that ordinary words and emoji need.
+# Excludes the line break and the tab, and the two joiners that ordinary words and emoji need.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
@@ -112,7 +112,7 @@ CONTROL_PICTURES = 0x2400
 
 
 def visible(text: str) -> str:
-    """A text whose control, directional and invisible characters are shown by their signs or their numbers."""
+    """Replace control, directional and invisible characters of a text by symbols or by their numbers."""
 
     def shown(found: re.Match[str]) -> str:
         code = ord(found[0])
@@ -122,14 +122,14 @@ def visible(text: str) -> str:
 
 
 def clipped(text: str, most: int) -> str:
-    """The beginning of a long text, with the number of characters that are left out."""
+    """Return the first part of a long text, with the number of omitted characters."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more)"
 
 
 PLOTTED = frozenset({"line", "steps", "bars", "heat"})
 """Plots that the browser draws from rows."""
 PLACES = 400
-"""Values of `x` that are drawn: a panel is some 600 pixels wide."""
+"""Maximum number of values of `x` that are drawn: a panel is about 600 pixels wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,11 @@ class PlotRows:
     columns: list[str]
     rows: list[list[Any]]
     every: int
-    """One value of `x` in so many is drawn, the last of them among those."""
+    """Every n-th value of `x` is drawn, including the last one."""
 
 
 def plotted(panel: Panel, result: TableRows) -> PlotRows:
-    """The rows of a panel to draw."""
+    """Return the rows of a panel to draw."""
     drawn = ",".join(panel.drawn.get(key, "") for key in ("x", "y", "by", "low", "high"))
     named = ("run_id", *(name.strip() for name in drawn.split(",")))
     columns = [name for name in dict.fromkeys(named) if name in result.columns]
@@ -156,9 +156,9 @@ def plotted(panel: Panel, result: TableRows) -> PlotRows:
 
 
 WIDTH = 1000.0
-"""Of a bar, in its own units."""
+"""Width of a bar, in its own units."""
 KINDS = {"trained": "good", "reward": "good", "failed": "bad", "open": "quiet", "more": "bad"}
-"""The colour of a part by its first word; any other part has one of the series' colours."""
+"""The colour of a part by its first word; other parts have the colours of the series."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +170,9 @@ class FlowPart:
     x: float
     width: float
     colour: str
-    """Name of a class."""
+    """Name of a CSS class."""
     query: str
-    """The columns that name the part, as the query of an address."""
+    """The columns that identify the part, as the query string of an address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Flow:
 
 
 def flows(panel: Panel, result: TableRows) -> list[Flow]:
-    """The bars of a panel: a bar for each value of the columns `by`, a part for each of its rows."""
+    """Return the bars of a panel: a bar for each value of the columns `by`, a part for each of its rows."""
     by = [name.strip() for name in panel.drawn["by"].split(",")]
     name, count = panel.drawn["x"], panel.drawn["y"]
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -214,7 +214,7 @@ def flows(panel: Panel, result: TableRows) -> list[Flow]:
 
 STEP, LANE, EDGE = 34, 78, 44
 MARKS = {"promote": "▲", "canary": "◇", "admit": "✓", "hold": "‖", "reject": "✕", "roll_back": "↩"}
-"""Under a version, what was decided about it."""
+"""The mark under a version for each kind of decision about it."""
 
 Named = dict[str, Any]
 
@@ -234,7 +234,7 @@ class GraphNode:
 
 @dataclass(frozen=True, slots=True)
 class GraphEdge:
-    """A way from one version to another."""
+    """A connection from one version to another."""
 
     kind: str
     """`delta`, `skip-delta`, `fork` or `roll_back`."""
@@ -250,15 +250,15 @@ class Graph:
     nodes: list[GraphNode] = field(default_factory=list)
     edges: list[GraphEdge] = field(default_factory=list)
     lanes: list[tuple[str, int]] = field(default_factory=list)
-    """Each branch's name, and the height at which it begins."""
+    """Each branch's name, and the vertical position of its first lane."""
     width: int = 0
     height: int = 0
     first: int = 0
-    """The oldest version that is shown."""
+    """The oldest version shown."""
 
 
 def graphs(result: TableRows) -> list[Graph]:
-    """A graph for each run of the query `weight_graph`."""
+    """Return a graph for each run of the query `weight_graph`."""
     runs: dict[str, list[Named]] = {}
     for row in result.rows:
         named = dict(zip(result.columns, row, strict=True))
@@ -278,7 +278,7 @@ def _graph(run: str, rows: list[Named]) -> Graph:
             branch, lane = of, lane + 1
             graph.lanes.append((row["branch"], lane * LANE + 14))
         elif row["base"] != tip:
-            # It continues an older version: the path that was left stays where it is.
+            # It continues an older version: the abandoned path keeps its lane.
             lane += 1
         tip = row["version"]
         address = f"/weights/{row['version']}?{urlencode({'run': run, 'branch': row['branch']})}"

@@ -1,4 +1,4 @@
-"""The view Log, and the page of one record of any topic: every field, long values in parts, links to what it names."""
+"""The view Log, and the page of one record of any topic: every field, long values in parts, links to references."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tidemill.consumers.view.tables import TableRows
 from tidemill.schemas.catalogue import CATALOGUE, Topic
 
 PART = {"String": 4_000, "Array": 200}
-"""Characters of a text, and elements of an array, that one part shows."""
+"""Number of characters of a text, and of elements of an array, in one part."""
 PLACE = "_topic = {topic:String} AND _partition = {partition:Int32}"
 
 
 @dataclass(frozen=True, slots=True)
 class FieldShown:
-    """One field of a record; or the fields of a list of records, which lie beside each other."""
+    """One field of a record, or all fields of a list of records, side by side."""
 
     name: str
     kind: str
@@ -37,14 +37,14 @@ class FieldShown:
     value: Any
     """None for a list of records and for a map."""
     address: str
-    """Of the value's own page; empty without one."""
+    """Address of the value's own page; empty if there is none."""
     table: TableRows | None
     """The elements of a list of records, or the entries of a map."""
     parts: int
 
 
 def topic_of(name: str) -> tuple[str, Topic] | None:
-    """The prefix and the topic of a full name; None when it is none of the catalogue's under any prefix."""
+    """Return the prefix and the topic of a full name; None if it is not a topic of the catalogue under any prefix."""
     plain = name.removesuffix(".dlq")
     found = [topic for topic in Topic if plain.endswith(topic.value)]
     longest = max(found, key=lambda topic: len(topic.value), default=None)
@@ -52,26 +52,26 @@ def topic_of(name: str) -> tuple[str, Topic] | None:
 
 
 def tables_of(topic: Topic) -> list[Table]:
-    """Where a record of a topic may be: its types' tables, or among the dead letters."""
+    """Return the tables that may contain a record of a topic: those of its types, and that of dead letters."""
     return [tables()[kind] for kind in (*CATALOGUE[topic].values, DeadLetter)]
 
 
 def shape(kind: str) -> str:
-    """`String`, `Array` or, for any other ClickHouse type, an empty text."""
+    """Return `String`, `Array` or, for any other ClickHouse type, an empty text."""
     inner = kind.removeprefix("LowCardinality(").removeprefix("Nullable(")
     return next((name for name in PART if inner.startswith(name)), "")
 
 
 def selection(table: Table, field: str, part: int) -> str:
-    """The columns of a record's row, long ones cut to one part; of one field, or of all when it is empty.
+    """Return the SQL columns of a record's row, long ones cut to one part; of one field, or of all if it is empty.
 
-    Beside each column stands its length, as `#column`. Bytes that are no text come as hexadecimal digits.
+    Each column is followed by its length, as `#column`. Bytes that are not text are shown as hexadecimal digits.
     """
     parts = []
     for column in table.all_columns:
         if field and field not in (column.name, column.name.partition(".")[0]):
             continue
-        # By the table's name, since an alias of the same name would come first.
+        # With the table's name, since otherwise an alias of the same name would have priority.
         name, own, kind = f"`{column.name}`", f"r.`{column.name}`", shape(column.type)
         first = (part - 1) * PART.get(kind, 0)
         if kind == "String":
@@ -89,11 +89,11 @@ def selection(table: Table, field: str, part: int) -> str:
 
 
 def fields_of(table: Table, found: TableRows, prefix: str) -> list[FieldShown]:
-    """The fields of a record's row: lists of records and maps as tables, everything else by itself.
+    """Return the fields of a record's row: lists of records and maps as tables, other fields as single values.
 
     Args:
         found: rows of `selection`.
-        prefix: of the record's topic; what it refers to is in topics of the same prefix.
+        prefix: prefix of the record's topic; its references are to topics of the same prefix.
     """
     values = dict(zip(found.columns, found.rows[0], strict=True))
     own = [column for column in table.all_columns if column.name in values]
@@ -126,7 +126,7 @@ def fields_of(table: Table, found: TableRows, prefix: str) -> list[FieldShown]:
 
 
 def routes(site: Site) -> list[BaseRoute]:
-    """The view and the page of a record."""
+    """Return the routes of the view and of the page of a record."""
     here = next(page for page in PAGES if page.path == "log")
 
     async def page(request: Request) -> Response:
@@ -169,7 +169,7 @@ def routes(site: Site) -> list[BaseRoute]:
         return {"status": 404, "message": message, "near": near}
 
     async def _full_name(table: Table, name: str, topic: Topic) -> str:
-        """A name without a prefix, as references within records have it, stands for the only topic of that name."""
+        """Return the full name of a topic; a name without prefix, as in references, must belong to only one topic."""
         if name != topic.value:
             return name
         known = await site.tables.ask(f"SELECT DISTINCT _topic FROM `{table.name}`")

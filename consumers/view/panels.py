@@ -1,19 +1,19 @@
-"""Panels and pages: each panel is a named query, whose first comments say how it is drawn.
+"""Panels and pages: each panel is a named query, whose first comments define how it is drawn.
 
-A line `-- key: value` below the question of a `.sql` file is for the page, and ClickHouse reads over it:
+A line `-- key: value` below the question of a `.sql` file is for the page; ClickHouse ignores it:
 
 | key | value |
 | --- | --- |
 | title | the panel's heading |
-| plot | line, steps, bars, heat, flow, graph (of versions) or record (one row, downwards); without it: a table |
-| x, y | columns: the one across, and those upwards, with commas between them |
-| by | column whose values are series of their own |
-| low, high | columns of the ends of an interval around each column of `y`, in their order |
-| unit | unit of `y`; with commas, one for each column of `y`, which then has a plot of its own |
-| total | of a flow: column of the whole of each value of `by`, to which its rows' `y` add up |
-| records | named query that lists the records under a row; it takes that row's columns as parameters |
-| width | `full`: as wide as the page; without it as the plot needs |
-| part | of a flow: address of the list of what a part counts; it takes `x` and `by`, `run_id` as `run` |
+| plot | line, steps, bars, heat, flow, graph (of versions) or record (one row, vertical); default: a table |
+| x, y | columns: one for the horizontal axis, and those for the vertical axis, separated by commas |
+| by | column; each of its values is a series |
+| low, high | columns with the ends of an interval around each column of `y`, in the same order |
+| unit | unit of `y`; or, separated by commas, one for each column of `y`, which then has its own plot |
+| total | for a flow: column with the total of each value of `by`, which is the sum of its rows' `y` |
+| records | named query that lists the records of a row; it takes that row's columns as parameters |
+| width | `full`: as wide as the page; default: the width that the plot needs |
+| part | for a flow: address of the list of the items of a part; it takes `x` and `by`, `run_id` as `run` |
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLOTS = frozenset({"line", "steps", "bars", "heat", "flow", "graph", "record", "
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One query and how it is drawn."""
+    """One query, and the settings for drawing it."""
 
     name: str
     question: str
@@ -39,7 +39,7 @@ class Panel:
     drawn: dict[str, str] = field(default_factory=dict)
     """The values of the keys of the module's table."""
     fault: str = ""
-    """Why its comments cannot be read; empty when they can."""
+    """The reason if its comments cannot be parsed; otherwise empty."""
 
     @property
     def title(self) -> str:
@@ -51,13 +51,13 @@ class Panel:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the values that the query takes."""
+        """Names of the query's parameters."""
         return parameters_of(self.sql)
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A view: its address, its name, and its panels in their order."""
+    """A view: its address, its name, and its panels in order."""
 
     path: str
     title: str
@@ -71,7 +71,7 @@ ABOUT_USERS = """
     reward_by_arm outcomes_by_reason online_accounting gate_timeline gate_evidence feedback_to_served arms
     interaction_list"""
 ABOUT_LOG = "log_topics log_rates log_dead_letters failures log_gaps log_prefixes log_results"
-"""Panels in the order in which they are seen. A browser reads those in sight, so the slowest queries come late."""
+"""Panels in their order on the page. A browser requests the visible ones, so the slowest queries are last."""
 PAGES = (
     Page("run", "Run", tuple(ABOUT_RUN.split())),
     Page("rollouts", "Rollouts", ()),
@@ -83,7 +83,7 @@ PAGES = (
 
 
 def parse(name: str, text: str) -> Panel:
-    """The panel of a `.sql` file. Raises ValueError for a key or a plot that does not exist."""
+    """Parse the panel of a `.sql` file. Raises ValueError for a key or a plot that does not exist."""
     lines = takewhile(lambda line: line.startswith("--"), text.split("\n"))
     comments = [line.removeprefix("--").strip() for line in lines]
     drawn: dict[str, str] = {}
@@ -101,7 +101,7 @@ def parse(name: str, text: str) -> Panel:
 
 @lru_cache(maxsize=1)
 def panels() -> dict[str, Panel]:
-    """Every named query as a panel, by name. One whose comments cannot be read has a fault, and the others go on."""
+    """Return every named query as a panel, by name. If its comments cannot be parsed, only that panel has a fault."""
     found = {}
     for name, text in named_sql().items():
         try:

@@ -1,4 +1,4 @@
-"""The view Rollouts: a search over them, and one of them as a conversation."""
+"""The view Rollouts: a search over rollouts, and one rollout as a conversation."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ FIELDS = {
     "run": str, "environment": str, "step": int, "version": int, "reward_min": float, "reward_max": float,
     "ending": str, "group": str, "text": str,
 }  # fmt: skip
-"""The filters of the list, as in the address."""
+"""The filters of the list, by their names in the address."""
 TOKENS = 2000
-"""Tokens that are shown at a time; the query `rollout_tokens` reads as many logprobs."""
+"""Number of tokens shown at a time; the query `rollout_tokens` reads the same number of logprobs."""
 CHARACTERS = 4000
-"""Characters of a task that are shown at a time; the query `rollout_task` reads as many."""
+"""Number of characters of a task shown at a time; the query `rollout_task` reads the same number."""
 
 
 def routes(site: Site) -> list[BaseRoute]:
-    """The search, one rollout, and the parts of both that a browser reads by themselves."""
+    """Return the routes of the search, of one rollout, and of the parts of both that a browser requests separately."""
     here = next(page for page in PAGES if page.path == "rollouts")
     tokens = lru_cache(maxsize=1)(lambda: talk.token_texts(site.settings.model))
 
@@ -138,7 +138,7 @@ def routes(site: Site) -> list[BaseRoute]:
 
 
 def check(values: dict[str, str]) -> None:
-    """Raise ValueError for a value of the search that is none of its kind."""
+    """Raise ValueError for a value of the search that does not have its type."""
     for name, kind in FIELDS.items():
         try:
             kind(values.get(name) or 0)
@@ -155,12 +155,12 @@ def _messages(
     worst: list[list[Any]],
     known: TokenTexts | None,
 ) -> dict[str, Any]:
-    """The messages of tokens [begin, begin + TOKENS) of a row of `rollout_tokens`, and the legend of their colours."""
+    """Return the messages of tokens [begin, begin + TOKENS) of a row of `rollout_tokens`, and their colour legend."""
     ids, mask, lengths = of["token_ids"], of["loss_mask"], [int(n) for n in of["lengths"]]
     end = min(begin + TOKENS, len(ids))
     texts = known.texts(ids[begin:end]) if known else [f"{number} " for number in ids[begin:end]]
     window = mask[begin:end]
-    # A turn of line breaks alone would look empty.
+    # A turn that contains only line breaks would look empty.
     texts = [
         text.replace("\n", "↵\n") if sampled and not text.strip() else text
         for text, sampled in zip(texts, window, strict=True)

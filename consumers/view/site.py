@@ -1,4 +1,4 @@
-"""The basis of every view of the page: templates and panels."""
+"""The common part of all views of the page: templates and panels."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tidemill.consumers.view.tables import TableRows, Tables
 
 HERE = Path(__file__).parent
 MOST_VALUE = 2000
-"""Characters of a parameter's value."""
+"""Maximum characters of a parameter's value."""
 ROWS = 200
-"""Rows of a panel's table that are shown at a time."""
+"""Number of rows of a panel's table shown at a time."""
 READ_ROWS = 50_000
-"""Rows of a panel's query that are read at most: a plot is of all of them."""
+"""Maximum rows read for a panel's query: a plot shows all of them."""
 
 
 class Site:
-    """The tables, the templates and the settings from which each address is answered."""
+    """The tables, templates and settings for the responses of all addresses."""
 
     def __init__(self, tables: Tables, settings: ViewSettings) -> None:
         self.tables, self.settings = tables, settings
@@ -50,26 +50,26 @@ class Site:
         self._templates.filters |= {"cell": drawn.shown_text, "numeric": drawn.numeric, "clipped": drawn.clipped}
 
     def html(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:  # noqa: ANN401 - a template's values
-        """A template as an answer; every value is escaped."""
+        """Return a rendered template as a response; every value is escaped."""
         return HTMLResponse(self._templates.get_template(template).render(**values), status)
 
     def page(self, page: Page, values: dict[str, str], **more: Any) -> HTMLResponse:  # noqa: ANN401 - a template's values
-        """The shell of a page: its panels are read by the browser, with the values that their queries take."""
+        """Return the shell of a page: the browser requests its panels, with the parameters of their queries."""
         return self.html("page.html", page=page, panels=[panels()[name] for name in page.panels], values=values, **more)
 
     async def runs(self, request: Request) -> Response:
-        """The runs of the tables, to choose from."""
+        """Return the runs in the tables, for the user to choose one."""
         values = request.query_params
         try:
             result = await self.tables.kept(panels()["runs"].sql)
         except QueryFailed:
-            # Each panel says why by itself.
+            # Each panel shows the reason itself.
             return HTMLResponse("")
         path = urlsplit(values.get("path", "")).path
         return unless_same(request, self.html("runs.html", result=result, run=values.get("run", ""), path=path))
 
     async def panel(self, request: Request) -> Response:
-        """One panel: HTML, or its rows as JSON or CSV by the ending of the address."""
+        """Return one panel: as HTML, or its rows as JSON or CSV, depending on the ending of the address."""
         name, _, ending = request.path_params["name"].partition(".")
         panel = panels().get(name)
         if panel is None or ending not in ("", "json", "csv"):
@@ -83,7 +83,7 @@ class Site:
             if ending:
                 return PlainTextResponse(f"{error}\n", 502)
             return self.html("failed.html", 200, panel=panel, message=str(error))
-        # A query that takes a run has chosen, and some records name none.
+        # Skipped for a query with the parameter `run`: it has filtered itself, and some records name no run.
         if (run := values.get("run")) and "run_id" in result.columns and "run" not in panel.parameters:
             place = result.columns.index("run_id")
             result = replace(result, rows=[row for row in result.rows if row[place] == run])
@@ -103,18 +103,18 @@ class Site:
 
 
 def arguments(panel: Panel, values: dict[str, str]) -> dict[str, str]:
-    """The values that a panel's query takes, from an address; one that is not given is empty."""
+    """Return the parameters of a panel's query from an address; missing ones are empty."""
     return {name: values.get(name, "")[:MOST_VALUE] for name in panel.parameters}
 
 
 def place_in(values: dict[str, str]) -> int:
-    """The place from which rows or tokens are shown, counted from 0: `from` of the address."""
+    """Return the index, from 0, of the first row or token to show: `from` in the address."""
     given = values.get("from", "")
     return int(given) if given.isascii() and given.isdecimal() and len(given) < 12 else 0
 
 
 def rows_as(result: TableRows, ending: str, name: str) -> Response:
-    """Rows to take away: `json`, one object a row, or `csv`."""
+    """Return rows as a download: `json`, one object for each row, or `csv`."""
     headers = {"Content-Disposition": f'attachment; filename="{name}.{ending}"'}
     if ending == "json":
         objects = [dict(zip(result.columns, row, strict=True)) for row in result.rows]
@@ -125,7 +125,7 @@ def rows_as(result: TableRows, ending: str, name: str) -> Response:
 
 
 def unless_same(request: Request, answer: Response) -> Response:
-    """The answer, or 304 where the browser has it."""
+    """Return the response, or 304 if the browser has it already."""
     tag = f'"{hashlib.sha256(bytes(answer.body)).hexdigest()[:24]}"'
     answer.headers["ETag"] = tag
     if request.headers.get("if-none-match") == tag:

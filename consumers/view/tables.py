@@ -1,4 +1,4 @@
-"""The sink's tables as the page reads them: over HTTP alone, with bounds, so that any engine is asked in one way."""
+"""Access of the page to the sink's tables: only over HTTP, with limits, in the same way for all engines."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from tidemill.consumers.sink.query import FORMAT, QueryFailed, asked, read_state
 from tidemill.consumers.view.config import ViewSettings
 
 EXTRA_S = 2.0
-"""Seconds that an answer may take to arrive beyond the query's own limit."""
+"""Seconds that a response may take to arrive beyond the query's own limit."""
 REST = 40
-"""Where all that is looked at takes t seconds to ask, an answer stands for so many t: together 2.5 % of the time."""
+"""If all queries in view take t seconds, a cached result is valid for REST times t: they use 2.5 % of the time."""
 REST_S = 30.0
-"""Age up to which an answer stands for that reason."""
+"""Maximum validity for that reason, in seconds."""
 PATIENCE_S = 0.1
-"""Seconds after which a reader who waits for a new answer is given the kept one; the next reading has the new one."""
+"""Seconds after which a reader that waits for a new result gets the cached one; the next request gets the new one."""
 LONGEST_S = 60.0
-"""Age up to which an answer stands while the tables read no further."""
+"""Maximum validity of a result, in seconds, while the tables read no further records."""
 STATE_S = 0.5
-"""Age up to which it is known how far the tables have read."""
+"""Maximum age, in seconds, of the known read progress of the tables."""
 MOST_KEPT = 128
-"""Answers that are kept at once."""
+"""Maximum number of cached results."""
 STATE = "SELECT sum(next) FROM (SELECT max(next_offset) AS next FROM sink_watermarks GROUP BY _topic, _partition)"
 
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """A table of results. Numbers are numbers, arrays lists, maps dicts, times text in UTC, NULL None."""
+    """Results. Numbers are numbers, arrays are lists, maps are dicts, times are text in UTC, NULL is None."""
 
     columns: tuple[str, ...]
     types: tuple[str, ...]
-    """ClickHouse's, by column."""
+    """ClickHouse types, by column."""
     rows: list[list[Any]]
     cut: bool
-    """Whether the engine had more rows than are shown."""
+    """Whether the engine had more rows than these."""
     seconds: float
     asked: float = field(default_factory=time.monotonic)
-    """When, on the monotonic clock."""
+    """Time of the query, on the monotonic clock."""
 
     def part(self, begin: int, rows: int) -> TableRows:
         return replace(self, rows=self.rows[begin : begin + rows])
@@ -54,26 +54,26 @@ class TableRows:
 
 @dataclass(slots=True)
 class _Kept:
-    """The newest answer to a query."""
+    """The newest result of a query."""
 
     rows: TableRows | None = None
     asking: asyncio.Task[TableRows] | None = None
-    """Where a newer one is asked for, or was last."""
+    """The task of the current query for a newer result, or of the last one."""
     at: float = -math.inf
-    """When it was asked, on the monotonic clock."""
+    """Time of the query, on the monotonic clock."""
     looked: float = -math.inf
-    """When somebody last looked."""
+    """Time of the last request for it."""
     cost: float = math.inf
-    """Seconds that the query takes while little else runs."""
+    """Seconds that the query takes when little else runs."""
     state: Any = None
-    """How far the tables had read before."""
+    """Read progress of the tables before the query."""
 
 
 class Tables:
     """Bounded, read-only queries.
 
     Args:
-        sink: which engine. A running sink is found by its state file at each query, since it may start again elsewhere.
+        sink: the engine. A running sink is found by its state file at each query, since its address may change.
     """
 
     def __init__(self, sink: SinkSettings, view: ViewSettings) -> None:
@@ -81,18 +81,18 @@ class Tables:
         self._client = httpx.AsyncClient(timeout=view.query_seconds + EXTRA_S)
         self._kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
         self._refused: frozenset[str] = frozenset()
-        """Functions of a server that its statements may not call; empty until it has been asked."""
+        """Functions of a server that its statements must not call; empty until they have been queried."""
         self._reading_state = asyncio.Lock()
         self._known: tuple[float, Any] = (-math.inf, None)
-        """When it was asked how far the tables have read, and the answer."""
+        """The time of the last query for the read progress of the tables, and its result."""
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def kept(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
-        """As `ask`, for all who look at once: one of them asks, and a kept answer stands for a while.
+        """Run `ask` once for all simultaneous readers, and cache the result.
 
-        It stands for `REST` times what all that is looked at takes, and for longer while the tables read no further.
+        It is valid for `REST` times the time of all queries in view, and longer while the tables read no further.
         """
         given = parameters or {}
         key = (sql, str(most), *(f"{name}={given[name]}" for name in sorted(given)))
@@ -101,13 +101,13 @@ class Tables:
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         now = one.looked = time.monotonic()
-        # Seconds that the queries take which somebody has looked at of late.
+        # Total seconds of the queries that were requested recently.
         cost = sum(each.cost for each in self._kept.values() if each.rows is not None and now - each.looked < LONGEST_S)
         if one.rows is not None and now - one.at < min(REST * cost, REST_S):
             return one.rows
         if one.asking is None or one.asking.done():
             one.asking = asyncio.create_task(self._renewed(one, sql, given, most))
-            # A failure that nobody waits for is seen at the next reading, which has no kept answer.
+            # A failure without a waiting reader appears at the next request, which has no cached result.
             one.asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         old = one.rows if now - one.at < LONGEST_S + REST_S else None
         done, _ = await asyncio.wait({one.asking}, timeout=None if old is None else PATIENCE_S)
@@ -119,7 +119,7 @@ class Tables:
             if one.rows is None or time.monotonic() - one.at > LONGEST_S or state != one.state:
                 one.at, one.state = time.monotonic(), state
                 one.rows = await self.ask(sql, given, most)
-                # Beside other work a query takes longer than it costs.
+                # While other queries run, a query takes longer than its own cost.
                 one.cost = min(one.rows.seconds, 1.5 * one.cost)
         except QueryFailed:
             one.rows = None
@@ -135,10 +135,10 @@ class Tables:
             return state
 
     async def checked(self, sql: str) -> str:
-        """A statement of a person, if it reads tables alone. Raises QueryFailed.
+        """Return a user's statement if it only reads tables. Raises QueryFailed.
 
-        The embedded engine's endpoint checks each statement. A server in `readonly = 1` lets KILL and the function
-        `file` through: its statements are checked here, as the server's parser prints them.
+        The embedded engine's endpoint checks each statement. A server in `readonly = 1` permits KILL and the function
+        `file`: its statements are checked here, as the server's parser prints them.
         """
         if self._sink.embedded:
             return sql
@@ -152,15 +152,15 @@ class Tables:
             raise QueryFailed(str(error)) from error
 
     async def ask(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
-        """The rows of one reading statement.
+        """Return the rows of one read-only statement.
 
         Args:
-            sql: without a FORMAT clause.
+            sql: a statement without a FORMAT clause.
             parameters: values of `{name:Type}`, by name.
-            most: rows that are read at most; 0: `view.result_rows`.
+            most: maximum rows to read; 0: `view.result_rows`.
 
         Raises:
-            QueryFailed: refused, not understood, past a limit, or nobody answers.
+            QueryFailed: refused, not parsed, beyond a limit, or no response.
         """
         sink, most = self._sink, most or self._view.result_rows
         url = sink.server_url

@@ -1,1 +1,1 @@
-"""The audit of a whole log: how every rollout, step, version and answer ended, from the topics alone."""
+"""The audit of a whole log: the end of every rollout, step, version and answer, from the topics alone."""

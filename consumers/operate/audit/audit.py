@@ -1,8 +1,8 @@
 """The audit of a log: the checks of the log itself, every check over the facts of one run, and the report.
 
-Effects are read before their causes: a record that a step names was written before the step, and so lies within the
-part of the log that is read after the steps. A log that grows meanwhile is audited as of the moment at which its steps
-were read.
+Effects are read before their causes: a record that a step names was written before the step, so it is in the part of
+the log that is read after the steps. If the log grows during the audit, the audit describes the log at the time when
+its steps were read.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     *step_checks.CHECKS,
     *rollout_checks.ANSWER_CHECKS,
 )
-"""From the log itself to the use of its records: the finding of an early check may explain that of a later one."""
+"""From the log itself to the use of its records: a finding of an early check may explain one of a later check."""
 ORDER = (
     Topic.STEPS,
     Topic.GROUPS,
@@ -100,7 +100,7 @@ ORDER = (
 """The topics that are audited. A version was acknowledged before a rollout was sampled under it, and published before
 it was acknowledged."""
 TopicProgress = Callable[[str, int, int], None]
-"""Called with a topic, the number of its offsets that were read, and the number of all."""
+"""Called with a topic, the number of its offsets that were read, and their total number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +110,13 @@ class AuditReport:
     run_id: str
     checks: tuple[CheckResult, ...]
     states: dict[str, int]
-    """Rollouts by state, and by reason where there is one."""
+    """Rollouts by state, and by reason if there is one."""
     open: dict[str, int]
     """Rollouts that have not ended, by state."""
     counts: dict[str, int]
     """Records and items of the run."""
     repeated: dict[str, int]
-    """Work that was done more than once and did not change what was trained."""
+    """Work that was repeated without an effect on training."""
     records: int
     """Records read, of all runs."""
     runs: dict[str, int]
@@ -147,7 +147,7 @@ class AuditReport:
 def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress = lambda *_: None) -> AuditReport:
     """Read a whole log and audit it.
 
-    Raises LookupError where a topic is missing or the log holds no record of the run, TimeoutError when the broker
+    Raises LookupError if a topic is missing or the log holds no record of the run, TimeoutError when the broker
     stops delivering.
     """
     run = AuditedRun(rules)
@@ -172,7 +172,7 @@ def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress =
 
 
 def judge(run: AuditedRun) -> AuditReport:
-    """Audit a run when all of its records were observed."""
+    """Audit a run. All of its records must have been observed."""
     lives = run.lives
     states = Counter(f"{life.state.value}: {life.reason}" if life.reason else life.state.value for life in lives)
     batches = len({batch.record.batch_id for batch in run.batches})

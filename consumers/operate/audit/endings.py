@@ -1,10 +1,10 @@
-"""The rules of an audit, and the state of each rollout, from its task to its one ending, by the log alone. Pure.
+"""The rules of an audit, and the state of each rollout, from its task to its one ending, from the log alone. Pure.
 
 A rollout is queued by its task, dispatched when a worker takes it, running from its first turn, scored (or failed) when
 its record is written, and grouped when group assembly puts it into a group. It ends when a step trains on its group or
-gives a reason for leaving it out. A held-out rollout ends in its group, a failed one as failed once a group counts it,
-and one that came after its group had closed ends as late. A trainer takes the oldest group first: a rollout that waits
-for the trainer is lost when steps pass its group over.
+excludes the group with a reason. A held-out rollout ends in its group, a failed one as failed when a group counts it,
+and one that arrived after its group had closed ends as late. A trainer takes the oldest group first: a rollout that
+waits for the trainer is lost if steps skip its group.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tidemill.schemas.records import (
 
 MINUTE_US = 60_000_000
 OF_COPIES = frozenset({"duplicate", "replayed"})
-"""Why a trainer leaves out a group that is in the log a second time; the rollouts end with the first group."""
+"""Reasons of a trainer to exclude a group that is in the log a second time; its rollouts end with the first group."""
 STEPS_AHEAD = 2
-"""Steps that have to pass a group over: its rollouts may have come to the trainer a moment after a younger group's."""
+"""Steps that must skip a group before it counts as lost: a younger group may reach the trainer just before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +42,17 @@ class AuditRules:
 
     run_id: str
     ended: bool = False
-    """No worker plays rollouts any more: a rollout without a result is lost, also before its deadline."""
+    """The workers have stopped: a rollout without a result is lost, also before its deadline."""
     complete: bool = False
-    """The run is over: everything that is still open is a fault, groups that wait for the trainer included."""
+    """The run has ended: everything that is still open is a fault, including groups that wait for the trainer."""
     last_step: int | None = None
-    """The last step of the run, where it is known: groups that are left after it are no fault."""
+    """The last step of the run, if it is known: groups that remain after it are no fault."""
     allow_truncated: bool = False
-    """Records that are past a topic's retention are no fault, and checks that need them are left out."""
+    """Records that retention has deleted are no fault, and checks that need them are skipped."""
     grace_us: int = 10 * MINUTE_US
     """How long after its deadline, in event time, a record may still arrive."""
     horizon_us: int = 48 * 60 * MINUTE_US
-    """How long after it was served an interaction may wait for its end."""
+    """How long after it was served an interaction may remain without an end."""
 
 
 class RolloutState(StrEnum):
@@ -60,7 +60,7 @@ class RolloutState(StrEnum):
     DISPATCHED = "dispatched"
     RUNNING = "running"
     SCORED = "scored"
-    """It has a result, and no group counts it yet."""
+    """It has a result, but no group counts it yet."""
     GROUPED = "grouped"
     """It waits for the trainer."""
     TRAINED = "trained"
@@ -69,13 +69,13 @@ class RolloutState(StrEnum):
     FAILED = "failed"
     LATE = "late"
     UNUSED = "unused"
-    """It waited for the trainer when that had taken the last step of the run."""
+    """It still waited for the trainer after the last step of the run."""
     REJECTED = "rejected"
     """Group assembly could not use it: it is a dead letter."""
     LOST = "lost"
-    """Its time is up, and no record ends it."""
+    """No record ended it in time."""
     UNKNOWN = "unknown"
-    """The records that would tell are past the log's retention."""
+    """Retention has deleted the records that would show its state."""
 
 
 OPEN = frozenset(RolloutState(name) for name in ("queued", "dispatched", "running", "scored", "grouped"))
@@ -95,11 +95,11 @@ class RolloutLife:
     place: Position
     """Its newest record."""
     endings: tuple[RolloutEnding, ...] = ()
-    """Every ending; in a sound log there is at most one."""
+    """Every ending; in a correct log there is at most one."""
 
 
 class AuditedRun(Facts):
-    """A run whose log was read whole: its facts, and the rules by which they are judged."""
+    """A run whose whole log was read: its facts, and the rules by which they are checked."""
 
     def __init__(self, rules: AuditRules) -> None:
         super().__init__(rules.run_id)
@@ -107,7 +107,7 @@ class AuditedRun(Facts):
 
     @cached_property
     def lives(self) -> tuple[RolloutLife, ...]:
-        """Every rollout that was issued, played or grouped, once. Ask for it when all records were observed."""
+        """Every rollout that was issued, played or grouped, once. Valid after all records were observed."""
         return tuple(_lives(self))
 
     def is_overdue(self, deadline_at: int) -> bool:
@@ -140,7 +140,7 @@ def _lives(run: AuditedRun) -> Iterator[RolloutLife]:
             yield RolloutLife(name, RolloutState.LOST, reason, place)
         else:
             yield RolloutLife(name, RolloutState.SCORED, "", place)
-    # The rest was put into a group, and its own record is gone.
+    # The other rollouts are in a group, and their own records are gone.
     for name, of in memberships.items():
         seen.add((run.group_at[of[0][0]].record.group_id, rollout_index(name)))
         yield grouped.life(name, of, ())
@@ -172,16 +172,16 @@ class _Grouped:
         if rules.complete and rules.last_step is not None and len(run.steps) >= rules.last_step:
             self._open = RolloutState.UNUSED
         self._trained: defaultdict[int, list[tuple[RecordAt[Group], int]]] = defaultdict(list)
-        """By partition: the groups that were trained, in the order of the log, with their first step."""
+        """By partition: the groups that were trained on, in the order of the log, with their first step."""
         for place in sorted(run.group_at, key=lambda at: (at.partition, at.offset)):
             steps = [step.record.step for step, reason in run.uses.get(place, ()) if reason == TRAINED]
             if steps:
                 self._trained[place.partition].append((run.group_at[place], steps[0]))
 
     def life(self, rollout_id: str, of: list[_Membership], records: Sequence[RecordAt[Rollout]]) -> RolloutLife:
-        """The state of a rollout that groups count, whose own records may be gone."""
+        """Return the state of a rollout that groups count; its own records may be gone."""
         failures = [one.record.failure for one in records if one.record.failure]
-        # The text after the kind of a failure is about one rollout, and counts go by kind.
+        # The text after the kind of a failure is about one rollout; counts are by kind.
         failure = failures[0].split(":")[0] if failures else "its record is gone"
         endings = tuple(dict.fromkeys(end for place, member in of for end in self._endings(place, member, failure)))
         if endings:
@@ -199,7 +199,7 @@ class _Grouped:
     def _endings(self, place: Position, member: GroupMember, failure: str) -> Iterator[RolloutEnding]:
         group = self._run.group_at[place]
         copies = self._run.groups_of[group.record.group_id]
-        # A second record of a group ends no rollout a second time.
+        # A second record of a group does not end its rollouts again.
         first = next(one.place for one in copies if one.digest == group.digest)
         at_once = None
         if group.record.closed_by is CloseReason.LATE:
@@ -222,7 +222,7 @@ class _Grouped:
 @dataclass(frozen=True, slots=True)
 class Finding:
     place: Position | None
-    """The record that shows the fault; None where no record of the log does."""
+    """The record that shows the fault; None if no record of the log does."""
     what: str
 
     def __str__(self) -> str:
@@ -247,7 +247,7 @@ AuditCheck = Callable[[AuditedRun], CheckResult]
 
 
 def check(name: str, holds: str) -> Callable[[Find], AuditCheck]:
-    """Make a check of a function that finds the offenders, in the order of the log where there is one."""
+    """Make a check from a function that finds the offenders, in the order of the log if there is one."""
 
     def of(find: Find) -> AuditCheck:
         def run_check(run: AuditedRun) -> CheckResult:

@@ -1,7 +1,7 @@
-"""The facts that an audit needs of a log: a pure fold over its topics.
+"""The facts that an audit needs from a log: a pure fold over its topics.
 
-The records of each topic are observed in order; the topics may come in any order. Records of other runs count for the
-offsets alone. A record is kept without what is large in it: the payload of a task, the tokens of a rollout or an
+The records of each topic are observed in order; the topics may be observed in any order. For records of other runs,
+only the offsets count. A record is kept without its large fields: the payload of a task, the tokens of a rollout or an
 answer, the tensors and chunks of a version.
 """
 
@@ -23,7 +23,7 @@ R = TypeVar("R", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class RecordAt(Generic[R]):
-    """A record, its place, and a digest of its bytes: a record may be in the log again only byte for byte the same."""
+    """A record, its position, and a digest of its bytes: a repeated record must have the same bytes."""
 
     place: Position
     record: R
@@ -35,21 +35,21 @@ def record_at(consumed: ConsumedRecord, record: R) -> RecordAt[R]:  # type: igno
 
 
 def references(step: r.TrainStep) -> list[r.StepInput | r.StepExclusion]:
-    """Everything that a step names: what it trained on, then what it left out."""
+    """Return the references of a step: its inputs, then its exclusions."""
     return [*step.inputs, *step.exclusions]
 
 
 TRANSACTIONAL = frozenset({Topic.STEPS, Topic.MANIFESTS, Topic.GROUPS, Topic.OUTCOMES, Topic.ONLINE_BATCHES})
-"""Topics that are written in transactions: by a trainer, so that one that was replaced cannot write any more, and by
+"""Topics that are written in transactions: by a trainer, so that a replaced trainer can no longer write, and by
 stream workers with `stream.runner=transactional`. They may have offsets without a record: markers and aborted records.
-So may topics that compaction removes records from."""
+Compacted topics may have such offsets too."""
 
 Partition = tuple[Topic, int]
 
 
 @dataclass(slots=True)
 class PartitionFacts:
-    """The offsets of one partition, and how many records were read from them."""
+    """The offsets of one partition, and the number of records read from them."""
 
     low: int
     """First offset that the broker keeps."""
@@ -68,11 +68,11 @@ class PartitionFacts:
 
     @property
     def first_gap(self) -> int:
-        """The first of these offsets, where there is one."""
+        """The first of these offsets, if there is one."""
         return self.following if self.gap is None else self.gap
 
     def observe(self, offset: int) -> None:
-        """Count a record. Offsets rise."""
+        """Count a record. Offsets must increase."""
         if offset > self.following and self.gap is None:
             self.gap = self.following
         self.records += 1
@@ -85,9 +85,9 @@ class Facts:
         self.run_id = run_id
         self.partitions: dict[Partition, PartitionFacts] = {}
         self.letters: dict[Position, str] = {}
-        """Reasons of the dead letters, by the place of the record that could not be used."""
+        """Reasons of the dead letters, by the position of the record that could not be used."""
         self.unreadable: list[tuple[Position, int, str]] = []
-        """Records that cannot be decoded: the place, the time in microseconds, the error."""
+        """Records that cannot be decoded: the position, the time in microseconds, the error."""
         self.runs: Counter[str] = Counter()
         """Records by run."""
         self.replayed = 0
@@ -99,7 +99,7 @@ class Facts:
 
         self.tasks: dict[str, RecordAt[r.Task]] = {}
         self.rollouts: defaultdict[str, list[RecordAt[r.Rollout]]] = defaultdict(list)
-        """By rollout id. A worker that could not know of the first record may have written it again."""
+        """By rollout id. A worker that had not read the first record may have written it again."""
         self.dispatched: dict[str, tuple[Position, set[int]]] = {}
         """By task: the first dispatch, and the indexes in the group that workers took."""
         self.turns: dict[str, RecordAt[r.Turn]] = {}
@@ -118,7 +118,7 @@ class Facts:
         self.plans_and_steps: list[RecordAt[r.StepPlan | r.TrainStep]] = []
         """In the order of the log."""
         self.uses: defaultdict[Position, list[tuple[RecordAt[r.TrainStep], str]]] = defaultdict(list)
-        """By the place that a step names: the step, and `TRAINED` or the reason of the exclusion."""
+        """By the position that a step names: the step, and `TRAINED` or the reason of the exclusion."""
         self.manifests: list[RecordAt[r.Manifest]] = []
         self.skips: list[RecordAt[r.SkipDelta]] = []
         self.acks: list[RecordAt[r.WeightAck]] = []
@@ -127,17 +127,17 @@ class Facts:
         self.served: dict[str, RecordAt[r.Interaction]] = {}
         self.served_at_place: dict[Position, r.Interaction] = {}
         self.erased: dict[str, int] = {}
-        """Interactions with a tombstone, and when the first one was written, in microseconds."""
+        """Interactions with a tombstone, and the time of the first one, in microseconds."""
         self.ends: defaultdict[str, list[RecordAt[r.Outcome]]] = defaultdict(list)
         """By interaction: its different outcomes."""
         self.batches: list[RecordAt[r.OnlineBatch]] = []
         self.batch_at: dict[Position, r.OnlineBatch] = {}
         self.erasures: defaultdict[str, set[int]] = defaultdict(set)
-        """By user: the times for which they asked to be erased."""
+        """By user: the times of their erasure requests."""
 
     def expect(self, ends: Mapping[Partition, tuple[int, int]]) -> None:
-        """Set first and next offset of partitions, as the broker says, before their records are observed; for other
-        partitions they are taken from the records."""
+        """Set the first and next offset of partitions, as the broker reports them, before their records are observed;
+        for other partitions they are taken from the records."""
         self.partitions.update({where: PartitionFacts(low, high, low) for where, (low, high) in ends.items()})
 
     def observe(self, consumed: ConsumedRecord) -> None:
@@ -157,7 +157,7 @@ class Facts:
         run_id = getattr(consumed.record, "run_id", None)
         if run_id is not None:
             self.runs[run_id] += 1
-        # A user's request belongs to no run.
+        # A user request belongs to no run.
         if run_id is None or run_id == self.run_id:
             self._take(consumed, consumed.position)
 
@@ -240,21 +240,21 @@ class Facts:
                 self.erasures[user].add(at)
 
     def record_of(self, rollout_id: str, reference: LogReference) -> r.Rollout | None:
-        """The record of a rollout at the place that a reference names; None where it has none there."""
+        """Return the record of a rollout at the position that a reference names; None if it has none there."""
         place = Position.of(reference)
         return next((one.record for one in self.rollouts.get(rollout_id, ()) if one.place == place), None)
 
     def input_at(self, place: Position) -> r.Group | r.OnlineBatch | None:
-        """The group or online batch at a place."""
+        """Return the group or online batch at a position."""
         group = self.group_at.get(place)
         return self.batch_at.get(place) if group is None else group.record
 
     def is_truncated(self, topic: Topic) -> bool:
-        """Whether the log no longer keeps the beginning of some partition of a topic."""
+        """Whether the beginning of some partition of a topic has been deleted from the log."""
         return any(facts.low > 0 for (of, _), facts in self.partitions.items() if of is topic)
 
     def is_kept(self, place: Position) -> bool:
-        """Whether the log still keeps the offset of a place."""
+        """Whether the log still holds the offset of a position."""
         # A topic equals its name.
         facts = self.partitions.get((cast(Topic, place.topic), place.partition))
         return facts is None or place.offset >= facts.low

@@ -1,4 +1,4 @@
-"""Checks of what was sampled, rollouts and answers to users: each ends once and is used once, as it was written."""
+"""Checks of rollouts and of answers to users: each ends once and is used once, as it was written."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _members(facts: Facts, group: r.Group) -> Iterator[str]:
 
 
 def _reward_of(facts: Facts, group: r.Group, member: r.GroupMember) -> float | str | None:
-    """The reward of a member's rollout, or the member's fault as text."""
+    """Return the reward of a member's rollout, or the member's fault as text."""
     place = f"{member.topic}[{member.partition}]@{member.offset}"
     record = facts.record_of(member.rollout_id, member)
     if record is None:

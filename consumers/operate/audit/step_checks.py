@@ -1,5 +1,5 @@
-"""Checks of training: each step was planned, read what it says, and continues an earlier one; each version is what its
-step made, was proved before it was served, and is of one incarnation."""
+"""Checks of training: each step was planned, read the inputs that it names, and continues an earlier one; each version
+has the weights that its step made, was proved before it was served, and is of one incarnation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tidemill.schemas.gate_decisions import GIVES_UP
 from tidemill.schemas.log.consumed import Position
 
 DECISIVE = ("parent_version", "inputs", "exclusions", "seed", "config_hash")
-"""Fields in which a step equals its plan."""
+"""Fields in which a step must equal its plan."""
 BOUND = "policy_lag_bound"
 TrainedMember = r.GroupMember | r.OnlineMember
 NOTHING = -1
-"""The version that a replica reports while it serves none, and the version of a rollout without a sampled token."""
+"""The version that a replica reports when it serves none, and the version of a rollout without a sampled token."""
 _Published = dict[tuple[str, int], r.Manifest]
 """By branch and version."""
 
@@ -46,7 +46,7 @@ def plans(run: AuditedRun) -> Iterator[Finding]:
             if field:
                 problem = f"was taken with other {field} than {place} planned"
             elif plan is None and planned:
-                # A run that was begun before there were plans has none for its first steps.
+                # A run from before the introduction of plans has none for its first steps.
                 problem = "was taken without a plan"
             taken[number] = at.place
         if problem:
@@ -54,11 +54,11 @@ def plans(run: AuditedRun) -> Iterator[Finding]:
 
 
 def _is_outdated(run: AuditedRun, before: r.StepPlan, now: r.StepPlan) -> bool:
-    """Whether a trainer that came back had to plan anew: also where an input was gone when it did, or, where only the
-    beginning of the log shows that, is gone by now.
+    """Whether a restarted trainer had to plan again. This is also so if an input was deleted at that time, or, if only
+    the beginning of the log shows the deletion, is deleted now.
 
-    A place before its partition's beginning is gone, and so is one of a compacted topic that holds no record. Claimed
-    bytes are in a store, of which the log says nothing.
+    A position before the beginning of its partition is deleted, and so is one of a compacted topic that holds no
+    record. Claimed bytes are in the object store; the log does not show whether they still exist.
     """
     if before.trainer == now.trainer:
         return False
@@ -73,7 +73,7 @@ def _is_outdated(run: AuditedRun, before: r.StepPlan, now: r.StepPlan) -> bool:
         if isinstance(found, r.Group):
             places += map(Position.of, _with_reward(found))
         elif found is not None:
-            # A deletion may say that it was made a little later, since clocks differ.
+            # The time of a deletion may be a little later than the plan's, since clocks differ.
             by = now.at + run.rules.grace_us
             members = (member for member in found.members if member.interaction_id not in excluded)
             if any(_is_answer_gone(run, member, by) for member in members):
@@ -153,14 +153,14 @@ def _with_reward(group: r.Group) -> list[r.GroupMember]:
 
 
 def _trained(found: r.Group | r.OnlineBatch, step: r.TrainStep) -> list[TrainedMember]:
-    """The members of an input that a step trained on."""
+    """Return the members of an input that a step trained on."""
     if isinstance(found, r.Group):
         return [*_with_reward(found)]
     excluded = {one.group_id for one in step.exclusions if one.topic == Topic.INTERACTIONS}
     kept: list[TrainedMember] = []
     seen: set[str] = set()
     for member in found.members:
-        # A reward that is in a batch twice counts once; corrections are members beside it.
+        # A reward that is in a batch twice counts once; corrections are additional members.
         if member.interaction_id not in excluded and (member.correction or member.interaction_id not in seen):
             kept.append(member)
         if not member.correction:
@@ -171,7 +171,7 @@ def _trained(found: r.Group | r.OnlineBatch, step: r.TrainStep) -> list[TrainedM
 @check("steps", "the steps are numbered without a gap, and each starts from the weights that an earlier step made")
 def steps(run: AuditedRun) -> Iterator[Finding]:
     start = (one.record.fingerprint for one in run.manifests if one.record.version == 0)
-    # None where the log does not say what the run starts from.
+    # None if the log does not show the weights that the run starts from.
     made: dict[int, str | None] = {0: next(start, None)}
     expected = 1
     for at in run.steps:
@@ -303,12 +303,12 @@ def incarnations(run: AuditedRun) -> Iterator[Finding]:
 
 
 def _differ(one: str, other: str) -> bool:
-    """Whether two incarnations differ; a record from before there were incarnations can be of any."""
+    """Whether two incarnations differ; a record from before the introduction of incarnations matches any."""
     return bool(one and other and one != other)
 
 
 def _sampled_in(facts: Facts, step: r.TrainStep) -> Iterator[tuple[str, str]]:
-    """Everything that a step trained on, with the incarnation under which it was sampled."""
+    """Yield the rollouts and interactions that a step trained on, with the incarnation that sampled each."""
     for found in map(facts.input_at, map(Position.of, step.inputs)):
         for member in found.members if found is not None else ():
             if isinstance(member, r.GroupMember):

@@ -1,1 +1,1 @@
-"""Replay of the log: what is selected, how it is put in order and paced, and where the copies lie."""
+"""Replay of the log: the selection of records, their order and pace, and the topics of the copies."""

@@ -1,8 +1,8 @@
-"""A range of the log as one file, for a bug report: an Avro object container with the records as they lie in the log.
+"""A range of the log as one file, for a bug report: an Avro object container with the records as they are in the log.
 
-The file's header holds a manifest: what was selected, the digest of each partition, the schemas that the values name,
-and what the records refer to outside the log. An archive is read whole and checked against its manifest before a record
-of it is used. Records stand in the order of a replay.
+The file's header contains a manifest: the selection, the digest of each partition, the schemas that the values name,
+and the objects outside the log that the records refer to. An archive is read whole and checked against its manifest
+before any of its records is used. Records are in the order of a replay.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SCHEMA = fastavro.parse_schema(
 
 
 class ArchiveError(ValueError):
-    """A file that is no whole archive; the message says what is wrong with it."""
+    """A file that is not a complete archive; the message describes the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +65,22 @@ class ArchiveManifest:
     source_prefix: str
     selection: dict[str, Any]
     partitions: dict[str, int]
-    """How many each topic had."""
+    """Number of partitions of each topic."""
     lanes: list[LaneReport]
     records: int
     sha256: str
-    """Of all records."""
+    """Digest of all records."""
     schemas: dict[str, Any]
-    """Schemas that values were written with, by fingerprint (CRC-64-AVRO, hexadecimal)."""
+    """Schemas with which values were written, by fingerprint (CRC-64-AVRO, hexadecimal)."""
     not_included: dict[str, int]
-    """Objects beside the log that records refer to, with their sizes in bytes: they are not in the archive."""
+    """Objects outside the log that records refer to, with their sizes in bytes: they are not in the archive."""
 
 
 def export(origin: ReplayOrigin, file: Path, progress: Progress = no_progress) -> tuple[ArchiveManifest, str]:
-    """Write what an origin selects into a file, which comes to be whole or not at all.
+    """Write the records that an origin selects to a file, atomically: either the complete file exists or none.
 
-    Returns the manifest, and the sha256 of the file. Raises ArchiveError when the log loses records meanwhile, and as
-    `LogOrigin.plan`.
+    Returns the manifest and the sha256 of the file. Raises ArchiveError if the log loses records during the export,
+    and the errors of `LogOrigin.plan`.
     """
     plan = origin.plan(None, progress)
     schemas, claims = _named_in(_chosen(origin, plan), Codec())
@@ -121,19 +121,19 @@ def export(origin: ReplayOrigin, file: Path, progress: Progress = no_progress) -
 
 
 class ArchiveOrigin:
-    """The records of an archive, which is checked whole before it is used.
+    """The records of an archive. The whole archive is checked before it is used.
 
-    Raises ArchiveError when it is damaged, cut short or changed, FileNotFoundError when there is none.
+    Raises ArchiveError if it is damaged, truncated or changed, FileNotFoundError if it does not exist.
     """
 
     def __init__(self, file: Path, progress: Progress = no_progress) -> None:
-        # One open file for checking and reading: what was checked is what is read.
+        # One open file for checking and reading: the same bytes are checked and read.
         self._file = file.open("rb")
         try:
             self.manifest = _manifest_of(self._file)
             self._plan = _empty_plan(self.manifest)
             self._check(progress)
-        except BaseException:  # the file is given back after any error
+        except BaseException:  # the file is closed after any error
             self._file.close()
             raise
         self.prefix = self.manifest.source_prefix
@@ -143,7 +143,7 @@ class ArchiveOrigin:
         return self._plan
 
     def ordered(self, plan: Plan) -> Iterator[tuple[int, RawRecord]]:
-        """The records in the order of the archive, with the time reached."""
+        """Yield the records in the order of the archive, with the time reached."""
         reached: dict[Lane, int] = {}
         for record in _records(self._file):
             reached[record.lane] = max(record.timestamp_ms, reached.get(record.lane, record.timestamp_ms))
@@ -180,7 +180,7 @@ def _manifest_of(file: BinaryIO) -> ArchiveManifest:
     try:
         metadata = fastavro.reader(file).metadata
         text, digest = metadata[MANIFEST], metadata[MANIFEST_SHA256]
-    except Exception as error:  # fastavro raises errors of many types on bytes that are no archive
+    except Exception as error:  # fastavro raises errors of many types on bytes that are not an archive
         raise ArchiveError(f"this is no archive of Tidemill: {type(error).__name__}: {error}") from error
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise ArchiveError("the archive's manifest is damaged or was changed")
@@ -212,7 +212,7 @@ def _records(file: BinaryIO) -> Iterator[RawRecord]:
 
 
 def _named_in(records: Iterable[RawRecord], codec: Codec) -> tuple[dict[str, Any], dict[str, int]]:
-    """Schemas that values name, and objects beside the log that they refer to."""
+    """Return the schemas that values name, and the objects outside the log that they refer to."""
     documents = [document for kind in RECORD_TYPES.values() for document in recorded_schemas(kind)]
     known = {fingerprint(to_parsing_canonical_form(document), "CRC-64-AVRO"): document for document in documents}
     schemas: dict[str, Any] = {}

@@ -1,10 +1,9 @@
-"""A replay from start to end: the selection is planned, the target checked, and then, unless it is a dry run, copied.
+"""A replay from start to end: plan the selection, check the target and then, unless it is a dry run, copy the records.
 
-`prepare` writes nothing, so that a dry run shows what a run would do, refusals included. The manifest of a replay holds
-its ranges, counts and digests. Every chosen record is then written once, at the place that was planned for it. Key,
-partition, time and headers are those of the original. So is the value, except that references point to the copies. The
-copies that are in the target already must be the beginning of the plan, partition by partition; otherwise nothing is
-written.
+`prepare` writes nothing, so a dry run shows what a run would do, including refusals. The manifest of a replay contains
+its ranges, counts and digests. Every selected record is then written once, at its planned position. Key, partition,
+time and headers are those of the original; so is the value, except that references point to the copies. Copies that
+the target already holds must be the beginning of the plan, partition by partition; otherwise nothing is written.
 """
 
 from __future__ import annotations
@@ -45,31 +44,31 @@ from tidemill.schemas.log.producer import DeliveryError
 
 
 class ReplayOrigin(Protocol):
-    """Where the records of a replay come from: a log, or an archive."""
+    """The source of a replay's records: a log, or an archive."""
 
     prefix: str
-    """Of the topics that they lay in."""
+    """The prefix of the source topics."""
     selection: Selection
 
     def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
-        """The records to copy.
+        """Return the plan of the records to copy.
 
         Args:
-            ends: where partitions end for an interrupted replay that goes on, by (topic, partition).
+            ends: for an interrupted replay that continues, the end of each partition by (topic, partition).
         """
 
     def ordered(self, plan: Plan) -> Iterable[tuple[int, RawRecord]]:
-        """The records of a plan, and perhaps others, in the order of `OrderedMerge`, with the time reached."""
+        """Yield the records of a plan, and possibly others, in the order of `OrderedMerge`, with the time reached."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release its resources."""
 
 
 class Replay:
-    """One replay into a prefix of its own.
+    """One replay into its own prefix.
 
     Args:
-        resume: id of the interrupted replay that goes on; None for one that begins.
+        resume: id of the interrupted replay to continue; None for a new one.
     """
 
     def __init__(self, kafka: KafkaSettings, origin: ReplayOrigin, into: str, *, resume: str | None = None) -> None:
@@ -80,17 +79,17 @@ class Replay:
         self._standing: TargetState
 
     def prepare(self, progress: Progress = no_progress) -> dict[str, Any]:
-        """Plan, and check that the target is this replay's; nothing is written.
+        """Plan the replay, and check that the target belongs to it; write nothing.
 
         Returns:
-            the replay's manifest: what was selected, its `lanes`, and their `records`, `n_bytes` and `sha256` (two
-            replays of the same records have the same); records that are left out since they cannot be read
-            (`undecodable`) or since a step names them and the log no longer holds them (`missing`); and the number of
-            places that copies refer to and that are not copied (`references_outside`).
+            the replay's manifest: the selection, its `lanes`, and their `records`, `n_bytes` and `sha256` (equal for
+            two replays of the same records); the number of records that are left out because they cannot be decoded
+            (`undecodable`) or because a step names them but the log no longer holds them (`missing`); and the number of
+            positions that copies refer to but that are not copied (`references_outside`).
 
         Raises:
-            ValueError: the target is somebody else's, or the replay that goes on was another one.
-            LookupError: the log does not hold what is selected.
+            ValueError: the target does not belong to this replay, or the replay to continue had another selection.
+            LookupError: the log does not hold the selected records.
         """
         self._standing = self._target.check(self._resume)
         old = self._standing.begun
@@ -104,7 +103,7 @@ class Replay:
         self.plan = self._origin.plan(None if old is None else old.ends, progress)
         self._target.check_partitions(self.plan.partitions)
         carried_on(self.plan, self._standing)
-        # When it began (UTC), and four digits against chance.
+        # The start time (UTC), and four random digits against collisions.
         new_id = f"replay-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
         self.begun = old or ReplayStart(
             replay_id=self._resume or new_id,
@@ -133,12 +132,12 @@ class Replay:
         return self._standing.records
 
     def run(self, speed: float | None = None, progress: Progress = no_progress) -> Copied:
-        """Copy what is planned and not copied yet.
+        """Copy the planned records that are not copied yet.
 
         Args:
-            speed: seconds of the log in a second; None for as fast as it goes.
+            speed: seconds of the log in a second; None for no pacing.
 
-        Raises like `copy_records`, and ValueError when the topics cannot be those of the plan.
+        Raises the errors of `copy_records`, and ValueError if the target topics do not fit the plan.
         """
         self._target.prepare(self.plan.partitions)
         ends = self._target.ends(self.plan.lanes)
@@ -166,17 +165,17 @@ class Copied:
     """The result of one run of a replay."""
 
     written: int = 0
-    """Copies written by this run."""
+    """Copies that this run wrote."""
     there: int = 0
-    """Copies that an earlier run had written."""
+    """Copies that an earlier run wrote."""
     relocated: int = 0
-    """Copies of this run whose references were made to point to copies."""
+    """Copies of this run whose references were changed to point to copies."""
 
 
 def carried_on(plan: Plan, standing: TargetState) -> dict[Lane, int]:
-    """How many records of each partition are copied already.
+    """Return the number of records of each partition that are copied already.
 
-    Raises ValueError when what lies there is not the beginning of the plan: the source has changed meanwhile.
+    Raises ValueError if these copies are not the beginning of the plan: the source has changed since then.
     """
     for lane, offsets in standing.copied.items():
         planned = plan.lanes.get(lane)
@@ -202,15 +201,15 @@ def copy_records(
     pause: Callable[[float], object],
     progress: Progress = no_progress,
 ) -> Copied:
-    """Copy records of the source, in the order of the replay, each with the time reached; those not in the plan are
-    passed over. What was queued is in the log when this returns or is interrupted.
+    """Copy records of the source, in the order of the replay, each with the time reached; skip those not in the plan.
+    When this function returns or is interrupted, all queued copies are in the log.
 
     Args:
-        done: how many of each partition are copied already.
+        done: number of records of each partition that are copied already.
         base: offset of the first copy in each partition, by (topic, partition).
-        pause: waits so many seconds.
+        pause: waits for a number of seconds.
 
-    Raises DeliveryError when the log refuses a copy, ValueError when the source has lost a planned record.
+    Raises DeliveryError if the log refuses a copy, ValueError if the source has lost a planned record.
     """
 
     def copy_of(place: Place) -> int | None:
@@ -239,7 +238,7 @@ def copy_records(
             copied.written += 1
             following[record.lane] += 1
             if first:
-                # A process that carries this replay on finds its beginning in its first copy: none may be there before.
+                # The first copy holds the `ReplayStart` for a later continuation: no other copy may be written earlier.
                 writer.flush()
             progress(copied.there + copied.written, total)
     finally:
@@ -254,11 +253,11 @@ ORIGINAL = "original"
 FULL = "max"
 
 Clock = Callable[[], float]
-"""Seconds, from any beginning; never goes back."""
+"""Returns seconds from an arbitrary start; never decreases."""
 
 
 def speed_of(text: str) -> float | None:
-    """How many seconds of the log pass in one second: `original`, `max` (None) or a number above 0, `10` or `10x`.
+    """Parse the seconds of the log per second: `original`, `max` (None) or a number above 0, as `10` or `10x`.
 
     Raises ValueError.
     """
@@ -276,14 +275,14 @@ def speed_of(text: str) -> float | None:
 
 
 class Pacer:
-    """Says how long a record has to wait. The first record that it is asked of is due at once."""
+    """Computes how long a record has to wait. The first record is due at once."""
 
     def __init__(self, speed: float | None, clock: Clock) -> None:
         self._speed, self._clock = speed, clock
         self._origin: tuple[float, int] | None = None
 
     def wait_s(self, reached_ms: int) -> float:
-        """Seconds, at least 0, until a record written at `reached_ms` is due. Times must not go back."""
+        """Return the seconds, at least 0, until a record written at `reached_ms` is due. Times must not decrease."""
         if self._speed is None:
             return 0.0
         if self._origin is None:
@@ -294,7 +293,7 @@ class Pacer:
 
 
 class CopyWriter:
-    """Writes copies and holds the log to the place that was planned for each."""
+    """Writes copies and checks that each gets its planned offset."""
 
     def __init__(self, kafka: KafkaSettings, prefix: str) -> None:
         limit = {"message.max.bytes": MAX_RECORD_BYTES + 2 * MARKS_BYTES}
@@ -303,7 +302,7 @@ class CopyWriter:
         self._failure = ""
 
     def send(self, record: RawRecord, value: bytes | None, headers: list[Header], offset: int) -> None:
-        """Queue the copy of a record, which has to come to lie at `offset`. Raises DeliveryError for an earlier one."""
+        """Queue the copy of a record, which must get `offset`. Raises DeliveryError if an earlier copy failed."""
         self._raise_failure()
 
         def delivered(error: KafkaError | None, message: Message) -> None:
@@ -332,7 +331,7 @@ class CopyWriter:
         self._producer.poll(0)
 
     def flush(self) -> None:
-        """Wait until everything is in the log. Raises DeliveryError."""
+        """Wait until all queued copies are in the log. Raises DeliveryError."""
         left = self._producer.flush(DELIVERY_TIMEOUT_MS / 1000)
         self._raise_failure()
         if left:

@@ -1,9 +1,9 @@
-"""Dead letters: which of them may be sent back, and sending them.
+"""Redrive of dead letters: the check which letters may be sent back, and sending them.
 
-A record that could not be used goes back once, however many applications wrote a dead letter about it. Its copy in the
-source topic names the record, and nothing else remembers it: a copy that fails again is another dead letter, one
-attempt further. Where the source topic no longer shows everything after a dead letter's record, nobody can know whether
-it went back, and it is left.
+A record that could not be used is sent back once, even if several applications wrote a dead letter about it. Its copy
+in the source topic names the record, and this is stored nowhere else: a copy that fails again is a new dead letter with
+one more attempt. If the source topic no longer holds every record after a dead letter's record, it cannot be known
+whether the record was sent back, and the letter is not sent.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Record
 
 HEADER_REDRIVE_OF = "tidemill-redrive-of"
-"""On a record that was sent back: full topic, partition and offset of the one that could not be used."""
+"""On a record that was sent back: full topic, partition and offset of the record that could not be used."""
 HEADER_ATTEMPTS = "tidemill-attempts"
-"""On a record that was sent back: how many times its content has been."""
+"""On a record that was sent back: how many times its content was sent back."""
 
 UNSAID = -1
-"""Of a number that the headers of a letter do not say."""
+"""The value of a number that the headers of a letter do not contain."""
 
 Transform = Callable[["StoredLetter"], bytes | None]
-"""Makes the value that goes back; None leaves the letter where it is."""
+"""Returns the value to send back; None does not send the letter."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLetter:
     raw: RawRecord
-    """As it lies in the dead-letter topic."""
+    """The record as it is in the dead-letter topic."""
     source: Lane
-    """Topic and partition that it came from."""
+    """Its source topic and partition."""
     source_offset: int | None
-    """None where its headers do not say: such a letter cannot go back."""
+    """None if its headers do not contain it: such a letter cannot be sent back."""
     source_timestamp_ms: int
-    """Of the record that could not be used; of the letter where its headers do not say."""
+    """Timestamp of the record that could not be used; that of the letter if its headers do not contain it."""
     reason: str
     found_by: str
 
@@ -53,7 +53,7 @@ class StoredLetter:
 
     @property
     def origin(self) -> str:
-        """The record that could not be used: topic/partition/offset. Several letters can be of one."""
+        """The record that could not be used: topic/partition/offset. Several letters can have the same."""
         return f"{self.source[0]}/{self.source[1]}/{self.source_offset}"
 
     @property
@@ -66,7 +66,7 @@ class StoredLetter:
 
 
 def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
-    """A record of a dead-letter topic as a letter, with any headers."""
+    """Return a record of a dead-letter topic as a letter; its headers may be missing or malformed."""
     topic = raw.topic.removesuffix(DEAD_LETTER_SUFFIX)
     said = dead_letter(raw.headers, ("", UNSAID, UNSAID, UNSAID), b"")
     is_placed = said.source_topic == prefix + topic and min(said.source_partition, said.source_offset) > UNSAID
@@ -82,10 +82,10 @@ def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
 
 @dataclass(slots=True)
 class RedriveHistory:
-    """The later records of the dead letters' source topics: read from the position of the oldest letter to the end."""
+    """The later records of the dead letters' source topics, read from the position of the oldest letter to the end."""
 
     kept_from: dict[Lane, int] = field(default_factory=dict)
-    """First offset that the log holds of each partition."""
+    """First offset of each partition that the log still holds."""
     _sent_back: set[str] = field(default_factory=set)
     _attempts: dict[tuple[str, int, int], int] = field(default_factory=dict)
     _newest: dict[tuple[Lane, bytes], int] = field(default_factory=dict)
@@ -99,15 +99,15 @@ class RedriveHistory:
             self._newest[record.lane, record.key] = record.offset
 
     def sent_back(self, letter: StoredLetter) -> None:
-        """The value of a letter goes back now."""
+        """Record that the value of a letter is sent back."""
         self._sent_back.add(letter.origin)
 
     def attempts(self, letter: StoredLetter) -> int:
-        """How many times what the letter holds was sent back before it failed there."""
+        """Return how many times the letter's value was sent back before this failure."""
         return self._attempts.get((*letter.source, letter.source_offset or 0), 0)
 
     def why_not(self, letter: StoredLetter, limit: int) -> str:
-        """Why a letter must not go back; empty when it may."""
+        """Return the reason why a letter must not be sent back; empty if it may."""
         if letter.source_offset is None:
             return "its headers do not say where it came from"
         if letter.origin in self._sent_back:
@@ -126,9 +126,9 @@ class RedriveHistory:
 class Verdict:
     letter: StoredLetter
     value: bytes | None
-    """What goes back; None when nothing does."""
+    """The value to send back; None if nothing is sent."""
     record: Record | None
-    """What a reader will find in it."""
+    """The record that a reader will decode from it."""
     attempts: int
     """Including this one."""
     why_not: str
@@ -137,9 +137,9 @@ class Verdict:
 def judge(
     letter: StoredLetter, sequel: RedriveHistory, codec: Codec, limit: int, transform: Transform | None
 ) -> Verdict:
-    """Whether and as what a letter goes back: only what its readers can read now does.
+    """Decide whether a letter is sent back, and with which value: only a value that its readers can decode is sent.
 
-    Raises the transformation's errors.
+    Raises the errors of the transformation.
     """
     attempts = sequel.attempts(letter) + 1
     why_not = sequel.why_not(letter, limit)
@@ -153,7 +153,7 @@ def judge(
 
 
 def readable(value: bytes | None, topic: str, codec: Codec) -> tuple[Record | None, str]:
-    """The record that readers of a topic find in a value, and why they find none."""
+    """Return the record that readers of a topic decode from a value, and the reason if they cannot use it."""
     try:
         record = codec.decode(value)
     except DecodeError as error:
@@ -173,7 +173,7 @@ class DeadLetters:
         self._codec = Codec(kafka.registry_url)
 
     def read(self, topics: Iterable[str] = ()) -> Iterator[StoredLetter]:
-        """Every letter of some topics, of all where none is named, in order of topic, partition and offset."""
+        """Yield every letter of the topics, by default of all, in order of topic, partition and offset."""
         wanted = list(topics) or [topic.value for topic in CATALOGUE]
         lanes = [
             (topic + DEAD_LETTER_SUFFIX, partition)
@@ -185,7 +185,7 @@ class DeadLetters:
             yield letter_of(raw, self._prefix)
 
     def one(self, topic: str, partition: int, offset: int) -> StoredLetter:
-        """The letter at a place of a dead-letter topic. Raises LookupError when none lies there."""
+        """Return the letter at a position of a dead-letter topic. Raises LookupError if there is none."""
         lane = (topic, partition)
         if partition < self._source.partitions(topic):
             bounds = self._source.bounds(lane)
@@ -198,7 +198,7 @@ class DeadLetters:
         )
 
     def judge(self, letters: Sequence[StoredLetter], limit: int, transform: Transform | None = None) -> list[Verdict]:
-        """Which letters may go back, and as what, in the order in which they came. Nothing is written."""
+        """Decide which letters are sent back, and with which values, in the given order. Nothing is written."""
         sequel = self.sequel(letters)
         ordered = sorted(letters, key=lambda one: (RANK[one.source[0]], one.source[1], one.source_offset or 0))
         verdicts = []
@@ -209,7 +209,7 @@ class DeadLetters:
         return verdicts
 
     def sequel(self, letters: Iterable[StoredLetter]) -> RedriveHistory:
-        """The later history of the letters: their source partitions, read from the position of the oldest letter on."""
+        """Read the source partitions of the letters, from the position of the oldest letter to the end."""
         oldest: dict[Lane, int] = {}
         for letter in letters:
             if letter.source_offset is not None and letter.source[1] < self._source.partitions(letter.source[0]):
@@ -223,9 +223,9 @@ class DeadLetters:
         return sequel
 
     def send_back(self, verdicts: Iterable[Verdict]) -> int:
-        """Write the letters that may go back to where they came from, under their key, partition and time; how many.
+        """Write the accepted letters to their source topics, with key, partition and time; return their number.
 
-        Raises DeliveryError when the log refuses one.
+        Raises DeliveryError if the log refuses one.
         """
         sent = 0
         with RecordProducer(self._kafka, CLIENT_ID, self._codec) as producer:

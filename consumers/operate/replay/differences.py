@@ -1,7 +1,7 @@
-"""Comparing the records of two sides, one by one by their identity, and telling them apart field by field. Pure.
+"""Comparison of the records of two sides, by their identity and field by field. Pure.
 
-Two records with one identity and equal bytes on one side are one: a worker that was killed may have written it again.
-Records with one identity and other bytes are numbered in their order.
+Records of one side with the same identity and equal bytes count once: a worker that was killed may have written a
+record again. Records with the same identity and different bytes are numbered in their order.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Item:
     value: bytes | None
     record: r.Record | None
     place: Position
-    """Under the full name of its topic; of the record that decided it, where it was not written."""
+    """Its position, with the full topic name; that of the record that decided it if it was not written."""
     timestamp_ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """A field that two records differ in, by its path; a side without it says so."""
+    """A field in which two records differ, by its path; for a side without it, its text says so."""
 
     path: str
     there: str
@@ -49,28 +49,28 @@ class Difference:
     name: str
     kind: DifferenceKind
     at_us: int
-    """Event time: when what it tells of ended, or its timestamp."""
+    """Event time: when the subject of the record ended, or its timestamp."""
     there: Position | None
     here: Position | None
     fields: list[FieldChange]
-    """Empty for a record that one side has alone, and where equal records were written with other schemas."""
+    """Empty for a record that only one side has, and for equal records that were written with different schemas."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputComparison:
     there: int
     here: int
-    """Records of each side, repetitions left out."""
+    """Records of each side, without repetitions."""
     identical: int
     differences: list[Difference]
-    """In order of event time, then of the place."""
+    """In order of event time, then of position."""
     repeated_there: int
     repeated_here: int
-    """Records that only repeat one before them, byte for byte."""
+    """Records that repeat an earlier one, byte for byte."""
 
     @property
     def total(self) -> int:
-        """Identities on either side."""
+        """Number of identities on either side."""
         return self.identical + len(self.differences)
 
     @property
@@ -84,8 +84,8 @@ class OutputComparison:
 def compare(
     there: Iterable[Item], here: Iterable[Item], begin: int | None = None, end: int | None = None
 ) -> OutputComparison:
-    """Compare two sides: the records of which either has one that ended in [begin, end), in microseconds of event time;
-    None is open."""
+    """Compare two sides: every identity of which at least one side has a record that ended in [begin, end), in
+    microseconds of event time; None is an open bound."""
 
     def within(item: Item) -> bool:
         at = event_us(item)
@@ -128,7 +128,7 @@ def compare(
 
 
 def named(items: Iterable[Item]) -> tuple[dict[str, Item], int]:
-    """Records by identity in their order, and how many only repeated one before them."""
+    """Return the records by identity in their order, and the number of repetitions."""
     found: dict[str, Item] = {}
     known: dict[str, set[bytes | None]] = {}
     repeated = 0
@@ -144,7 +144,7 @@ def named(items: Iterable[Item]) -> tuple[dict[str, Item], int]:
 
 
 def out_of_order(there: Iterable[Item], here: Iterable[Item]) -> tuple[Item, Item] | None:
-    """The first records that stand elsewhere among those that a partition has on both sides; None where none does."""
+    """Return the first two records whose order differs, among those that a partition has on both sides, or None."""
     sides: list[dict[int, dict[str, Item]]] = [{}, {}]
     for by_partition, items in zip(sides, (there, here), strict=True):
         for name, item in sorted(named(items)[0].items(), key=lambda entry: entry[1].place.offset):
@@ -161,7 +161,7 @@ def out_of_order(there: Iterable[Item], here: Iterable[Item]) -> tuple[Item, Ite
 
 
 def identity(item: Item) -> str:
-    """The key by which two records count as the same one, with any content."""
+    """Return the key by which two records count as the same one, even if their contents differ."""
     match item.record:
         case r.Group(group_id=group_id, closed_by=closed_by, members=members):
             late = closed_by is r.CloseReason.LATE and members
@@ -185,7 +185,7 @@ def identity(item: Item) -> str:
 
 
 def event_us(item: Item) -> int:
-    """When what a record tells of ended, microseconds; the record's timestamp for those that do not say."""
+    """Return when the subject of a record ended, in microseconds; the timestamp of a record without such a field."""
     match item.record:
         case r.Group(closed_at=at) | r.Outcome(closed_at=at) | r.OnlineBatch(closed_at=at):
             return at
@@ -194,7 +194,7 @@ def event_us(item: Item) -> int:
 
 
 def field_changes(there: Any, here: Any, path: str = "") -> Iterator[FieldChange]:  # noqa: ANN401 - parts of records
-    """The fields in which two records differ, in the order of the schema."""
+    """Yield the fields in which two records differ, in the order of the schema."""
     if type(there) is type(here):
         if dataclasses.is_dataclass(there):
             for name in (field.name for field in dataclasses.fields(there)):
@@ -211,7 +211,7 @@ def field_changes(there: Any, here: Any, path: str = "") -> Iterator[FieldChange
                         f"{path}[{key}]", *(_shown(x[key]) if key in x else ABSENT for x in (left, right))
                     )
             return
-    # Written so that a NaN equals itself: it is the same bytes.
+    # `repr` makes a NaN equal to itself: it has the same bytes.
     if repr(there) != repr(here):
         yield FieldChange(path, _shown(there), _shown(here))
 

@@ -1,10 +1,10 @@
-"""The plan of a replay, settled before anything is written: the offsets of each partition, and their digests.
+"""The plan of a replay, fixed before anything is written: the offsets of each partition, and their digests.
 
-The k-th record chosen of a partition becomes the k-th record of the partition's copy. The plan thus gives the place of
-every copy, references can point to copies that are not written yet, and the length of the copies shows how far an
-interrupted replay came. `LogOrigin` turns a selection into a plan: it fixes the ends, finds the places of named steps,
-versions and groups, and looks at every record. It writes nothing. Where retention has removed records, it names the
-first offset and time that are left.
+The k-th selected record of a partition becomes the k-th record of the partition's copy. The plan thus determines the
+position of every copy, references can point to copies that are not written yet, and the number of copies shows the
+progress of an interrupted replay. `LogOrigin` turns a selection into a plan: it fixes the ends, finds the positions of
+named steps, versions and groups, and reads every record. It writes nothing. If retention has deleted records, its error
+names the first offset and time that remain.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class LanePlan:
     partition: int
     start: int
     end: int
-    """Offsets [start, end) were looked at."""
+    """Offsets [start, end) are read."""
     offsets: array[int] = field(default_factory=lambda: array("q"))
-    """Of the records chosen, ascending."""
+    """Offsets of the selected records, ascending."""
     n_bytes: int = 0
     first_ms: int | None = None
     last_ms: int | None = None
@@ -53,12 +53,12 @@ class LanePlan:
     _hash: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     def add(self, record: RawRecord) -> None:
-        """The next record chosen, in offset order."""
+        """Add the next selected record, in offset order."""
         self.offsets.append(record.offset)
         self.n_bytes += record.n_bytes
         self.first_ms = record.timestamp_ms if self.first_ms is None else min(self.first_ms, record.timestamp_ms)
         self.last_ms = record.timestamp_ms if self.last_ms is None else max(self.last_ms, record.timestamp_ms)
-        # Each part with its length, so that nothing can shift from one to the next unnoticed.
+        # Each part with its length, so that moving bytes from one part to the next changes the digest.
         parts: list[bytes | None] = [record.key, record.value]
         for name, value in record.headers:
             parts += [name.encode(), value]
@@ -68,11 +68,11 @@ class LanePlan:
 
     @property
     def sha256(self) -> str:
-        """Digest of the chosen records, in order, as they lie in the source."""
+        """Return the digest of the selected records, in order, as they are in the source."""
         return self._hash.hexdigest()
 
     def rank(self, offset: int) -> int | None:
-        """The place of a record among those chosen; None when it is not chosen."""
+        """Return the index of a record among the selected ones; None if it is not selected."""
         found = bisect_left(self.offsets, offset)
         return found if found < len(self.offsets) and self.offsets[found] == offset else None
 
@@ -81,7 +81,7 @@ class Plan:
     """The selected offsets of every partition.
 
     Args:
-        partitions: how many partitions each topic has.
+        partitions: number of partitions of each topic.
     """
 
     def __init__(self, lanes: Iterable[LanePlan], partitions: Mapping[str, int]) -> None:
@@ -89,11 +89,11 @@ class Plan:
         self.lanes: dict[Lane, LanePlan] = {(plan.topic, plan.partition): plan for plan in ranked}
         self.partitions = {topic: partitions[topic] for topic in sorted(partitions, key=RANK.__getitem__)}
         self.undecodable = 0
-        """Records that an expression or a group's name was asked of and that could not be read: they are left out."""
+        """Records that had to be decoded for an expression or a group id and cannot be: they are left out."""
         self.referred: set[Place] = set()
-        """Every place that a chosen record refers to."""
+        """Every position that a selected record refers to."""
         self.missing: set[Place] = set()
-        """Places that a step names and where the log holds nothing any more: what they held was erased."""
+        """Positions that a step names and at which the log no longer holds a record, because it was erased."""
 
     @property
     def topics(self) -> list[str]:
@@ -108,12 +108,12 @@ class Plan:
         return sum(plan.n_bytes for plan in self.lanes.values())
 
     def rank(self, place: Place) -> int | None:
-        """The offset that the copy of a record will have, counted from the copy's first; None when it is not chosen."""
+        """Return the offset of a record's copy relative to its partition's first copy; None if it is not selected."""
         plan = self.lanes.get(place[:2])
         return None if plan is None else plan.rank(place[2])
 
     def outside(self) -> Iterator[Place]:
-        """Places that chosen records refer to and that are not chosen: in the copy these references lead nowhere."""
+        """Yield positions that selected records refer to but that are not selected: in the copy they do not resolve."""
         return (place for place in sorted(self.referred) if self.rank(place) is None)
 
     def sha256(self) -> str:
@@ -130,14 +130,14 @@ class LaneReport:
     partition: int
     start: int
     end: int
-    """Offsets [start, end) were looked at."""
+    """Offsets [start, end) were read."""
     records: int
     n_bytes: int
     first: str | None
     last: str | None
     """Oldest and newest record time, UTC."""
     sha256: str
-    """Of the chosen records as they lie in the source."""
+    """Digest of the selected records as they are in the source."""
 
 
 def lane_reports(plan: Plan, source_prefix: str) -> list[LaneReport]:
@@ -157,13 +157,13 @@ def lane_reports(plan: Plan, source_prefix: str) -> list[LaneReport]:
 
 
 def places_of_steps(records: Iterable[tuple[Place, Record | None]], selection: Selection) -> set[Place]:
-    """The places of the steps and versions that are selected: for each step its own record, its inputs, and what it
-    left out; for one that was begun and not taken, those of its plan.
+    """Return the positions of the selected steps and versions: for each step its own record, its inputs and its
+    exclusions; for a step that was planned but not taken, those of its plan.
 
     Args:
-        records: the records of `train.steps`, each with its place.
+        records: the records of `train.steps`, each with its position.
 
-    Raises LookupError when the run has no such step, or no step made such a version.
+    Raises LookupError if the run has no such step, or no step made such a version.
     """
     begun, taken, made = (defaultdict[int, set[Place]](set) for _ in range(3))
     for place, record in records:
@@ -186,7 +186,7 @@ def places_of_steps(records: Iterable[tuple[Place, Record | None]], selection: S
 
 
 OF_STEPS = (Topic.ROLLOUTS, Topic.GROUPS, Topic.INTERACTIONS, Topic.ONLINE_BATCHES)
-"""Copied of a step unless topics are chosen. Its own record is not: a trainer would take it for one of its steps."""
+"""Topics copied for a step if none are selected. Not the step's own record: a trainer would take it as its own step."""
 OF_GROUPS = (Topic.ROLLOUTS, Topic.GROUPS)
 
 
@@ -199,7 +199,7 @@ class LogOrigin:
         self._codec = Codec(kafka.registry_url)
 
     def ordered(self, plan: Plan) -> Iterator[tuple[int, RawRecord]]:
-        """Every record between the first and the last that is chosen of each partition."""
+        """Yield every record from the first to the last selected one of each partition."""
         return self._source.ordered(
             {
                 lane: Range(chosen.offsets[0], chosen.offsets[-1] + 1)
@@ -212,12 +212,12 @@ class LogOrigin:
         self._source.close()
 
     def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
-        """The result of the selection; `ends` as in `ReplayOrigin`.
+        """Turn the selection into a plan; `ends` as in `ReplayOrigin`.
 
         Raises:
             ValueError: its expression cannot be used.
-            LookupError: a topic, step or version does not exist, or the log no longer holds what was asked for.
-            TimeoutError: the broker falls silent.
+            LookupError: a topic, step or version does not exist, or the log no longer holds the selected records.
+            TimeoutError: the broker stops responding.
         """
         selection = self.selection
         places = self._named_places()
@@ -262,7 +262,7 @@ class LogOrigin:
     def _range(
         self, places: set[Place], lane: Lane, partitions: int, known_ends: Mapping[Lane, int] | None
     ) -> Range | None:
-        """The offsets of a partition that have to be looked at; None when it is out of question."""
+        """Return the offsets of a partition that have to be read; None if it cannot hold selected records."""
         selection, (topic, partition) = self.selection, lane
         ranges = selection.ranges_of(*lane)
         if not ranges and any(r.topic == topic for r in selection.offsets):
@@ -270,7 +270,7 @@ class LogOrigin:
         bounds = self._source.bounds(lane)
         start, end = bounds
         if known_ends is not None:
-            # A partition that an interrupted replay did not know of has nothing for it.
+            # A partition that the interrupted replay did not know contributes no records.
             end = min(end, known_ends.get(lane, 0))
         if ranges:
             start = min(bounds.start if r.start is None else r.start for r in ranges)
@@ -300,7 +300,7 @@ class LogOrigin:
         return LookupError(f"{lane[0]}[{lane[1]}]: {what}; {left}")
 
     def _named_places(self) -> set[Place]:
-        """The records of the steps and versions that are named: what steps read, and what that refers to."""
+        """Return the positions for the named steps and versions: the steps' references, and the references of those."""
         if not (self.selection.steps or self.selection.versions):
             return set()
         lane = (Topic.STEPS.value, 0)

@@ -1,9 +1,9 @@
-"""Records as they are in the log, undecoded; the references of records to other places in the log; and readers of both.
+"""Undecoded records as they are in the log, the references of records to other positions, and readers of both.
 
 A copy must equal the bytes that were written, whether they can be decoded or not. A reference is a topic (without
 prefix), partition and offset in a record: the rollouts of a group, the groups of a step, the interactions of a batch or
-an outcome, the chunks of a version. A copy has another offset than its original whenever the copied range does not
-begin at the partition's first record, or leaves records out; references are then changed to point to the copies.
+an outcome, the chunks of a version. A copy has a different offset from its original if the copied range does not begin
+at the partition's first record, or omits records; references are then changed to point to the copies.
 
 Ranges are read without a consumer group: no committed offsets move, and nothing is written. The end of every range is
 fixed before reading begins. The order of a replay merges the records of many partitions by (timestamp, topic,
@@ -39,13 +39,13 @@ RANK = {
     name: rank
     for rank, name in enumerate(f"{topic.value}{suffix}" for suffix in ("", DEAD_LETTER_SUFFIX) for topic in CATALOGUE)
 }
-"""Every topic that can be replayed, with its place in the order of the catalogue: causes before effects."""
+"""Every topic that can be replayed, with its index in the order of the catalogue: causes before effects."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawRecord:
     topic: str
-    """Without its prefix."""
+    """Topic name without its prefix."""
     partition: int
     offset: int
     timestamp_ms: int
@@ -67,7 +67,7 @@ class RawRecord:
 
 
 def raw_record(message: Message, prefix: str) -> RawRecord:
-    """A consumed message of a topic under `prefix`."""
+    """Convert a consumed message of a topic under `prefix`."""
     return RawRecord(
         topic=(message.topic() or "").removeprefix(prefix),
         partition=message.partition() or 0,
@@ -80,7 +80,7 @@ def raw_record(message: Message, prefix: str) -> RawRecord:
 
 
 def decoded(raw: RawRecord, codec: Codec) -> Record | None:
-    """The record that lies there; None where it cannot be read."""
+    """Return the decoded record; None if it cannot be decoded."""
     try:
         return codec.decode(raw.value)
     except DecodeError:
@@ -88,7 +88,7 @@ def decoded(raw: RawRecord, codec: Codec) -> Record | None:
 
 
 def topic_of(name: str) -> Topic:
-    """The catalogue's topic of a name, that of the source for a dead-letter topic. Raises ValueError."""
+    """Return the catalogue's topic for a name; for a dead-letter topic, its source topic. Raises ValueError."""
     if name not in RANK:
         raise ValueError(
             f"no topic {name!r}: there are {', '.join(topic.value for topic in CATALOGUE)}, each with .dlq"
@@ -106,7 +106,7 @@ REFERRING = frozenset(
 
 
 def references(value: Any) -> Iterator[Place]:  # noqa: ANN401 - a record or a part of one
-    """Every place that a record refers to, in the order of its fields."""
+    """Yield every position that a record refers to, in the order of its fields."""
     if isinstance(value, list):
         for item in value:
             yield from references(item)
@@ -117,9 +117,9 @@ def references(value: Any) -> Iterator[Place]:  # noqa: ANN401 - a record or a p
 
 
 def relocated(value: Any, to: Callable[[Place], int | None]) -> Any:  # noqa: ANN401 - a record or a part of one
-    """The record with each reference at the offset that `to` says, unchanged where it says None.
+    """Return the record with the offset of each reference replaced by that from `to`; None keeps the reference.
 
-    Returns the same object when nothing changes.
+    Returns the same object if nothing changes.
     """
     if isinstance(value, list):
         items = [relocated(item, to) for item in value]
@@ -138,7 +138,7 @@ def relocated(value: Any, to: Callable[[Place], int | None]) -> Any:  # noqa: AN
 
 
 def _places(value: Any) -> list[Place]:  # noqa: ANN401 - a record or a part of one
-    """The positions that a reference names; none for any other value."""
+    """Return the positions that a reference names; none for any other value."""
     if not (hasattr(value, "topic") and hasattr(value, "partition")):
         return []
     offsets = value.offsets if hasattr(value, "offsets") else [value.offset]
@@ -149,7 +149,7 @@ READ_COMMITTED = "read_committed"
 READ_UNCOMMITTED = "read_uncommitted"
 CLIENT_ID = "tidemill-replay"
 HELD_BYTES = 8 * 2**20
-"""A partition that is so far ahead of the others is not fetched from until they have caught up."""
+"""Held bytes from which a partition that is ahead of the others is paused until they have caught up."""
 
 
 class Range(NamedTuple):
@@ -171,37 +171,37 @@ class LogSource:
         return PartitionReader(self._kafka, CLIENT_ID, isolation=self._isolation)
 
     def partitions(self, topic: str) -> int:
-        """How many partitions a topic had at the first question; 0 when it did not exist."""
+        """Return the number of partitions of a topic at the first call; 0 if it did not exist."""
         if not self._partitions:
-            # All at once: a command may ask for every topic, and each question is a round trip.
+            # All topics in one request: a command may need every topic, and each request is a round trip.
             topics = self._log.client.list_topics(timeout=METADATA_TIMEOUT_S).topics
             self._partitions = {name: len(found.partitions) for name, found in topics.items()}
         return self._partitions.get(self._kafka.topic_prefix + topic, 0)
 
     def bounds(self, lane: Lane) -> Range:
-        """The offsets of a partition that the log holds now: its first one, and that of the next record."""
+        """Return the offsets that the log holds of a partition now: the first one, and that of the next record."""
         return Range(*watermarks(self._log.client, self._full(lane)))
 
     def first_since(self, lane: Lane, timestamp_ms: int) -> int | None:
-        """The first offset whose record is not older than a time; None when there is none."""
+        """Return the first offset whose record is not older than a time; None if there is none."""
         return offset_since(self._log.client, self._full(lane), timestamp_ms)
 
     def first(self, lane: Lane) -> RawRecord | None:
         return next(self.scan({lane: self.bounds(lane)}), None)
 
     def scan(self, ranges: Mapping[Lane, Range]) -> Iterator[RawRecord]:
-        """Every record of some ranges, in offset order within each partition.
+        """Yield every record of the ranges, in offset order within each partition.
 
-        Raises TimeoutError when the broker delivers nothing for a minute.
+        Raises TimeoutError if the broker delivers nothing for a minute.
         """
         with closing(self._reader()) as log:
             for messages in log.read_ranges({self._full(lane): held for lane, held in ranges.items()}):
                 yield from (raw_record(message, self._kafka.topic_prefix) for message in messages)
 
     def ordered(self, ranges: Mapping[Lane, Range]) -> Iterator[tuple[int, RawRecord]]:
-        """Every record of some ranges in the order of `OrderedMerge`, with the time that the merge has reached.
+        """Yield every record of the ranges in the order of `OrderedMerge`, with the time that the merge has reached.
 
-        Raises like `scan`.
+        Raises the errors of `scan`.
         """
         merge, open_lanes = OrderedMerge(ranges), set(ranges)
         with closing(self._reader()) as log:
@@ -226,11 +226,11 @@ Order = tuple[int, int, int, int]
 """Time reached in the partition, rank of the topic, partition, offset."""
 
 OVERHEAD_BYTES = 500
-"""Memory of a record beside its bytes."""
+"""Memory of a record in addition to its bytes."""
 
 
 class OrderedMerge:
-    """Merges partitions: records go in with `add`, in offset order within each partition, and come out of `take`."""
+    """Merges partitions: `add` takes records, in offset order within each partition, and `take` yields them."""
 
     def __init__(self, lanes: Iterable[Lane]) -> None:
         self._held: dict[Lane, deque[tuple[Order, RawRecord]]] = {lane: deque() for lane in lanes}
@@ -256,11 +256,11 @@ class OrderedMerge:
         self._awaited.discard(lane)
 
     def held_bytes(self, lane: Lane) -> int:
-        """Size of the records of a partition that wait for those of others."""
+        """Return the size of the records of a partition that wait for those of other partitions."""
         return self._bytes[lane]
 
     def take(self) -> Iterator[tuple[int, RawRecord]]:
-        """Every record whose turn is certain, with the time that the merge has reached."""
+        """Yield every record whose place in the order is certain, with the time that the merge has reached."""
         while self._heads and not self._awaited:
             order, lane = heapq.heappop(self._heads)
             held = self._held[lane]

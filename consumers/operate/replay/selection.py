@@ -1,13 +1,13 @@
-"""The records to replay, as an operator selects them, and the parsers of the command line's options.
+"""The operator's selection of records to replay, and the parsers of the command line's options.
 
-Every condition narrows the selection: a record is replayed when it is in one of the topics, within the offsets and the
-times, belongs to one of the steps, versions or groups where any are named, and fits the `--where` expression.
+Every condition narrows the selection: a record is replayed if it is in one of the topics, within the offsets and the
+times, belongs to one of the steps, versions or groups if any are named, and matches the `--where` expression.
 
-`--where` is an expression over a record and its place, in Python's syntax, evaluated with a few functions only. Names:
+`--where` is an expression over a record and its position, in Python syntax, with only a few functions. Names:
 `record` with the fields of its schema, `kind` (the name of its schema), `topic`, `partition`, `offset`, `timestamp`
 (ms), `key` and `headers`. Values that cannot be compared, such as the reward of a failed rollout with a number, do not
-match, as NULL in SQL; nor does a record that cannot be decoded or has no such field. A field that no record of the
-chosen topics has is an error before anything is read.
+match, as NULL in SQL; a record that cannot be decoded or has no such field does not match either. A field that no
+record of the selected topics has is an error before anything is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tidemill.schemas.records import Record
 
 @dataclass(frozen=True, slots=True)
 class OffsetRange:
-    """Offsets [start, end) of one partition of a topic, or of each; None reaches to the partition's own bound."""
+    """Offsets [start, end) of one partition of a topic, or of each; None means the partition's own bound."""
 
     topic: str
     partition: int | None
@@ -56,7 +56,7 @@ class NumberRange:
 @dataclass(frozen=True, slots=True)
 class Selection:
     topics: tuple[str, ...] = ()
-    """Without prefix, in the order of the catalogue. Empty: those that the steps, versions or groups lie in."""
+    """Without prefix, in the order of the catalogue. Empty: the topics that contain the steps, versions or groups."""
     from_ms: int | None = None
     to_ms: int | None = None
     """Record times [from, to), milliseconds since the Unix epoch."""
@@ -66,7 +66,7 @@ class Selection:
     groups: tuple[str, ...] = ()
     where: str = ""
     run_id: str = ""
-    """Whose steps and versions are meant."""
+    """The run to which the steps and versions belong."""
     isolation: str = READ_COMMITTED
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Selection:
 
     @property
     def names_records(self) -> bool:
-        """Whether it names records by what they belong to."""
+        """Whether it names steps, versions or groups."""
         return bool(self.steps or self.versions or self.groups)
 
     def in_times(self, timestamp_ms: int) -> bool:
@@ -91,23 +91,23 @@ class Selection:
         return after and (self.to_ms is None or timestamp_ms < self.to_ms)
 
     def ranges_of(self, topic: str, partition: int) -> list[OffsetRange]:
-        """The ranges that speak of a partition; none where the topic is chosen without offsets."""
+        """Return the ranges that apply to a partition; none if the topic is selected without offsets."""
         return [r for r in self.offsets if r.topic == topic and r.partition in (None, partition)]
 
     def within(self, topic: str, partition: int, offset: int) -> bool:
-        """Whether an offset is in one of the ranges that speak of its partition, where there are any."""
+        """Whether an offset is in one of the ranges that apply to its partition, or no ranges apply."""
         ranges = self.ranges_of(topic, partition)
         return not ranges or any(
             (r.start is None or offset >= r.start) and (r.end is None or offset < r.end) for r in ranges
         )
 
     def digest(self, prefix: str) -> str:
-        """sha256 of what is selected of the topics under a prefix: two commands that mean the same have the same."""
+        """Return the sha256 of the selection and the prefix: commands with equal selections have equal digests."""
         return hashlib.sha256(json.dumps([prefix, asdict(self)], sort_keys=True).encode()).hexdigest()
 
 
 def offset_range(text: str) -> OffsetRange:
-    """`rollouts/3=100:200` is partition 3 from offset 100 up to, not including, 200; `rollouts=100:` every partition.
+    """Parse an offset range: `rollouts/3=100:200` is [100, 200) of partition 3; `rollouts=100:` is every partition.
 
     Raises ValueError.
     """
@@ -125,7 +125,7 @@ def offset_range(text: str) -> OffsetRange:
 
 
 def span(text: str) -> NumberRange:
-    """`7`, `v7`, or `7..9` with both ends included. Raises ValueError."""
+    """Parse `7`, `v7`, or `7..9` with both ends included. Raises ValueError."""
     match = re.fullmatch(r"v?(\d+)(?:\.\.v?(\d+))?", text)
     if match is None:
         raise ValueError(f"{text!r}: expected a number, or a range such as 7..9")
@@ -136,7 +136,7 @@ def span(text: str) -> NumberRange:
 
 
 def utc_text(timestamp_ms: int) -> str:
-    """A record's time as ISO 8601, UTC, to the millisecond."""
+    """Format a record's time as ISO 8601, UTC, in milliseconds."""
     return datetime.fromtimestamp(timestamp_ms / 1_000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -147,14 +147,14 @@ CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 class Filter:
-    """Decides about records by one expression.
+    """Selects records by one expression.
 
     Args:
-        expression: for instance `record.reward > 0.5 and record.mode == "train"`.
-        topics: names of the topics that it is asked about.
+        expression: for example `record.reward > 0.5 and record.mode == "train"`.
+        topics: names of the topics whose records it is applied to.
 
     Raises:
-        ValueError: it is no expression, uses what is not allowed, or names a field that no record there has.
+        ValueError: not an expression, a forbidden construct, or a field that no record of these topics has.
     """
 
     def __init__(self, expression: str, topics: Iterable[str]) -> None:
@@ -174,9 +174,9 @@ class Filter:
         self._evaluator = EvalWithCompoundTypes(functions=dict(FUNCTIONS), allowed_attrs=_ALLOWED)
 
     def keeps(self, raw: RawRecord, record: Record | None) -> bool:
-        """Whether the expression holds of a record, None where it cannot be read.
+        """Whether the expression is true for a record; `record` is None if it cannot be decoded.
 
-        Raises ValueError when it cannot be computed for it.
+        Raises ValueError if the expression cannot be computed for it.
         """
         self._evaluator.names = CONSTANTS | {
             "record": record,
@@ -191,7 +191,7 @@ class Filter:
         try:
             return bool(self._evaluator.eval(self._expression, previously_parsed=self._parsed))
         except (AttributeDoesNotExist, FeatureNotAvailable, TypeError, LookupError):
-            # What the expression may name was settled when it was parsed: here the record just has no such value.
+            # The names were checked when the expression was parsed: this record just has no such value.
             return False
         except (InvalidExpression, ArithmeticError, ValueError) as error:
             raise ValueError(f"--where {self._expression!r}: {error}, at {raw}") from error
@@ -211,7 +211,7 @@ _ANY_FIELD = frozenset[str]().union(*_ALLOWED.values())
 
 
 def _problem(node: ast.AST, known: set[str]) -> str:
-    """The fault of a part of an expression; empty if there is none."""
+    """Return the fault in a part of an expression; empty if there is none."""
     if isinstance(node, ast.Name) and node.id not in NAMES and node.id not in FUNCTIONS:
         return f"no name {node.id!r}; there are {', '.join(sorted(NAMES))}, and functions {', '.join(FUNCTIONS)}"
     if isinstance(node, ast.Attribute):

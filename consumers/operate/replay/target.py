@@ -1,9 +1,8 @@
-"""The topics that a replay writes: under a prefix of its own, with no consumer group and no other writer.
+"""The topics that a replay writes: under its own prefix, with no consumer group and no other writer.
 
 `check_prefix` is called before anything is read, `Target.check` before anything is written; both also in a dry run. The
-headers of a copy name its replay and its original. The first copy carries the beginning of the replay as well: where
-each partition of the source ended, and the selection. An interrupted replay is thus continued from its own topics
-alone.
+headers of a copy name its replay and its original. The first copy also contains the `ReplayStart`: the end of each
+source partition, and the selection. An interrupted replay can thus continue from its own topics alone.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tidemill.schemas.log.consumed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE
 
 DEFAULT_PREFIX = str(KafkaSettings.model_fields["topic_prefix"].default)
 MARKS_BYTES = 65_536
-"""Room for the headers that a copy has and its original has not."""
+"""Space for the headers that a copy has in addition to those of its original."""
 
 
 HEADER_REPLAY_AT = "tidemill-replay-at"
@@ -40,7 +39,7 @@ OWN = (HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, HEADER_REPLAY_AT, HEADER_REPLAY_B
 
 
 def check_prefix(source: str, into: str) -> None:
-    """Raise ValueError when a replay of the topics under `source` must not write under `into`, empty or not."""
+    """Raise ValueError if a replay of the topics under `source` must not write under `into`; empty is refused."""
     if not into:
         raise ValueError("--into is empty: give a prefix of the replay's own, for instance replay-1.")
     for live in (source, DEFAULT_PREFIX):
@@ -57,7 +56,7 @@ def check_prefix(source: str, into: str) -> None:
 @dataclass(slots=True)
 class TargetState:
     begun: ReplayStart | None = None
-    """None: it has no record there."""
+    """None if it has no record there."""
     copied: dict[Lane, list[int]] = field(default_factory=dict)
     """Offsets of the originals that were copied, by partition, in order."""
     first: dict[Lane, int] = field(default_factory=dict)
@@ -69,7 +68,7 @@ class TargetState:
 
 
 class Target:
-    """The topics under a prefix of a replay's own."""
+    """The topics under a replay's own prefix."""
 
     def __init__(self, kafka: KafkaSettings, into: str) -> None:
         check_prefix(kafka.topic_prefix, into)
@@ -79,14 +78,14 @@ class Target:
         self._admin: AdminClient = admin_client(kafka)
 
     def check(self, replay_id: str | None) -> TargetState:
-        """The state of the topics under the prefix, once it is certain that they hold no other records.
+        """Check that the topics under the prefix hold no other records, and return their state.
 
         Args:
-            replay_id: the replay that may have written there; None for one that begins.
+            replay_id: the replay that may have written there; None for a new one.
 
         Raises:
-            ValueError: a consumer group reads there, or records lie there that this replay did not write.
-            TimeoutError: the broker falls silent.
+            ValueError: a consumer group reads there, or there are records that this replay did not write.
+            TimeoutError: the broker stops responding.
         """
         existing = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
         topics = [name for name in RANK if self.prefix + name in existing]
@@ -125,10 +124,10 @@ class Target:
         return standing
 
     def prepare(self, partitions: Mapping[str, int]) -> None:
-        """Create those of some topics, each with its number of partitions, that do not exist.
+        """Create the topics that do not exist, each with its number of partitions.
 
-        They keep everything for ever, since what is replayed may be older than the live topics' retention. Raises
-        ValueError when one exists with another number of partitions.
+        They have unlimited retention, since the replayed records may be older than the live topics' retention. Raises
+        ValueError if one exists with another number of partitions.
         """
         existing = self.check_partitions(partitions)
         missing = [topic for topic in partitions if self.prefix + topic not in existing]
@@ -154,7 +153,7 @@ class Target:
         wait_until_led(self._admin, {self.prefix + topic for topic in partitions})
 
     def check_partitions(self, partitions: Mapping[str, int]) -> set[str]:
-        """The topics that exist. Raises ValueError when one is partitioned otherwise than its original."""
+        """Return the topics that exist. Raises ValueError if one has another number of partitions than its original."""
         found = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
         for topic, wanted in partitions.items():
             full = self.prefix + topic
@@ -166,22 +165,22 @@ class Target:
         return set(found)
 
     def ends(self, lanes: Iterable[Lane]) -> dict[Lane, int]:
-        """The offset that the next record will have in each partition."""
+        """Return the offset that the next record will have in each partition."""
         with closing(LogSource(self._kafka)) as reader:
             return {lane: reader.bounds(lane).end for lane in lanes}
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayStart:
-    """The settings of a replay at its beginning, which hold when it is continued."""
+    """The settings of a replay at its start; a continuation uses the same ones."""
 
     replay_id: str
     began_at: int
     """Microseconds since the Unix epoch."""
     selected: str
-    """Digest of what was selected."""
+    """Digest of the selection."""
     ends: dict[Lane, int]
-    """Where each partition of the source ended."""
+    """The end of each source partition."""
 
     def to_json(self) -> str:
         ends = {f"{topic}/{partition}": end for (topic, partition), end in sorted(self.ends.items())}
@@ -191,7 +190,7 @@ class ReplayStart:
 
 
 def beginning(text: bytes) -> ReplayStart:
-    """The beginning of its JSON. Raises ValueError."""
+    """Parse a `ReplayStart` from its JSON. Raises ValueError."""
     try:
         tree = json.loads(text)
         ends = {(place.rsplit("/", 1)[0], int(place.rsplit("/", 1)[1])): end for place, end in tree["ends"].items()}
@@ -201,7 +200,7 @@ def beginning(text: bytes) -> ReplayStart:
 
 
 def copy_headers(record: RawRecord, source_prefix: str, begun: ReplayStart, first: bool) -> list[Header]:
-    """Headers of a copy: those of the original, and whose copy it is. A copy of a copy is the last replay's."""
+    """Return the headers of a copy: the original's, its replay and its source. A copied copy names the last replay."""
     kept = [(name, value) for name, value in record.headers if name not in OWN]
     marks: dict[str, bytes] = {
         **replay_headers(begun.replay_id, source_prefix + record.topic, record.partition, record.offset),
@@ -213,7 +212,7 @@ def copy_headers(record: RawRecord, source_prefix: str, begun: ReplayStart, firs
 
 
 def copied_offset(record: RawRecord, replay_id: str) -> int | None:
-    """The offset of the original of a copy; None when this replay did not write it. Raises ValueError."""
+    """Return the offset of a copy's original; None if this replay did not write the copy. Raises ValueError."""
     if replay_id_of(record.headers) != replay_id:
         return None
     source = header(record, HEADER_REPLAY_SOURCE) or b""

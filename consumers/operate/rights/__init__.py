@@ -1,1 +1,1 @@
-"""Data rights: the records of a user in the log, and the user's requests about them."""
+"""Data rights: a user's records in the log, and the user's requests about them."""

@@ -1,13 +1,13 @@
-"""Erases a user from the log, and shows a user's requests and records. Every step can be repeated, so that an erasure
-that was killed is finished by running it again.
+"""Erases a user from the log, and shows a user's requests and records. Every step can be repeated: an erasure that was
+killed is completed by running it again.
 
 This depends on the order. The request is in the log before anything is deleted, and a later run continues it instead of
-making another. Interactions get their tombstones last, after the feedback, the outcomes and the claimed bytes that only
-they lead to: while an interaction is there, none of its records can be missed.
+making another. Interactions get their tombstones last, after the feedback, the outcomes and the claimed bytes that can
+only be found through them: while an interaction exists, all of its records can be found.
 
-A reader that comes to a tombstone drops the record; the broker removes the bytes when it compacts the partition, within
-`max.compaction.lag.ms` of the topic. A claim is a field of a record, and records come from processes that may be broken
-or hostile: of the object store, only objects below the configured root are deleted.
+A reader that reads a tombstone drops the record; the broker removes the bytes when it compacts the partition, within
+`max.compaction.lag.ms` of the topic. A claim is a field of a record, and records come from processes that may be faulty
+or hostile: in the object store, only objects below the configured root are deleted.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Claim, UserRequest, UserWish
 
 SWEEPS = 5
-"""Times that the log is read on for what came in meanwhile: the last outcomes of the user's open interactions."""
+"""Maximum number of further reads for records that arrived meanwhile: outcomes of the user's open interactions."""
 
 
 @dataclass(slots=True)
 class Cleared:
     deleted: int = 0
     absent: int = 0
-    """Were gone already."""
+    """Number of objects that did not exist any more."""
     foreign: list[str] = field(default_factory=list)
-    """Lie outside the store's root: left alone, to be looked at by a person."""
+    """Objects outside the store's root: not deleted, for a person to examine."""
 
 
 def delete_claims(root: str, claims: Iterable[Claim], cleared: Cleared) -> None:
-    """Delete what claims point to below `root` (a directory or an fsspec URL), and count it in `cleared`.
+    """Delete the claimed objects below `root` (a directory or an fsspec URL), and count them in `cleared`.
 
     Raises ConnectionError.
     """
@@ -80,12 +80,12 @@ def delete_claims(root: str, claims: Iterable[Claim], cleared: Cleared) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeldDeadLetters:
-    """Dead letters of a user. Their topics are kept by time, not by key, so that no tombstone reaches them."""
+    """Dead letters of a user. Their topics have retention by time and no compaction, so tombstones have no effect."""
 
     counts: dict[str, int]
     """By topic."""
     gone_at_ms: int | None
-    """When the log's retention has removed the last of them, in milliseconds; None without one."""
+    """Time when retention will have deleted the last of them, in milliseconds; None if there are none."""
 
 
 @dataclass(slots=True)
@@ -96,17 +96,17 @@ class Erasure:
     request: UserRequest | None = None
     """The request that it carries out; None for a dry run."""
     carried_on: bool = False
-    """The request was made by an earlier run, and covers everything that there is."""
+    """Whether the request was made by an earlier run and covers all records."""
     dry_run: bool = False
     found: dict[str, int] = field(default_factory=dict)
-    """Records by topic, before."""
+    """Records by topic before the erasure."""
     tombstones: dict[str, int] = field(default_factory=dict)
-    """Written, by topic."""
+    """Tombstones written, by topic."""
     left: dict[str, int] = field(default_factory=dict)
-    """Records by topic that came in to the last: a later run takes them."""
+    """Records by topic that arrived during the last sweep: a later run erases them."""
     claims: Cleared = field(default_factory=Cleared)
     unreadable: dict[str, int] = field(default_factory=dict)
-    """Records by topic that cannot be decoded: whether they belong to the user is not known."""
+    """Records by topic that cannot be decoded: it is unknown whether they belong to the user."""
     dead_letters: HeldDeadLetters = field(default_factory=lambda: HeldDeadLetters({}, None))
 
 
@@ -119,12 +119,12 @@ def erase(
     dry_run: bool = False,
     progress: Progress = no_progress,
 ) -> Erasure:
-    """Erase a user, or, in a dry run, count what would be erased.
+    """Erase a user, or, in a dry run, count the records that would be erased.
 
     Raises:
-        ValueError: the log holds nothing of the user, and nothing is written; or no user can be called that.
+        ValueError: the log holds no records of the user, so nothing is written; or the text cannot be a user's id.
         LookupError: a topic does not exist.
-        ConnectionError, DeliveryError, TimeoutError: a part of the system did not answer; run it again.
+        ConnectionError, DeliveryError, TimeoutError: a part of the system did not respond; run it again.
     """
     new = new_request(user_id, UserWish.ERASE, requested_by, now_us())
     requests, holdings = requests_of(kafka, user_id), UserRecords(user_id)
@@ -138,7 +138,7 @@ def erase(
             )
         done = Erasure(user_id, dry_run=dry_run, found=holdings.counts)
         old = standing(requests, UserWish.ERASE)
-        # An earlier request does not cover what the user did after it.
+        # An earlier request does not cover later records of the user.
         done.carried_on = old is not None and holdings.newest_at <= old.at
         if not dry_run:
             done.request = old if done.carried_on and old is not None else new
@@ -171,7 +171,7 @@ def _sweep(producer: RecordProducer, names: Names, root: str, held: list[UserRec
 
 
 def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> HeldDeadLetters:
-    """Dead letters about a user: under a key of theirs, or with a readable value of theirs."""
+    """Return the dead letters about a user: those with one of their keys, or with a decodable value of theirs."""
     codec, counts, newest = Codec(kafka.registry_url), Counter[str](), -1
     with DeadLetterReader(kafka, {}, SWEPT) as letters:
         for row in letters.read_to_end():
@@ -179,7 +179,7 @@ def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> HeldDeadLetters:
             try:
                 user = user_of(codec.decode(row.record.value))
             except DecodeError:
-                # Most dead letters are dead for just this reason; their key may still say whose they are.
+                # This is the reason of most dead letters; their key may still identify the user.
                 user = None
             if holdings.owns_key(row.key, user):
                 counts[row.record.source_topic] += 1
@@ -188,9 +188,9 @@ def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> HeldDeadLetters:
 
 
 def read_consent_status(kafka: KafkaSettings, user_id: str, progress: Progress = no_progress) -> dict[str, Any]:
-    """A user's requests in order as `demands`, of which the last one holds, and the records that are `held`, by topic.
+    """Return a user's requests in order as `demands`, the last of which is in effect, and the records `held` by topic.
 
-    Raises LookupError when a topic does not exist, TimeoutError for a silent broker.
+    Raises LookupError if a topic does not exist, TimeoutError if the broker stops responding.
     """
     holdings = UserRecords(user_id)
     with UserRecordReader(kafka, progress) as survey:

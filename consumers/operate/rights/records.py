@@ -1,13 +1,13 @@
 """A user's data in the log: their requests about it, and their records.
 
-Requests, opting out of training and in again, and erasure, are written once into `user.requests`, then copied into
-every partition whose readers must know them. The copies carry the request's own id and time, so that writing them again
-changes nothing: a command that was stopped between the two starts again with the copies.
+User requests (opt-out, opt-in, erasure) are written once to `user.requests`, then copied into every partition whose
+readers must know them. The copies have the request's own id and time, so that writing them again changes nothing: a
+command that was stopped between the two steps continues with the copies.
 
-A record belongs to a user when it is an interaction that was served to them, its outcome, feedback that they gave, or
-feedback that anyone gave on their interactions. A record under a key that has a tombstone is gone, though its bytes
-stay until the broker compacts. Interactions are observed before feedback, since they say which feedback of other users
-belongs to the user.
+A record belongs to a user if it is an interaction that was served to them, its outcome, feedback that they gave, or
+feedback that any user gave on their interactions. A record whose key has a tombstone counts as deleted, although its
+bytes remain until the broker compacts. Interactions are observed before feedback, since they determine which feedback
+of other users belongs to the user.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LONGEST_NAME = 200
 
 
 def checked_pseudonym(text: str) -> str:
-    """A pseudonym as it was given. Raises ValueError for a text that names no user of the log."""
+    """Return a pseudonym unchanged. Raises ValueError for a text that cannot be a user id of the log."""
     if not text:
         raise ValueError("the user is empty: interactions that name no user belong to nobody and cannot be told apart")
     if len(text) > LONGEST_NAME or not text.isprintable():
@@ -41,7 +41,7 @@ def checked_pseudonym(text: str) -> str:
 
 
 def new_request(user_id: str, wish: UserWish, requested_by: str, at: int) -> UserRequest:
-    """A request made now. Raises ValueError."""
+    """Return a new request made at the time `at`. Raises ValueError."""
     checked_pseudonym(user_id)
     if not 0 < len(requested_by.strip()) <= LONGEST_NAME:
         raise ValueError(f"who requests it has a name of 1 to {LONGEST_NAME} characters: give it with --by")
@@ -50,12 +50,12 @@ def new_request(user_id: str, wish: UserWish, requested_by: str, at: int) -> Use
 
 
 def requests_among(records: Iterable[object], user_id: str) -> list[UserRequest]:
-    """The requests of one user in the order of the log; a repeated record counts once."""
+    """Return the requests of one user in the order of the log; a repeated record counts once."""
     return list(dict.fromkeys(one for one in records if isinstance(one, UserRequest) and one.user_id == user_id))
 
 
 def standing(requests: Sequence[UserRequest], wish: UserWish) -> UserRequest | None:
-    """The newest request, where it is this wish: to be carried on, not made again."""
+    """Return the newest request if it has this wish: it is continued, not made again."""
     return requests[-1] if requests and requests[-1].wish is wish else None
 
 
@@ -64,13 +64,13 @@ COPIED = (Topic.INTERACTIONS, Topic.OUTCOMES)
 
 
 def requests_of(kafka: KafkaSettings, user_id: str) -> list[UserRequest]:
-    """The requests of a user so far."""
+    """Return the requests of a user so far."""
     with LogReader(kafka, [Topic.USER_REQUESTS], client_id=CLIENT_ID) as reader:
         return requests_among((located.record for located in reader.read_to_end()), user_id)
 
 
 def copy_request(producer: RecordProducer, request: UserRequest, partitions: Mapping[Topic, Sequence[int]]) -> int:
-    """Write its copy into every partition, and wait for the log; the number of copies. Raises DeliveryError."""
+    """Write a copy to every partition, wait for the log, and return the number of copies. Raises DeliveryError."""
     places = [(topic, partition) for topic in COPIED for partition in partitions[topic]]
     for topic, partition in places:
         key = user_request_key(request.user_id, partition)
@@ -82,13 +82,13 @@ def copy_request(producer: RecordProducer, request: UserRequest, partitions: Map
 def choose(
     kafka: KafkaSettings, user_id: str, wish: UserWish, requested_by: str, at: int | None = None
 ) -> dict[str, Any]:
-    """Write a user's wish and its copies, unless it is their wish already. A user may choose before the first answer.
+    """Write a user's request and its copies, unless it is in effect already. A user may choose before the first answer.
 
     Returns:
-        the `request`; `carried_on`: it holds since an earlier run, and only its copies were written again; and the
-        number of `copies`.
+        the `request`; `carried_on`: it is in effect since an earlier run, and only its copies were written again; and
+        the number of `copies`.
 
-    Raises ValueError, LookupError for a topic that does not exist, DeliveryError.
+    Raises ValueError, LookupError if a topic does not exist, DeliveryError.
     """
     new = new_request(user_id, wish, requested_by, now_us() if at is None else at)
     old = standing(requests_of(kafka, user_id), wish)
@@ -108,7 +108,7 @@ SWEPT = (Topic.INTERACTIONS, Topic.OUTCOMES, Topic.FEEDBACK)
 
 @dataclass(frozen=True, slots=True)
 class UserRecord:
-    """One record of the user that a reader of the log still gets."""
+    """One record of the user that readers of the log still receive."""
 
     topic: Topic
     partition: int
@@ -116,11 +116,11 @@ class UserRecord:
     dated_at: int
     """Event time, in microseconds."""
     claims: tuple[Claim, ...]
-    """Where its bytes lie beside the log: of this value and of the ones that it replaced."""
+    """Its payloads in the object store: those of this value and of the values that it replaced."""
 
 
 Slot = tuple[Topic, int, bytes]
-"""Topic, partition and key: what one tombstone erases."""
+"""Topic, partition and key: the scope of one tombstone."""
 
 
 class UserRecords:
@@ -129,10 +129,10 @@ class UserRecords:
         self._held: dict[Slot, UserRecord] = {}
         self._interactions: set[str] = set()
         self.slots: set[Slot] = set()
-        """Every slot that ever held a record of the user, those with a tombstone as well."""
+        """Every slot that ever held a record of the user, including those with a tombstone."""
         self.unreadable: Counter[Topic] = Counter()
-        """Records that cannot be decoded: whether they belong to the user is not known. Their readers sent them to dead
-        letters."""
+        """Records that cannot be decoded: it is unknown whether they belong to the user. Their readers wrote them as
+        dead letters."""
 
     @property
     def held(self) -> list[UserRecord]:
@@ -140,12 +140,12 @@ class UserRecords:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of records by topic; topics without one are left out."""
+        """Number of records by topic; topics without records are omitted."""
         return dict(Counter(held.topic.value for held in self._held.values()))
 
     @property
     def newest_at(self) -> int:
-        """Event time of the newest record; -1 without one."""
+        """Event time of the newest record; -1 if there is none."""
         return max((held.dated_at for held in self._held.values()), default=-1)
 
     def observe(self, located: ConsumedRecord) -> None:
@@ -186,11 +186,11 @@ def user_of(record: object) -> str | None:
 
 
 TELL_EVERY = 500
-"""Records between two words about progress."""
+"""Number of records between two progress reports."""
 
 
 class UserRecordReader:
-    """The topics of users' data, each read forward once however often it is asked for more."""
+    """Reads the topics of users' data; each call continues after the last record read."""
 
     def __init__(self, kafka: KafkaSettings, progress: Progress = no_progress) -> None:
         self._progress = progress
@@ -200,7 +200,7 @@ class UserRecordReader:
         self._from = sum(sum(reader.next_offsets().values()) for reader in self._readers)
 
     def read_on(self, holdings: UserRecords) -> None:
-        """Hand over everything up to the ends as they are now. Raises TimeoutError when the broker falls silent."""
+        """Observe all records up to the current ends. Raises TimeoutError if the broker stops responding."""
         total = sum(sum(reader.end_offsets().values()) for reader in self._readers) - self._from
         for reader in self._readers:
             for n, located in enumerate(reader.read_to_end()):
@@ -210,7 +210,7 @@ class UserRecordReader:
         self._progress(total, total)
 
     def partitions(self, topic: Topic) -> list[int]:
-        """Partition numbers of a topic. Raises LookupError when it does not exist."""
+        """Return the partition numbers of a topic. Raises LookupError if it does not exist."""
         return self._readers[0].partitions(topic)
 
     def __enter__(self) -> Self:

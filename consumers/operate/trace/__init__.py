@@ -1,1 +1,1 @@
-"""From one event of the product to the weights that it changed, by the log alone."""
+"""Traces from one event of the product to the weights that it changed, from the log alone."""

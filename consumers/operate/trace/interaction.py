@@ -1,7 +1,7 @@
-"""The path of one interaction through the log, stage by stage, and one sentence on where it ends and why. A pure fold.
+"""The path of one interaction through the log, stage by stage, and one sentence with its end and reason. A pure fold.
 
-Every topic may be observed in any order relative to the others, each in its own order. Nothing but the log is asked, so
-that a trace of a replayed or copied log says the same.
+The topics may be observed in any order; the records of each topic in their order. Only the log is read, so that a trace
+of a replayed or copied log gives the same result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class InteractionTrace:
 
     @property
     def run_id(self) -> str | None:
-        """The run that it belongs to; None while none of its records was observed."""
+        """The run that it belongs to; None until one of its records is observed."""
         told = [self._served, *(end for _, end in self._outcomes), *(batch for _, batch in self._batches)]
         return next((record.run_id for record in told if record is not None), None)
 
@@ -47,10 +47,10 @@ class InteractionTrace:
         return bool(self._served or self._erased or self._feedback or self._outcomes or self._batches or self._letters)
 
     def observe(self, located: ConsumedRecord) -> None:
-        """Take a record in; what is not about the interaction is let pass."""
+        """Observe a record; records that are not about the interaction are ignored."""
         record = located.record
         if located.value is None:
-            # What was erased is not told again, though the broker may not have removed its bytes yet.
+            # An erased record is not shown, although the broker may not have removed its bytes yet.
             interaction_id, _, event_id = (located.key or b"").decode("utf-8", "replace").partition("/")
             if interaction_id != self._id:
                 return
@@ -76,7 +76,7 @@ class InteractionTrace:
                 self._dropped.append((located.position, replace(record, members=[])))
 
     def observe_letter(self, row: Row) -> None:
-        """Take a dead letter in; its key says what it is about."""
+        """Observe a dead letter; its key identifies its interaction."""
         letter = row.record
         if isinstance(letter, DeadLetter) and row.key.split(b"/")[0] == self._id.encode():
             topic = letter.source_topic.rpartition(".")[2]
@@ -84,13 +84,13 @@ class InteractionTrace:
             self._letters.append(picked(letter, "reason found_by", place=place))
 
     def path(self, history: VersionHistory) -> dict[str, Any]:
-        """Everything observed so far, with the versions of its run.
+        """Return everything observed so far, with the versions of its run.
 
         Returns:
-            interaction_id; `served` and the place of the tombstone `erased`, None where there is none; `feedback` with
-            the `fate` of each event in words; `letters`, refused records with the place where they lay; `outcomes` by
-            revision, with the contribution of each event; `batches`, each with how it `ended`; `versions` whose step
-            trained on it; and `end`: where the path ends, and why.
+            interaction_id; `served` and the position of the tombstone `erased`, None if there is none; `feedback` with
+            the `fate` of each event in words; `letters`, refused records with their original positions; `outcomes` by
+            revision, with the contribution of each event; `batches`, each with its end in `ended`; `versions` whose
+            step trained on it; and `end`: the end of the path and its reason.
         """
         served = None
         if self._served is not None:
@@ -154,7 +154,7 @@ class InteractionTrace:
             at, end = self._ends()[-1]
             if end.exclusion:
                 return f"excluded: {end.exclusion}, as {at} says; it is in no batch"
-            # A batch counts what was left out of all batches by reason, without saying who it was.
+            # A batch counts the interactions left out of all batches by reason, without their names.
             for place, batch in self._dropped:
                 of_branch = served is None or (batch.run_id, batch.branch) == (served.run_id, served.branch)
                 if of_branch and batch.closed_at >= end.closed_at:

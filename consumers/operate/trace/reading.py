@@ -1,8 +1,8 @@
 """The paths of a simulated rollout and of a user's data, and the reader of the log for every trace.
 
-Of the large topics only the partition is read where an interaction's records lie. Closed batches keep the pseudonym of
-each member, also after an erasure: what was learnt from a user can then still be told, and is told here. The steps name
-the versions, since a step may have left members of its batch out.
+For the large topics, only the partition with an interaction's records is read. Closed batches keep the pseudonym of
+each member, also after an erasure: the versions that learnt from a user can still be found, and are reported here. The
+versions are taken from the steps, since a step may have left out members of its batch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class RolloutTrace:
 
     @property
     def run_id(self) -> str | None:
-        """The run that it belongs to; None while it was not observed."""
+        """The run that it belongs to; None until the rollout is observed."""
         return self._rollout[1].run_id if self._rollout else None
 
     def observe(self, located: ConsumedRecord) -> None:
-        """Take a record in; what is not about the rollout is let pass."""
+        """Observe a record; records that are not about the rollout are ignored."""
         record = located.record
         if isinstance(record, r.Rollout) and record.rollout_id == self._id and self._rollout is None:
             self._rollout = (located.position, record)
@@ -45,8 +45,8 @@ class RolloutTrace:
             self._groups.append((located.position, record))
 
     def path(self, history: VersionHistory) -> dict[str, Any]:
-        """Everything observed so far: fields of the rollout, its `groups`, each with how it `ended`, `versions` whose
-        step trained on it, and `end`: where the path ends, and why. Raises LookupError while the rollout was not."""
+        """Return everything observed so far: the rollout's fields, its `groups`, each with its end in `ended`, the
+        `versions` trained on it, and `end`, with its reason. Raises LookupError if the rollout was not observed."""
         if self._rollout is None:
             raise LookupError(f"the log holds no rollout {self._id}")
         place, rollout = self._rollout
@@ -92,7 +92,7 @@ class UserTrace:
         return bool(self._requests or self._endings or self._batches)
 
     def observe(self, located: ConsumedRecord) -> None:
-        """Take a record in; records that are not about the user change nothing."""
+        """Observe a record; records that are not about the user are ignored."""
         match located.record:
             case r.UserRequest(user_id=self._user_id) as request:
                 self._requests[request] = None
@@ -104,13 +104,13 @@ class UserTrace:
                 self._endings.pop((located.key or b"").decode("utf-8", "replace"), None)
 
     def path(self, histories: Mapping[str, VersionHistory]) -> dict[str, Any]:
-        """Everything observed so far, with the versions of each run of `runs`.
+        """Return everything observed so far, with the versions of each run of `runs`.
 
         Returns:
             user_id; the user's requests as `demands`; `outcomes`, their interactions that ended, by ending, without
-            those that were erased; `batches` with the sum of the user's rewards, how many of their members were
-            trained and the different endings; and for each of the `runs` the versions that were `trained` on them,
-            these and all that descend from one as ranges (`contained_in`), and the replicas that serve one now.
+            erased ones; `batches` with the sum of the user's rewards, the number of their members that were trained on
+            and the different endings; and for each of the `runs` the versions that were `trained` on them, these and
+            all their descendants as ranges (`contained_in`), and the replicas that serve one of those now.
         """
         batches: list[dict[str, Any]] = []
         for place, batch in self._batches.values():
@@ -158,7 +158,7 @@ LONGEST_NAME = 200
 
 
 def checked_name(text: str) -> str:
-    """The id that is meant: of a signed token, the interaction that it signs. Raises ValueError."""
+    """Return the id in a text: for a signed token, the interaction's id in it. Raises ValueError."""
     name = text.strip().split(".")[0]
     if not name or len(name) > LONGEST_NAME or not name.isprintable():
         raise ValueError(
@@ -173,14 +173,14 @@ class TraceReader:
         self._kafka, self._progress = kafka, progress
 
     def trace(self, text: str) -> dict[str, Any]:
-        """The path of an interaction, of the one that an event is about, or of a rollout (it has a `rollout_id`).
+        """Return the path of an interaction, also by an event about it, or of a rollout (it has a `rollout_id`).
 
         Args:
             text: an interaction's id or signed token, an event's id, or a rollout's id.
 
         Raises:
-            ValueError: it can be no id, or the event is about several interactions.
-            LookupError: the log has nothing of that name.
+            ValueError: the text cannot be an id, or the event is about several interactions.
+            LookupError: the log has no record of that name.
         """
         name = checked_name(text)
         traced = self._interaction(name)
@@ -208,7 +208,7 @@ class TraceReader:
         return rollout.path(self._history(rollout.run_id))
 
     def user(self, user_id: str) -> dict[str, Any]:
-        """The path of a user's data. Raises LookupError when the log holds nothing of the user."""
+        """Return the path of a user's data. Raises LookupError if the log holds no records of the user."""
         traced = UserTrace(user_id)
         self._read((Topic.USER_REQUESTS, Topic.OUTCOMES, Topic.ONLINE_BATCHES), traced.observe)
         if not traced.found:
@@ -236,7 +236,7 @@ class TraceReader:
         return history
 
     def _read(self, topics: Sequence[Topic], observe: Callable[[ConsumedRecord], None], of: str = "") -> None:
-        """Hand over topics whole, or the one partition of each where records of the interaction `of` lie."""
+        """Observe whole topics, or of each topic only the partition with the records of the interaction `of`."""
         share = (0, 1)
         if of:
             with LogReader(self._kafka, topics, start="end", client_id=CLIENT_ID) as reader:

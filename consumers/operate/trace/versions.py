@@ -1,4 +1,4 @@
-"""The weight versions of a run, and how the trainer used each group and batch. A pure fold over the model's topics.
+"""The weight versions of a run, and the trainer's use of each group and batch. A pure fold over the model's topics.
 
 A version contains the training of its ancestors. Ancestors are followed by parent, since after a roll-back a later
 number need not descend from an earlier one.
@@ -18,22 +18,22 @@ from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainSte
 
 @dataclass(frozen=True, slots=True)
 class TracedVersion:
-    """A weight version, and how it ended."""
+    """A weight version with its decisions, proofs and use."""
 
     version: int
     parent: int | None
     step: int
     step_place: Position | None
-    """None where the log no longer holds the step."""
+    """None if the log no longer holds the step."""
     manifest_place: Position | None
-    """None where the version is not published yet."""
+    """None if the version is not published yet."""
     learning_rate: float | None
     decisions: list[dict[str, Any]]
-    """Of the gate: place, verdict, by, reason, numbers and at."""
+    """The gate's decisions: place, verdict, by, reason, numbers and at."""
     proved_by: list[str]
-    """Replicas that proved it from their live tensors at some time."""
+    """Replicas that have ever proved it from their live tensors."""
     served_first_at: int | None
-    """When a replica served it, or a version that contains it, first."""
+    """Time when a replica first served it or a version that contains it."""
     served_by: dict[str, int]
     """Replicas that serve it or a version that contains it now, with the version that they serve."""
     contained_in: str
@@ -42,21 +42,21 @@ class TracedVersion:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The trainer's treatment of something that it read."""
+    """The trainer's use of an input."""
 
     step: Position | None
-    """The step that trained on it, or that says why it was left out; None while it waits."""
+    """The step that trained on it or excluded it; None while it waits."""
     version: int | None
-    """The version that the step made with it; None where it was left out or waits."""
+    """The version that the step made with it; None if it was excluded or waits."""
     reason: str
-    """Why it was left out; empty otherwise."""
+    """The reason of its exclusion; empty otherwise."""
 
 
 WAITING = Ended(None, None, "")
 
 
 class VersionHistory:
-    """The versions of every branch of one run. Take the topics in any order, each in its own."""
+    """The versions of every branch of one run. Observe the topics in any order, the records of each in their order."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -69,7 +69,7 @@ class VersionHistory:
         self._served_at: dict[int, int] = {}
 
     def observe(self, located: ConsumedRecord) -> None:
-        """Take a record in; other runs and kinds are let pass, a step or a version said twice counts once."""
+        """Observe a record; other runs and types are ignored, a repeated step or version counts once."""
         record = located.record
         if getattr(record, "run_id", None) != self._run_id:
             return
@@ -126,14 +126,14 @@ class VersionHistory:
         return found
 
     def serving(self, versions: Iterable[int]) -> dict[str, int]:
-        """Replicas whose last word is that they serve one of these versions."""
+        """Return the replicas whose last acknowledgement says that they serve one of these versions."""
         wanted = set(versions)
         now = {replica: ack.serving_version for replica, ack in sorted(self._acks.items())}
         return {replica: version for replica, version in now.items() if version in wanted}
 
     def ended(self, topic: Topic, name: str, member: str = "") -> Ended:
-        """The trainer's treatment of a group or batch; of an interaction that is a member of a batch, which a trained
-        batch may have left out."""
+        """Return the trainer's use of a group or batch; with `member`, that of an interaction in a batch, which a step
+        may have excluded although it trained on the batch."""
 
         def reasons(step: TrainStep, topic: Topic, name: str) -> list[str]:
             return [each.reason for each in step.exclusions if (each.topic, each.group_id) == (topic.value, name)]
@@ -149,7 +149,7 @@ class VersionHistory:
 
 
 def ranges(versions: Iterable[int]) -> str:
-    """`{3, 4, 5, 9}` as `3-5, 9`; empty for none."""
+    """Format `{3, 4, 5, 9}` as `3-5, 9`; empty if there are none."""
     parts: list[list[int]] = []
     for version in sorted(versions):
         if parts and version == parts[-1][1] + 1:
