@@ -45,7 +45,7 @@ class FeedSettings(Section):
     waits for replicas of the stable pool, which serve users and get a version only when it is promoted."""
 
     replica_silence_s: float = Field(default=60.0, gt=0)
-    """The feeder stops waiting for a replica whose last ack is this much older than the newest ack of any replica."""
+    """The feeder stops waiting for a replica that is behind this long after another one served the newest version."""
 
     eval_before: bool = True
     """Evaluate on held-out tasks before the first training task."""

@@ -136,7 +136,7 @@ def load_claim(claim: Claim) -> bytes:
     """Return the claimed bytes. Raises ClaimError if they are missing, truncated or changed, or the URI is invalid."""
     try:
         filesystem, path = fsspec.core.url_to_fs(claim.uri)
-        payload: bytes = filesystem.cat_file(path)
+        payload: bytes = filesystem.cat_file(path, end=claim.n_bytes + 1)
     except (FileNotFoundError, IsADirectoryError) as error:
         raise ClaimError(f"claimed bytes are gone: {claim.uri}") from error
     except ValueError as error:  # no file system supports this URI: a record may contain any text

@@ -253,9 +253,10 @@ def _versions(versions: list[TracedVersion]) -> Iterator[str]:
         for decision in made.decisions:
             yield "  {verdict} by {by}: {reason} · {place}".format(**decision)
         if made.served_first_at is not None:
-            yield f"  served first at {utc(made.served_first_at)}; proved by {', '.join(made.proved_by) or 'nobody'}"
+            proved_by = ", ".join(made.proved_by) or "no replica"
+            yield f"  served first at {utc(made.served_first_at)}; proved by {proved_by}"
         serving = ", ".join(f"{replica} (version {version})" for replica, version in made.served_by.items())
-        yield f"  served now by {serving or 'nobody'}; contained in later versions {made.contained_in or 'none'}"
+        yield f"  served now by {serving or 'no replica'}; contained in later versions {made.contained_in or 'none'}"
 
 
 def _ended(ending: Ended) -> str:

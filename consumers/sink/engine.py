@@ -177,9 +177,11 @@ class Reader:
             quoted = (database or self._database).replace("\\", "\\\\").replace("`", "\\`")
             connection.query(f"USE `{quoted}`")
             limits = {name: min(self._limits.get(name, bound), bound) for name, bound in (bounds or {}).items()}
+            if "max_result_rows" in limits:
+                # By its overflow mode, `break`, the engine would also leave out rows beyond `max_result_bytes`.
+                limits["limit"] = int(limits.pop("max_result_rows"))
             chosen = ", ".join(f"{name} = {value}" for name, value in {**self._limits, **limits}.items())
-            mode = "break" if "max_result_rows" in limits else "throw"
-            connection.query(f"SET {chosen}, result_overflow_mode = '{mode}', readonly = 1")
+            connection.query(f"SET {chosen}, readonly = 1")
             result = connection.query(sql, output_format, params=dict(parameters))
             rows, n_bytes = result.storage_rows_read(), result.storage_bytes_read()
             return Answer(result.bytes(), output_format, rows, n_bytes, result.elapsed())

@@ -18,6 +18,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 import httpx
 import pytest
+import uvicorn
 
 from tests.producers.feedback_support import (
     DEADLINE_S,
@@ -35,7 +36,6 @@ from tidemill.producers.edge.gateway import gateway_server, run
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
 from tidemill.schemas.config import HttpSettings, KafkaSettings
 from tidemill.schemas.http_connections import PortTaken, bind
-from tidemill.schemas.http_server import ThreadServer
 from tidemill.schemas.records import Feedback, SignalKind
 
 KEY, OTHER_KEY = "k" * 64, "o" * 64
@@ -501,7 +501,7 @@ def test_it_does_not_start_without_keys_or_at_a_taken_address(log_settings: Kafk
 
 
 def test_a_server_that_ends_by_itself_is_an_error(log_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ThreadServer, "_serve", lambda self: None)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda _self, sockets: None)
     with pytest.raises(RuntimeError, match="ended by itself"):
         run(log_settings, PRODUCT, FREE, threading.Event())
 
