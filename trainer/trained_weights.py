@@ -52,13 +52,13 @@ def _on_every_rank(method: Callable[Concatenate[Any, P], T]) -> Callable[Concate
 class TrainedWeights:
     """The weights of `learner`, and a snapshot of them: trains, restores, saves and publishes them.
 
-    Its methods raise the errors of this rank's own work, or RanksLostError, which names the rank that was lost or
-    failed.
+    Its methods raise the errors of this rank's own work, or RanksLostError, which names the lost or failed rank.
 
     Args:
         checkpoints: the same location for every rank.
         publisher: publishes versions, on the same ranks, if given; with `beside`, on a process group of its own.
-        beside: runs a publication while this rank continues; without it `publish` waits."""
+        beside: runs a publication while this rank continues; without it `publish` waits.
+    """
 
     def __init__(
         self,
