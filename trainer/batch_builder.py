@@ -61,7 +61,7 @@ class ExclusionCounts:
     """Groups by the foreign incarnation under which they were sampled."""
     ahead: int = 0
     newest: int = -1
-    """The newest version not made yet under which a group was sampled."""
+    """The newest version under which a group was sampled and which is not made yet."""
     otherwise: Counter[str] = field(default_factory=Counter)
     """Groups from another distribution than the model's own, by the difference in sampling."""
 

@@ -259,7 +259,7 @@ class TrainerSettings(Section):
     """Bytes of rollouts in memory that were read before the groups that refer to them; older ones are fetched again."""
 
     max_waiting_batches: int = Field(default=16, ge=1)
-    """Maximum groups that wait in memory to be trained, in batches; when so many wait, `groups` is not read further."""
+    """Maximum groups that wait in memory to be trained, counted in batches; then `groups` is not read further."""
 
     remembered_groups: int = Field(default=20_000, ge=1)
     """Number of remembered ids of groups, and of online batches, so that a duplicate is not trained again."""

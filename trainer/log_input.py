@@ -47,7 +47,7 @@ class ReadAhead:
         self._bytes = 0
 
     def put(self, located: ConsumedRecord) -> None:
-        """Keep one record; the newest is always kept, whatever its size."""
+        """Keep one record; the newest is always kept, at any size."""
         place = (located.partition, located.offset)
         if place in self._held:
             return

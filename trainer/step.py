@@ -3,8 +3,8 @@
 Deterministic given the weights, the inputs in order, the settings and the seed: the same call on the same machine type,
 thread count and number of ranks gives the same weights, bit for bit.
 
-Every rank packs the same rows and computes its share of them. All ranks together compute a row, so each rank has
-equally many rows: a rank with fewer computes a row again, and the loss of that row does not count.
+Every rank packs the same rows and computes its share of them. All ranks must compute a row at the same time, so each
+has equally many rows: a rank with fewer computes a row again, and the loss of that row does not count.
 
 The interactions of an online batch and the simulated groups are two parts of one loss. Each part has its own
 advantages, surrogate and average; a setting gives the weight of the simulated part relative to the online part.
