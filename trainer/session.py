@@ -90,7 +90,7 @@ class Session:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids; each id is smaller."""
+        """Size of the vocabulary; every token id is smaller."""
         return self._weights.vocab_size
 
     @property

@@ -76,7 +76,7 @@ class TrainedWeights:
         self._job = job
         self.machine = learner.machine
         self.vocab_size = int(learner.model.config.vocab_size)
-        """Number of token ids; each id is smaller."""
+        """Size of the vocabulary; every token id is smaller."""
         self._parts: Parts = {}
         self._beside = beside
         self.publication: Future[float] | None = None
