@@ -1,14 +1,14 @@
 """Advantages from rewards: pure functions, float64 in and out.
 
-Of the rollouts of one group: functions of `rewards` f8[G], the total rewards of its completed members, to f8[G].
+For the rollouts of one group: functions of `rewards` f8[G], the total rewards of its completed members, to f8[G].
 
-Of the interactions of one online batch: functions of `rewards` f8[n] and `arms`, the experiment arm of each, to f8[n].
-An interaction is one answer to one prompt, so there is no group to compare it with: this is REINFORCE, and a baseline
-is taken from the other interactions of the batch to lower its variance. A baseline that does not depend on the
-interaction's own reward leaves the expected gradient as it is; the mean of the whole batch does depend on it, and
-shrinks the gradient by (n - 1) / n.
+For the interactions of one online batch: functions of `rewards` f8[n] and `arms`, the experiment arm of each, to f8[n].
+An interaction is one answer to one prompt, without a group to compare it with: this is REINFORCE, with a baseline from
+the other interactions of the batch to lower its variance. A baseline that does not depend on the interaction's own
+reward does not change the expected gradient; the mean of the whole batch depends on it, and scales the gradient by
+(n - 1) / n.
 
-Equal rewards get exactly zero from every function that has a baseline, for any rounding of their mean.
+Every function with a baseline gives exactly zero for equal rewards, for any rounding of their mean.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tidemill.trainer.trainable import TrainableBatch
 Rewards = npt.NDArray[np.float64]
 
 STANDARD_DEVIATION_FLOOR = 1e-6
-"""Added to the standard deviation, so that a group of nearly equal rewards does not divide by almost nothing."""
+"""Added to the standard deviation, so that for nearly equal rewards the divisor is not almost zero."""
 
 
 class GroupTooSmallError(ValueError):
-    """A group-relative advantage was asked of a group with fewer than two completed members."""
+    """A group-relative advantage was requested for a group with fewer than two completed members."""
 
     def __init__(self, kind: str, size: int) -> None:
         super().__init__(
@@ -55,7 +55,7 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 
 
 def raw(rewards: Rewards) -> Rewards:
-    """r_i itself: REINFORCE without a baseline."""
+    """r_i: REINFORCE without a baseline."""
     return rewards.copy()
 
 
@@ -68,19 +68,19 @@ ADVANTAGES: dict[AdvantageKind, Callable[[Rewards], Rewards]] = {
 
 
 def penalise(rewards: Rewards, divergence: Rewards, coefficient: float) -> Rewards:
-    """r_i - coefficient * KL_i: the divergence from a reference, put in the reward.
+    """r_i - coefficient * KL_i: subtract the divergence from a reference from the reward.
 
     `divergence` f8[G] is the sum over a rollout's sampled tokens of k1 = log pi - log pi_ref, without gradient. As a
-    part of the reward it reaches the weights through the policy gradient, which is the gradient of the KL; as a part of
+    part of the reward it changes the weights through the policy gradient, which is the gradient of the KL; as a part of
     the loss its expected gradient would be zero.
     """
     return rewards - coefficient * divergence
 
 
 def arm_mean(rewards: Rewards, arms: Sequence[str]) -> Rewards:
-    """r_i - mean of the others' rewards in the same arm; of all others for one that is alone in its arm. Unbiased.
+    """r_i - mean of the others' rewards in the same arm; of all others if it is alone in its arm. Unbiased.
 
-    Takes out of the variance what differs between arms, which is not the answer's merit.
+    Removes the variance between arms, which the answer did not cause.
     """
     found = leave_one_out(rewards)
     of_arm = np.array(arms)
@@ -106,10 +106,10 @@ BASELINES: dict[BaselineKind, Baseline] = {
 def advantages(
     kind: BaselineKind, rewards: Rewards, corrections: npt.NDArray[np.bool_], arms: Sequence[str]
 ) -> Rewards:
-    """f8[n]: rewards less their baseline; of a correction what the reward changed by, which has no baseline: that was
-    taken off when the reward was trained first.
+    """Return f8[n]: rewards minus their baseline; for a correction, the change of the reward, without a baseline: it
+    was subtracted when the reward was first trained.
 
-    Raises GroupTooSmallError when a baseline has fewer than two rewards to be taken from.
+    Raises GroupTooSmallError if a baseline has fewer than two rewards to compare.
     """
     found = rewards.copy()
     plain = ~corrections
@@ -119,13 +119,13 @@ def advantages(
 
 
 def batch_advantages(kind: BaselineKind, batch: TrainableBatch, divergence: Rewards, coefficient: float) -> Rewards:
-    """f8[n]: `advantages` of a batch whose rewards are first lowered by coefficient * `divergence` (f8[n], see
-    `advantages.penalise`), corrections aside: theirs was lowered when it was trained first."""
+    """Return f8[n]: `advantages` of a batch whose rewards are first lowered by coefficient * `divergence` (f8[n], see
+    `advantages.penalise`), except for corrections: their reward was lowered when it was first trained."""
     corrections = batch.corrections()
     penalty = np.where(corrections, 0.0, divergence)
     return advantages(kind, penalise(batch.rewards(), penalty, coefficient), corrections, batch.arms())
 
 
 def has_signal(kind: BaselineKind, batch: TrainableBatch) -> bool:
-    """Whether some advantage is not zero."""
+    """Return whether some advantage is not zero."""
     return bool(advantages(kind, batch.rewards(), batch.corrections(), batch.arms()).any())

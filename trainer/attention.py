@@ -1,17 +1,17 @@
 """Attention over a row whose tokens form a tree: each token attends to itself and to its ancestors.
 
-A row's tokens form a forest: a token's parent is the token before it in each sequence that holds it, and it stands
-after its parent, directly followed by everything that goes on from it (depth-first order). Three kinds of calls cover
-the pairs of a token and a token that it attends to, each pair once:
+A row's tokens form a forest: a token's parent is the token before it in each sequence that contains it. A token comes
+after its parent, directly followed by all its descendants (depth-first order). Three kinds of calls cover the pairs of
+a token and a token that it attends to, each pair once:
 
 - a long run of tokens without a branch attends to itself causally;
 - short runs, and whole subtrees that are as short, attend to themselves in batches, padded to a common length, under a
-  mask (a run that is alone with its length is treated as a long one);
+  mask (if only one run has its length, it is treated as a long one);
 - everything below a run that branches attends to that run, without a mask.
 
-So the arithmetic is that of the pairs there are, and the number of calls that of the long runs and branches. Each call
-gives its output and the logarithm of its sum of exponentials; the outputs are averaged, with the sums as weights. Given
-the output and the logarithm over all keys, each call's gradients come from its own keys alone, so nothing else is kept
+So the arithmetic is that of the existing pairs, and the number of calls that of the long runs and branches. Each call
+returns its output and the logarithm of its sum of exponentials; the outputs are averaged, weighted by these sums. Given
+the output and the logarithm over all keys, each call's gradients depend only on its own keys, so nothing else is stored
 for the backward pass (as in ring attention, arXiv 2310.01889).
 """
 
@@ -29,22 +29,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 SHORT = 64
-"""Most tokens of a run or subtree that is computed under a mask. Masked pairs cost as much as others, calls cost the
-same for any number of tokens."""
+"""Maximum tokens of a run or subtree that is computed under a mask. Masked pairs cost as much as others; a call has a
+fixed cost."""
 _PADDING = 8
-"""Short ones are padded to multiples of this, so that few batches hold them."""
+"""Short runs are padded to multiples of this, so that there are few batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShortRuns:
-    """B runs or subtrees of at most N tokens, padded to N; padding attends to itself alone."""
+    """B runs or subtrees of at most N tokens, padded to N; padding attends only to itself."""
 
     tokens: Tensor
     """i8[B * N]: the row's token in each slot; any token in padding."""
     slots: Tensor
     """i8[K]: the slots that are not padding."""
     mask: Tensor
-    """f4[B, 1, N, N]: 0 where a slot (third axis) attends to another (fourth axis), else minus infinity."""
+    """f4[B, 1, N, N]: 0 if a slot (third axis) attends to another (fourth axis), otherwise minus infinity."""
 
     def to(self, device: torch.device) -> ShortRuns:
         return ShortRuns(self.tokens.to(device), self.slots.to(device), self.mask.to(device))
@@ -57,18 +57,18 @@ class TreeCalls:
     length: int
     """L."""
     runs: tuple[tuple[int, int], ...]
-    """Start and end of each run that attends to itself by itself."""
+    """Start and end of each run that attends to itself in a call of its own."""
     short: tuple[ShortRuns, ...]
     trunks: tuple[tuple[int, int, int], ...]
-    """Start and end of each run that branches, and the end of what is below it, which begins at the run's end."""
+    """Start and end of each run that branches, and the end of its descendants, which begin at the run's end."""
 
     def to(self, device: torch.device) -> TreeCalls:
-        """The same with the tensors on `device`."""
+        """Return the same calls with the tensors on `device`."""
         return replace(self, short=tuple(runs.to(device) for runs in self.short))
 
 
 def tree_calls(parents: npt.NDArray[np.int64]) -> TreeCalls:
-    """The calls for tokens with these parents.
+    """Return the calls for tokens with these parents.
 
     Args:
         parents: i8[L], -1 for a token without one; in depth-first order.
@@ -98,7 +98,7 @@ def tree_calls(parents: npt.NDArray[np.int64]) -> TreeCalls:
 
 
 def separate_calls(lengths: Sequence[int]) -> TreeCalls:
-    """The calls for sequences end to end that share nothing."""
+    """Return the calls for consecutive sequences that share no tokens."""
     parents = np.arange(-1, sum(lengths) - 1)
     parents[np.cumsum([0, *lengths[:-1]])] = -1
     return tree_calls(parents)
@@ -107,7 +107,7 @@ def separate_calls(lengths: Sequence[int]) -> TreeCalls:
 def _runs(
     parents: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Start and end of each run without a branch, and the end of the subtree that it begins."""
+    """Return start and end of each run without a branch, and the end of the subtree that begins with it."""
     tokens = np.arange(len(parents))
     children = np.bincount(parents[parents >= 0], minlength=len(parents))
     starts = np.flatnonzero((parents != tokens - 1) | (children[tokens - 1] > 1) | (tokens == 0))
@@ -137,7 +137,7 @@ _HARMLESS = frozenset(
     {"cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"}
     | {"past_key_values", "position_ids", "return_dict", "use_cache"}
 )
-"""Arguments that models hand to an attention function and that do not change its result."""
+"""Arguments that models pass to an attention function and that do not change its result."""
 _KNOWN = {
     "attention_mask": "a mask or bias of its own on the attention scores, such as ALiBi",
     "block_indices": "sparse attention",
@@ -154,7 +154,7 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 
 class UntrainableModelError(ValueError):
-    """A model computes something that a packed row would get wrong."""
+    """The computation of a model would give wrong results in a packed row."""
 
 
 def packed_attention(
@@ -167,9 +167,9 @@ def packed_attention(
     tree: TreeCalls | None = None,
     **others: Any,  # noqa: ANN401 - what other attention functions of the interface take
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: `query` f4[1, heads, L, d] to f4[1, L, heads, d].
+    """Compute attention by transformers' interface: `query` f4[1, heads, L, d] to f4[1, L, heads, d].
 
-    Without a `tree` the tokens are one sequence. Raises UntrainableModelError for anything in `others` that would
+    Without a `tree` the tokens are one sequence. Raises UntrainableModelError for any argument in `others` that would
     change the result.
     """
     for name, given in {"attention_mask": attention_mask, **others}.items():
@@ -240,7 +240,7 @@ def _cut(states: Three, first: slice, others: slice) -> Three:
 
 
 def _slots(short: ShortRuns, states: Three) -> Three:
-    """[1, heads, L, d] to [B, heads, N, d]."""
+    """Arrange [1, heads, L, d] as [B, heads, N, d]."""
     batch, _, length, _ = short.mask.shape
     a, b, c = (
         x[0].transpose(0, 1).index_select(0, short.tokens).view(batch, length, x.shape[1], x.shape[3]).transpose(1, 2)
@@ -256,7 +256,7 @@ def _place(short: ShortRuns, states: Tensor, into: Tensor) -> None:
 
 
 def _attend(states: Three, scale: float, *, causal: bool = False, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One call: output [B, heads, N, d] and logarithm of the sum of exponentials [B, heads, N]."""
+    """Make one call: return output [B, heads, N, d] and logarithm of the sum of exponentials [B, heads, N]."""
     query, key, value = states
     if _has_kernel(query, value):
         made: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -270,10 +270,10 @@ def _attend(states: Three, scale: float, *, causal: bool = False, mask: Tensor |
 
 
 def _slopes(states: Three, made: Three, scale: float, *, causal: bool = False, mask: Tensor | None = None) -> Three:
-    """One call's gradients of query, key and value.
+    """Return one call's gradients of query, key and value.
 
-    `made` is the gradient of the output, the output and the logarithm of the sum of exponentials ([B, heads, N, 1]),
-    over all keys that the queries attend to, in this call and in others.
+    `made` contains the gradient of the output, the output and the logarithm of the sum of exponentials
+    ([B, heads, N, 1]), over all keys to which the queries attend, in this call and in others.
     """
     query, key, value = states
     grad, out, lse = made
@@ -291,12 +291,12 @@ def _slopes(states: Three, made: Three, scale: float, *, causal: bool = False, m
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether torch has a call that also gives the logarithm: on a CPU, for heads of one width."""
+    """Return whether torch has a call that also returns the logarithm: on a CPU, for heads of equal width."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
 def _scores(query: Tensor, key: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
-    """Scaled scores [B, kv_heads, heads of each, N, M], minus infinity where a token does not attend."""
+    """Return scaled scores [B, kv_heads, heads of each, N, M], minus infinity if a token does not attend."""
     grouped = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
     scores = grouped @ key[:, :, None].mT * scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -1,9 +1,9 @@
-"""Packing: rollouts of the log become rows of tokens for the model.
+"""Packing of rollouts from the log into rows of tokens for the model.
 
-A row is one forward pass over a tree of tokens. Where segments in it begin with the same tokens, those stand in it
-once: the prompt of a group, a header common to all prompts, turns that branches of a rollout share. A sampled token
-is predicted from the one token that stands for its context. A rollout is never split over rows, so that per-rollout
-quantities need one row only. The same rollouts in the same order give the same rows.
+A row is one forward pass over a tree of tokens. If segments of a row begin with the same tokens, the row contains these
+once: the prompt of a group, a header common to all prompts, turns that branches of a rollout share. A sampled token is
+predicted from the token of the row that is the last of its context. A rollout is never split over rows, so that
+per-rollout quantities need one row only. The same rollouts in the same order give the same rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tidemill.trainer.attention import TreeCalls, tree_calls
 from tidemill.trainer.choices import Routing
 
 Trajectory = Rollout | Interaction
-"""What a policy sampled and a step can train on."""
+"""A record of sampled tokens that a step can train on."""
 
 
 class InvalidRolloutError(ValueError):
@@ -33,34 +33,34 @@ class InvalidRolloutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One packed row of L tokens, P of which predict T sampled tokens that are to be trained.
+    """One packed row of L tokens, P of which predict T sampled tokens for training.
 
-    What comes after the last predicting token of a segment is left out: nothing depends on it.
+    Tokens after the last predicting token of a segment are left out: no result depends on them.
     """
 
     input_ids: Tensor
     """i8[1, L]."""
     position_ids: Tensor
-    """i8[1, L]: how many tokens stand before each one in its segments."""
+    """i8[1, L]: the number of tokens before each token in its segments."""
     tree: TreeCalls
-    """Which tokens a token follows, as calls of attention."""
+    """The tokens that each token follows, as calls of attention."""
     predicting: Tensor
-    """i8[P], ascending: where in the row the tokens are whose outputs predict sampled tokens."""
+    """i8[P], ascending: positions in the row of the tokens whose outputs predict sampled tokens."""
     predictors: Tensor
-    """i8[T]: which of `predicting` predicts each sampled token."""
+    """i8[T]: for each sampled token, the index in `predicting` of the token that predicts it."""
     targets: Tensor
-    """i8[T]: the sampled token ids, by rollout in the order given, and in order within each."""
+    """i8[T]: the sampled token ids, by rollout in the given order, and in order within each rollout."""
     sampler_logprobs: Tensor
     """f4[T]."""
     sequence: Tensor
-    """i8[T]: the rollout of each sampled token, by its place in the batch."""
+    """i8[T]: the rollout of each sampled token, by its index in the batch."""
     tokens: int
-    """Tokens of the segments, what they share and what is left out counted as often as it occurs."""
+    """Tokens of the segments; shared and left-out tokens are counted each time they occur."""
     expert_ids: Tensor | None = None
-    """i4[L, layers, top_k]: the experts that the sampler sent each token to; None where they are not asked for."""
+    """i4[L, layers, top_k]: the experts that the sampler sent each token to; None if the routing does not use them."""
 
     def to(self, device: torch.device) -> PackedRow:
-        """The row on `device`; itself where it is there already."""
+        """Return the row on `device`; the same object if it is already there."""
         if self.input_ids.device == device:
             return self
         held = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -69,30 +69,30 @@ class PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A rollout's segments with sampled tokens, before they have a place in a row."""
+    """A rollout's segments with sampled tokens, before they are placed in a row."""
 
     index: int
     segments: tuple[Segment, ...]
     inputs: tuple[bytes, ...]
-    """Of each segment the tokens before its last sampled one, `width` bytes each: the token id, >u4, so that bytes sort
-    as ids do, and the expert ids where tokens are routed by them."""
+    """For each segment, the tokens before its last sampled one, `width` bytes each: the token id, >u4, so that bytes
+    sort as ids do, and the expert ids if tokens are routed by them."""
     width: int
     expert_ids: tuple[ExpertIds, ...]
-    """Of the same tokens; nothing where they are not asked for."""
+    """Expert ids of the same tokens; empty if the routing does not use them."""
 
 
 @dataclass(slots=True)
 class _OpenRow:
-    """The rollouts of a row that is being filled."""
+    """A row to which rollouts can be added."""
 
     pieces: list[_Piece] = field(default_factory=list)
     inputs: list[bytes] = field(default_factory=list)
-    """Of all segments, sorted: of those before, a segment shares most with one of its two neighbours."""
+    """The inputs of all segments, sorted: a new segment shares most tokens with one of its two neighbours."""
     tokens: int = 0
     """Tokens that the row will have."""
 
     def added(self, piece: _Piece, share: bool) -> int:
-        """Tokens that a rollout would add."""
+        """Return the number of tokens that a rollout would add."""
         total = 0
         for place, ids in enumerate(piece.inputs):
             total += len(ids) // piece.width
@@ -103,7 +103,7 @@ class _OpenRow:
         return total
 
     def add(self, piece: _Piece, tokens: int) -> None:
-        """Take in a rollout that adds so many tokens."""
+        """Add a rollout that adds `tokens` tokens."""
         self.pieces.append(piece)
         self.tokens += tokens
         for ids in piece.inputs:
@@ -119,15 +119,15 @@ def pack(
     routing: Routing = Routing.OFF,
     expert_ids: Sequence[ExpertIds] = (),
 ) -> list[PackedRow]:
-    """Rows of at most `row_tokens` tokens holding `rollouts`; a longer rollout has a row of its own.
+    """Pack `rollouts` into rows of at most `row_tokens` tokens; a longer rollout has a row of its own.
 
-    A rollout goes to the row with room for it where it adds the fewest tokens, the first of equals.
+    A rollout is added to the row with room for it in which it adds the fewest tokens; of equal rows, to the first.
 
     Args:
-        share_prefixes: whether what segments have in common at their beginnings stands in a row once. Tokens that are
-            routed by their expert ids are the same only where those are too.
+        share_prefixes: whether a row contains the common first tokens of its segments once. Tokens that are
+            routed by their expert ids are equal only if their expert ids are equal too.
         routing: how tokens are routed.
-        expert_ids: of each rollout, where `routing` asks for them.
+        expert_ids: the expert ids of each rollout, if `routing` needs them.
 
     Raises:
         InvalidRolloutError: a rollout fails `check`.
@@ -149,8 +149,8 @@ def pack(
 
 
 def check(rollout: Trajectory, vocab_size: int) -> None:
-    """Raise InvalidRolloutError unless the arrays have their lengths, token ids lie in the vocabulary, and version
-    spans cover exactly the sampled tokens, of which there is at least one."""
+    """Raise InvalidRolloutError unless the arrays have the right lengths, token ids are in the vocabulary, and version
+    spans cover exactly the sampled tokens, of which there must be at least one."""
     for place, segment in enumerate(rollout.segments):
         problem = _segment_problem(segment, vocab_size)
         if problem:
@@ -160,7 +160,7 @@ def check(rollout: Trajectory, vocab_size: int) -> None:
 
 
 def token_versions(segment: Segment) -> npt.NDArray[np.int64]:
-    """i8[n_tokens]: the weight version of each sampled token, -1 elsewhere."""
+    """Return i8[n_tokens]: the weight version of each sampled token, -1 for other tokens."""
     versions = np.full(segment.n_tokens, -1, np.int64)
     for span in segment.spans:
         versions[span.start : span.end] = span.version
@@ -168,7 +168,7 @@ def token_versions(segment: Segment) -> npt.NDArray[np.int64]:
 
 
 def sampled_versions(rollout: Trajectory) -> npt.NDArray[np.int64]:
-    """i8[T]: the weight version of each sampled token of a rollout, in order."""
+    """Return i8[T]: the weight version of each sampled token of a rollout, in order."""
     return np.concatenate([token_versions(s)[s.mask() == 1] for s in rollout.segments])
 
 
@@ -201,7 +201,7 @@ def _segment_problem(segment: Segment, vocab_size: int) -> str:
 
 
 def routed_tokens(segment: Segment) -> int:
-    """Tokens of a segment that the logprob of a sampled one depends on: those before the last one."""
+    """Return the number of tokens on which the logprobs of sampled ones depend: those before the last sampled one."""
     sampled = np.flatnonzero(segment.mask())
     return int(sampled[-1]) if sampled.size else 0
 
@@ -219,7 +219,7 @@ def _piece(index: int, segments: Sequence[Segment], routing: Routing, expert_ids
 
 
 def _common(first: bytes, second: bytes, width: int) -> int:
-    """Tokens at the beginnings of two segments that are the same."""
+    """Return the number of common first tokens of two segments."""
     size = min(len(first), len(second)) // width
     kind = np.dtype(np.uint32) if width == 4 else np.dtype((np.void, width))
     apart = np.flatnonzero(np.frombuffer(first, kind, size) != np.frombuffer(second, kind, size))
@@ -238,7 +238,7 @@ def _row(pieces: Sequence[_Piece], share: bool, routing: Routing) -> PackedRow:
     owners = [piece.index for piece in pieces for _ in piece.segments]
     found, expert_ids = [ids for piece in pieces for ids in piece.expert_ids], None
     if found:
-        # Of tokens that stand for several ones, those of the last segment.
+        # A token shared by several segments gets the expert ids of the last of them.
         routed = np.empty((len(tokens), *found[0].shape[1:]), np.int32)
         for path, ids in zip(paths, found, strict=True):
             routed[path] = ids
@@ -263,11 +263,11 @@ Ints = npt.NDArray[np.int64]
 
 
 def _laid_out(inputs: Sequence[bytes], width: int, share: bool) -> tuple[list[Ints], Ints, Ints, Ints]:
-    """A tree of the segments' tokens in depth-first order.
+    """Arrange the segments' tokens as a tree in depth-first order.
 
     Returns:
-        Where in the row the tokens of each segment are, and of each token of the row its parent (-1 without one), its
-        depth and its id.
+        The positions in the row of the tokens of each segment, and for each token of the row its parent (-1 without
+        one), its depth and its id.
     """
     paths: list[Ints] = [np.empty(0, np.int64)] * len(inputs)
     parents, depths, tokens = [], [], []
@@ -286,7 +286,7 @@ def _laid_out(inputs: Sequence[bytes], width: int, share: bool) -> tuple[list[In
 
 
 class InvalidRoutingError(InvalidRolloutError):
-    """A rollout has no expert ids, or none that its tokens can be routed by with this model."""
+    """A rollout has no expert ids, or its expert ids do not fit its tokens and this model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,14 +296,14 @@ class RoutedShape:
     layers: int
     """Decoder layers, with experts and without."""
     routed: tuple[int, ...]
-    """The numbers of those with experts."""
+    """The numbers of the layers with experts."""
     experts: int
-    """Of a layer."""
+    """Experts of a layer."""
     top_k: int
 
 
 def checked_ids(payload: bytes, segments: Sequence[Segment], shape: RoutedShape) -> ExpertIds:
-    """The expert ids of a rollout's segments, as `schemas.expert_ids` orders them. Raises InvalidRoutingError."""
+    """Return the expert ids of a rollout's segments, ordered as in `schemas.expert_ids`. Raises InvalidRoutingError."""
     try:
         ids = unpacked_ids(payload)
     except ValueError as error:
@@ -319,5 +319,5 @@ def checked_ids(payload: bytes, segments: Sequence[Segment], shape: RoutedShape)
         raise InvalidRoutingError(f"expert id {ordered.max()} is not among the model's {shape.experts} experts")
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise InvalidRoutingError("a token is sent to one expert twice")
-    # One type a model, so that equal ids are equal bytes.
+    # One type for each model, so that equal ids are equal bytes.
     return ids.astype("u1" if shape.experts <= 256 else "<u2", copy=False)

@@ -1,23 +1,23 @@
-"""Which groups a step trains on, and what becomes of the others: a pure state machine over the `groups` topic.
+"""Selection of the groups that a step trains on, and exclusion of the others: a pure state machine over `groups`.
 
-What it keeps true:
+Invariants:
 
 - every group of this run ends exactly once: trained in one step, or excluded in one step with a reason;
-- no group trains that was sampled under a version which the trainer went back from;
-- groups of other runs are left alone: their own trainer ends them;
-- no group trains whose policy lag is undefined: sampled under another incarnation's versions, or under one that is yet
-  to be made; none that a replay wrote, unless it was told of the replay;
-- no group trains that was sampled from another distribution than the model's own, unless it was told to;
-- a batch holds the oldest groups waiting, none of them staler than the bound at the moment it is closed;
-- no more groups wait than `full` allows: the caller reads no further then;
-- no batch has more exclusions than a record can name: those that are left over go with the next one;
-- `in_order`, a batch is a function of the groups before it alone: each group is decided at the version that all full
-  batches before it lead to, whenever it is read, and read again. (The reason of an exclusion that is left over and
-  decided again can be another one, if the id that it repeats was forgotten since: `trainer.remembered_groups`);
-- `progress()` after a batch was closed says where to go on reading, so that nothing is trained twice or skipped.
+- no group is trained that was sampled under a version which the trainer abandoned by going back;
+- groups of other runs are ignored: their own trainer ends them;
+- no group is trained if its policy lag is undefined: sampled under another incarnation's versions, or under a version
+  that is not made yet; no group that a replay wrote is trained, unless the settings accept the replay;
+- no group is trained that was sampled from another distribution than the model's own, unless the settings accept it;
+- a batch contains the oldest waiting groups, and when it is closed none of them is staler than the bound;
+- no more groups wait than `full` allows: the caller then stops reading;
+- no batch has more exclusions than a record can name: the remaining ones are named by the next batch;
+- with `in_order`, a batch depends only on the groups before it: each group is decided at the version that all full
+  batches before it give, no matter when or how often it is read. (The reason of a remaining exclusion that is decided
+  again can differ if the id that it repeats was forgotten in the meantime: `trainer.remembered_groups`);
+- `progress()` after a batch was closed gives the offsets to continue from, so no group is trained twice or skipped.
 
-A trainer that is started over a copy of another run's topics may set every group aside and wait for ever. It is told
-so, once and then rarely, only while these groups would have filled the batch that does not come.
+A trainer that is started on a copy of another run's topics may set every group aside and wait forever. It then logs a
+warning, at long intervals, but only while these groups would have filled the missing batch.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ from tidemill.trainer.trainable import (
 )
 
 NAMED = 3
-"""Incarnations that a warning names, those of most groups first."""
+"""Maximum number of incarnations that a warning names, starting with the most frequent."""
 
 
 @dataclass(slots=True)
 class ExclusionCounts:
-    """Groups since the last batch that were set aside, by why."""
+    """Counts of the groups that were set aside since the last batch, by reason."""
 
     of_others: int = 0
     incarnations: Counter[str] = field(default_factory=Counter)
-    """Groups by the foreign incarnation that they were sampled under."""
+    """Groups by the foreign incarnation under which they were sampled."""
     ahead: int = 0
     newest: int = -1
-    """The newest version that a group was sampled under and that is yet to be made."""
+    """The newest version under which a group was sampled and which is not made yet."""
     otherwise: Counter[str] = field(default_factory=Counter)
-    """Groups of another distribution than the model's own, by how they were sampled."""
+    """Groups from another distribution than the model's own, by the difference in sampling."""
 
     @property
     def groups(self) -> int:
         return self.of_others + self.ahead + self.otherwise.total()
 
     def told(self, own: str | None, version: int) -> str:
-        """How many, why, and what to do, for a trainer of incarnation `own` at `version`."""
+        """Return the warning: numbers, reasons and remedy, for a trainer of incarnation `own` at `version`."""
         reasons = []
         if self.of_others:
             named = ", ".join(name for name, _ in self.incarnations.most_common(NAMED))
@@ -98,21 +98,21 @@ class ExclusionCounts:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The inputs of one step, and what ended untrained since the step before."""
+    """The inputs of one step, and the exclusions since the step before."""
 
     groups: list[TrainableGroup]
     exclusions: list[StepExclusion]
     online: TrainableBatch | None = None
-    """What users made of the model's answers; None in a step on simulated groups alone."""
+    """Rewarded interactions with users; None in a step on simulated groups only."""
 
 
 class BatchBuilder(InputQueue[TrainableGroup]):
-    """The builder of batches from groups, which it gets in the order in which they are read.
+    """The builder of batches from groups, which it receives in the order in which they are read.
 
     Args:
-        incarnation: of the run's versions; None where versions of different incarnations are not told apart.
+        incarnation: the incarnation of the run's versions; None if incarnations are not compared.
 
-    Raises GroupTooSmallError as `advantage_of`.
+    Raises GroupTooSmallError as `advantage_of` does.
     """
 
     def __init__(
@@ -129,20 +129,20 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         self._set_aside = ExclusionCounts()
 
     def missed(self, version: int) -> str:
-        """Which groups were set aside that the next batch lacks, why, and what to do; empty while it would not be full
-        with them either."""
+        """Return a message about the groups that were set aside and that the next batch lacks; empty if the batch would
+        not be full with them either."""
         size, aside = self._run.groups_per_step, self._set_aside
         lacking = aside.groups and len(self._waiting) < size <= len(self._waiting) + aside.groups
         return aside.told(self._incarnation, version) if lacking else ""
 
     @property
     def waiting(self) -> int:
-        """Groups that could be trained now."""
+        """Number of groups that could be trained now."""
         return len(self._waiting)
 
     @property
     def full(self) -> bool:
-        """Whether no group is to be read until a batch is closed."""
+        """Whether the caller must not read groups until a batch is closed."""
         most = self._run.groups_per_step
         if not self._settings.in_order:
             joining = self._settings.online.simulated_groups_per_batch
@@ -150,16 +150,16 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         return len(self._waiting) >= most
 
     def abandon(self, versions: Collection[int]) -> None:
-        """Train on no group from now on that was sampled under one of `versions`."""
+        """Exclude from now on every group that was sampled under one of `versions`."""
         self._abandoned = frozenset(versions)
 
     def wants(self, read: Reference[Group], version: int) -> bool:
-        """Take in one group at trainer version `version`: True when `accept` or `exclude` has to follow.
+        """Check one group at trainer version `version`; return True if `accept` or `exclude` must follow.
 
-        A group that is not trainable is excluded here; one that ended before, or is of another run, is passed over.
+        A group that is not trainable is excluded here; one that has ended before, or is of another run, is ignored.
 
-        Raises GroupTooSmallError for a run whose groups are of one rollout each, where the objective compares rollouts:
-        it would exclude every group.
+        Raises GroupTooSmallError for a run with one rollout per group if the objective compares rollouts: it would
+        exclude every group.
         """
         group, place = read.record, read.place
         if not self.is_new(place) or group.run_id != self._run.run_id:
@@ -185,7 +185,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         return reason is None
 
     def accept(self, candidate: TrainableGroup) -> None:
-        """Queue a wanted group with its rollouts, unless they may not be trained."""
+        """Queue a wanted group with its rollouts, or exclude it if they must not be trained."""
         reason = None
         if any(map(self.refuses, candidate.replays)):
             reason = Exclusion.REPLAYED
@@ -199,7 +199,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
             self._set_aside.otherwise[how] += 1
             reason = Exclusion.OTHER_SAMPLING
         elif self._trained_behind(candidate.place):
-            # It was excluded before the stop, and only the id of the group that it repeats is forgotten since.
+            # It was excluded before the stop; only the id of the group that it repeats was forgotten since then.
             reason = Exclusion.DUPLICATE
         if reason is None:
             self._waiting.append(candidate)
@@ -207,7 +207,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
             self.exclude(candidate.place, reason, len(candidate.group.members))
 
     def close(self, version: int) -> StepBatch | None:
-        """The next batch at trainer version `version`, or None while too few groups wait. Stale ones are excluded."""
+        """Return the next batch at trainer version `version`, or None if too few groups wait. Exclude stale ones."""
         self.sweep(version)
         return self.take(self._run.groups_per_step) if len(self._waiting) >= self._run.groups_per_step else None
 
@@ -222,23 +222,23 @@ class BatchBuilder(InputQueue[TrainableGroup]):
                 self.exclude(candidate.place, reason, len(candidate.group.members))
 
     def take(self, size: int, most: int = MOST_EXCLUSIONS) -> StepBatch:
-        """A batch of at most `size` groups, the oldest that wait, with the oldest `most` exclusions that no batch has
-        named yet."""
+        """Return a batch of the oldest waiting groups, at most `size`, with the oldest exclusions that no batch has
+        named yet, at most `most`."""
         self._waiting.sort(key=lambda one: (one.group.closed_at, one.place.partition, one.place.offset))
         chosen, self._waiting = self._waiting[:size], self._waiting[size:]
         self._set_aside = ExclusionCounts()
         return StepBatch(chosen, self.name_exclusions((candidate.place for candidate in chosen), most))
 
     def _trained_behind(self, place: StepInput) -> int:
-        """`in_order`, how many groups behind this one were trained before a stop: above 0 for a group that no step has
-        named yet, and that is decided again. Exclusions are named in order, so that none is behind it."""
+        """Return, with `in_order`, the number of later groups that were trained before a stop: above 0 for a group that
+        no step has named yet and that is decided again. Exclusions are named in order, so no later one has ended."""
         if not self._settings.in_order:
             return 0
         return len(self._ended_at_start) - bisect(self._ended_at_start, place.offset)
 
     @cached_property
     def _ended_at_start(self) -> list[int]:
-        """Offsets that had ended when the first group was read; `in_order`, so of one partition."""
+        """Offsets of the groups that had ended when the first was read; of one partition, because of `in_order`."""
         return sorted(offset for offsets in self._ended.values() for offset in offsets)
 
     def _version_problem(self, group: Group, version: int) -> Exclusion | None:
@@ -251,8 +251,8 @@ class BatchBuilder(InputQueue[TrainableGroup]):
 
 
 def advantage_of(run: RunSettings, settings: TrainerSettings) -> AdvantageKind:
-    """How a group's rewards become advantages. Most ways compare its rollouts: raises GroupTooSmallError for these
-    where groups with one completed rollout are let in."""
+    """Return how a group's rewards become advantages. Most kinds compare its rollouts: for these, raises
+    GroupTooSmallError if the settings allow groups with one completed rollout."""
     advantage = OBJECTIVES[settings.objective].advantage
     if run.min_completed < 2 and advantage is not AdvantageKind.RAW:
         raise GroupTooSmallError(advantage.value, run.min_completed)

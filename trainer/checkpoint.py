@@ -1,9 +1,9 @@
-"""Checkpoints: safetensors files of a step, from which training goes on bit for bit, on any number of ranks.
+"""Checkpoints: safetensors files of a step, from which training continues bit for bit, on any number of ranks.
 
-A file holds the master weights and the optimizer's moments; its header holds where the log is used up. With several
-ranks each writes a file with its own rows of them, and only the first rank's has that header: the rows of all files,
-one after the other, are the whole tensors. A checkpoint appears whole or not at all: a file is written under another
-name and then moved, the first rank's as the last one, and without that there is no checkpoint.
+A file contains the master weights and the optimizer's moments; its header contains the progress in the log. With
+several ranks, each writes a file with its own rows, and only the first rank's file has that header: the rows of all
+files, concatenated, are the whole tensors. A checkpoint appears whole or not at all: each file is written under another
+name and then renamed, the first rank's file last; without this file there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OTHER_RANKS = re.compile(r"step-(\d{8})\.rank-\d+-of-\d+\.safetensors")
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Rows = Mapping[str, tuple[int, int]]
-"""Of each weight that this rank has rows of: the first one, and the one after the last."""
+"""For each weight of which this rank has rows: the first row, and the row after the last."""
 
 
 class TrainerCheckpointError(RuntimeError):
@@ -43,19 +43,19 @@ class TrainerCheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """The fields of a checkpoint beside its tensors."""
+    """The fields of a checkpoint in addition to its tensors."""
 
     run_id: str
     branch: str
     step: int
     version: int
     fingerprint: str
-    """Of the serving view after the step, hexadecimal."""
+    """Fingerprint of the serving view after the step, hexadecimal."""
     config_hash: str
     progress: TopicProgress
-    """Of `groups`."""
+    """Progress in `groups`."""
     online: TopicProgress = field(default_factory=TopicProgress)
-    """Of `online-batches`."""
+    """Progress in `online-batches`."""
 
 
 class CheckpointStore:
@@ -73,10 +73,10 @@ class CheckpointStore:
         pinned: Collection[int] = (),
         ranks: Ranks | None = None,
     ) -> str:
-        """Store one checkpoint, drop the oldest beyond `keep` but for the steps in `pinned`; its path.
+        """Store one checkpoint, delete the oldest beyond `keep` except those in `pinned`, and return its path.
 
         Args:
-            tensors: under `kind/name`: the whole ones, or of several `ranks`, which all call this, the rank's own rows.
+            tensors: under `kind/name`: whole tensors, or with several `ranks`, which all call this, the rank's rows.
         """
         ranks = ranks or SingleRank()
         parts = {} if ranks.size == 1 else {"ranks": ranks.size}
@@ -89,7 +89,7 @@ class CheckpointStore:
         return path
 
     def _put(self, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write one file from where the tensors are: as one value it would take as much memory again."""
+        """Write one file in pieces from the tensors' own memory: as one value it would need the same memory again."""
         with self._filesystem.open(f"{path}.partial", "wb") as file:
             for piece in file_pieces({name: as_weight(name, tensor) for name, tensor in tensors.items()}, metadata):
                 file.write(piece)
@@ -101,12 +101,12 @@ class CheckpointStore:
                 self._filesystem.rm(self._path(old))
         kept = self.steps()
         for name in self._names():
-            # Also of a checkpoint that was not finished.
+            # Also files of an unfinished checkpoint.
             if (match := OTHER_RANKS.fullmatch(name)) and int(match[1]) not in kept:
                 self._filesystem.rm(f"{self._folder}/{name}")
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, ascending."""
+        """Return the steps that have a checkpoint, ascending."""
         return sorted(int(match[1]) for name in self._names() if (match := NAME.fullmatch(name)))
 
     def _names(self) -> list[str]:
@@ -116,20 +116,20 @@ class CheckpointStore:
         return [str(path).rsplit("/", 1)[-1] for path in self._filesystem.ls(self._folder, detail=False)]
 
     def newest(self, last_step: int) -> int | None:
-        """The newest checkpointed step not after `last_step`; None without one."""
+        """Return the newest step with a checkpoint that is not after `last_step`; None if there is none."""
         return max((step for step in self.steps() if step <= last_step), default=None)
 
     def read(self, step: int, rows: Rows | None = None) -> tuple[CheckpointState, dict[str, Tensor]]:
-        """A checkpoint's state and tensors, of each weight in `rows` these rows alone.
+        """Return a checkpoint's state and tensors; for each weight in `rows`, only these rows.
 
-        Raises TrainerCheckpointError when it is damaged.
+        Raises TrainerCheckpointError if it is damaged.
         """
         path = self._path(step)
         try:
             with self._filesystem.open(path, "rb") as file:
                 header = json.loads(_header(file)["__metadata__"][HEADER])
             ranks = header.pop("ranks", 1)
-            # Checkpoints of runs before there were online batches do not speak of them.
+            # Checkpoints from before online batches existed do not have this field.
             progress, online = _progress(header.pop("progress")), header.pop("online", None)
             online = TopicProgress() if online is None else _progress(online)
             state = CheckpointState(**header, progress=progress, online=online)
@@ -138,7 +138,7 @@ class CheckpointStore:
             raise TrainerCheckpointError(f"{path} is damaged: {error}; delete it, and an older one is used") from error
 
     def _joined(self, paths: Iterable[str], rows: Rows) -> dict[str, Tensor]:
-        """The tensors whose rows the files hold one after the other; of these the wanted rows alone are read."""
+        """Read and concatenate the rows of the tensors in the files; only the wanted rows are read."""
         found: dict[str, list[Tensor]] = defaultdict(list)
         passed: dict[str, int] = defaultdict(int)
         for path in paths:
@@ -165,13 +165,13 @@ class CheckpointStore:
 
 
 def _header(file: IO[bytes]) -> dict[str, Any]:
-    """What a safetensors file begins with."""
+    """Read the header of a safetensors file."""
     header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(LENGTH_SIZE), "little")))
     return header
 
 
 def _read(file: IO[bytes], begin: int, into: Tensor) -> Tensor:
-    """The tensor, filled with what lies at byte `begin`. Raises ValueError where the file ends before."""
+    """Fill a tensor from byte `begin` on, and return it. Raises ValueError if the file is too short."""
     if into.numel():
         file.seek(begin)
         if file.readinto(into.reshape(-1).view(torch.uint8).numpy()) != into.nbytes:  # type: ignore[attr-defined]

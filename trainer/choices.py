@@ -1,6 +1,6 @@
-"""The names that a configuration chooses from, and the machine that a step is computed on.
+"""The named choices of a configuration, and the machine that computes a step.
 
-Kept apart from the arithmetic, so that reading a configuration imports no torch.
+Separate from the arithmetic, so that reading a configuration does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AdvantageKind(StrEnum):
 
 
 class BaselineKind(StrEnum):
-    """Name of what is subtracted from the rewards of an online batch."""
+    """Name of the baseline that is subtracted from the rewards of an online batch."""
 
     NONE = "none"
     MEAN = "mean"
@@ -86,18 +86,18 @@ class Forward(StrEnum):
 
 
 CORRECT_THEMSELVES = frozenset({ObjectiveName.DECOUPLED_PPO})
-"""Objectives whose surrogate holds its own weight between sampler and trainer."""
+"""Objectives whose surrogate contains its own weight between sampler and trainer."""
 
 
 MOST_RANKS = 1024
-"""Ranks up to which a recorded hash is recognised."""
+"""Maximum number of ranks for which a recorded hash is recognised."""
 _DEVICES = {"cpu": "a CPU", "cuda": "a CUDA device"}
 
 
 @dataclass(frozen=True, slots=True)
 class StepMachine:
-    """Kind of device, type of the computation, number of ranks. Within one of them a step can be repeated bit for bit;
-    between two of them the weights differ in a few bits."""
+    """Kind of device, type of the computation, number of ranks. On one machine a step can be repeated bit for bit;
+    between two machines the weights differ in a few bits."""
 
     device: str = "cpu"
     compute: str = "float32"
@@ -105,12 +105,12 @@ class StepMachine:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model is laid over the ranks, be it over one for a computation in another type than float32."""
+        """Whether the model is sharded over the ranks, possibly over one rank, for another type than float32."""
         return self.ranks > 1 or self.compute != "float32"
 
     def arithmetic(self) -> dict[str, Any]:
-        """The part of it that belongs in a hash. Empty for one process on a CPU in float32, whose steps keep the hash
-        that they had when there was no other machine.
+        """Return the fields for the hash. Empty for one process on a CPU in float32, so that such steps keep the hash
+        that they had before other machines were supported.
         """
         plain = asdict(ONE_PROCESS)
         return {name: value for name, value in asdict(self).items() if value != plain[name]}
@@ -121,7 +121,7 @@ class StepMachine:
 
 
 def all_machines() -> Iterator[StepMachine]:
-    """Every machine that a step can have been computed on."""
+    """Yield every machine that a step can have been computed on."""
     for ranks in range(1, MOST_RANKS + 1):
         for device in _DEVICES:
             for compute in ("float32", "bfloat16"):

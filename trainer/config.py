@@ -1,6 +1,6 @@
 """Settings of the trainer role.
 
-The fields that shape the arithmetic are hashed into every `train.steps` record, with the machine: two steps with the
+The fields that affect the arithmetic are hashed, with the machine, into every `train.steps` record: two steps with the
 same inputs, seed and hash give the same weights.
 """
 
@@ -34,38 +34,38 @@ from tidemill.trainer.choices import (
 class OnlineSettings(Section):
     """Learning from users: one large step per online batch, by REINFORCE, with simulated groups mixed in.
 
-    `enabled`, `baseline`, `simulated_weight` and `learning_rate_scale` shape the arithmetic of a step.
+    `enabled`, `baseline`, `simulated_weight` and `learning_rate_scale` affect the arithmetic of a step.
     """
 
     enabled: bool = False
-    """Take a step when an online batch is there, and not whenever enough groups are; follow `gate.decisions`."""
+    """Take a step for each online batch, and not whenever there are enough groups; follow `gate.decisions`."""
 
     baseline: BaselineKind = BaselineKind.LEAVE_ONE_OUT
     """The number that is subtracted from an interaction's reward: `leave_one_out`, the mean of the others' rewards;
     `arm`, the same among the interactions of its experiment arm; `mean`, the mean of the batch; `none`, which is
-    right where the rewards are already balanced around a target rate (accepted 1 - rate, rejected -rate)."""
+    right if the rewards are already balanced around a target rate (accepted 1 - rate, rejected -rate)."""
 
     simulated_groups_per_batch: int = Field(default=0, ge=0)
-    """Simulated groups that join each online batch, at most; 0: none. What the feeder issues beyond grows stale."""
+    """Maximum number of simulated groups that join each online batch; 0: none. Further groups become stale."""
 
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """Longest that an online batch waits for its simulated groups; then it is trained with those that are there."""
+    """Maximum time that an online batch waits for its simulated groups; then it is trained with the available ones."""
 
     simulated_weight: float = Field(default=1.0, ge=0)
-    """How much the loss of the simulated groups counts in a step; that of the online batch counts 1."""
+    """Weight of the loss of the simulated groups in a step; the online batch has weight 1."""
 
     learning_rate_scale: float = Field(default=1.0, gt=0)
     """Learning rate of a step with an online batch, as a multiple of the optimizer's."""
 
     max_policy_lag: int = Field(default=0, ge=0)
-    """Most versions that an online batch may lie behind the trainer, on its line. 0: strictly on-policy. Above 0 the
-    batch is weighted by `correction`."""
+    """Maximum number of versions that an online batch may be behind the trainer, counted along the ancestors of the
+    trainer's version. 0: strictly on-policy. Above 0, the batch is weighted by `correction`."""
 
     min_members: int = Field(default=2, ge=1)
-    """A batch with fewer interactions left, corrections aside, is not trained."""
+    """A batch with fewer remaining interactions (corrections not counted) is not trained."""
 
     require_admission: bool = True
-    """Learn only from versions that descend from one that the gate admitted: those passed the floor."""
+    """Learn only from versions that the gate admitted, which passed the floor, and from their descendants."""
 
     @model_validator(mode="after")
     def _baseline_has_others(self) -> Self:
@@ -84,7 +84,7 @@ class CorrectionSettings(Section):
     """Importance weights between the sampler and the trainer."""
 
     kind: CorrectionKind = CorrectionKind.TIS
-    """How the ratio of trainer to sampler probability is bounded."""
+    """Method that bounds the ratio of trainer to sampler probability."""
 
     low: float = Field(default=0.5, ge=0)
     """Lower bound of the ratio, for the kinds that mask."""
@@ -94,16 +94,16 @@ class CorrectionSettings(Section):
 
 
 class KlSettings(Section):
-    """Pull towards the reference, which is the checkpoint that the run started from."""
+    """KL penalty towards the reference, which is the checkpoint that the run started from."""
 
     coefficient: float = Field(default=0.001, ge=0)
-    """Weight of the divergence; 0 leaves the reference's forward pass out."""
+    """Weight of the divergence; with 0, the reference's forward pass is not computed."""
 
     in_loss: bool = False
     """False: in the reward, without gradient, as Composer 2 does. True: a term of the loss, as GRPO does."""
 
     estimator: Estimator = Estimator.K1
-    """k1 belongs in the reward; k3 is the one for the loss."""
+    """Use k1 in the reward and k3 in the loss."""
 
     @model_validator(mode="after")
     def _place_fits_estimator(self) -> Self:
@@ -122,7 +122,7 @@ class OptimizerSettings(Section):
     """Step size after the warm-up."""
 
     decay_steps: int = Field(default=0, ge=0)
-    """Optimizer step by which the learning rate has fallen linearly to its final share; it stays there. 0: no decay."""
+    """Optimizer steps over which the learning rate falls linearly to its final share, then constant. 0: no decay."""
 
     final_learning_rate: float = Field(default=0.1, ge=0, le=1)
     """Learning rate after the decay, as a share of `learning_rate`."""
@@ -150,16 +150,16 @@ class TrainerSettings(Section):
     """Directory of the Hugging Face causal model that the run starts from; also the KL reference."""
 
     objective: ObjectiveName = ObjectiveName.COMPOSER2
-    """Which policy-gradient objective is trained."""
+    """The policy-gradient objective."""
 
     clip_low: float | None = Field(default=None, ge=0)
-    """Lower clip range of the policy ratio; None takes the objective's published value."""
+    """Lower clip range of the policy ratio; None: the objective's published value."""
 
     clip_high: float | None = Field(default=None, ge=0)
-    """Upper clip range of the policy ratio; None takes the objective's published value."""
+    """Upper clip range of the policy ratio; None: the objective's published value."""
 
     length_divisor: float = Field(default=128.0, gt=0)
-    """Constant by which composer2 and dr_grpo divide in place of a rollout's length."""
+    """Constant by which composer2 and dr_grpo divide instead of a rollout's length."""
 
     behaviour_cap: float = Field(default=2.0, gt=0)
     """Bound of the behaviour weight of decoupled_ppo."""
@@ -168,76 +168,76 @@ class TrainerSettings(Section):
     """Importance weights between sampler and trainer."""
 
     kl: KlSettings = KlSettings()
-    """Pull towards the reference."""
+    """KL penalty towards the reference."""
 
     optimizer: OptimizerSettings = OptimizerSettings()
     """AdamW."""
 
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer updates that a batch is split into; all but the first see a policy that has moved since."""
+    """Optimizer updates into which a batch is split; the policy changes after each of them."""
 
     row_tokens: int = Field(default=1024, ge=16)
-    """Tokens packed into one forward pass, shared ones counted once; a longer rollout gets a row of its own."""
+    """Maximum tokens of one forward pass, shared ones counted once; a longer rollout has a row of its own."""
 
     share_prefixes: bool = True
-    """Compute tokens once that segments of a forward pass have in common at their beginnings: the prompt of a group,
-    turns that branches share. Off, each segment is computed by itself, with the same results to rounding."""
+    """Compute the common first tokens of the segments of a forward pass once: the prompt of a group, turns that
+    branches share. Off: each segment is computed by itself, with the same results except for rounding."""
 
     batch_invariant: bool = False
-    """Give each rollout a row of its own (whatever `row_tokens`), so that its logprobs, to the last bit, do not depend
-    on the others of the step. Prompts are shared within a rollout only. Also set by `numerics.batch_invariant`."""
+    """Give each rollout a row of its own (`row_tokens` is ignored), so that its logprobs do not depend, in any bit, on
+    the other rollouts of the step. Prompts are shared within a rollout only. Also set by `numerics.batch_invariant`."""
 
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """Where steps are computed: `cpu`; `cuda`, or `cuda:N` for the GPU with that number; `auto`, a GPU where there is
-    one. Under torchrun each rank takes the GPU of its number on its machine. Results are reproducible on one kind."""
+    """Device that computes the steps: `cpu`; `cuda`, or `cuda:N` for the GPU with that number; `auto`, a GPU if there
+    is one. Under torchrun each rank uses the GPU of its local rank. Results are reproducible on one kind of device."""
 
     compute: Compute = Compute.AUTO
     """Type of the computation: `float32`; `bfloat16`, with master weights and summed gradients in float32; `auto`,
     bfloat16 on a GPU and float32 on a CPU. Results are reproducible for one type."""
 
     checkpoint_activations: bool = False
-    """Compute each layer a second time for its gradients, so that a row needs the memory of one layer and not of all:
-    about a third more work for the same results."""
+    """Compute each layer a second time for its gradients, so that a row needs memory for the activations of one layer
+    and not of all: about a third more work for the same results."""
 
     experts: Experts | None = None
-    """Implementation of a mixture-of-experts model's experts; each gives other last bits. Not set: the one that
-    transformers chooses. Set it for runs that are to be repeated with a later version of transformers."""
+    """Implementation of a mixture-of-experts model's experts; the last bits of the results depend on it. Not set: the
+    one that transformers chooses. Set it for runs that will be repeated with a later version of transformers."""
 
     routing: Routing = Routing.OFF
-    """How tokens find their experts in a mixture of experts: `off`, by the trainer's routers alone; `replayed`, to the
-    experts that the sampler sent them to, with the trainer's own scores of those; `shuffled`, as a control, to the
-    experts that it sent other tokens of the row to; `own`, as `off`, with the share of tokens that the sampler sent
-    elsewhere reported. All but `off` need rollouts with expert ids (rollout.expert_ids, replica.expert_ids); a rollout
-    without them, or with others than the model can be routed by, is not trained on, and counted."""
+    """Routing of tokens to experts in a mixture of experts: `off`, by the trainer's routers only; `replayed`, to the
+    experts that the sampler used, with the trainer's own scores of these; `shuffled`, as a control, to the experts that
+    the sampler used for other tokens of the row; `own`, as `off`, and the share of tokens that the sampler routed
+    differently is reported. All but `off` need rollouts with expert ids (rollout.expert_ids, replica.expert_ids); a
+    rollout without them, or with ids that do not fit the model, is not trained but counted."""
 
     routing_plausible: float = Field(default=0.0, ge=0, lt=1)
-    """With `replayed`: an expert of the sampler's whose probability is below this share of the smallest one among the
-    router's own choice is replaced by the most probable other one. 0: every token is routed as it was sampled."""
+    """With `replayed`: an expert of the sampler is replaced by the most probable other one if its probability is below
+    this share of the smallest one that the router chose itself. 0: every token is routed as it was sampled."""
 
     serving_format: ServingFormat = ServingFormat.BF16
     """Format of the linear weights that replicas serve: `bf16`; `fp8_blocks`, E4M3 with a scale for 128 x 128; `mxfp8`,
-    E4M3 with a scale for 32 of a row; `nvfp4`, E2M1 with E4M3 scales for 16 of a row under an outer one a row
-    (`kernels/quantise.py`). The version holds the values that codes and scales stand for, which bf16 has exactly.
+    E4M3 with a scale for 32 of a row; `nvfp4`, E2M1 with E4M3 scales for 16 of a row and an outer scale for each row
+    (`kernels/quantise.py`). The version contains the values of codes and scales, which bf16 represents exactly.
     Embeddings, the head, routers, norms and biases stay bf16, and so do activations and the KV cache."""
 
     forward: Forward = Forward.MATCHED
-    """Weights that the trainer computes with: `matched`, those that are served, in `serving_format`, whose gradients
-    go to the master weights as they are (straight-through); `masters`, to compare, the master weights in bf16: then
-    trainer and sampler differ by what the format lost. The KL reference is held as the policy is."""
+    """Weights that the trainer computes with: `matched`, the served ones, in `serving_format`, with gradients that are
+    applied to the master weights unchanged (straight-through); `masters`, to compare, the master weights in bf16: then
+    trainer and sampler differ by the format's rounding error. The KL reference has the same format as the policy."""
 
     threads: int = Field(default=1, ge=1)
     """Threads of the tensor library; results are reproducible for a fixed number."""
 
     step_timeout_s: float = Field(default=3600.0, gt=0)
-    """How long one turn of the trainer's loop may take, such as a step with its publication, before the process is
-    taken for hung and ends (`kafka.stall_timeout_s` of 0: never)."""
+    """Timeout of one iteration of the trainer's loop, such as a step with its publication, after which the process
+    counts as hung and ends (with `kafka.stall_timeout_s` 0: never)."""
 
     ranks_timeout_s: float = Field(default=600.0, gt=0)
-    """How long a rank waits for the others, under torchrun, before it takes them for hung and ends: longer than the
-    slowest rank's share of a row, of a publication and of a checkpoint, and than the difference of their starts."""
+    """Timeout of a rank that waits for the others, under torchrun; then it ends. It must be longer than the slowest
+    rank's share of a row, of a publication and of a checkpoint, and than the difference of their start times."""
 
     min_step_seconds: float = Field(default=0.0, ge=0)
-    """Least time between the starts of two steps, to hold the trainer back on purpose."""
+    """Minimum time between the starts of two steps, to slow the trainer down on purpose."""
 
     checkpoint_every: int = Field(default=10, ge=1)
     """Steps between checkpoints; one is also written on stopping."""
@@ -249,39 +249,39 @@ class TrainerSettings(Section):
     """Publication of the weight versions."""
 
     publish_beside: bool = True
-    """Publish a version beside the next step, in a thread of each rank: only the record of that step, a checkpoint and
-    going back to an older version wait for it. Weights and records are the same, bit for bit. The thread reads the copy
-    of the weights that was made for their fingerprint, so it needs no other copy. The memory of the encoder
-    (`kernels/encoder.py`: some blocks, and up to 64 MiB of output) adds to that of the activations. Off: the trainer
-    waits for every publication, and the two are not in memory together."""
+    """Publish a version in a thread of each rank, at the same time as the next step: only the record of that step, a
+    checkpoint and going back to an older version wait for it. Weights and records are the same, bit for bit. The thread
+    reads the copy of the weights that was made for their fingerprint, so it needs no other copy. The memory of the
+    encoder (`kernels/encoder.py`: some blocks, and up to 64 MiB of output) is needed in addition to the activations.
+    Off: the trainer waits for every publication, and the two are not in memory together."""
 
     read_ahead_bytes: int = Field(default=256 * 2**20, ge=2**20)
-    """Bytes of rollouts held in memory ahead of the groups that refer to them; older ones are fetched again."""
+    """Bytes of rollouts in memory that were read before the groups that refer to them; older ones are fetched again."""
 
     max_waiting_batches: int = Field(default=16, ge=1)
-    """Batches' worth of groups that wait in memory to be trained; while so many wait, `groups` is not read on."""
+    """Maximum groups that wait in memory to be trained, counted in batches; then `groups` is not read further."""
 
     remembered_groups: int = Field(default=20_000, ge=1)
-    """Ids of groups, and of online batches, remembered so that one that was emitted twice is trained once."""
+    """Number of remembered ids of groups, and of online batches, so that a duplicate is not trained again."""
 
     in_order: bool = False
-    """Train the groups strictly in log order, each decided at the version that the batches before it lead to. The
-    weights of every step are then a function of `groups` and `rollouts`, for any timing and stops. Needs
+    """Train the groups strictly in log order, and decide each at the version that the batches before it give. The
+    weights of every step then depend on `groups` and `rollouts` only, and not on timing or stops. Needs
     `groups` in one partition (kafka.partitions 1)."""
 
     accept_replays: tuple[str, ...] = ()
-    """Ids of replays whose records are trained; those of any other replay are excluded, and counted as `replayed`."""
+    """Ids of replays whose records are trained; records of other replays are excluded and counted as `replayed`."""
 
     score_older_every: int = Field(default=10, ge=0)
-    """Steps from one to the next in which some tokens of older weights are scored at these weights too, so that what
-    engines make of equal weights is told from what the weights learnt since (`tidemill query mismatch`). In such a step
-    the first row of each rank is computed once more, without gradients; for one step a copy of the weights is kept (2
-    bytes a parameter, sharded as they are). 0: never."""
+    """Interval, in steps, at which some tokens of older weights are also scored with those weights, to separate the
+    mismatch between engines at equal weights from that of staleness (`tidemill query mismatch`). In such a step the
+    first row of each rank is computed again, without gradients; a copy of the weights is kept for one step (2 bytes a
+    parameter, sharded as they are). 0: never."""
 
     accept_other_sampling: bool = False
-    """Train also what was sampled at a temperature other than 1, or from a part of the distribution. Its recorded
-    logprobs are those of the model's own distribution, so its weights between sampler and trainer are wrong. Off: it is
-    excluded, and counted as `other_sampling`."""
+    """Train also tokens sampled at a temperature other than 1, or from a part of the distribution. Their recorded
+    logprobs are from the model's own distribution, so their weights between sampler and trainer are wrong. Off: they
+    are excluded and counted as `other_sampling`."""
 
     online: OnlineSettings = OnlineSettings()
     """Learning from users."""
@@ -319,11 +319,11 @@ class TrainerSettings(Section):
         return self
 
     def arithmetic_hash(self, machine: StepMachine = ONE_PROCESS) -> str:
-        """Hash of what shapes the arithmetic of a step on `machine`, 16 hexadecimal digits."""
+        """Return the hash of everything that affects the arithmetic of a step on `machine`, 16 hexadecimal digits."""
         return _hash(self._arithmetic(), machine)
 
     def difference(self, recorded: str, machine: StepMachine) -> str:
-        """How a step with the hash `recorded` was trained, and how `machine` would train it with these settings."""
+        """Describe how a step with the hash `recorded` was trained, and how `machine` trains it with these settings."""
         fields = self._arithmetic()
         for other in all_machines():
             if _hash(fields, other) == recorded:
@@ -332,17 +332,17 @@ class TrainerSettings(Section):
 
     def _arithmetic(self) -> dict[str, Any]:
         fields = self.model_dump(mode="json", include=set(ARITHMETIC_FIELDS))
-        # Left out where nothing is learnt from users, so that the steps of such runs keep their hash.
+        # Left out if online mode is off, so that the steps of such runs keep their hash.
         if self.online.enabled:
             fields["online"] = self.online.model_dump(mode="json", include=set(ONLINE_ARITHMETIC_FIELDS))
-        # Left out where nothing is shared, so that the steps of runs from before the setting keep their hash.
+        # Left out if prefixes are not shared, so that the steps of runs from before this setting keep their hash.
         if self.share_prefixes:
             fields["share_prefixes"] = True
         if self.batch_invariant:
             fields["batch_invariant"] = True
         if self.experts is not None:
             fields["experts"] = self.experts.value
-        # What is only compared changes no bit.
+        # `own` only compares the routing; it changes no bit.
         if self.routing not in (Routing.OFF, Routing.OWN):
             fields["routing"] = [self.routing.value, self.routing_plausible]
         if self.serving_format is not ServingFormat.BF16:

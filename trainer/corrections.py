@@ -1,22 +1,22 @@
-"""Importance weights between the sampler and the trainer, and how far two policies are apart.
+"""Importance weights between the sampler and the trainer, and measures of the difference between two policies.
 
 The sampler and the trainer differ by policy lag and by their kernels, so a token sampled with probability mu is trained
-with weight rho = pi_trainer / mu, bounded in one of the ways below. Weights never carry a gradient, which would bias
-the policy gradient. Per-token weights have bias O(T^2) in the mismatch; per-sequence ones have none and a variance that
-grows with length, which the geometric mean avoids. Shapes: `log_ratio` f4[T] is log pi_trainer - log mu of each sampled
-token, `sequence` i8[T] the rollout it belongs to, in [0, n); `bounds` are of the ratio, `low` is used by the masks and
-`high` by all. Each returns f4[T]. Sources: TIS and its sequence form, MIS, geometric rejection as in verl's "rollout
-correction" notes; IcePop for the two-sided mask.
+with weight rho = pi_trainer / mu, bounded by one of the methods below. Weights never have a gradient, which would bias
+the policy gradient. Per-token weights have bias O(T^2) in the mismatch; per-sequence ones have none, but a variance
+that grows with length, which the geometric mean avoids. Shapes: `log_ratio` f4[T] is log pi_trainer - log mu of each
+sampled token, `sequence` i8[T] its rollout, in [0, n); `bounds` apply to the ratio, `low` is used by the masks and
+`high` by all. Each function returns f4[T]. Sources: TIS and its sequence form, MIS, geometric rejection as in verl's
+"rollout correction" notes; IcePop for the two-sided mask.
 
 Estimators of the Kullback-Leibler divergence from samples: for x drawn from q, with r = p(x) / q(x) (J. Schulman,
 "Approximating KL divergence", 2020):
 
-- k1 = -log r: unbiased, and its spread stays moderate as p and q part, which is why Composer 2 uses it;
+- k1 = -log r: unbiased, and its variance stays moderate as p and q diverge, which is why Composer 2 uses it;
 - k2 = (log r)^2 / 2: biased, low variance;
-- k3 = r - 1 - log r: unbiased and never negative, but its variance explodes as p and q part.
+- k3 = r - 1 - log r: unbiased and never negative, but its variance explodes as p and q diverge.
 
-Where an estimator is used matters as much as which: the gradient of k1 *as a loss* is zero on average when x is drawn
-from the policy under training, so k1 belongs in the reward (detached), and only k3 belongs in a loss.
+The place of an estimator matters as much as its kind: the gradient of k1 *as a loss* is zero on average when x is drawn
+from the trained policy, so k1 belongs in the reward (detached), and only k3 belongs in a loss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tidemill.trainer.config import CorrectionSettings
 
 
 def none(log_ratio: Tensor, sequence: Tensor, n: int, bounds: CorrectionSettings) -> Tensor:
-    """1 for every token."""
+    """Return 1 for every token."""
     return torch.ones_like(log_ratio)
 
 
@@ -41,7 +41,7 @@ def tis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: CorrectionSettings)
 
 
 def mis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: CorrectionSettings) -> Tensor:
-    """rho_t where low <= rho_t <= high, else 0: masked importance sampling (IcePop)."""
+    """rho_t if low <= rho_t <= high, otherwise 0: masked importance sampling (IcePop)."""
     ratio = log_ratio.exp()
     return torch.where((ratio >= bounds.low) & (ratio <= bounds.high), ratio, 0.0)
 
@@ -52,13 +52,13 @@ def sequence_tis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: Correction
 
 
 def sequence_mis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: CorrectionSettings) -> Tensor:
-    """prod_t rho_t where it is at most high, else 0."""
+    """prod_t rho_t if it is at most high, otherwise 0."""
     ratio = sequence_sum(log_ratio, sequence, n).exp()
     return torch.where(ratio <= bounds.high, ratio, 0.0)[sequence]
 
 
 def geometric(log_ratio: Tensor, sequence: Tensor, n: int, bounds: CorrectionSettings) -> Tensor:
-    """1 for the rollouts whose geometric mean ratio lies in [low, high], else 0.
+    """Return 1 for the rollouts whose geometric mean ratio is in [low, high], otherwise 0.
 
     The mean over tokens does not grow with length: a ratio of 1.1 a token is 2.6 after 10 tokens and 13,780 after 100.
     """
@@ -81,12 +81,12 @@ CORRECTIONS: dict[CorrectionKind, Correction] = {
 def correction_weights(
     correction: CorrectionSettings, trainer: Tensor, sampler: Tensor, sequence: Tensor, n: int
 ) -> Tensor:
-    """f4[T]: the weights of tokens with these logprobs (f4[T] each); carries no gradient."""
+    """Return f4[T]: the weights of tokens with these logprobs (f4[T] each); without gradient."""
     return CORRECTIONS[correction.kind](trainer.detach() - sampler, sequence, n, correction)
 
 
 def bounded(correction: CorrectionSettings, weights: Tensor) -> Tensor:
-    """bool[T]: which of the `weights` (f4[T]) are at their bound, or 0 since a ratio is beyond one."""
+    """Return bool[T]: which of the `weights` (f4[T]) are at their bound, or 0 because a ratio is beyond a bound."""
     kind = correction.kind
     if kind is CorrectionKind.NONE:
         return torch.zeros_like(weights, dtype=torch.bool)
@@ -95,12 +95,12 @@ def bounded(correction: CorrectionSettings, weights: Tensor) -> Tensor:
 
 
 def sequence_sum(values: Tensor, sequence: Tensor, n: int) -> Tensor:
-    """f4[n]: the sum of `values` f4[T] over the tokens of each rollout, in token order."""
+    """Return f4[n]: the sum of `values` f4[T] over the tokens of each rollout, in token order."""
     return values.new_zeros(n).index_add(0, sequence, values)
 
 
 def sequence_lengths(sequence: Tensor, n: int) -> Tensor:
-    """f4[n]: sampled tokens of each rollout."""
+    """Return f4[n]: the number of sampled tokens of each rollout."""
     return torch.bincount(sequence, minlength=n).to(torch.float32)
 
 
@@ -123,7 +123,7 @@ ESTIMATORS: dict[Estimator, Callable[[Tensor], Tensor]] = {Estimator.K1: k1, Est
 
 
 def effective_sample_size(log_ratio: Tensor) -> float:
-    """(sum w)^2 / (n * sum w^2) with w = exp(log_ratio), in (0, 1]: the share of samples that still count."""
+    """(sum w)^2 / (n * sum w^2) with w = exp(log_ratio), in (0, 1]: the effective share of the samples."""
     weights = (log_ratio - log_ratio.max()).double().exp()
     return float(weights.sum().square() / (weights.numel() * weights.square().sum()))
 

@@ -1,4 +1,4 @@
-"""The device that a process trains on, and the switches that make its results repeatable."""
+"""The device on which a process trains, and the options that make its results repeatable."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tidemill.trainer.choices import Compute, StepMachine
 from tidemill.trainer.config import TrainerSettings
 
 KEPT_BLOCK, KEPT_BLOCK_SHARDED = 1 << 30, 1 << 23
-"""Bytes of the largest block that `keep_freed_memory` is told to keep; the second for a sharded model. Gathered layers
-come and go between activations that stay: kept among these, they left holes of up to half of a rank's memory."""
+"""Bytes of the largest block that `keep_freed_memory` keeps; the second for a sharded model. Gathered layers are
+allocated and freed between long-lived activations: if kept, they left holes of up to half of a rank's memory."""
 
 _FIXED_ON_A_GPU = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
 }
-"""Read by the libraries when they start. Without them matrix products and sums over ranks may differ in their last bits
-from one call to the next. A value that the environment has already is kept."""
+"""Environment variables that the libraries read when they start. Without them, matrix products and sums over ranks may
+differ in their last bits from one call to the next. A value that is already set is kept."""
 
 
 class DeviceError(ValueError):
-    """The device of the settings is not there; the message says what to do."""
+    """The device of the settings does not exist; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where this process is among those of the job on its machine."""
+    """The position of this process among the processes of the job on its machine."""
 
     local_rank: int = 0
     ranks_here: int = 1
@@ -40,9 +40,9 @@ ALONE = RankPlace()
 
 
 def device_of(settings: TrainerSettings, place: RankPlace) -> torch.device:
-    """The device of this process.
+    """Return the device of this process.
 
-    Raises DeviceError for a GPU that is not there, or one GPU for several processes.
+    Raises DeviceError for a GPU that does not exist, or one GPU for several processes.
     """
     name, _, number = settings.device.partition(":")
     there = torch.cuda.device_count()
@@ -63,20 +63,20 @@ def device_of(settings: TrainerSettings, place: RankPlace) -> torch.device:
 
 
 def compute_dtype(settings: TrainerSettings, device: torch.device) -> torch.dtype:
-    """The type that layers are computed in."""
+    """Return the type in which layers are computed."""
     if settings.compute is Compute.AUTO:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return torch.float32 if settings.compute is Compute.FLOAT32 else torch.bfloat16
 
 
 def machine_of(settings: TrainerSettings, place: RankPlace, ranks: int) -> StepMachine:
-    """The machine that a job of so many ranks computes its steps on. Raises DeviceError."""
+    """Return the machine on which a job of `ranks` ranks computes its steps. Raises DeviceError."""
     device = device_of(settings, place)
     return StepMachine(device.type, str(compute_dtype(settings, device)).removeprefix("torch."), ranks)
 
 
 def backend() -> str:
-    """The name of the backend of torch's process groups for the ranks."""
+    """Return the backend of torch's process groups for the ranks."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
@@ -84,7 +84,7 @@ def make_deterministic(threads: int, device: torch.device | None = None) -> None
     """Fix the thread count and refuse nondeterministic operations, for the whole process."""
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    # On by default, it writes NaN over every new tensor before it is filled: an eighth of a step.
+    # By default, this writes NaN into every new tensor before it is filled, which takes an eighth of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device is not None and device.type == "cuda":
         for name, value in _FIXED_ON_A_GPU.items():
@@ -96,10 +96,10 @@ def make_deterministic(threads: int, device: torch.device | None = None) -> None
 
 
 def keep_freed_memory(largest_block: int) -> None:
-    """Let this process keep what a step frees, where its allocator is glibc's: the next step needs as much again.
+    """Make this process keep the memory that a step frees, if its allocator is glibc's: the next step needs it again.
 
-    Given back, every page would be faulted in and cleared anew, a twentieth of a step. Blocks above `largest_block`
-    bytes are given back all the same.
+    Otherwise every page would be returned to the system, faulted in and cleared again, a twentieth of a step. Blocks
+    above `largest_block` bytes are still returned.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""The recorded steps of a run, and their inputs as the log has them."""
+"""The recorded steps of a run, and their inputs from the log."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tidemill.trainer.trainable import DecidedStep, Reference, TrainableBatch
 
 
 class NotRepeatableError(RuntimeError):
-    """Recorded steps form no chain, or one that is made again cannot give its weights; the message says what to do."""
+    """Recorded steps form no chain, or a step cannot give its weights again; the message says what to do."""
 
 
 def read_steps(kafka: KafkaSettings, run_id: str) -> list[TrainStep]:
-    """The recorded steps of a run, in order from step 1. Raises NotRepeatableError as `read_history`."""
+    """Return the recorded steps of a run, in order from step 1. Raises NotRepeatableError as `read_history` does."""
     return read_history(kafka, run_id)[0]
 
 
 def read_history(kafka: KafkaSettings, run_id: str) -> tuple[list[TrainStep], StepPlan | None]:
-    """The recorded steps of a run, in order from step 1, and the plan of the step after them, where it was begun.
+    """Return the recorded steps of a run, in order from step 1, and the plan of the step after them, if there is one.
 
-    Of several plans the newest: it says that those before it could not be carried out any more.
+    Of several plans it returns the newest, which replaces the earlier ones.
 
-    Raises NotRepeatableError when a step is missing or there twice.
+    Raises NotRepeatableError if a step is missing or recorded twice.
     """
     with LogReader(kafka, [Topic.STEPS], client_id=CLIENT) as reader:
         found = [located.record for located in reader.read_to_end()]
@@ -48,9 +48,9 @@ def read_history(kafka: KafkaSettings, run_id: str) -> tuple[list[TrainStep], St
 
 
 def path_back(version: int, steps: dict[int, TrainStep], saved: set[int]) -> tuple[int, list[TrainStep]]:
-    """The nearest version on the line of `version` that is in `saved`, else 0, and the steps from it on, in order.
+    """Return the nearest ancestor of `version` (or itself) in `saved`, otherwise 0, and the steps from it on, in order.
 
-    `steps` are by the version that each made.
+    `steps` maps each version to the step that made it.
     """
     path: list[TrainStep] = []
     while version and version not in saved:
@@ -78,10 +78,10 @@ class RecordedInputs:
         self._interactions = InteractionLog(kafka, vocab_size)
 
     def of(self, record: DecidedStep) -> StepBatch:
-        """The inputs of a step, without those that were excluded when it was planned.
+        """Return the inputs of a step, without those that were excluded when it was planned.
 
-        Raises MissingRolloutError, InvalidRolloutError or LookupError for what the log no longer holds,
-        NotRepeatableError for interactions.
+        Raises MissingRolloutError, InvalidRolloutError or LookupError if the log no longer has an input,
+        NotRepeatableError if it no longer has an interaction.
         """
         groups = [
             trainable(Reference(place, self._groups.at(place)), self._rollouts, self._vocab_size, self.routed)

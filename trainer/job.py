@@ -1,8 +1,8 @@
-"""The processes of a training job: one, or as many as torchrun started, on one machine or several.
+"""The processes of a training job: one, or all that torchrun started, on one machine or several.
 
-Keeps true: a rank that fails or is killed ends the job on every rank, with an error that names it, at the latest after
-`trainer.ranks_timeout_s`; nobody is waited for longer. While the first rank has nothing to do the others wait, however
-long that is, and end when it does.
+Invariant: a rank that fails or is killed ends the job on every rank, with an error that names it, at the latest after
+`trainer.ranks_timeout_s`; no wait is longer. Only while the first rank is idle, the other ranks wait without this
+limit, and they end when it ends.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tidemill.trainer.device import ALONE, RankPlace, backend
 T = TypeVar("T")
 
 AWAITED_S = 30 * 24 * 3600.0
-"""How long a rank waits for the first one to call it. A first rank that dies ends the wait at once."""
+"""Timeout of a rank that waits for a call of the first rank. If the first rank dies, the wait ends at once."""
 ANSWERS_S = 3.0
-"""How long the other ranks are given to say that they have noticed a failure too; who says nothing is the one."""
+"""Time for the other ranks to report that they have noticed a failure too; a rank without a report has failed."""
 LOOK_S = 0.05
 _SAID = "tidemill/said/{}"
 _LOST = "another rank is lost"
@@ -45,18 +45,18 @@ Call = tuple[str, Sequence[Any], Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """This process's place in the job."""
+    """The job, from the view of this process."""
 
     ranks: Ranks
-    """For work that all ranks do together, with bounded waits."""
+    """Channel for work that all ranks do together, with bounded waits."""
     place: RankPlace = ALONE
     _calls: Ranks = field(default_factory=SingleRank)
-    """For what the first rank tells the others to do."""
+    """Channel for the calls that the first rank sends to the others."""
     _store: Any = None
-    """torch's key-value store of the job."""
+    """The key-value store of torch for the job."""
 
     def require_same(self, settings: Mapping[str, Section]) -> None:
-        """Raise ValueError on every rank unless all have the same settings, libraries and code of the trainer."""
+        """Raise ValueError on every rank unless all have the same settings, libraries and trainer code."""
         code = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
         facts = {f"{name}.{key}": value for name, of in settings.items() for key, value in of.model_dump().items()}
         facts |= {"torch": torch.__version__, "transformers": transformers.__version__, "code": code.hexdigest()[:16]}
@@ -74,28 +74,28 @@ class Job:
         self.ranks.on_first(compare)
 
     def tell(self, call: Call | None) -> None:
-        """Tell the other ranks to make a call; None: that there will be no other one. For the first rank."""
+        """Send a call to the other ranks; None: there are no more calls. For the first rank."""
         self._calls.from_first(lambda: call)
 
     def told(self) -> Call | None:
         """Wait for the next call of the first rank. For the other ranks. Raises RanksLostError if the first rank is
-        gone.
+        lost.
         """
         nothing: Call | None = None
         return self._calls.from_first(lambda: nothing)
 
     def together(self, work: Callable[[], T]) -> T:
-        """The result of `work`, in which the ranks wait for each other.
+        """Return the result of `work`, in which the ranks wait for each other.
 
-        Raises what it raises by itself here. Where it ends because of another rank, RanksLostError, which names that
-        rank, with its reason if it gave one.
+        Raises the errors of `work` itself. If it failed because of another rank, raises RanksLostError, which names
+        that rank and its reason, if it reported one.
         """
         if self._store is None:
             return work()
         try:
             return work()
         except Exception as error:
-            # Within a layer torch says in a plain RuntimeError that another rank ended.
+            # Within a layer, torch reports the end of another rank as a plain RuntimeError.
             transport = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo/", "NCCL"))
             if not transport and not isinstance(error, RanksLostError | dist.DistError):
                 self._say(f"{type(error).__name__}: {error}")
@@ -108,7 +108,7 @@ class Job:
             self._store.set(_SAID.format(self.ranks.rank), what)
 
     def _failed_ranks(self) -> str:
-        """Name the failure that the ranks report, else the ranks that no longer answer."""
+        """Name the failures that the ranks reported, otherwise the ranks that do not answer."""
         deadline, said = time.monotonic() + ANSWERS_S, dict[int, str]()
         while len(said) < self.ranks.size and time.monotonic() < deadline:
             try:
@@ -128,9 +128,9 @@ SINGLE = Job(SingleRank())
 
 @contextmanager
 def open_job(timeout_s: float) -> Iterator[Job]:
-    """The job that torchrun made this process a rank of, else this process alone; a rank waits `timeout_s` for others.
+    """Open the job that torchrun started, otherwise a job of this process only; a rank waits `timeout_s` for others.
 
-    Ranks but the first ignore SIGINT and SIGTERM: they end with the first one, which finishes its step.
+    All ranks except the first ignore SIGINT and SIGTERM: they end with the first one, which finishes its step.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield SINGLE

@@ -1,8 +1,8 @@
-"""The trainer's inputs from the log: groups in order, and the rollouts that they refer to by place.
+"""The trainer's inputs from the log: groups in order, and the rollouts to which they refer by position.
 
-`groups` and `rollouts` are co-partitioned and a rollout precedes its group, so reading both forward finds nearly every
-rollout in memory. One that is not there, after a restart or for a group that closed long after, is fetched by offset.
-What is undecodable or is no group goes to the dead-letter topic, and reading goes on.
+`groups` and `rollouts` are co-partitioned and a rollout precedes its group, so with forward reads of both nearly every
+rollout is in memory. A missing one, after a restart or for a group that closed much later, is fetched by offset. Values
+that cannot be decoded or are not groups are written to the dead-letter topic, and reading continues.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tidemill.trainer.trainable import Reference, TrainableGroup, completed
 
 CLIENT = "tidemill-trainer"
 REMINDED_S = 600.0
-"""From one warning to the next."""
+"""Seconds between two warnings."""
 R = TypeVar("R", bound=Group | OnlineBatch)
 _log = logging.getLogger(__name__)
 
 
 class MissingRolloutError(LookupError):
-    """The log holds no such rollout where a group says it is: its retention has passed, or the reference is wrong."""
+    """The log has no rollout at the position in a group: its retention has passed, or the reference is wrong."""
 
 
 class ReadAhead:
-    """Rollouts by place; beyond `limit_bytes` the oldest are forgotten."""
+    """Rollouts by position; beyond `limit_bytes` the oldest are removed."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -57,7 +57,7 @@ class ReadAhead:
             self._bytes -= self._held.popitem(last=False)[1][1]
 
     def take(self, partition: int, offset: int) -> ConsumedRecord | None:
-        """Give a record out and forget it; None when it is not held."""
+        """Remove and return a record; None if it is not in memory."""
         located, size = self._held.pop((partition, offset), (None, 0))
         self._bytes -= size
         return located
@@ -72,21 +72,21 @@ class RolloutLog:
         self._held = ReadAhead(limit_bytes)
 
     def read_ahead(self, timeout_s: float) -> None:
-        """Hold the next rollouts of the log."""
+        """Read the next rollouts of the log into memory."""
         for located in self._reader.poll(timeout_s):
             self._held.put(located)
 
     def with_origin(self, member: GroupMember) -> tuple[Rollout, str]:
-        """The rollout of a group's member, with its segments, and the replay that wrote it; empty: none did.
+        """Return the rollout of a group's member, with its segments, and the replay that wrote it; empty: none did.
 
         Raises:
-            MissingRolloutError: the log or the store no longer holds it.
-            InvalidRolloutError: what lies there is something else.
+            MissingRolloutError: the log or the store no longer has it.
+            InvalidRolloutError: its position contains something else.
             TimeoutError: the broker did not deliver it in time.
         """
         located = self._held.take(member.partition, member.offset)
         if located is None:
-            # The record itself is not held: reading on to it may push it out of memory before it is used.
+            # The record itself is not kept in memory: it could be removed again before it is used.
             place = Position(Topic.ROLLOUTS.value, member.partition, member.offset)
             try:
                 located = self._reader.at(place, self._held.put)
@@ -109,7 +109,7 @@ class RolloutLog:
 
 
 def expert_ids_of(rollout: Rollout, shape: RoutedShape) -> ExpertIds:
-    """The expert ids of a rollout with its segments, for a model of this shape. Raises InvalidRoutingError."""
+    """Return the expert ids of a rollout with its segments, for a model of this shape. Raises InvalidRoutingError."""
     if rollout.expert_ids is None:
         raise InvalidRoutingError(f"rollout {rollout.rollout_id} was recorded without expert ids")
     try:
@@ -119,7 +119,7 @@ def expert_ids_of(rollout: Rollout, shape: RoutedShape) -> ExpertIds:
 
 
 class ReferenceLog(Generic[R]):
-    """The topic of groups or of online batches, from given offsets on.
+    """Reader of the topic of groups or of online batches, from given offsets on.
 
     Args:
         start: "beginning", "end", or next offsets by partition.
@@ -136,7 +136,7 @@ class ReferenceLog(Generic[R]):
         return self._reader.partitions(self._topic)
 
     def poll(self, timeout_s: float, producer: RecordProducer) -> list[Reference[R]]:
-        """The next records; `producer` writes dead letters for the rest."""
+        """Return the next records of its kind; `producer` writes dead letters for others."""
         found: list[Reference[R]] = []
         for located in self._reader.poll(timeout_s):
             if isinstance(located.record, self._kind):
@@ -149,7 +149,7 @@ class ReferenceLog(Generic[R]):
         return found
 
     def at(self, place: StepInput) -> R:
-        """The record at a recorded place. Raises LookupError when something else, or nothing, lies there."""
+        """Return the record at a recorded position. Raises LookupError if there is another record or none."""
         found = self._reader.at(Position(self._topic.value, place.partition, place.offset)).record
         if isinstance(found, self._kind) and _name(found) == place.group_id:
             return found
@@ -165,12 +165,12 @@ def _name(record: Group | OnlineBatch) -> str:
 
 
 class LogInput:
-    """The input of a `BatchBuilder` from the log, as far as it takes any.
+    """Reads the log for a `BatchBuilder`, unless the builder is full.
 
-    What waits in memory is bounded: the groups that the builder lets wait, those of one poll, and
-    `trainer.read_ahead_bytes` of rollouts ahead of them.
+    The memory is bounded: the groups that wait in the builder, those of one poll, and `trainer.read_ahead_bytes` of
+    rollouts that were read ahead.
 
-    Raises ValueError for `trainer.in_order` where the groups lie in several partitions.
+    Raises ValueError for `trainer.in_order` if the groups are in several partitions.
     """
 
     def __init__(
@@ -194,12 +194,12 @@ class LogInput:
         self._vocab_size, self._routed = vocab_size, routed
         self._undecided: deque[Reference[Group]] = deque()
         self._warn_at = 0.0
-        """When to warn again of missed groups, on the monotonic clock."""
+        """Time of the next warning about missed groups, on the monotonic clock."""
 
     def poll(self, timeout_s: float, version: int) -> None:
-        """Read on: hold the next rollouts and let the builder decide the next groups at trainer version `version`.
+        """Read the next rollouts and let the builder decide the next groups at trainer version `version`.
 
-        While the builder is full this only lets the time pass.
+        If the builder is full, only wait.
         """
         if self._builder.full:
             time.sleep(timeout_s)
@@ -241,12 +241,12 @@ class LogInput:
 def trainable(
     read: Reference[Group], rollouts: RolloutLog, vocab_size: int, routed: RoutedShape | None = None
 ) -> TrainableGroup:
-    """A group with the checked rollouts of its completed members.
+    """Return a group with the checked rollouts of its completed members.
 
     Args:
-        routed: what expert ids of the model look like, where tokens are routed by them.
+        routed: the shape of the model's expert ids, if tokens are routed by them.
 
-    Raises as `RolloutLog.with_origin`, and InvalidRoutingError.
+    Raises as `RolloutLog.with_origin` does, and InvalidRoutingError.
     """
     found = [rollouts.with_origin(member) for member in completed(read.record)]
     for rollout, _ in found:

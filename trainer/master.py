@@ -1,17 +1,17 @@
-"""Master weights and their serving view: fp32 for the optimizer, bf16 values for everybody else.
+"""Master weights and their serving view: fp32 for the optimizer, bf16 values for everything else.
 
-The model's parameters are fp32 tensors that only ever hold bf16 values: the serving view, the very numbers that the
-replicas serve. Where these are of a format of fewer bits, the parameters hold what its codes and scales stand for.
-Gradients are taken there and applied to the fp32 masters (straight-through), which are then rounded into the parameters
-again. So trainer and sampler at one version hold equal weights, and an update too small for the view is not lost. Of a
-sharded model each rank has the masters of its own rows. Where such a model is computed in bf16, gathering a layer
-rounds it: the parameters are the masters then, which saves 4 bytes for each of them.
+The model's parameters are fp32 tensors that contain only bf16 values: the serving view, exactly the numbers that the
+replicas serve. If the serving format has fewer bits, the parameters contain the values of its codes and scales.
+Gradients are computed at these parameters and applied to the fp32 masters (straight-through), which are then rounded
+into the parameters again. So trainer and sampler have equal weights at one version, and an update too small for the
+view is not lost. For a sharded model, each rank holds the masters of its own rows. If such a model is computed in bf16,
+gathering a layer rounds it, so the parameters are the masters, which saves 4 bytes for each of them.
 
-To compare, `trainer.forward` can leave the parameters in bf16: then the view is made only while it is read.
+For comparison, `trainer.forward` can keep the parameters in bf16: then the view is made only while it is read.
 
-Every so many steps a copy of the weights is kept for one step, and some of its tokens are scored at these older weights
-that sampled them. It tells what the engines make of equal weights from what the weights learnt since, where no token is
-of the weights that the trainer holds.
+At an interval of steps, a copy of the weights is kept for one step, and some tokens that these older weights sampled
+are scored with them. If no token was sampled by the trainer's present weights, this separates the difference between
+engines at equal weights from the effect of staleness.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tidemill.trainer.serving_view import quantised_weights
 
 
 class MasterWeights:
-    """fp32 master weights of `model`, with AdamW over them, where the model's weights are.
+    """fp32 master weights of `model`, with AdamW over them, on the same device as the model's weights.
 
     Args:
         gathered_in_bf16: the model is sharded, and its layers are gathered in bf16 before they are computed.
 
-    Raises ValueError for a model without weights that `serving_format` could hold.
+    Raises ValueError if the model has no weights that `serving_format` can represent.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MasterWeights:
         self._matched = forward is Forward.MATCHED or self._in_parameters
         self._parameters = dict(model.named_parameters())
         self.rows = {name: own_rows(p) for name, p in self._parameters.items() if isinstance(p, DTensor)}
-        """Of each sharded weight, the first row that this rank holds and the one after the last."""
+        """For each sharded weight, the first row that this rank holds and the row after the last."""
         own = {name: own_part(p) for name, p in self._parameters.items()}
         self._masters = own if self._in_parameters else {name: part.clone().float() for name, part in own.items()}
         self._optimizer = torch.optim.AdamW(
@@ -73,14 +73,14 @@ class MasterWeights:
         self._round()
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of step `step` (the first is 1): linear warm-up, then linear decay to the final share."""
+        """Return the learning rate of step `step` (first: 1): linear warm-up, then linear decay to the final share."""
         settings = self._settings
         rise = min(1.0, step / settings.warmup_steps) if settings.warmup_steps else 1.0
         fallen = min(1.0, (step - 1) / settings.decay_steps) if settings.decay_steps else 0.0
         return settings.learning_rate * rise * (1.0 - fallen * (1.0 - settings.final_learning_rate))
 
     def update(self, learning_rate: float) -> float:
-        """Apply the gradients of the model's parameters, clear them, round; the gradient norm before clipping."""
+        """Apply the gradients of the parameters, clear them and round; return the gradient norm before clipping."""
         found = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(found, error_if_nonfinite=True, foreach=False)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -98,7 +98,7 @@ class MasterWeights:
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
-        """Masters, moments and update counts under `kind/name` keys: everything that `load` needs."""
+        """Return masters, moments and update counts under `kind/name` keys: everything that `load` needs."""
         state = {f"master/{name}": master for name, master in self._masters.items()}
         for name, master in self._masters.items():
             for kind, value in self._optimizer.state[master].items():
@@ -106,13 +106,13 @@ class MasterWeights:
         return state
 
     def serving(self) -> dict[str, Tensor]:
-        """A copy of the weights that the model computes with, in bf16; of sharded weights the own rows."""
+        """Return a copy of the weights that the model computes with, in bf16; for sharded weights, the own rows."""
         return {name: own_part(p).to(torch.bfloat16, copy=True) for name, p in self._parameters.items()}
 
     @contextmanager
     def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the model hold other weights, as `serving` gives them; afterwards the rounded masters again."""
-        # Between two steps there are no gradients, which take as much memory as these copies.
+        """Put other weights, in the form of `serving`, into the model; afterwards restore the rounded masters."""
+        # Between two steps there are no gradients, which need as much memory as these copies.
         kept = {name: master.clone() for name, master in self._masters.items()} if self._in_parameters else {}
         try:
             self._hold(weights)
@@ -124,7 +124,7 @@ class MasterWeights:
 
     @contextmanager
     def as_served(self) -> Iterator[None]:
-        """Let the model hold the serving view, on every rank; afterwards again what it computes with."""
+        """Put the serving view into the model, on every rank; afterwards restore the weights that it computes with."""
         if self._matched:
             yield
             return
@@ -135,14 +135,14 @@ class MasterWeights:
             self._round()
 
     def restart(self, model: PreTrainedModel) -> None:
-        """Take over the weights of a whole model, without moments. Raises ValueError when it is another model."""
+        """Load the weights of a whole model, without moments. Raises ValueError if it is another model."""
         whole = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
         self.load(
             {f"master/{name}": w[slice(*self.rows[name])] if name in self.rows else w for name, w in whole.items()}
         )
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a saved state, of sharded weights the own rows. Raises ValueError when it is of another model."""
+        """Load a saved state; for sharded weights, the own rows. Raises ValueError if it is of another model."""
         saved = {key.split("/", 1)[1]: value.shape for key, value in state.items() if key.startswith("master/")}
         own = {name: master.shape for name, master in self._masters.items()}
         if saved != own:
@@ -161,7 +161,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def _hold(self, weights: Mapping[str, Tensor], quantised: frozenset[str] = frozenset()) -> None:
-        """Let the parameters hold `weights` in bf16, those in `quantised` what their codes and scales stand for."""
+        """Set the parameters to `weights` in bf16; those in `quantised` to the values of their codes and scales."""
         for name, parameter in self._parameters.items():
             own, values, form = own_part(parameter), weights[name], self._form
             if form is None or name not in quantised:
@@ -173,10 +173,10 @@ class MasterWeights:
 
 @torch.no_grad()
 def hold_in_format(model: PreTrainedModel, serving_format: ServingFormat) -> None:
-    """Let the linear weights of a model be what a format's codes and scales of them stand for; on every rank."""
+    """Replace the linear weights of a model by the values of their codes and scales in a format; on every rank."""
     form = BLOCK_FORMATS.get(serving_format.value)
     if form is not None:
-        # In one order: ranks gather them together.
+        # In the same order on all ranks, which gather the weights together.
         for name in sorted(quantised_weights(model)):
             _hold_in(model.get_parameter(name), form)
 
@@ -184,25 +184,25 @@ def hold_in_format(model: PreTrainedModel, serving_format: ServingFormat) -> Non
 def _hold_in(weight: Tensor, form: BlockFormat) -> None:
     own = own_part(weight)
     if form.rows > 1 and isinstance(weight, DTensor) and weight.dim() == 2:
-        # A block may lie on two ranks: its scale needs all of its rows.
+        # A block may be split over two ranks, but its scale needs all of its rows.
         own.copy_(dequantise(quantise(weight.full_tensor(), form))[slice(*own_rows(weight))])
     else:
         own.copy_(dequantise(quantise(own, form)))
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds, in the same memory: rows of a sharded one, else all of it."""
+    """Return the part of a tensor that this process holds, in the same memory: its rows if sharded, otherwise all."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def own_rows(tensor: DTensor) -> tuple[int, int]:
-    """Of a tensor that is sharded over its first dimension, the first row held here and the one after the last."""
+    """Return the first row held here of a tensor sharded over its first dimension, and the row after the last."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return offset[0], offset[0] + shape[0]
 
 
 class OlderWeights:
-    """The weights before a step, kept for the step after it every `every` steps; 0: never."""
+    """A copy of the weights before a step, kept for the step after it, every `every` steps; 0: never."""
 
     def __init__(self, model: PreTrainedModel, masters: MasterWeights, ranks: Ranks, every: int) -> None:
         self._model, self._masters, self._ranks, self._every = model, masters, ranks, every
@@ -210,7 +210,7 @@ class OlderWeights:
         self._due: tuple[int, dict[str, Tensor]] | None = None
 
     def begin(self, step: int, version: int) -> None:
-        """Step `step` begins, and the model holds weight version `version`."""
+        """Begin step `step`, before which the model has weight version `version`."""
         if not self._every:
             return
         self._due = self._kept if step % self._every == 0 else None
@@ -219,15 +219,15 @@ class OlderWeights:
     def score(
         self, rows: Sequence[PackedRow], own: PackedRow, sampled: Sequence[Trajectory]
     ) -> tuple[int, Tensor] | None:
-        """Score the first rows of a step whose masters hold its outcome; None where it is not due, or is of no use.
+        """Score the first rows of a step after its update; None if it is not due, or no token is of the older version.
 
         Args:
-            rows: of all ranks; `own` is this rank's first one, on its device.
-            sampled: what the tokens of `rows` are of, by `PackedRow.sequence`.
+            rows: the rows of all ranks; `own` is this rank's first row, on its device.
+            sampled: the rollouts and interactions to which `PackedRow.sequence` refers.
 
         Returns:
-            The version of the older weights and f4[n], the logprobs at these of the n sampled tokens of the rows,
-            whatever version sampled them. On the first rank alone.
+            The version of the older weights, and f4[n]: the logprobs at these weights of the n sampled tokens of the
+            rows, including tokens that another version sampled. On the first rank only.
         """
         due, self._due = self._due, None
         if due is None:
@@ -239,6 +239,6 @@ class OlderWeights:
             return None
         with self._masters.holding(weights):
             logprobs = frozen_logprobs(self._model, own).cpu()
-        # A rank without a row of its own has the shortest one once more: what it found is left out.
+        # A rank without a row of its own computed the shortest row again: its result is left out.
         hands = self._ranks.gather(lambda: logprobs)
         return (version, torch.cat(list(hands[: len(first)]))) if self._ranks.is_first else None

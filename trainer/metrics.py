@@ -1,4 +1,4 @@
-"""The metrics of one optimizer step, from the tensors it trained on: pure functions."""
+"""The metrics of one optimizer step, computed from the tensors that it trained on: pure functions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tidemill.trainer.policy import keeps_scores
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
 STAGE = "train"
-"""Of the staleness records of steps."""
+"""The stage in the staleness records of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
-    """What was seen of the T sampled tokens of one row, where not said otherwise f4[T]; without gradient."""
+    """Values of the T sampled tokens of one row, f4[T] if not stated otherwise; without gradient."""
 
     loss: float
     """The row's share of the loss."""
@@ -32,21 +32,21 @@ class TokenTrace:
     weights: Tensor
     entropy: Tensor
     clipped: Tensor
-    """f4[]: tokens whose clipped surrogate had no gradient."""
+    """f4[]: number of tokens whose clipped surrogate had no gradient."""
     cut: Tensor
     """bool[T]: tokens whose weight between sampler and trainer is bounded, or set to 0."""
     reference_logprobs: Tensor | None = None
-    """Of the reference, where `logprobs` are those from before the step."""
+    """Logprobs of the reference, if `logprobs` are from before the step."""
     routed: Tensor | None = None
-    """i8[5], as `RoutingReplay.seen`; None where no token's routing is looked at."""
+    """i8[5], as `RoutingReplay.seen`; None if the routing is not compared."""
     experts: tuple[Tensor, Tensor] | None = None
-    """i8[n], the tokens of the T on which sampler and trainer are farthest apart, and i4[n, 2, layers, top_k], as
-    `RoutingReplay.experts`: of the tokens that predicted them. None where there are no expert ids."""
+    """i8[n], indices of the tokens on which sampler and trainer differ most, and i4[n, 2, layers, top_k], as
+    `RoutingReplay.experts`, for the tokens that predicted them. None without expert ids."""
 
 
 def trace_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """Entropy in nats, the share of clipped tokens, and how far trainer and sampler are apart on the trained tokens, by
-    policy lag and by arithmetic together."""
+    """Return the entropy in nats, the share of clipped tokens, and the difference between trainer and sampler on the
+    trained tokens, from policy lag and arithmetic together."""
     log_ratio, entropy = _log_ratio(traces), torch.cat([t.entropy for t in traces])
     weights = torch.cat([t.weights for t in traces])
     return {
@@ -65,7 +65,7 @@ def trace_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
 
 
 def reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
-    """Means over the trained rollouts: reward, its components, success, turns and length; nothing without any."""
+    """Return means over the trained rollouts: reward, its components, success, turns and length; empty without any."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}
@@ -84,10 +84,10 @@ def reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
 
 
 def online_metrics(batch: TrainableBatch, advantages: Tensor, traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """Users' reactions to the answers of an online batch, and the share that the gradient rests on.
+    """Return users' rewards for the answers of an online batch, and its effective sizes.
 
-    `ess` is the share of tokens that their weights between sampler and trainer leave; `effective_members` the number of
-    interactions of equal advantage that would weigh as much as these: (sum |A|)^2 / sum A^2 over `advantages` f4[n].
+    `ess` is the effective share of the tokens, given their weights between sampler and trainer; `effective_members` is
+    the equivalent number of interactions with equal advantages: (sum |A|)^2 / sum A^2 over `advantages` f4[n].
     """
     log_ratio = _log_ratio(traces)
     sizes = advantages.double().abs()
@@ -105,7 +105,7 @@ def online_metrics(batch: TrainableBatch, advantages: Tensor, traces: Sequence[T
 
 
 def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """The rewards of the simulated groups beside an online batch."""
+    """Return metrics of the simulated groups that joined an online batch."""
     return {
         "simulated/reward": _mean([float(reward) for group in groups for reward in group.rewards()]),
         "simulated/groups": float(len(groups)),
@@ -115,9 +115,9 @@ def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[TokenTr
 
 
 def optional_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """Shares of the (token, layer) pairs: routed otherwise by the trainer's own routers than by the sampler's, and
-    replaced as implausible; nothing where no token's routing is looked at. Mean of log pi_old - log pi_ref over the
-    trained tokens; nothing where the settings do not ask for both."""
+    """Return the shares of (token, layer) pairs that the trainer's own routers route differently from the sampler, and
+    that were replaced as implausible, if the routing is compared; and the mean of log pi_old - log pi_ref over the
+    trained tokens, if the settings need both."""
     found, seen = {}, [trace.routed for trace in traces if trace.routed is not None]
     if seen:
         otherwise, replaced, pairs, *_ = torch.stack(seen).sum(0).tolist()
@@ -127,7 +127,7 @@ def optional_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
 
 
 def packing_metrics(rows: Sequence[PackedRow]) -> dict[str, float]:
-    """Tokens of the trained segments, and how many the model computes for them in a pass."""
+    """Return the number of tokens of the trained segments, and of the tokens that the model computes in a pass."""
     return {
         "packing/tokens": float(sum(row.tokens for row in rows)),
         "packing/computed": float(sum(row.tree.length for row in rows)),
@@ -137,15 +137,15 @@ def packing_metrics(rows: Sequence[PackedRow]) -> dict[str, float]:
 def flop_metrics(
     size: ModelSize, rows: Iterable[tuple[PackedRow, int]], *, layers_twice: bool = False
 ) -> dict[str, float]:
-    """FLOPs of a step by `ModelSize.forward`, and the numbers that the FLOPs of other tokens follow from.
+    """Return the FLOPs of a step by `ModelSize.forward`, and the numbers to compute those of other tokens.
 
     `flops/forward` and `flops/backward` are those of the tokens that the model computes, `flops/frozen` those of the
-    passes without a gradient. `flops/recomputed` is computed a second time, for memory's sake: scores of the head, and
-    the layers where they are computed twice.
-    `flops/saved` would be computed, attention aside, if every token of every segment stood in a row.
+    passes without a gradient. `flops/recomputed` are those computed a second time to save memory: scores of the head,
+    and the layers with checkpointed activations.
+    `flops/saved` would be added, without attention, if the rows contained every token of every segment.
 
     Args:
-        rows: each with its number of passes without a gradient.
+        rows: each row with its number of passes without a gradient.
     """
     forward, frozen, recomputed, saved = 0.0, 0.0, 0.0, 0.0
     for row, passes in rows:
@@ -171,7 +171,7 @@ def flop_metrics(
 
 
 def lag_counts(rollouts: Iterable[Trajectory], version: int) -> list[LagCount]:
-    """Tokens by policy lag (`version`, which the trainer holds, minus the token's version), ascending."""
+    """Return the number of tokens by policy lag (the trainer's `version` minus the token's version), ascending."""
     counts: Counter[int] = Counter()
     for rollout in rollouts:
         counts.update((version - sampled_versions(rollout)).tolist())
@@ -179,7 +179,7 @@ def lag_counts(rollouts: Iterable[Trajectory], version: int) -> list[LagCount]:
 
 
 def lag_metrics(lag: Sequence[LagCount]) -> dict[str, float]:
-    """Mean and greatest policy lag of the trained tokens, in versions."""
+    """Return the mean and the greatest policy lag of the trained tokens, in versions."""
     tokens = sum(count.tokens for count in lag)
     return {
         "lag/mean": sum(count.lag * count.tokens for count in lag) / tokens,
@@ -188,7 +188,7 @@ def lag_metrics(lag: Sequence[LagCount]) -> dict[str, float]:
 
 
 def staleness_records(record: TrainStep, sampled: Iterable[Trajectory]) -> list[Staleness]:
-    """Policy lag of the tokens that a step trained on, of each replica."""
+    """Return the policy lag of the tokens that a step trained on, for each replica."""
 
     def source(trajectory: Trajectory) -> tuple[str, str]:
         return trajectory.replica_id, trajectory.region

@@ -1,11 +1,11 @@
-"""Mid-training: documents of the log become the checkpoint that reinforcement learning starts from.
+"""Mid-training: it makes the checkpoint from which reinforcement learning starts, from documents of the log.
 
-What holds: the result is a function of the documents up to the recorded offsets, the settings and the seed (for one
-number of threads and one build of the tensor library); documents are taken once each, in the order of their ids.
+Invariants: the result depends only on the documents up to the recorded offsets, the settings and the seed (for one
+number of threads and one build of the tensor library); each document is used once, in the order of the ids.
 
-Documents are packed into rows: every document comes exactly once an epoch, its tokens in order, cut only where it is
-longer than a row; a token is predicted from earlier tokens of its own piece only; the order of an epoch depends on the
-seed alone.
+Documents are packed into rows: every document occurs exactly once in an epoch, its tokens in order, cut only if it is
+longer than a row; a token is predicted only from earlier tokens of its own piece; the order of an epoch depends only on
+the seed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DocumentRow:
 
 
 def epochs(documents: Sequence[Sequence[int]], row_tokens: int, seed: int) -> Iterator[DocumentRow]:
-    """Rows without end: the documents in a new order each epoch. Raises ValueError when there is nothing to predict."""
+    """Yield rows without end, the documents in a new order each epoch. Raises ValueError without tokens to predict."""
     cuts = (document[at : at + row_tokens] for document in documents for at in range(0, len(document), row_tokens))
     pieces = [piece for piece in cuts if len(piece) > 1]
     if not pieces:
@@ -90,7 +90,7 @@ def _row(pieces: Sequence[Sequence[int]]) -> DocumentRow:
 
 @dataclass(frozen=True, slots=True)
 class MidtrainResult:
-    """A trained model with its tokenizer and the course of the loss."""
+    """A trained model with its tokenizer and the losses of all steps."""
 
     model: PreTrainedModel
     tokenizer: Tokenizer
@@ -102,12 +102,12 @@ class MidtrainResult:
 def run(kafka: KafkaSettings, run: RunSettings, settings: MidtrainSettings, chat: ChatSettings) -> None:
     """Read the documents, train, and write the checkpoint to `settings.output`.
 
-    Raises LookupError when there are no documents or they are no longer kept, ValueError for settings that do not fit.
+    Raises LookupError if there are no documents or they are no longer stored, ValueError for settings that do not fit.
     """
     texts, until = read_corpus(kafka, settings)
     _log.info("%d documents to train on", len(texts))
     result = midtrain(texts, settings, run.seed)
-    # What it takes to make the checkpoint again, and how it came out.
+    # Everything that is needed to make the checkpoint again, and the result.
     record = {
         "seed": run.seed,
         "settings": settings.model_dump(mode="json"),
@@ -130,10 +130,10 @@ def run(kafka: KafkaSettings, run: RunSettings, settings: MidtrainSettings, chat
 
 
 def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> tuple[list[str], dict[int, int]]:
-    """The documents below `settings.until`, or up to the end of the topic as it is now; dead letters for the rest. With
-    the offset after the last one, by partition.
+    """Return the documents below `settings.until`, or up to the present end of the topic, and the offset after the last
+    one, by partition; write dead letters for other values.
 
-    Raises LookupError when the topic does not reach the offsets asked for, or holds no document below them.
+    Raises LookupError if the topic ends before the given offsets, or has no document below them.
     """
     with LogReader(kafka, [Topic.DOCUMENTS], client_id=_CLIENT) as reader, RecordProducer(kafka, _CLIENT) as producer:
         until, asked = {partition: end for (_, partition), end in reader.end_offsets().items()}, settings.until
@@ -191,7 +191,7 @@ def midtrain(texts: Sequence[str], settings: MidtrainSettings, seed: int) -> Mid
 
 
 def learning_rate(step: int, settings: MidtrainSettings) -> float:
-    """The learning rate of step `step` (the first is 0): linear warm-up times cosine decay."""
+    """Return the learning rate of step `step` (the first is 0): linear warm-up times cosine decay."""
     warm = min(1.0, (step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
     cosine = 0.5 * (1 + math.cos(math.pi * step / settings.steps))
     floor = settings.final_learning_rate
@@ -199,7 +199,7 @@ def learning_rate(step: int, settings: MidtrainSettings) -> float:
 
 
 def loss_of(model: PreTrainedModel, row: DocumentRow) -> torch.Tensor:
-    """f4[]: mean negative log-likelihood of the row's labelled tokens, in nats."""
+    """Return f4[]: mean negative log-likelihood of the row's labelled tokens, in nats."""
     tree = separate_calls(row.lengths)
     logits = model(input_ids=row.input_ids, position_ids=row.position_ids, tree=tree, use_cache=False).logits
     return cross_entropy(logits[0].float(), row.labels)

@@ -1,4 +1,4 @@
-"""Settings of mid-training: the model to build, the corpus to read and the schedule."""
+"""Settings of mid-training: the model to build, the documents to read and the schedule."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tidemill.schemas.config import Section
 
 
 class ModelShape(Section):
-    """A Qwen3 to build from nothing. The default has 1.8 million parameters."""
+    """A Qwen3 to build with random weights. The default has 1.8 million parameters."""
 
     hidden_size: int = Field(default=192, ge=32, multiple_of=32)
-    """Width of the residual stream; vLLM's kernels want multiples of 32."""
+    """Width of the residual stream; vLLM's kernels need multiples of 32."""
 
     intermediate_size: int = Field(default=576, ge=32, multiple_of=32)
     """Width of the feed-forward layers."""
@@ -26,10 +26,10 @@ class ModelShape(Section):
     """Query heads."""
 
     kv_heads: int = Field(default=2, ge=1)
-    """Key and value heads; the query heads are shared out evenly over them."""
+    """Key and value heads; the query heads are divided evenly among them."""
 
     head_dim: int = Field(default=32, ge=32, multiple_of=32)
-    """Width of a head; vLLM's kernels want multiples of 32."""
+    """Width of a head; vLLM's kernels need multiples of 32."""
 
     max_positions: int = Field(default=2048, ge=64)
     """Longest context."""
@@ -51,17 +51,17 @@ class TokenizerSettings(Section):
     """A byte-level BPE tokenizer to train from the documents."""
 
     vocab_size: int = Field(default=640, ge=320)
-    """Most tokens: 256 bytes, the special tokens and merges; fewer when the documents hold fewer merges."""
+    """Maximum tokens: 256 bytes, the special tokens and merges; fewer if the documents give fewer merges."""
 
     special_tokens: tuple[str, ...] = CHATML_TOKENS
     """Tokens of the chat template that are never split; the last one ends a turn."""
 
     phrases: bool = True
-    """Merges cross words, and stop at digits, ends of lines and special tokens: right for documents with much fixed
-    text, such as tool calls, where a phrase becomes a token. False: merges stay within a word, right for prose."""
+    """Merges cross words, and stop at digits, ends of lines and special tokens: useful for documents with much fixed
+    text, such as tool calls, in which a phrase becomes a token. False: merges stay within a word, useful for prose."""
 
     training_documents: int = Field(default=5_000, ge=1)
-    """Documents that the merges are counted on, from the first."""
+    """Number of first documents from which the merges are counted."""
 
 
 class MidtrainSettings(Section):
@@ -71,11 +71,11 @@ class MidtrainSettings(Section):
     """Directory of the checkpoint to write; an older checkpoint there is replaced."""
 
     source: str = ""
-    """Train on documents of this source only. Empty: on all."""
+    """Train only on documents of this source. Empty: on all."""
 
     until: dict[int, int] = Field(default_factory=dict)
-    """Offset to stop before, by partition of the documents topic. Empty: the ends of the topic at the start. The
-    offsets used are recorded in the checkpoint, so that a run can be made again from the same documents."""
+    """First offset not to read, by partition of the documents topic. Empty: the ends of the topic at the start. The
+    offsets used are recorded in the checkpoint, so that a run can be repeated from the same documents."""
 
     model: ModelShape = ModelShape()
     """The model to build."""
@@ -84,10 +84,10 @@ class MidtrainSettings(Section):
     """The tokenizer to train."""
 
     steps: int = Field(default=200, ge=1)
-    """Optimizer steps; the documents are gone through again, in another order, when they run out."""
+    """Optimizer steps; after all documents, the next epoch uses them in another order."""
 
     row_tokens: int = Field(default=1_536, ge=16)
-    """Tokens of one packed row, which is the batch of one step; longer documents are cut to it."""
+    """Tokens of one packed row, which is the batch of one step; longer documents are cut into pieces of this size."""
 
     learning_rate: float = Field(default=3e-3, gt=0)
     """Peak of the learning rate."""

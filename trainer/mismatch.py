@@ -1,13 +1,13 @@
-"""How far apart sampler and trainer are on the tokens of a step, by part of the difference and by kind of token. Pure.
+"""The mismatch between sampler and trainer on the tokens of a step, by part and by kind of token. Pure.
 
 A token was sampled by an engine at weights s, and is trained from weights t. Its difference is a sum
 (arXiv 2512.01374): log pi_trainer(t) - log pi_sampler(s) =
 
-- log pi_trainer(s) - log pi_sampler(s): what two engines make of equal weights (`engines`), plus
-- log pi_trainer(t) - log pi_trainer(s): what the weights learnt in between (`staleness`).
+- log pi_trainer(s) - log pi_sampler(s): the difference between two engines at equal weights (`engines`), plus
+- log pi_trainer(t) - log pi_trainer(s): the effect of the updates in between (`staleness`).
 
-Tokens of policy lag 0 have the first summand alone. Those of older weights (`lagged`) have both; where the trainer
-scored them at these weights too (`master.OlderWeights`), each is known.
+Tokens of policy lag 0 have only the first summand. Tokens of older weights (`lagged`) have both; if the trainer
+also scored them at these weights (`master.OlderWeights`), each summand is known.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from tidemill.trainer.metrics import TokenTrace
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Dimension = tuple[str, Ints, Sequence[str]]
-"""A property of tokens: its name, the code of each token, and the values that the codes stand for."""
+"""A property of tokens: its name, the code of each token, and the values of the codes."""
 
 WHOLE = "all"
 """The dimension of a whole part, and its only value."""
 POSITIONS = (64, 256, 1024, 4096, 16_384, 65_536)
-"""Where the next bucket of positions begins."""
+"""The first positions of the second and later buckets."""
 LAST_TURN = 8
-"""The turns from this one on are one bucket."""
+"""This turn and all later ones are one bucket."""
 PROBABILITIES = {0.1: "below 0.1", 0.9: "0.1 to 0.9", np.inf: "above 0.9"}
-"""Buckets of the sampler's probability by their upper ends. Engines differ most where a token is unlikely."""
+"""Buckets of the sampler's probability by their upper ends. Engines differ most for unlikely tokens."""
 PLACES = ("first", "inner", "last")
-"""Where a token is in its turn. A turn of one token is a last one: it is the end-of-turn token."""
+"""Position of a token in its turn. The token of a one-token turn counts as last: it is the end-of-turn token."""
 WORST_TOKENS = 16
-"""Tokens of a step that are kept by themselves."""
+"""Number of tokens of a step that are recorded individually."""
 ALARMS = {"k3": 1e-2, "beyond_2": 0.1}
-"""Bounds of numbers of a whole part. At a KL divergence of 0.013 between engines nearly half of the tokens were clipped
+"""Bounds on numbers of a whole part. At a KL divergence of 0.013 between engines nearly half of the tokens were clipped
 and the reward collapsed within 20 steps; a share of 0.1 of ratios beyond 2 precedes the collapse of mixture-of-experts
 training. Both as others quote them, the first from Fireworks, "Frontier-lab Training Infrastructure" (June 2026), the
 second from arXiv 2510.11370: neither figure was read in its source."""
 
 
 class MismatchPart(StrEnum):
-    """Which part of the difference a slice tells of."""
+    """The part of the difference that a slice describes."""
 
     ALL = "all"
     """The whole difference of every token."""
     ENGINES = "engines"
-    """The first summand: of the tokens of policy lag 0, and of those scored at the weights that sampled them."""
+    """The first summand, for tokens of policy lag 0 and for tokens scored at the weights that sampled them."""
     STALENESS = "staleness"
-    """The second summand: of the tokens of older weights that were scored at these too."""
+    """The second summand, for tokens of older weights that were also scored at these weights."""
     LAGGED = "lagged"
-    """The whole difference of tokens of other weights: engines and staleness together."""
+    """The whole difference of tokens of older weights: engines and staleness together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +75,20 @@ class TrainedTokens:
     sampler_logprobs: Tensor
     """f4[T]."""
     weights: Tensor
-    """f4[T]: of the correction."""
+    """f4[T]: the weights of the correction."""
     cut: Tensor
     """bool[T]: whether the correction bounded a token's weight, or set it to 0."""
     advantages: Tensor
-    """f4[n]: of each of the n `trajectories`."""
+    """f4[n]: the advantages of the n `trajectories`."""
     older_version: int
-    """The weights of `older_logprobs`; -1 without any."""
+    """The version of `older_logprobs`; -1 without any."""
     older_logprobs: Tensor
-    """f4[T]: the trainer's at older weights; not a number for tokens that were not scored there."""
+    """f4[T]: the trainer's logprobs at older weights; NaN for tokens that were not scored there."""
     routed: Tensor | None = None
-    """i8[5], as `RoutingReplay.seen`, of all rows; None where no token's routing is looked at."""
+    """i8[5], as `RoutingReplay.seen`, of all rows; None if the routing is not compared."""
     experts: Mapping[int, Tensor] = field(default_factory=dict)
-    """i4[2, layers, top_k], as `RoutingReplay.experts`, of the tokens that predicted some of the T: for each row those
-    on which sampler and trainer are farthest apart."""
+    """i4[2, layers, top_k], as `RoutingReplay.experts`, by index of a sampled token, for the tokens that predicted it:
+    for each row, the tokens on which sampler and trainer differ most."""
 
 
 def trained_tokens(
@@ -98,15 +98,15 @@ def trained_tokens(
     advantages: Tensor,
     older: tuple[int, Tensor] | None,
 ) -> TrainedTokens:
-    """The tokens of the rows of a step.
+    """Return the tokens of the rows of a step.
 
     Args:
-        sequences: i8[n] of each row: which of `trajectories` each token is of. A record's tokens are in one row.
-        traces: of the same rows.
+        sequences: i8[n] for each row: the index in `trajectories` of each token. A record's tokens are in one row.
+        traces: the traces of the same rows.
         advantages: f4[n] of the trajectories.
-        older: version and logprobs of older weights, of the first of these rows (`OlderWeights.score`).
+        older: version and logprobs of older weights, for the first of these rows (`OlderWeights.score`).
     """
-    # Rows hold the tokens of a record in order, and records in any.
+    # Rows contain the tokens of a record in order, but the records in any order.
     order = torch.cat(list(sequences)).argsort(stable=True)
     scored = torch.full((len(order),), torch.nan)
     routed = [trace.routed for trace in traces if trace.routed is not None]
@@ -132,7 +132,7 @@ def trained_tokens(
 
 
 def mismatch_record(record: TrainStep, trained: TrainedTokens) -> Mismatch:
-    """How far apart sampler and trainer were on the tokens of a step."""
+    """Return the record of the mismatch on the tokens of a step."""
     begun = time.perf_counter()
     slices, worst = measure(trained, record.parent_version)
     tokens_otherwise, layers_otherwise = routed_otherwise(trained)
@@ -153,7 +153,7 @@ def mismatch_record(record: TrainStep, trained: TrainedTokens) -> Mismatch:
 
 
 def measure(tokens: TrainedTokens, version: int) -> tuple[list[MismatchSlice], list[WorstToken]]:
-    """Every slice that has a token, and the worst tokens, of a step that started from weight version `version`."""
+    """Return all slices with tokens, and the worst tokens, of a step that started from weight version `version`."""
     found = _TokenPlaces(tokens.trajectories, version)
     difference = tokens.trainer_logprobs - tokens.sampler_logprobs
     scored = (found.version == tokens.older_version) & ~tokens.older_logprobs.isnan().numpy() & (found.lag != 0)
@@ -173,13 +173,13 @@ def measure(tokens: TrainedTokens, version: int) -> tuple[list[MismatchSlice], l
 
 
 def farthest(difference: Tensor) -> Tensor:
-    """Where the `WORST_TOKENS` largest of |difference| (f4[T]) are, the largest first."""
+    """Return the indices of the `WORST_TOKENS` largest values of |difference| (f4[T]), the largest first."""
     return difference.abs().argsort(descending=True, stable=True)[:WORST_TOKENS]
 
 
 def routed_otherwise(tokens: TrainedTokens) -> tuple[float | None, float | None]:
-    """Shares of the tokens, and of the pairs of token and layer, for which the trainer chose other experts than the
-    sampler; None where the sampler's are not known."""
+    """Return the shares of the tokens, and of the (token, layer) pairs, for which the trainer chose other experts than
+    the sampler; None if the sampler's experts are not known."""
     if tokens.routed is None:
         return None, None
     pairs_otherwise, _, pairs, otherwise, seen = tokens.routed.tolist()
@@ -187,14 +187,14 @@ def routed_otherwise(tokens: TrainedTokens) -> tuple[float | None, float | None]
 
 
 def alarms(slices: Sequence[MismatchSlice]) -> dict[str, float]:
-    """The numbers of whole parts that are at or beyond their bounds, as `part/number`."""
+    """Return the numbers of whole parts that are at or beyond their bounds, as `part/number`."""
     whole = [each for each in slices if each.dimension == WHOLE]
     found = {f"{each.part}/{name}": getattr(each, name) for each in whole for name in ALARMS}
     return {name: value for name, value in found.items() if value >= ALARMS[name.split("/")[1]]}
 
 
 def warning(found: Mapping[str, float]) -> str:
-    """The text of a warning about alarms: their numbers, and the advice."""
+    """Return the text of a warning about alarms: their numbers, and the advice."""
     bounds = {name: ALARMS[name.split("/")[1]] for name in found}
     told = ", ".join(f"{name} is {value:.3g} (alarm from {bounds[name]:g} on)" for name, value in found.items())
     return (
@@ -206,7 +206,7 @@ def warning(found: Mapping[str, float]) -> str:
 
 
 class _TokenPlaces:
-    """Where each of the T tokens was found; every array is i8[T]."""
+    """The positions and other properties of the T tokens; every array is i8[T]."""
 
     def __init__(self, trajectories: Sequence[Trajectory], version: int) -> None:
         per_record = [_sampled(trajectory) for trajectory in trajectories]
@@ -216,7 +216,7 @@ class _TokenPlaces:
         self.lag = version - self.version
 
     def dimensions(self, sampler_logprobs: Tensor) -> list[Dimension]:
-        """Every property that slices have in common."""
+        """Return the properties by which tokens are sliced."""
         ends = [0, *POSITIONS]
         positions = [f"{begin}-{end - 1}" for begin, end in zip(ends, POSITIONS, strict=False)]
         lags, lag = np.unique(self.lag, return_inverse=True)
@@ -265,9 +265,9 @@ def _environment(trajectory: Trajectory) -> str:
 
 
 def _sampled(trajectory: Trajectory) -> Ints:
-    """i8[5, T]: version, segment, position in it, turn and place in the turn of each sampled token of a record.
+    """Return i8[5, T]: version, segment, position in it, turn and place in the turn of each sampled token of a record.
 
-    A turn is a run of sampled tokens: at least the end of its message stands between it and the next.
+    A turn is a run of sampled tokens: at least the end of its message separates it from the next turn.
     """
     found, turns = [], 0
     for number, segment in enumerate(trajectory.segments):
@@ -287,7 +287,7 @@ def _sampled(trajectory: Trajectory) -> Ints:
 def _slices(
     part: MismatchPart, difference: Tensor, cut: Tensor, dimensions: Sequence[Dimension]
 ) -> list[MismatchSlice]:
-    """The slices of the n tokens of a part; nothing without any.
+    """Return the slices of the n tokens of a part; empty without tokens.
 
     Args:
         difference: f4[n].
@@ -331,7 +331,7 @@ def _slices(
 
 
 def _quantile(ordered: Floats, begins: Ints, ends: Ints, share: float) -> Floats:
-    """Of each run of ascending values from `begins` to `ends`, both included; between two values by their distance."""
+    """Return the quantile of each run of ascending values from `begins` to `ends`, inclusive; linear interpolation."""
     place = begins + share * (ends - begins)
     below = np.floor(place).astype(np.int64)
     above = np.minimum(below + 1, ends)

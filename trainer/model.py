@@ -1,12 +1,12 @@
-"""Models and tokenizers: built from nothing, loaded, checked for training, written as checkpoints.
+"""Models and tokenizers: built from random weights, loaded, checked for training, written as checkpoints.
 
-What holds: a checkpoint directory has `config.json`, `model.safetensors` in bf16 and the tokenizer's files, which is
-what transformers, vLLM and a weight anchor need; it appears whole or not at all.
+Invariant: a checkpoint directory has `config.json`, `model.safetensors` in bf16 and the tokenizer's files, as
+transformers, vLLM and a weight anchor need them; it appears whole or not at all.
 
-A packed row computes what whole sequences do for models whose layers see other tokens through softmax attention over
-all earlier tokens and in no other way, and whose logits are the output of their head. Any other model would train
-without an error, and wrongly. So a model is refused by what its configuration says, by what its layers hand to
-attention, and by comparing a small row with the model's own results.
+A packed row gives the same results as whole sequences if the layers of the model use other tokens only by softmax
+attention over all earlier tokens, and if its logits are the output of its head. Any other model would be trained
+wrongly, without an error. So three checks can refuse a model: of its configuration, of the arguments that its layers
+pass to attention, and of a small row against the model's own results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def train_tokenizer(texts: Iterable[str], settings: TokenizerSettings) -> Tokenizer:
-    """A byte-level BPE tokenizer: any text has an encoding, and decoding gives the text back."""
+    """Train a byte-level BPE tokenizer: any text has an encoding, and decoding returns the text."""
     tokenizer = Tokenizer(models.BPE())
     if settings.phrases:
         special = "|".join(map(re.escape, settings.special_tokens))
@@ -65,7 +65,7 @@ def train_tokenizer(texts: Iterable[str], settings: TokenizerSettings) -> Tokeni
 
 
 def build_model(shape: ModelShape, tokenizer: Tokenizer, end_token: str, seed: int) -> PreTrainedModel:
-    """A Qwen3 with random fp32 weights, the same for the same seed. Leaves torch's global generator seeded."""
+    """Build a Qwen3 with random fp32 weights, the same for the same seed. Sets the seed of torch's global generator."""
     torch.manual_seed(seed)
     end = tokenizer.token_to_id(end_token)
     config = Qwen3Config(
@@ -87,9 +87,9 @@ def build_model(shape: ModelShape, tokenizer: Tokenizer, end_token: str, seed: i
 
 
 def load_model(directory: str, experts: Experts | None = None) -> PreTrainedModel:
-    """The causal model of a checkpoint directory, in fp32, with that implementation of its experts.
+    """Load the causal model of a checkpoint directory, in fp32, with the given implementation of its experts.
 
-    Raises FileNotFoundError when there is none, ValueError for a model without experts where one is named.
+    Raises FileNotFoundError if there is none, ValueError for a model without experts if `experts` is given.
     """
     path, options = Path(directory), {} if experts is None else {"experts_implementation": experts.value}
     if not (path / "config.json").is_file():
@@ -108,7 +108,7 @@ def save_checkpoint(
     chat_template: str,
     files: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a checkpoint, weights rounded to bf16, with some more `files`, text by name."""
+    """Write a checkpoint, with weights rounded to bf16 and additional `files`, text by name."""
     final = Path(directory)
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -126,12 +126,12 @@ def save_checkpoint(
 
 
 PACKED_ATTENTION = "tidemill_packed"
-"""Name under which transformers knows packed attention."""
+"""Name of packed attention in transformers."""
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 CHECK = "tidemill_check"
-"""Method of a sharded model that is `_seen_problem`, with the gathering of weights around it."""
+"""Method of a sharded model: `_seen_problem` with its weights gathered for the call."""
 TOLERANCE = 2e-3
-"""Largest difference of a logprob, in nats, that is put down to rounding in float32."""
+"""Largest difference of a logprob, in nats, that rounding in float32 explains."""
 _STATED = {
     "alibi": "ALiBi, a position bias on the attention scores",
     "attn_logit_softcapping": "a soft cap on the attention scores",
@@ -145,9 +145,9 @@ _WAY_OUT = (
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make `model` take a `tree` (see `attention.packed_attention`). Of a sharded model every rank calls this.
+    """Make `model` accept a `tree` (see `attention.packed_attention`). For a sharded model, every rank calls this.
 
-    Raises UntrainableModelError, which names what is in the way, for a model that is not right in packed rows.
+    Raises UntrainableModelError, which names the reason, if the model gives wrong results in packed rows.
     """
     if model.config._attn_implementation == PACKED_ATTENTION:
         return
@@ -190,7 +190,7 @@ def _seen_problem(model: PreTrainedModel) -> str:
         return "it has no linear head over a base model"
     device = head.weight.device
     ids, depths, tree = ids.to(device), depths.to(device), tree_calls(parents.numpy()).to(device)
-    # The weights of a sharded model are gathered already; a call would do that once more.
+    # The weights of a sharded model are already gathered; calling the module would gather them again.
     sharded = isinstance(model, FSDPModule)
     forward = model.forward if sharded else model
     whole = [forward(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths]

@@ -1,9 +1,9 @@
-"""The size of a model, and the arithmetic of its passes: parameters, what a token uses of them, and FLOPs.
+"""The size of a model, and the arithmetic of its passes: all parameters, those that a token uses, and FLOPs.
 
-A pass forward over a token multiplies and adds once with each parameter that the token uses: 2 FLOPs a parameter
+A forward pass over a token multiplies and adds once with each parameter that the token uses: 2 FLOPs a parameter
 (arXiv 2001.08361, section 2.1). Attention adds, for each pair of a token and a token that it attends to, two products
 of a head's width in each head and layer: 4 x layers x heads x head width FLOPs (arXiv 2204.02311, appendix B, which has
-12 for forward and backward together). A pass backward costs twice the pass forward. Norms, rotations and softmax are
+12 for forward and backward together). A backward pass costs twice the forward pass. Norms, rotations and softmax are
 left out, as in both sources.
 """
 
@@ -19,18 +19,18 @@ _USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "to
 
 
 class UnknownModelError(ValueError):
-    """The size of a model cannot be told; the text says why, and what to do."""
+    """The size of a model cannot be determined; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Parameters of a causal model, each counted once, and the widths that memory and arithmetic depend on."""
+    """Parameters of a causal model, each counted once, and the widths on which memory and arithmetic depend."""
 
     parameters: int
     root: int
     """Parameters outside the layers: embedding, head and last norm."""
     head: int
-    """Parameters of the head; where it is tied they are those of the embedding."""
+    """Parameters of the head; if it is tied, those of the embedding."""
     tied: bool
     experts: int
     """Parameters of all routed experts; 0 in a dense model."""
@@ -42,7 +42,7 @@ class ModelSize:
     kv_heads: int
     head_width: int
     feed_forward: int
-    """Width of the feed-forward layer as one token uses it: that of an expert times the experts that it uses."""
+    """Width of the feed-forward layer for one token: with experts, the width of an expert times the experts used."""
     used_experts: int
     """Routed experts that one token uses in a layer; 0 in a dense model."""
     normed_heads: bool
@@ -51,23 +51,23 @@ class ModelSize:
 
     @property
     def body(self) -> int:
-        """Parameters that a token is multiplied with before the head. An embedding is looked up, not multiplied."""
+        """Parameters with which a token is multiplied before the head. An embedding is looked up, not multiplied."""
         unused = self.experts - round(self.experts * self.expert_share)
         return self.parameters - self.head - (0 if self.tied else self.vocabulary * self.hidden) - unused
 
     @property
     def active(self) -> int:
-        """Parameters that a token is multiplied with, the head's included."""
+        """Parameters with which a token is multiplied, including the head."""
         return self.body + self.head
 
     @property
     def pair(self) -> int:
-        """FLOPs forward of a token that attends to one other, in all layers."""
+        """Forward FLOPs of a token that attends to one other token, in all layers."""
         return 4 * self.layers * self.heads * self.head_width
 
     @property
     def layer(self) -> int:
-        """Parameters of a layer, its routed experts included; the mean over the layers."""
+        """Parameters of a layer, including its routed experts; the mean over the layers."""
         return (self.parameters - self.root) // self.layers
 
     @property
@@ -76,12 +76,12 @@ class ModelSize:
         return self.experts // self.layers
 
     def forward(self, tokens: float, pairs: float, scored: float) -> float:
-        """FLOPs of a pass forward over `tokens`, with `pairs` of attention, of which `scored` tokens reach the head."""
+        """Return the FLOPs of a forward pass over `tokens`, with `pairs` of attention; `scored` tokens use the head."""
         return 2.0 * (self.body * tokens + self.head * scored) + self.pair * pairs
 
 
 def size_of(model: PreTrainedModel) -> ModelSize:
-    """The size of a causal model, which may lie on the `meta` device. Raises UnknownModelError."""
+    """Return the size of a causal model, which may be on the `meta` device. Raises UnknownModelError."""
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
@@ -127,9 +127,9 @@ def size_of(model: PreTrainedModel) -> ModelSize:
 
 
 def size_of_name(name: str) -> ModelSize:
-    """The size of a model by its directory, or by its name on a hub; no weights are loaded. Raises UnknownModelError.
+    """Return the size of a model in a directory or on a hub; no weights are loaded. Raises UnknownModelError.
 
-    A directory needs nothing but the model's `config.json`.
+    A directory needs only the model's `config.json`.
     """
     try:
         config = AutoConfig.from_pretrained(name)

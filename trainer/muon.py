@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is made orthogonal, for the matrices inside a network; AdamW for all other parameters.
+"""Muon: momentum with orthogonalised updates, for the matrices inside a network; AdamW for all other parameters.
 
 After Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the learning rate scaled to
 AdamW's size of update by 0.2 * sqrt(max(rows, columns)) as in Liu et al., "Muon is scalable for LLM training" (2025).
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic that pushes singular values towards 1, steepest at zero."""
+"""Coefficients of the quintic that moves singular values towards 1, with the greatest slope at zero."""
 
 _ITERATIONS = 5
 _NORM_FLOOR = 1e-7
@@ -51,7 +51,7 @@ class HybridOptimizer:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """f4[r, c]: a matrix with the singular vectors of `matrix` and singular values roughly 1 (between 0.5 and 1.5)."""
+    """Return f4[r, c] with the singular vectors of `matrix` and singular values roughly 1 (between 0.5 and 1.5)."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     wide = wide / wide.norm().clamp(min=_NORM_FLOOR)
     a, b, c = NEWTON_SCHULZ
@@ -62,7 +62,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def split_parameters(model: PreTrainedModel) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The matrices inside the network, and every other parameter: embeddings, output head, vectors."""
+    """Return the matrices inside the network, and all other parameters: embeddings, output head, vectors."""
     ends = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
     inner: list[nn.Parameter] = []
     outer: list[nn.Parameter] = []

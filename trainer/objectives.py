@@ -1,11 +1,11 @@
 """Policy-gradient objectives, each a pure function over the sampled tokens of some rollouts.
 
-An objective is a recipe of three published choices: how a group's rewards become advantages, what each token
-contributes (its surrogate, to be maximised), and how contributions are averaged. The loss is minus the average, so that
-the losses of any split of a batch into rows add up to the loss of the batch: averages divide by the totals of the batch
-and never by those of a row.
+An objective combines three published choices: how a group's rewards become advantages, the contribution of each token
+(its surrogate, to be maximised), and how contributions are averaged. The loss is minus the average. Averages divide by
+the totals of the batch and never by those of a row, so for any split of a batch into rows, the losses sum to the loss
+of the batch.
 
-Notation (tensors of the T sampled tokens of a row, in order): pi = policy under training, pi_old = policy at the start
+Notation (tensors of the T sampled tokens of a row, in order): pi = trained policy, pi_old = policy at the start
 of the step, mu = sampler, A = advantage, w = pi / pi_old, c = correction weight between sampler and trainer.
 """
 
@@ -39,11 +39,11 @@ class Tokens:
     sequence: Tensor
     """i8[T]: the rollout of each token, in [0, n_sequences)."""
     n_sequences: int
-    """Rollouts of the whole batch, which rows divide by."""
+    """Rollouts of the whole batch, the divisor for every row."""
     n_tokens: int
     """Sampled tokens of the whole batch."""
     reference_logprobs: Tensor | None = None
-    """f4[T]: log pi_ref; needed only where a KL is part of the loss."""
+    """f4[T]: log pi_ref; needed only if a KL is part of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Options:
     clip_high: float
     """w is clipped above at 1 + clip_high."""
     length_divisor: float
-    """Constant that stands for a rollout's length in the constant average."""
+    """Constant that replaces a rollout's length in the constant average."""
     behaviour_cap: float
     """Upper bound of pi_old / mu in decoupled PPO."""
     kl_coefficient: float = 0.0
@@ -96,15 +96,15 @@ def truncated_policy_gradient(tokens: Tokens, options: Options) -> Tensor:
 def decoupled(tokens: Tokens, options: Options) -> Tensor:
     """min(pi_old / mu, cap) * min(w A, clip(w) A), f4[T]: decoupled PPO (arXiv 2110.00641, AReaL 2505.24298).
 
-    pi_old is the proximal policy that the clip is taken around and mu the behaviour policy; their ratio is frozen. It
-    brings its own correction, so `weights` must be one.
+    pi_old is the proximal policy, the centre of the clip range, and mu the behaviour policy; their ratio has no
+    gradient. This surrogate contains its own correction, so `weights` must be one.
     """
     behaviour = (tokens.old_logprobs - tokens.sampler_logprobs).exp().clamp(max=options.behaviour_cap)
     return behaviour * clipped(tokens, options)
 
 
 def constant_mean(values: Tensor, tokens: Tokens, options: Options) -> Tensor:
-    """Sum / (rollouts * length_divisor): a token weighs the same in a short and in a long rollout (Dr. GRPO)."""
+    """Sum / (rollouts * length_divisor): a token has the same weight in a short and in a long rollout (Dr. GRPO)."""
     return values.sum() / (tokens.n_sequences * options.length_divisor)
 
 
@@ -120,13 +120,13 @@ def sequence_mean(values: Tensor, tokens: Tokens, options: Options) -> Tensor:
 
 
 def sequence_total(values: Tensor, tokens: Tokens, options: Options) -> Tensor:
-    """Mean over rollouts of the sum over their tokens, so of log pi of whole rollouts (REINFORCE, RLOO)."""
+    """Mean over rollouts of the sum over their tokens, that is, of log pi of whole rollouts (REINFORCE, RLOO)."""
     return values.sum() / tokens.n_sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One objective: advantages, surrogate, average, and the clip range its paper gives."""
+    """One objective: advantages, surrogate, average, and the clip range from its paper."""
 
     advantage: AdvantageKind
     surrogate: Surrogate
@@ -154,7 +154,7 @@ OBJECTIVES: dict[ObjectiveName, Recipe] = {
 
 
 def options_of(settings: TrainerSettings, recipe: Recipe) -> Options:
-    """The numbers of the settings, and the recipe's published ones where they are left open."""
+    """Return the numbers of the settings; for those that are not set, the recipe's published ones."""
     return Options(
         clip_low=recipe.clip_low if settings.clip_low is None else settings.clip_low,
         clip_high=recipe.clip_high if settings.clip_high is None else settings.clip_high,
@@ -166,7 +166,7 @@ def options_of(settings: TrainerSettings, recipe: Recipe) -> Options:
 
 
 def loss(recipe: Recipe, tokens: Tokens, options: Options) -> Tensor:
-    """f4[]: the share of `tokens` in the loss of the batch; the shares of a batch's rows add up to its loss."""
+    """Return f4[]: the share of `tokens` in the loss of the batch; the shares of a batch's rows sum to its loss."""
     values = recipe.surrogate(tokens, options)
     if options.kl_coefficient:
         values = values - options.kl_coefficient * reference_divergence(tokens, options.kl_estimator)
@@ -174,14 +174,14 @@ def loss(recipe: Recipe, tokens: Tokens, options: Options) -> Tensor:
 
 
 def reference_divergence(tokens: Tokens, estimator: Estimator) -> Tensor:
-    """f4[T]: KL(pi || pi_ref) token by token, with gradient. Raises ValueError without reference logprobs."""
+    """Return f4[T]: KL(pi || pi_ref) token by token, with gradient. Raises ValueError without reference logprobs."""
     if tokens.reference_logprobs is None:
         raise ValueError("a KL in the loss needs the reference's logprobs, and this batch was built without them")
     return ESTIMATORS[estimator](tokens.reference_logprobs - tokens.logprobs)
 
 
 def clip_fraction(tokens: Tokens, options: Options) -> Tensor:
-    """f4[]: number of tokens whose clipped surrogate has no gradient (w beyond the bound on its advantage's side)."""
+    """Return f4[]: number of tokens whose clipped surrogate has no gradient (w beyond the advantage's bound)."""
     ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()
     above = (ratio > 1.0 + options.clip_high) & (tokens.advantages > 0)
     below = (ratio < 1.0 - options.clip_low) & (tokens.advantages < 0)

@@ -1,7 +1,7 @@
-"""The inputs of a trainer that learns from users: online batches, the interactions that they refer to, groups beside.
+"""The inputs of a trainer that learns from users: online batches, the interactions that they refer to, and groups.
 
-Decisions of the gate and user requests are read to the end of the log whenever a batch has come, before anything is
-decided about it: so what was said before a batch is known when it is read.
+When a batch was read, decisions of the gate and user requests are read to the end of the log before the batch is
+decided: so all decisions and requests from before a batch are known.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ INTERACTIONS_CLIENT = "tidemill-trainer-interactions"
 _log = logging.getLogger(__name__)
 
 Found = Interaction | Exclusion
-"""An interaction with its segments, or why it cannot be trained."""
+"""An interaction with its segments, or the reason why it cannot be trained."""
 
 
 class InteractionLog:
-    """Interactions by partition and offset; a partition is read once, from the first wanted one to the last.
+    """Interactions by partition and offset; a partition is read once, from the first wanted offset to the last.
 
-    A record may be gone, by a tombstone and compaction or by retention; what is read then is a gap, and never another
-    record.
+    A record may have been deleted, by a tombstone and compaction or by retention; its offset then gives no record, and
+    never another one.
 
     Args:
-        accept_replays: replays whose interactions may be trained; None: of any writer, since that was decided.
+        accept_replays: replays whose interactions may be trained; None accepts all, as it was decided before.
     """
 
     def __init__(self, kafka: KafkaSettings, vocab_size: int, accept_replays: frozenset[str] | None = None) -> None:
@@ -57,9 +57,9 @@ class InteractionLog:
         self._log = LogReader(kafka, client_id=INTERACTIONS_CLIENT, codec=self._codec)
 
     def fetch(self, members: Iterable[OnlineMember]) -> dict[Position, Found]:
-        """The records that the members point to, checked.
+        """Return the checked records to which the members refer.
 
-        Raises TimeoutError when the broker does not deliver, KafkaException for an error that lasts.
+        Raises TimeoutError if the broker does not deliver, KafkaException for a permanent error.
         """
         places = {Position.of(member): member for member in members}
         read = self._log.fetch({place for place in places if place.topic == Topic.INTERACTIONS})
@@ -91,7 +91,7 @@ class InteractionLog:
 
 
 class OnlineInput:
-    """The input of an `OnlineQueue` and a `WeightLine` from the log."""
+    """Reads the log for an `OnlineQueue` and a `WeightLine`."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class OnlineInput:
             self._observe(located)
 
     def poll(self) -> None:
-        """Read on, without waiting for what is not there yet."""
+        """Read the available records, without waiting for more."""
         came = self._batches.poll(0.0, self._producer)
         for located in self._standing.read_to_end() if came else self._standing.poll(0.0):
             self._observe(located)
@@ -120,11 +120,11 @@ class OnlineInput:
             self.queue.read(read)
 
     def close(self, builder: BatchBuilder, version: int, now: float) -> StepBatch | None:
-        """The inputs of the next step at trainer version `version`: an online batch, and the simulated groups that join
-        it, for which it waits a while. None while they are not all there.
+        """Return the inputs of the next step at trainer version `version`: an online batch, and the simulated groups
+        that join it, for which it waits up to `max_wait_seconds`. None if they are not complete.
 
-        Groups that come while there is no batch wait in `builder`, and grow stale by the ordinary rule. `now` is any
-        clock in seconds.
+        Groups that arrive while there is no batch wait in `builder` and can become stale there. `now` is any clock in
+        seconds.
         """
         builder.sweep(version)
         while (waiting := self.queue.next(version)) is not None:
@@ -152,7 +152,7 @@ class OnlineInput:
             case UserRequest():
                 self.queue.observe_request(located.record)
             case _:
-                # Not a dead letter: everybody reads these topics from their beginning, again after each start.
+                # Not a dead letter: every reader reads these topics from the beginning, again after each start.
                 _log.warning(
                     "%s offset %d is left out: %s", located.topic, located.offset, located.error or "no decision"
                 )

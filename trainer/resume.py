@@ -1,8 +1,8 @@
-"""Going on where a run stopped, or from an older version, from the log and the nearest checkpoint.
+"""Resuming a run after its last step, or from an older version, with the log and the nearest checkpoint.
 
-The log says which steps were trained; a checkpoint only saves making them again. Steps after it are repeated from their
-recorded inputs and checked, so at any moment of the stop, no group is trained twice and none is skipped. A step
-that was begun and has no record is taken on the inputs of its plan, and gives the weights that it would have given.
+The log records which steps were trained; a checkpoint only saves computing them again. Steps after the checkpoint are
+repeated from their recorded inputs and checked. So no group is trained twice or skipped, whenever the trainer stopped.
+A step with a plan but no record is taken on the inputs of its plan, and gives the weights that it would have given.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResumedRun:
-    """A run after its last recorded step, everything up to it published."""
+    """A run after its last recorded step; everything up to this step is published."""
 
     kafka: KafkaSettings
     run_id: str
@@ -36,32 +36,32 @@ class ResumedRun:
     checkpoints: CheckpointStore
     session: Session
     builder: BatchBuilder
-    """For the groups that have not ended."""
+    """Queue of the groups that have not ended."""
     queue: OnlineQueue
-    """For the online batches that have not ended."""
+    """Queue of the online batches that have not ended."""
     line: WeightLine
-    """The versions that were made; the gate's decisions are yet to be read."""
+    """The versions made so far; the gate's decisions have not been read yet."""
     begun: StepPlan | None
-    """The next step, where it was begun."""
+    """The plan of the next step, if it was written."""
 
     def made(self, record: TrainStep) -> None:
-        """Take in that a step was taken."""
+        """Register the version that a step made."""
         self.line.made(record.version, record.parent_version, int(record.metrics.get(DECISIONS, 0)))
 
     def recorded_inputs(self) -> RecordedInputs:
-        """The inputs of steps that were recorded or planned; a context manager."""
+        """Return the inputs of recorded or planned steps; a context manager."""
         limit, session = self.settings.read_ahead_bytes, self.session
         return RecordedInputs(self.kafka, limit, session.vocab_size, session.routed)
 
     def go_back(self, version: int, step: int) -> None:
-        """Train on from `version`, its weights with the optimizer's moments of then, with the step after `step`.
+        """Continue training from `version`, with its weights and optimizer moments; the next step is `step` + 1.
 
-        They come from the nearest checkpoint on the version's line, or from the model that the run started with; the
-        steps after it are made again from their recorded inputs and checked. Nothing is published by it: the version is
-        in the log.
+        They are loaded from the nearest checkpoint among the version's ancestors, or from the model that the run
+        started with; the steps after it are computed again from their recorded inputs and checked. Nothing is
+        published: the version is in the log.
 
-        Raises TrainerCheckpointError for a checkpoint that is not what the log recorded, NotRepeatableError or
-        LookupError when the steps after the nearest checkpoint cannot be made again.
+        Raises TrainerCheckpointError for a checkpoint that differs from the log, NotRepeatableError or
+        LookupError if the steps after the nearest checkpoint cannot be computed again.
         """
         steps = {record.version: record for record in read_steps(self.kafka, self.run_id)}
         begin, path = path_back(version, steps, set(self.checkpoints.steps()))
@@ -76,13 +76,13 @@ class ResumedRun:
         self.session.continue_from_here(step)
 
     def take_begun(self, plan: StepPlan) -> TrainStep | None:
-        """Take the step that was begun, before anything of the run is read on; None when it has to be begun anew.
+        """Take the planned step before reading more of the run; return None if it must be planned again.
 
-        That is so, and a newer plan in the log says it, when its parent was given up by the gate, its inputs can no
-        longer be read, a user has since asked for something of them to be erased, or the settings of the arithmetic
-        are others now. Its groups have not ended then, and are decided again.
+        It must be planned again, with a newer plan in the log, if the gate rejected its parent, its inputs can no
+        longer be read, a user has since asked to erase part of them, or the settings of the arithmetic have changed.
+        Its groups have not ended then, and are decided again.
 
-        What the gate decided and users requested is known by now. Raises what `Session.take` and `go_back` do.
+        The gate's decisions and the users' requests must have been read before. Raises as `Session.take` and `go_back`.
         """
         session, outdated, batch = self.session, "", None
         if plan.config_hash != session.config_hash:
@@ -118,12 +118,12 @@ def open_session(
     commits: AckedWriter,
     weights: TrainedWeights,
 ) -> ResumedRun:
-    """A session after the last recorded step, everything up to it published, and what goes on from there.
+    """Return a session after the last recorded step, with everything up to it published, and its input queues.
 
-    `weights` are those that the run starts from; `commits` writes `train.steps`, and lets no other trainer do so.
+    `weights` are the weights that the run starts from; `commits` writes `train.steps` and fences other trainers.
 
-    Raises NotRepeatableError or VersionError when the log, the checkpoint and the settings do not fit,
-    GroupTooSmallError as `advantage_of`.
+    Raises NotRepeatableError or VersionError if the log, the checkpoint and the settings do not fit each other,
+    GroupTooSmallError as `advantage_of` does.
     """
     advantage_of(run, settings)  # before anything is published
     steps, begun = read_history(kafka, run.run_id)
@@ -160,7 +160,7 @@ def open_session(
 
 
 def _require_recorded(session: Session, record: TrainStep) -> None:
-    """Raise TrainerCheckpointError unless the weights held are those that a step made."""
+    """Raise TrainerCheckpointError unless the session has the weights that a step made."""
     if session.place.fingerprint == record.fingerprint:
         return
     found = (
@@ -168,7 +168,7 @@ def _require_recorded(session: Session, record: TrainStep) -> None:
         f"{record.fingerprint}"
     )
     if session.config_hash != record.config_hash:
-        # Other settings change the weights of a checkpoint only by the format in which they are served.
+        # The serving format is the only setting that changes the weights loaded from a checkpoint.
         raise TrainerCheckpointError(
             f"{found}, trained {session.difference(record.config_hash)}: start with the trainer.serving_format of "
             "then: it cannot change during a run. If it has not changed, the checkpoint is damaged"

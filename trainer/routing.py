@@ -1,11 +1,11 @@
-"""Routing replay: the trainer sends each token to the experts that the sampler sent it to.
+"""Routing replay: the trainer sends each token to the experts that the sampler used.
 
-A mixture of experts amplifies rounding: where two experts score almost alike, the sampler takes one and the trainer the
-other, and the token's logprob moves by far more than rounding. With the sampler's expert ids in the row, each router is
-told which experts to take. Their scores are the trainer's own, so that the gate keeps its gradient.
+A mixture of experts amplifies rounding: if two experts have almost equal scores, sampler and trainer may choose
+different ones, and the token's logprob changes by far more than rounding. With the sampler's expert ids in the row,
+each router uses these experts. Their scores are the trainer's own, so that the router keeps its gradient.
 
-What holds: without ids in a row nothing changes, in no bit; a model is refused at the start if one of its routers
-is of a class that is not known here, or computes other scores than its adapter.
+Invariants: without ids in a row, no bit changes; a model is refused at the start if the class of one of its routers has
+no adapter here, or if the router computes other scores than its adapter.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tidemill.trainer.choices import Routing
 from tidemill.trainer.policy import REPLAY
 
 Scores = Callable[[Any, Tensor, Tensor], Tensor]
-"""From a router, its logits [L, experts] and expert ids i8[L, top_k], the scores [L, top_k] of those experts."""
+"""Maps a router, its logits [L, experts] and expert ids i8[L, top_k] to the scores [L, top_k] of those experts."""
 Routed = tuple[Tensor, Tensor, Tensor]
 """The outputs of a router: logits, scores and expert ids."""
 
 
 def _softmax_then_top_k(router: Any, logits: Tensor, ids: Tensor, normalised: bool | None = None) -> Tensor:  # noqa: ANN401 - transformers' routers have no common type
-    """Softmax over all experts; the chosen ones' chances add up to 1 where they are `normalised` (None: it says)."""
+    """Apply softmax over all experts; with `normalised` (None: as the router says) the chosen ones' scores sum to 1."""
     chances = logits.softmax(-1, dtype=torch.float).gather(-1, ids)
     if router.norm_topk_prob if normalised is None else normalised:
         chances = chances / chances.sum(-1, keepdim=True)
@@ -47,13 +47,13 @@ ADAPTERS: Mapping[str, Scores] = {
     "FlexOlmoTopKRouter": _softmax_then_top_k,
     "MixtralTopKRouter": _NORMALISED,
 }
-"""How the routers that can be replayed score experts, by the name of their class in transformers."""
+"""Scores of the routers that can be replayed, by the name of their class in transformers."""
 
 
 class RoutingReplay:
-    """The routing of `model` by the expert ids of its rows; every row has to be given to `lay` before it is computed.
+    """Routes the tokens of `model` by the expert ids of its rows; call `lay` with each row before it is computed.
 
-    Raises UntrainableModelError for a model without experts, and for one whose routers are not known.
+    Raises UntrainableModelError for a model without experts, or with routers that have no adapter.
     """
 
     def __init__(self, model: PreTrainedModel, routing: Routing, plausible: float) -> None:
@@ -68,8 +68,8 @@ class RoutingReplay:
             int(model.config.get_text_config().num_hidden_layers), tuple(self._layers), *sizes.pop()
         )
         self._seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        """Of each layer with experts: bool[L], the tokens that its router itself sends elsewhere than the ids say; how
-        many had ids replaced, i8[]; and i2[L, top_k], what it itself chose."""
+        """For each layer with experts: bool[L], the tokens for which its router chose other experts than the ids;
+        i8[], the number of tokens with replaced ids; and i2[L, top_k], the router's own choice."""
         for layer, router in routers:
             _require_same_scores(router)
             router.register_forward_hook(partial(self._route, layer))
@@ -81,8 +81,8 @@ class RoutingReplay:
         self._seen = {}
 
     def seen(self) -> Tensor:
-        """i8[5] of the row computed last: (token, layer) pairs that the router itself sends elsewhere than the ids
-        say; those whose ids were replaced as implausible; all pairs; tokens with a pair of the first kind; all tokens.
+        """Return i8[5] of the last computed row: (token, layer) pairs for which the router chose other experts than the
+        ids; pairs with ids replaced as implausible; all pairs; tokens with a pair of the first kind; all tokens.
         """
         if self._ids is None:
             return torch.zeros(5, dtype=torch.int64)
@@ -92,8 +92,8 @@ class RoutingReplay:
         return torch.tensor([found[0], found[1], elsewhere.numel(), found[2], len(self._ids)])
 
     def experts(self, places: Tensor) -> Tensor | None:
-        """i4[n, 2, layers, top_k] of n tokens of the row computed last: the experts that the ids say, and those that
-        the routers themselves chose, ascending; of the layers with experts. None for a row without ids."""
+        """Return i4[n, 2, layers, top_k] of n tokens of the last computed row: the experts in the ids, and the routers'
+        own choice, ascending; for the layers with experts. None for a row without ids."""
         if self._ids is None:
             return None
         asked = self._ids[places][:, self._layers]
@@ -115,23 +115,23 @@ class RoutingReplay:
 
 
 def _plausible_ids(logits: Tensor, own: Tensor, asked: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The ids to use, i8[L, top_k], and how many tokens have others than were asked for, i8[].
+    """Return the ids to use, i8[L, top_k], and the number of tokens whose ids were replaced, i8[].
 
-    An expert that was asked for counts as implausible if its probability is below `share` of the smallest one among the
-    router's own experts; the most probable experts that were not asked for take the places of such.
+    An expert in `asked` counts as implausible if its probability is below `share` of the smallest one among the
+    router's own experts; it is replaced by the most probable expert that is not in `asked`.
     """
     if not share:
         return asked, asked.new_zeros(())
     chances = logits.softmax(-1, dtype=torch.float)
     kept = chances.gather(-1, asked) >= share * chances.gather(-1, own).amin(-1, keepdim=True)
     whole = kept.all(-1, keepdim=True)
-    # Above every probability, so that they are taken first.
+    # Above every probability, so that they are chosen first.
     chances = chances.scatter(-1, asked, torch.where(kept, 2.0, -1.0))
     return torch.where(whole, asked, chances.topk(asked.shape[-1], -1).indices), (~whole).sum()
 
 
 def _routers(model: PreTrainedModel) -> list[tuple[int, Any]]:
-    """The routers of a model with the numbers of their layers. Raises UntrainableModelError."""
+    """Return the routers of a model with the numbers of their layers. Raises UntrainableModelError."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     found = []
     for number, layer in enumerate(layers):
@@ -157,7 +157,7 @@ def _routers(model: PreTrainedModel) -> list[tuple[int, Any]]:
 
 def _require_same_scores(router: Any) -> None:  # noqa: ANN401 - transformers' routers have no common type
     generator = torch.Generator().manual_seed(0)
-    # Of its own weights: those of the router may not have been read yet.
+    # With weights of its own: those of the router may not be loaded yet.
     trial = copy.deepcopy(router).to_empty(device="cpu")
     with torch.no_grad():
         trial.weight.normal_(generator=generator)

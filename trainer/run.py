@@ -1,8 +1,8 @@
-"""The trainer role: groups and online batches from the log in, weight versions out, until told to stop or done.
+"""The trainer role: it reads groups and online batches from the log and publishes weight versions.
 
-It publishes the starting checkpoint as version 0 before anything else, so that replicas have something to serve. On
-stopping it finishes the step under way and writes a checkpoint. Of several trainers on one run the one that was started
-last goes on, and the others end with FencedError.
+It first publishes the starting checkpoint as version 0, so that replicas have a version to serve. When it is stopped,
+it finishes the current step and writes a checkpoint. If several trainers run on one run, the one that was started last
+continues, and the others end with FencedError.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REPORTED = (
     "lag/max",
     PUBLISH_LOOP_SECONDS,
 )
-"""Metrics of the line that each step logs."""
+"""Metrics in the log line of each step."""
 
 
 def run(
@@ -60,27 +60,27 @@ def run(
 ) -> None:
     """Train until `stop` is set (without one: until SIGINT or SIGTERM) or step `run.max_steps` is done.
 
-    Under torchrun every rank calls this; all but the first do what the first one tells them.
+    Under torchrun every rank calls this; all other ranks follow the commands of the first.
 
-    Raises FileNotFoundError without a starting checkpoint, NotRepeatableError or VersionError when the
+    Raises FileNotFoundError without a starting checkpoint, NotRepeatableError or VersionError if the
     log does not fit the checkpoint and the settings, GroupTooSmallError for groups of one under an objective that
-    compares rollouts, ValueError when the log has no one order of groups, RejectedLineError when the gate left no
-    version to train on from, FencedError when another trainer took the run over, DeliveryError or KafkaException when
-    the log fails, RanksLostError when another rank failed or is gone.
+    compares rollouts, ValueError if the groups in the log are not in one order, RejectedLineError if the gate rejected
+    every version, FencedError if another trainer took over the run, DeliveryError or KafkaException for errors of
+    the log, RanksLostError if another rank failed or is lost.
     """
     stop = stop or stop_on_signals()
     checkpoints = CheckpointStore(store.root, run.run_id, run.branch, trainer.keep_checkpoints)
     with ExitStack() as stack:
         job = stack.enter_context(open_job(trainer.ranks_timeout_s))
         job.require_same({"run": run, "store": store, "trainer": trainer})
-        # What a publication tells the other ranks runs beside what a step tells them.
+        # A publication sends commands to the other ranks at the same time as a step does, so it has its own channel.
         ranks = job.ranks.sibling() if trainer.publish_beside else job.ranks
         open_publisher = partial(
             WeightPublisher.open, kafka, run, store, trainer.publish, base_model=trainer.model, ranks=ranks
         )
 
         def open_weights(publisher: WeightPublisher) -> TrainedWeights:
-            # Left before the publisher: a publication under way is finished, whatever ended the loop.
+            # Closed before the publisher: a running publication is finished first, even if the loop failed.
             beside = stack.enter_context(ThreadPoolExecutor(1, "tidemill-publish")) if trainer.publish_beside else None
             return TrainedWeights(trainer, make_learner(trainer, job), checkpoints, publisher, job, beside)
 
@@ -88,7 +88,7 @@ def run(
             open_weights(stack.enter_context(open_publisher())).follow()
             return
         producer = stack.enter_context(RecordProducer(kafka, CLIENT))
-        # Before anything is read: what another trainer of the run may still write would not be seen.
+        # Fences other trainers of the run before anything is read: their later records would be missed.
         commits = FencedProducer(kafka, CLIENT, commit_name(kafka, run))
         publisher = stack.enter_context(open_publisher(manifests=commits))
         weights = open_weights(publisher)
@@ -111,8 +111,8 @@ def run(
 
 
 def commit_name(kafka: KafkaSettings, run: RunSettings) -> str:
-    """The name under which the one trainer of a run writes its steps and versions. Steps are numbered by run, so that
-    branches share it."""
+    """Return the transactional name under which the only trainer of a run writes its steps and versions. Steps are
+    numbered per run, so branches share it."""
     return f"{kafka.topic_prefix}{CLIENT}.{run.run_id}"
 
 
@@ -135,7 +135,7 @@ class _Loop:
         self._not_before = time.monotonic()
 
     def run(self, max_steps: int) -> None:
-        """Train up to step `max_steps`, or until stopped, and leave a checkpoint."""
+        """Train up to step `max_steps`, or until stopped, and write a checkpoint."""
         while self._session.place.step < max_steps and (batch := self._next_batch()) is not None:
             self._not_before = time.monotonic() + self._settings.min_step_seconds
             self._beat(f"step {self._session.place.step + 1}")
@@ -144,7 +144,7 @@ class _Loop:
         self._checkpoint()
 
     def took(self, record: TrainStep | None) -> None:
-        """Take in that a step was taken, or none, and leave a checkpoint where one is due."""
+        """Process the record of a step that was taken, if any, and write a checkpoint if one is due."""
         if record is None:
             return
         _log.info("train %s", json.dumps(summary(record)))
@@ -153,9 +153,9 @@ class _Loop:
             self._checkpoint()
 
     def _next_batch(self) -> StepBatch | None:
-        """The next batch, or None when stopped before there is one."""
+        """Return the next batch, or None if stopped before it is complete."""
         while not self._stop.is_set():
-            # A publication has the time of the step that it follows.
+            # A publication is part of its step: the step's timeout continues until it has ended.
             if not self._session.is_publishing():
                 self._beat("reading on for the next batch")
             version, builder = self._session.place.version, self._opened.builder
@@ -180,14 +180,14 @@ class _Loop:
     def _checkpoint(self) -> None:
         self._beat("a checkpoint")
         place = self._session.place
-        # After going back there is nothing new to keep until the next step, which the log leads to as well.
+        # After `go_back` there is nothing new to store until the next step; the log is enough to reach this state.
         if place.step and place.version == place.step and place.step not in self._checkpoints.steps():
             kept = self._opened.line.milestones(self._settings.keep_checkpoints)
             self._session.checkpoint(self._opened.builder.progress(), self._opened.queue.progress(), kept)
 
 
 def summary(record: TrainStep) -> dict[str, float]:
-    """The text of a step's log line."""
+    """Return the values in a step's log line."""
     metrics = {name: round(record.metrics[name], 5) for name in REPORTED if name in record.metrics}
     return {
         "step": record.step,

@@ -1,8 +1,8 @@
 """The serving view: the bf16 values that replicas serve, as bit patterns in checkpoint coordinates.
 
 A view names each weight once, by the model's own state-dict name, in the order of the state dict. A tied weight has
-the name under which the model meets it first (`model.embed_tokens.weight`, not `lm_head.weight`), as in a Hugging
-Face checkpoint. A view is a snapshot: later optimizer steps do not reach into it.
+the first of its names in the model (`model.embed_tokens.weight`, not `lm_head.weight`), as in a Hugging
+Face checkpoint. A view is a snapshot: later optimizer steps do not change it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ServingView = Mapping[str, npt.NDArray[np.uint16]]
 
 
 def serving_view(model: torch.nn.Module) -> dict[str, npt.NDArray[np.uint16]]:
-    """A snapshot of `model`'s weights, rounded to bf16 (to nearest, ties to even); of a sharded one, on every rank.
+    """Return a snapshot of `model`'s weights in bf16 (to nearest, ties to even); if it is sharded, on every rank.
 
-    Raises TypeError for a weight that is no floating-point tensor.
+    Raises TypeError for a weight that is not a floating-point tensor.
     """
     return {name: bf16_bits(name, tensor) for name, tensor in named_weights(model)}
 
 
 def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of `model`, each once, by the first of its names, in state-dict order."""
+    """Yield the weights of `model`, each once, by the first of its names, in state-dict order."""
     seen: set[int] = set()
-    # keep_vars: tied names then hold the same object, not two views of it.
+    # keep_vars: tied names then refer to the same object, not to two views.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
@@ -41,10 +41,10 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def quantised_weights(model: torch.nn.Module) -> frozenset[str]:
-    """The names of the weights that a format of few bits holds: those of linear layers and of experts.
+    """Return the names of the weights that are stored in a format of few bits: those of linear layers and experts.
 
-    Not those of the head, nor of routers and gates, which decide between few and are small. Raises ValueError for a
-    model without any.
+    Weights of the head, routers and gates are not included; routers and gates choose among few and are small. Raises
+    ValueError for a model without such weights.
     """
     get_head = getattr(model, "get_output_embeddings", None)
     head, found = get_head() if get_head else None, set()
@@ -60,13 +60,13 @@ def quantised_weights(model: torch.nn.Module) -> frozenset[str]:
 
 
 def bf16_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
-    """As `bf16_copy`, as bit patterns in the CPU's memory."""
+    """Return a copy like `bf16_copy`, as bit patterns in the CPU's memory."""
     bits: npt.NDArray[np.uint16] = bf16_copy(name, tensor, HOST_DEVICE).view(torch.int16).numpy().view(np.uint16)
     return bits
 
 
 def bf16_copy(name: str, tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """A copy of a floating-point tensor in bf16, in its shape, contiguous. Raises TypeError for another type."""
+    """Return a contiguous bf16 copy of a floating-point tensor, in its shape. Raises TypeError for another type."""
     if not tensor.is_floating_point():
         raise TypeError(f"{name} is {tensor.dtype}: only floating-point weights can be served as {SERVING_DTYPE}")
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

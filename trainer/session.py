@@ -1,15 +1,15 @@
-"""A training session: the weights, where they are in the run, and the records of each step.
+"""A training session: the weights, their position in the run, and the records of each step.
 
-The order of a step is fixed, so that a stop anywhere can be made good from the log: its plan acknowledged, the
-optimizer step, its record acknowledged, then the version's chunks and its manifest, then (where one is due) the
-checkpoint. What is planned and not recorded is taken on the planned inputs; what is recorded and not yet published is
-made again from the recorded inputs, and checked against the recorded fingerprint.
+The order of a step is fixed, so that a trainer can continue from the log after a stop at any point: the plan is
+acknowledged, the optimizer step is computed, its record is acknowledged, then the version's chunks and manifest are
+written, then (if due) the checkpoint. A step that is planned but not recorded is taken on the planned inputs; a step
+that is recorded but not published is computed again from its inputs and checked against the recorded fingerprint.
 
-A version may be published beside the next step's plan and computation (`trainer.publish_beside`). The next record, a
-checkpoint and going back wait for its manifest: of the recorded steps only the newest can be without a version.
+A version may be published at the same time as the next step is planned and computed (`trainer.publish_beside`). The
+next record, a checkpoint and `go_back` wait for its manifest: only the newest recorded step can be without a version.
 
-Steps are numbered without a gap and each makes the version of its number. Its parent is the version before it, or an
-older one that the session was told to go back to.
+Steps are numbered without a gap, and each makes the version of its number. Its parent is the version before it, or an
+older one that the session went back to.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ from tidemill.trainer.trainable import TopicProgress
 from tidemill.trainer.trained_weights import TrainedWeights
 
 DECISIONS = "online/decisions"
-"""Metric of a step in online mode: how many decisions of the gate were known when it was begun."""
+"""Metric of a step in online mode: the number of gate decisions that were known when it was planned."""
 _log = logging.getLogger(__name__)
 
 
 def step_seed(run_seed: int, step: int) -> int:
-    """The seed of a step, in [0, 2**63)."""
+    """Return the seed of a step, in [0, 2**63)."""
     return int.from_bytes(hashlib.sha256(f"{run_seed}/{step}".encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerPosition:
-    """Where the weights are in the run."""
+    """The position of the weights in the run."""
 
     step: int
-    """The last step taken, whether or not the weights are still those that it made."""
+    """The last step taken; the weights may be older ones if the session went back."""
     version: int
     fingerprint: str
-    """Of the serving weights, hexadecimal."""
+    """Fingerprint of the serving weights, hexadecimal."""
 
 
 class Session:
-    """Steps from `weights` on, which are those of `step`: trained, recorded, published. On the first rank alone.
+    """Trains, records and publishes the steps after `step`, from its `weights` on. Used on the first rank only.
 
     Args:
-        publisher: what the log has of the versions; `weights` publishes.
-        producer: writes what may be said twice.
-        steps: writes `train.steps`; while this process may not, no version is published.
+        publisher: has the versions that are in the log; `weights` publishes.
+        producer: writes records that may be written twice.
+        steps: writes `train.steps`; if another trainer has fenced it, no version is published.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Session:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below this."""
+        """Size of the vocabulary; every token id is smaller."""
         return self._weights.vocab_size
 
     @property
@@ -99,13 +99,13 @@ class Session:
         return self._weights.routed
 
     def difference(self, recorded: str) -> str:
-        """How a step with the configuration hash `recorded` was trained, and how it would be now."""
+        """Describe how a step with the configuration hash `recorded` was trained, and how it would be trained now."""
         return self._settings.difference(recorded, self._weights.machine)
 
     def publish_start(self) -> None:
-        """Publish the weights that the run starts from as version 0, an anchor; compare later ones with the log's.
+        """Publish the weights that the run starts from as version 0, an anchor; compare later ones with the log.
 
-        Raises VersionError when the log has other weights under their version.
+        Raises VersionError if the log has other weights under their version.
         """
         if not self.place.step or self._publisher.has(self.place.version):
             self._weights.publish(self.place.version, step=self.place.step)
@@ -113,7 +113,7 @@ class Session:
         self._incarnation = self._publisher.incarnation
 
     def is_publishing(self) -> bool:
-        """Whether a version is being published beside the caller. Raises what the publication raised."""
+        """Return whether a version is being published in another thread. Raises the errors of the publication."""
         publication = self._weights.publication
         if publication is not None and not publication.done():
             return True
@@ -121,19 +121,19 @@ class Session:
         return False
 
     def wait_published(self) -> None:
-        """Wait until the newest version is in the log. Raises what its publication raised."""
+        """Wait until the newest version is in the log. Raises the errors of its publication."""
         if self._weights.publication is not None:
             self._weights.published()
 
     def train(self, batch: StepBatch, decisions: int | None = None) -> TrainStep:
-        """Train the next step on `batch`, record it and publish its version, or begin to.
+        """Train the next step on `batch`, record it, and publish its version or start to publish it.
 
-        `decisions` of the gate were known when it was begun; None where the gate is not followed.
+        `decisions` is the number of known gate decisions; None if the trainer does not follow the gate.
         """
         return self.take(self.begin(batch, decisions), batch)
 
     def begin(self, batch: StepBatch, decisions: int | None = None) -> StepPlan:
-        """Write down that the next step is taken on `batch`. From here on it is taken on nothing else."""
+        """Write the plan of the next step, on `batch`. From then on the step can have no other inputs."""
         run, step = self._run, self.place.step + 1
         known = {} if decisions is None else {DECISIONS: float(decisions)}
         excluded = Counter(f"excluded/{exclusion.reason}" for exclusion in batch.exclusions)
@@ -158,9 +158,9 @@ class Session:
         return plan
 
     def take(self, plan: StepPlan, batch: StepBatch) -> TrainStep:
-        """Take a step that was begun, record it and publish its version, or begin to; `batch` holds its plan's inputs.
+        """Take a planned step, record it, and publish its version or start to; `batch` contains the plan's inputs.
 
-        Raises also what the publication of the version before raised; the step is not recorded then.
+        Raises also the errors of the previous version's publication; the step is not recorded then.
         """
         before = self.place
         if (before.step + 1, before.version) != (plan.step, plan.parent_version):
@@ -204,15 +204,15 @@ class Session:
         return record
 
     def repeat(self, record: TrainStep, batch: StepBatch) -> None:
-        """Make a recorded step again from its inputs, check it, and publish the parts that are missing.
+        """Compute a recorded step again from its inputs, check it, and publish the missing parts.
 
-        Raises NotRepeatableError when the settings are others than then, or the weights come out different.
+        Raises NotRepeatableError if the settings have changed or the resulting weights differ.
         """
         self._finish(record, batch, self.make_again(record, batch))
         self.wait_published()
 
     def make_again(self, record: TrainStep, batch: StepBatch) -> TrainedTokens | None:
-        """Like `repeat`, and publish nothing; the tokens that were trained."""
+        """Repeat a step like `repeat`, but publish nothing; return the trained tokens."""
         if record.config_hash != self.config_hash:
             raise NotRepeatableError(
                 f"step {record.step} is in the log, has no checkpoint, and was trained "
@@ -233,16 +233,16 @@ class Session:
         return outcome.trained
 
     def go_back(self, version: int) -> None:
-        """Hold the weights and moments of an older version from now on, as its checkpoint has them; for version 0 those
-        that the run started from. Raises TrainerCheckpointError."""
+        """Load the weights and moments of an older version from its checkpoint; for version 0, load the weights that
+        the run started from. Raises TrainerCheckpointError."""
         self.wait_published()
         self._weights.restore(version)
         self.place = self._snapshot(version)
 
     def continue_from_here(self, step: int) -> None:
-        """The next step is the one after `step`, and its version continues the weights held now.
+        """Make the step after `step` the next one; its version continues the present weights.
 
-        Raises VersionError when the log does not have them under their version.
+        Raises VersionError if the log does not contain these weights under their version.
         """
         self.place = replace(self.place, step=step)
         self._weights.go_back(self.place.version)
@@ -250,11 +250,11 @@ class Session:
     def checkpoint(
         self, progress: TopicProgress, online: TopicProgress | None = None, keep: Collection[int] = ()
     ) -> None:
-        """Store the weights with how far the log is used up; the checkpoints of the steps in `keep` are not dropped.
+        """Store the weights and the progress in the log; the checkpoints of the steps in `keep` are not deleted.
 
-        Raises also what the publication of the newest version raised; there is no checkpoint then.
+        Raises also the errors of the newest version's publication; no checkpoint is written then.
         """
-        # A run that is resumed from a checkpoint does not publish the version that it holds.
+        # A run that resumes from a checkpoint does not publish the checkpoint's version.
         self.wait_published()
         state = CheckpointState(
             run_id=self._run.run_id,
@@ -269,7 +269,7 @@ class Session:
         self._weights.save(state, keep)
 
     def _snapshot(self, step: int) -> TrainerPosition:
-        # Each step makes one version, and version 0 is what the run starts from.
+        # Each step makes one version, and the run starts from version 0.
         return TrainerPosition(step=step, version=step, fingerprint=self._weights.snapshot())
 
     def _finish(self, record: TrainStep, batch: StepBatch, trained: TrainedTokens | None) -> None:
@@ -284,7 +284,7 @@ class Session:
                 self._producer.send(Topic.MISMATCH, mismatch, key=mismatch.run_id)
                 if found := alarms(mismatch.slices):
                     _log.warning("step %d: %s", record.step, warning(found))
-            # Once the version is there, the step is not made again.
+            # Once the version is published, the step is not computed again, so these records are flushed before.
             self._producer.flush()
         self._weights.publish(
             record.version,

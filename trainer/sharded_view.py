@@ -1,9 +1,9 @@
-"""A rank's part of the serving view: of each weight the elements that this rank holds, and publishes, itself.
+"""A rank's part of the serving view: for each weight, the elements that this rank holds and publishes itself.
 
-The view of `trainer.serving_view` cut over the ranks of a sharded model. Parts of all ranks together are the whole
-view, each element once: a weight sharded over its first dimension is a run of elements on each rank, in checkpoint
-coordinates, also under expert parallelism, where two dimensions of the mesh cut it; a weight that every rank holds
-whole is the first rank's; a tied weight counts once, by its first name.
+This is the view of `trainer.serving_view`, divided over the ranks of a sharded model. The parts of all ranks are the
+whole view, each element once: a weight sharded over its first dimension is a run of elements on each rank, in
+checkpoint coordinates, also with expert parallelism, where two dimensions of the mesh divide it; a weight that every
+rank holds whole is published by the first rank; a tied weight counts once, by its first name.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tidemill.trainer.serving_view import SERVING_DTYPE, bf16_copy, named_weight
 
 
 class PlacementError(ValueError):
-    """A weight lies on the ranks in a way that cannot be published from them."""
+    """The placement of a weight on the ranks does not allow publishing it from them."""
 
 
 def local_parts(model: torch.nn.Module, *, first: bool, on_device: bool = False) -> dict[str, TensorPart]:
-    """A snapshot of this rank's part of each weight of `model`, in state-dict order, the same on every rank.
+    """Return a snapshot of this rank's part of each weight of `model`, in state-dict order, the same on every rank.
 
     Args:
         first: whether this is the rank that publishes the weights that are not sharded.
-        on_device: leave each part where its weight lies; else all of them are in the CPU's memory.
+        on_device: keep each part on the device of its weight; otherwise all parts are in the CPU's memory.
 
     Raises PlacementError for a weight that is sharded over another dimension than its first, and TypeError for a weight
-    that is no floating-point tensor. Ranks whose rows of a weight do not follow each other are refused by the publisher
-    (VersionError).
+    that is not a floating-point tensor. If a rank's rows of a weight are not consecutive, the publisher raises
+    VersionError.
     """
     parts = {}
     for name, tensor in named_weights(model):
@@ -49,7 +49,7 @@ def local_parts(model: torch.nn.Module, *, first: bool, on_device: bool = False)
 
 
 def _own_elements(name: str, tensor: DTensor) -> tuple[int, torch.Tensor]:
-    """The first flat element that this rank publishes of a weight, and the elements. Raises PlacementError."""
+    """Return the first flat element of a weight that this rank publishes, and the elements. Raises PlacementError."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if not all(p.is_replicate() or (isinstance(p, Shard | _StridedShard) and p.dim == 0) for p in placements):
         raise PlacementError(
@@ -58,10 +58,10 @@ def _own_elements(name: str, tensor: DTensor) -> tuple[int, torch.Tensor]:
         )
     place, local = mesh.get_coordinate(), tensor.to_local()
     if place is None or any(at and p.is_replicate() for at, p in zip(place, placements, strict=True)):
-        # A copy of what another rank holds and publishes.
+        # A copy: another rank holds and publishes the same elements.
         return 0, local.reshape(-1)[:0]
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     if tuple(local.shape) != tuple(shape):
         raise PlacementError(f"{name} has shape {tuple(local.shape)} on this rank, placed as it is it has {shape}")
-    # Rows that do not follow each other would meet those of another rank: such ranks cannot cover the weight.
+    # If a rank's rows are not consecutive, they overlap those of another rank: such ranks cannot cover the weight.
     return offset[0] * prod(tensor.shape[1:]) if offset else 0, local

@@ -1,9 +1,9 @@
-"""Models laid over the ranks of a job (FSDP2), and what that needs to know of their layers.
+"""Sharding of models over the ranks of a job (FSDP2), and their division into layers.
 
-A sharded model is laid over the ranks layer by layer: each rank holds a run of rows of each weight, in float32. Before
-a layer is computed its weights are gathered, in the type of the computation; its gradients are added up over the ranks
-in float32. One rank needs none of it in float32; in bfloat16 it is sharded over itself alone, for the same arithmetic
-as on many.
+A model is sharded layer by layer: each rank holds consecutive rows of each weight, in float32. Before a layer is
+computed, its weights are gathered in the type of the computation; its gradients are summed over the ranks in float32.
+A single rank does not shard a float32 computation; a bfloat16 computation is sharded over the one rank, so that the
+arithmetic is the same as on several ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tidemill.trainer.stored_model import StoredModel
 
 
 class ShardingError(ValueError):
-    """A model cannot be laid over ranks, or its layers cannot be computed twice."""
+    """A model cannot be sharded over ranks, or its layers cannot be computed twice."""
 
 
 def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """The model's layers. Raises ShardingError for a family that does not mark all of them as transformers does."""
+    """Return the model's layers. Raises ShardingError if not all of them are marked as in transformers."""
     found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     expected = model.config.get_text_config().num_hidden_layers
     if len(found) != expected:
@@ -45,9 +45,9 @@ def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 
 
 def recompute_activations(model: PreTrainedModel) -> None:
-    """Keep only the input of each layer for the backward pass, and compute the layer again there."""
+    """Keep only the input of each layer for the backward pass, in which the layer is computed again."""
     for layer in layers_of(model):
-        # Not by transformers' own switch: that needs train mode, which would turn dropout on.
+        # The option of transformers is not used: it needs train mode, which would enable dropout.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
@@ -58,28 +58,28 @@ def lay_over_ranks(
     stored: StoredModel | None,
     held: torch.dtype = torch.float32,
 ) -> None:
-    """Lay models over all ranks of the job, on `device`; each rank calls this with the same models.
+    """Shard models over all ranks of the job, on `device`; each rank calls this with the same models.
 
-    Afterwards a model is to be called by `policy.sampled_logprobs` and `policy.frozen_logprobs` alone, on every rank as
-    often.
+    Afterwards, call a model only by `policy.sampled_logprobs` and `policy.frozen_logprobs`, equally often on every
+    rank.
 
     Args:
-        models: whole ones, or outlines of `stored`; the first one is trained.
+        models: whole models, or outlines of `stored`; the first one is trained.
         compute: the type in which layers are computed.
-        stored: from which each rank reads its rows.
+        stored: the model from which each rank reads its rows.
         held: the type of the weights of models that are not trained.
 
-    Raises ShardingError for a model whose layers cannot be told, and UntrainableModelError for one that is not right in
-    packed rows.
+    Raises ShardingError if the layers of a model cannot be identified, and UntrainableModelError if a model computes
+    packed rows incorrectly.
     """
     for model in models:
         if stored is None:
             use_packed_attention(model)
         else:
-            # Before it is sharded: transformers would look for the attention in the source of FSDP2's class.
+            # Before sharding: otherwise transformers would search for the attention in the source of FSDP2's class.
             model.set_attn_implementation(PACKED_ATTENTION)
     if stored is not None:
-        # The check compares numbers in float32, whatever type the steps are computed in.
+        # The check compares numbers in float32, even if steps are computed in another type.
         trial = stored.outline()
         _shard(trial, device, torch.float32)
         stored.fill(trial, device)
@@ -106,7 +106,7 @@ def _shard(model: PreTrainedModel, device: torch.device, compute: torch.dtype) -
     policy = MixedPrecisionPolicy() if compute is torch.float32 else half
     for module in (*layers, model):
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
-        # The loss is divided by the totals of the whole batch already; gloo can add only.
+        # The loss is already divided by the totals of the whole batch; gloo can only sum.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
     setattr(model, SCORING, MethodType(scored, model))

@@ -1,13 +1,13 @@
-"""One optimizer step: groups and an online batch in, weights changed in place, metrics out.
+"""One optimizer step: it takes groups and an online batch, changes the weights in place and returns metrics.
 
 Deterministic given the weights, the inputs in order, the settings and the seed: the same call on the same machine type,
 thread count and number of ranks gives the same weights, bit for bit.
 
-Every rank packs the same rows and takes its share of them. As a row is computed by all ranks together, each takes
-equally many: a rank with too few computes a row again, whose loss counts nothing.
+Every rank packs the same rows and computes its share of them. All ranks must compute a row at the same time, so each
+has equally many rows: a rank with fewer computes a row again, and the loss of that row does not count.
 
-What users made of single answers and what simulated groups earned are two parts of one loss. Each has its own
-advantages, surrogate and average; the weights of the second against the first are a setting.
+The interactions of an online batch and the simulated groups are two parts of one loss. Each part has its own
+advantages, surrogate and average; a setting gives the weight of the simulated part relative to the online part.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 _log = logging.getLogger(__name__)
 
 ONLINE = Recipe(AdvantageKind.RAW, policy_gradient, constant_mean)
-"""REINFORCE with a correction weight, a token weighing the same in a short and in a long answer; its advantages come
-from `advantages.batch_advantages`."""
+"""REINFORCE with a correction weight; a token has the same weight in a short and in a long answer. The advantages are
+computed by `advantages.batch_advantages`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class StepOutcome:
     """The report of a step; the new weights are in the model."""
 
     metrics: dict[str, float]
-    """Known to the first rank."""
+    """Computed on the first rank only."""
     lag: list[LagCount]
     learning_rate: float
     rollouts: int
@@ -84,16 +84,16 @@ class StepOutcome:
     tokens: int
     """Sampled tokens trained on."""
     trained: TrainedTokens | None
-    """These tokens; known to the first rank."""
+    """These tokens; on the first rank only."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AnchoredRow:
-    """A row with the logprobs that do not change within the step; None where the settings need none."""
+    """A row with the logprobs that do not change within the step; None if the settings do not need them."""
 
     row: PackedRow
     counts: bool
-    """False for a row that another rank trains on."""
+    """False for a copy of a row that another rank trains on."""
     old: Tensor | None
     reference: Tensor | None
 
@@ -103,31 +103,31 @@ class _UpdatePart:
     """The rows of one part of an optimizer update, with the advantage of each of its n rollouts (f4[n])."""
 
     packed: Sequence[PackedRow]
-    """Of all ranks."""
+    """The rows of all ranks."""
     rows: list[_AnchoredRow]
-    """Of this rank."""
+    """The rows of this rank."""
     advantages: Tensor
     tokens: int
     """Sampled tokens of all rows."""
     recipe: Recipe
     options: Options
     weight: float
-    """How much its loss counts."""
+    """Weight of its loss."""
 
 
 _Seen = tuple[list[list[metrics.TokenTrace]], float]
-"""Of an update: of each part the rows of all ranks, nothing but on the first one; and the gradient norm."""
+"""Result of an update: for each part the traces of all ranks' rows (on the first rank only); the gradient norm."""
 
 
 class Learner:
-    """The model under training with its master weights and the reference: on every rank, by the same calls.
+    """The trained model with its master weights and the reference. Every rank has one and makes the same calls.
 
     Args:
-        model: the whole model, on a CPU, or an outline of `stored`; it is moved, and laid over the ranks.
+        model: the whole model, on a CPU, or an outline of `stored`; it is moved to the device or sharded over ranks.
         reference: like `model`.
-        stored: from which each rank reads its own rows of the weights.
+        stored: each rank reads its own rows of the weights from it.
 
-    Raises DeviceError, ShardingError or UntrainableModelError for what cannot be trained here.
+    Raises DeviceError, ShardingError or UntrainableModelError if the model cannot be trained on this machine.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Learner:
         networks = [network.eval() for network in (model, reference) if network is not None]
         compute = compute_dtype(settings, self._device)
         if self.machine.is_sharded:
-            # Weights of a format with codes are rounded once, from what is stored.
+            # For a format with codes, the stored weights are rounded only once, so they are held in fp32 until then.
             held = compute if settings.serving_format is ServingFormat.BF16 else torch.float32
             lay_over_ranks(networks, self._device, compute, stored, held)
         else:
@@ -168,7 +168,7 @@ class Learner:
                 use_packed_attention(network)
                 network.to(self._device)
         if reference is not None and settings.forward is Forward.MATCHED:
-            # Else the policy would be far from its reference by what the format loses, before any step.
+            # Otherwise the rounding error of the format would separate the policy from its reference before any step.
             hold_in_format(reference, settings.serving_format)
         self.model = model
         self.masters = MasterWeights(
@@ -189,11 +189,11 @@ class Learner:
         seed: int,
         online: TrainableBatch | None = None,
     ) -> StepOutcome:
-        """Train step `step` on `groups` and, where there is one, on `online`, holding weight version `version` before.
+        """Train step `step` on `groups` and on `online`, if given. The weights before the step are version `version`.
 
-        Raises InvalidRolloutError for malformed rollouts, and for groups without the expert ids that the routing asks
-        for, GroupTooSmallError for a group of one where the objective compares rollouts, RuntimeError for a gradient
-        that is not finite; the weights are unchanged by the first two.
+        Raises InvalidRolloutError for malformed rollouts, and for groups without the expert ids that the routing
+        needs, GroupTooSmallError for a group of one if the objective compares rollouts, RuntimeError for a gradient
+        that is not finite. After the first two errors the weights are unchanged.
         """
         torch.manual_seed(seed)
         self._older.begin(step, version)
@@ -211,7 +211,7 @@ class Learner:
         older = self._older.score(first.packed, first.rows[0].row, sampled)
         if self._ranks.is_first:
             found = self._metrics(groups, online, lag, updates, seen)
-            # The tokens of all parts, in the order of `sampled`, which is that of the parts.
+            # The tokens of all parts, in the order of `sampled`, which is the order of the parts.
             sequences, start = [], 0
             for part in (part for parts in updates for part in parts):
                 sequences += [row.sequence + start for row in part.packed]
@@ -246,7 +246,7 @@ class Learner:
             **metrics.packing_metrics([row for part in parts for row in part.packed]),
         }
         if self._size is not None:
-            # Of the rows of all ranks, each counted once.
+            # Counts the rows of all ranks, each once.
             frozen = [(part.rows[0].old is not None) + (part.rows[0].reference is not None) for part in parts]
             rows = [(row, passes) for part, passes in zip(parts, frozen, strict=True) for row in part.packed]
             found |= metrics.flop_metrics(self._size, rows, layers_twice=self._settings.checkpoint_activations)
@@ -283,7 +283,7 @@ class Learner:
     def _rows(
         self, sampled: Sequence[Trajectory], expert_ids: Sequence[ExpertIds] = ()
     ) -> tuple[Sequence[PackedRow], list[_AnchoredRow]]:
-        """The rows of all ranks, and this rank's."""
+        """Return the rows of all ranks, and the rows of this rank."""
         settings, kl, vocab_size = self._settings, self._settings.kl, self.model.config.vocab_size
         if self.replay is not None and len(expert_ids) != len(sampled):
             raise InvalidRoutingError(f"{len(sampled)} rollouts have the expert ids of {len(expert_ids)}")
@@ -311,7 +311,7 @@ class Learner:
         return _UpdatePart(packed, rows, values, tokens, recipe, options_of(self._settings, recipe), weight)
 
     def _update(self, parts: Sequence[_UpdatePart], learning_rate: float) -> _Seen:
-        """Add up the gradients of all parts, and apply them."""
+        """Sum the gradients of all parts and apply them."""
         found = []
         for part in parts:
             seen = [(row.counts, self._accumulate(row, part)) for row in part.rows]
@@ -352,27 +352,27 @@ class Learner:
         )
 
     def _divergence(self, rows: Sequence[_AnchoredRow], n: int) -> Rewards:
-        """f8[n]: log pi_old - log pi_ref summed over each rollout's sampled tokens; 0 without a reference."""
+        """Return f8[n]: log pi_old - log pi_ref summed over each rollout's sampled tokens; 0 without a reference."""
         total = torch.zeros(n, dtype=torch.float64)
         for anchored in rows:
             if anchored.counts and anchored.old is not None and anchored.reference is not None:
                 apart = (anchored.old - anchored.reference).double()
                 total += sequence_sum(apart, anchored.row.sequence, n).cpu()
-        # The tokens of a rollout are in one row, so on one rank: the others add zeros.
+        # All tokens of a rollout are in one row, so on one rank: the other ranks add zeros.
         totals = self._ranks.gather(lambda: total.numpy())
         return self._ranks.from_first(lambda: np.sum(totals, axis=0))
 
 
 def split(groups: Sequence[TrainableGroup], parts: int) -> list[Sequence[TrainableGroup]]:
-    """At most `parts` runs of consecutive groups whose sizes differ by at most one."""
+    """Split groups into at most `parts` sequences of consecutive groups whose sizes differ by at most one."""
     bounds = np.linspace(0, len(groups), min(parts, len(groups)) + 1).round().astype(int)
     return [groups[a:b] for a, b in pairwise(bounds)]
 
 
 def deal_rows(packed: Sequence[PackedRow], ranks: Ranks) -> list[tuple[PackedRow, bool]]:
-    """The rows that a rank computes, and whether each counts: equally many on every rank.
+    """Return the rows that a rank computes, and whether each row counts: equally many on every rank.
 
-    Row i is the rank's with the number i modulo their number. Who has too few takes the shortest row once more.
+    Row i belongs to rank i modulo the number of ranks. A rank with fewer rows computes the shortest row again.
     """
     own = [(row, True) for row in packed[ranks.rank :: ranks.size]]
     missing = -(-len(packed) // ranks.size) - len(own)

@@ -1,12 +1,12 @@
-"""A model whose weights each rank reads for itself, its own rows alone, from the files of a checkpoint directory.
+"""A model of which each rank reads only its own rows, from the files of a checkpoint directory.
 
-What it keeps true:
+Invariants:
 
-- no rank holds the whole model: it is built on torch's `meta` device, where tensors take no memory, laid over the
-  ranks, and filled with the rows that a rank has of each weight; the files are mapped;
-- weights and buffers have the bits of a whole load (`model.load_model`). Transformers' own table of conversions says
-  which stored tensors make up a weight; of its conversions, renaming and the stacking of experts are known here. A
-  directory that needs any other one is refused (NotByRowsError), and loaded whole instead.
+- no rank holds the whole model: it is built on torch's `meta` device, where tensors need no memory, sharded over the
+  ranks, and filled with the rank's rows of each weight; the files are memory-mapped;
+- weights and buffers have the same bits as in a whole load (`model.load_model`). The conversion table of transformers
+  gives the stored tensors of each weight. Only two of its conversions are implemented here: renaming and the stacking
+  of experts. A directory that needs another one is refused (NotByRowsError) and loaded whole instead.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from tidemill.trainer.choices import Experts
 from tidemill.trainer.master import own_rows
 
 Source = str | list[list[str]]
-"""The stored tensor of a weight; or, for each part of its second dimension, those of its experts in their order."""
+"""The stored tensor of a weight; or, for each part of its second dimension, the tensors of its experts, in order."""
 
 
 class NotByRowsError(ValueError):
-    """The weights of a checkpoint directory have to be loaded whole; the message says why."""
+    """The weights of a checkpoint directory must be loaded whole; the message says why."""
 
 
 class StoredModel:
-    """The causal model of a checkpoint directory in fp32, with that implementation of its experts.
+    """The causal model of a checkpoint directory in fp32, with the given implementation of its experts.
 
-    Raises NotByRowsError for a directory whose weights have to be loaded whole.
+    Raises NotByRowsError if the weights of the directory must be loaded whole.
     """
 
     def __init__(self, directory: str, experts: Experts | None = None) -> None:
@@ -64,7 +64,7 @@ class StoredModel:
         self._sources = _sources(outline, self._stored)
 
     def outline(self) -> PreTrainedModel:
-        """The model without memory for its weights; those of its buffers that are computed are there, on the CPU."""
+        """Return the model without memory for its weights; its computed buffers are on the CPU."""
         options = {} if self._experts is None else {"experts_implementation": self._experts.value}
         config = AutoConfig.from_pretrained(self._directory)
         with torch.device("meta"):
@@ -73,14 +73,14 @@ class StoredModel:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
             module._is_hf_initialized = False
-        # As in a whole load: what is marked is not initialised, so that the buffers are computed alone.
+        # As in a whole load: marked parameters are not initialised, so that only the buffers are computed.
         for parameter in model.parameters():
             parameter._is_hf_initialized = True
         model.initialize_weights()
         return model.eval()
 
     def fill(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Give a sharded outline its weights, on `device`, and its stored buffers."""
+        """Load the weights of a sharded outline, on `device`, and its stored buffers."""
         made: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
@@ -91,7 +91,7 @@ class StoredModel:
         model.load_state_dict(state, assign=True)
 
     def rows(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """fp32, on the CPU: of each weight of a sharded model, the rows that this rank holds."""
+        """Return this rank's rows of each weight of a sharded model, in fp32 on the CPU."""
         return {name: self._read(name, parameter) for name, parameter in model.named_parameters()}
 
     def _filled(self, name: str, tensor: Tensor, device: torch.device) -> Tensor:
@@ -99,7 +99,7 @@ class StoredModel:
         if not isinstance(tensor, DTensor):
             return read.to(tensor.device, tensor.dtype)
         mesh, placements = tensor.device_mesh, tensor.placements
-        # Without a check, which would talk to the other ranks; shape and stride are those of the whole.
+        # Without the check, which would communicate with the other ranks; shape and stride are of the whole tensor.
         shape, stride = tensor.shape, tensor.stride()
         whole = DTensor.from_local(
             read.to(device, tensor.dtype), mesh, placements, run_check=False, shape=shape, stride=stride
@@ -107,7 +107,7 @@ class StoredModel:
         return nn.Parameter(whole)
 
     def _read(self, name: str, tensor: Tensor) -> Tensor:
-        """fp32: the rows that this rank holds of a weight, or all of one that is not sharded."""
+        """Return this rank's rows of a weight in fp32, or all rows if it is not sharded."""
         own = slice(*own_rows(tensor)) if isinstance(tensor, DTensor) else ...
         source = self._sources[name]
         if isinstance(source, str):
@@ -118,12 +118,12 @@ class StoredModel:
 
 
 def _copied(weight: Weight, rows: slice | EllipsisType = ...) -> Tensor:
-    """fp32, in memory of its own."""
+    """Return a copy in fp32."""
     return torch.from_numpy(np.array(weight.bits[rows])).view(getattr(torch, weight.dtype)).float()
 
 
 def _sources(model: PreTrainedModel, stored: Mapping[str, Weight]) -> dict[str, Source]:
-    """Where each weight and stored buffer of an outline comes from, by the first of its names.
+    """Return the sources of each weight and stored buffer of an outline, by the first of its names.
 
     Raises NotByRowsError.
     """
@@ -137,7 +137,7 @@ def _sources(model: PreTrainedModel, stored: Mapping[str, Weight]) -> dict[str, 
         if name not in wanted and key in wanted:
             name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
         if name not in wanted:
-            # A whole load leaves it out too, such as rotary frequencies and heads that predict further tokens.
+            # A whole load ignores it too, for example rotary frequencies and heads that predict further tokens.
             continue
         if pattern is None:
             again, found[name] = name in found, key
@@ -158,7 +158,7 @@ def _sources(model: PreTrainedModel, stored: Mapping[str, Weight]) -> dict[str, 
 
 
 def _only_stacks(converter: WeightConverter) -> bool:
-    """Whether experts are stacked, and the parts of each then put side by side, and nothing else is done."""
+    """Return whether a converter only stacks experts and then, if at all, concatenates the parts of each."""
     first, *others = converter.operations
     stacks = type(first) is MergeModulelist and first.dim == 0 and len(converter.target_patterns) == 1
     if not others:
@@ -167,7 +167,7 @@ def _only_stacks(converter: WeightConverter) -> bool:
 
 
 def _one_source(names: list[str], tensor: Tensor, found: Mapping[str, Source], stored: Mapping[str, Weight]) -> Source:
-    """The source of a weight with these names, of which tied ones may all be stored. Raises NotByRowsError."""
+    """Return the source of a weight with these names; tied weights may all be stored. Raises NotByRowsError."""
     sources = [found[name] for name in names if name in found]
     if not sources:
         raise NotByRowsError(f"it does not store {names[0]}")

@@ -1,8 +1,8 @@
-"""The inputs of steps: what one step can be trained on, and the records of a topic that have ended. Pure.
+"""The inputs of steps: groups and online batches, and the state of a topic's records (waiting or ended). Pure.
 
-A step is trained on groups with their rollouts, and on an online batch with the interactions that are left. Each has
-its record and its place in the log. Every record ends exactly once, across stops: a record has ended when a step
-trained it or excluded it. Records are told apart by their place; those that say the same again are known by their id.
+A step is trained on groups with their rollouts, and on an online batch with its remaining interactions. Each has a
+record and a position in the log. Every record ends exactly once, also across restarts: it has ended when a step trained
+or excluded it. Records are identified by their position; duplicates are recognised by their id.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from tidemill.schemas.records import (
 )
 
 DecidedStep = TrainStep | StepPlan
-"""A step whose inputs and exclusions are decided, taken or not."""
+"""A step whose inputs and exclusions are decided, even if it is not taken yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopicProgress:
-    """How far a topic is used up; kept in the checkpoint."""
+    """Progress in a topic; stored in the checkpoint."""
 
     next_offsets: Mapping[int, int] = field(default_factory=dict)
-    """By partition: every record before this offset has ended or is not this run's."""
+    """By partition: every record before this offset has ended or is of another run."""
     ended_above: Mapping[int, list[int]] = field(default_factory=dict)
     """By partition: offsets at or above `next_offsets` of records that have ended."""
     remembered: list[str] = field(default_factory=list)
@@ -54,12 +54,12 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Reference(Generic[R]):
-    """A record that refers to others, as it was read."""
+    """A record that refers to other records, with its position in the log."""
 
     place: StepInput
     record: R
     replay_id: str = ""
-    """The replay that wrote it; empty: none did."""
+    """Id of the replay that wrote it; empty if none did."""
 
 
 class _Placed(Protocol):
@@ -70,14 +70,14 @@ class _Placed(Protocol):
 W = TypeVar("W", bound=_Placed)
 
 MOST_EXCLUSIONS = 4_096
-"""As many references fit into one record."""
+"""Maximum number of exclusions that fit into one record."""
 
 
 class InputQueue(Generic[W]):
-    """The records of one topic: those that wait to be trained, and those that have ended.
+    """The waiting and the ended records of one topic.
 
     Args:
-        remembered: how many ids of ended records are known from step to step.
+        remembered: number of ids of ended records that are kept from step to step.
         accept_replays: replays whose records are trained.
     """
 
@@ -90,19 +90,18 @@ class InputQueue(Generic[W]):
         self._excluded: list[StepExclusion] = []
         """The exclusions that no step record has named yet."""
         self._excluded_ids: set[str] = set()
-        """Theirs, but for those that only said again what another record had said."""
+        """Their ids, except those of duplicates of other records."""
         self._read = dict(progress.next_offsets)
         self._ended = {partition: set(offsets) for partition, offsets in progress.ended_above.items()}
         self._remembered = OrderedDict.fromkeys(progress.remembered)
 
     def observe_step(self, step: DecidedStep) -> None:
-        """Take over the decisions of a recorded step, or of one that is to be taken: its inputs and exclusions have
-        ended."""
+        """Apply the decisions of a step that is recorded or about to be taken: its inputs and exclusions have ended."""
         trained = [place for place in step.inputs if place.topic == self._topic]
         self._decide(trained, [entry for entry in step.exclusions if entry.topic == self._topic])
 
     def exclude(self, place: StepInput, reason: Exclusion, rollouts: int) -> None:
-        """End a record untrained, which refers to so many `rollouts`."""
+        """Exclude a record that refers to `rollouts` rollouts."""
         entry = StepExclusion(place.group_id, place.topic, place.partition, place.offset, reason.value, rollouts)
         self._excluded.append(entry)
         self._ended.setdefault(place.partition, set()).add(place.offset)
@@ -110,8 +109,8 @@ class InputQueue(Generic[W]):
             self._excluded_ids.add(place.group_id)
 
     def progress(self) -> TopicProgress:
-        """Where to go on, as of the step that was made last: waiting records, and exclusions that no step has named,
-        are decided again."""
+        """Return the position after the last step, from which to continue: waiting records, and exclusions that no step
+        has named, are decided again."""
         again = {(each.partition, each.offset) for each in self._excluded}
         again |= {(one.place.partition, one.place.offset) for one in self._waiting}
         following = dict(self._read)
@@ -127,12 +126,12 @@ class InputQueue(Generic[W]):
         )
 
     def is_new(self, place: StepInput) -> bool:
-        """Note that a record was read; whether it has not ended."""
+        """Register that a record was read; return whether it has not ended."""
         self._read[place.partition] = max(self._read.get(place.partition, 0), place.offset + 1)
         return place.offset not in self._ended.get(place.partition, ())
 
     def is_known(self, record_id: str) -> bool:
-        """Whether a record of this id waits or has ended."""
+        """Return whether a record with this id waits or has ended."""
         waits = any(one.place.group_id == record_id for one in self._waiting)
         return waits or record_id in self._remembered or record_id in self._excluded_ids
 
@@ -140,16 +139,16 @@ class InputQueue(Generic[W]):
         return bool(replay_id) and replay_id not in self._accept_replays
 
     def name_exclusions(self, trained: Iterable[StepInput], most: int) -> list[StepExclusion]:
-        """A step trains the records at `trained`; the exclusions that it names, the oldest `most`. Those that are left
-        over go with the next step."""
+        """End the records at `trained`, which a step trains; return the exclusions that it names, the oldest, at most
+        `most`. The next step names the remaining ones."""
         named, self._excluded = self._excluded[:most], self._excluded[most:]
         self._excluded_ids = {each.group_id for each in self._excluded if each.reason not in SECOND_RECORDS}
         self._decide(trained, named)
         return named
 
     def _decide(self, trained: Iterable[StepInput], excluded: Iterable[StepExclusion]) -> None:
-        """Take in all endings of a step, in one order for a step that is made and one that is read from the log: what
-        is forgotten first does not depend on stops."""
+        """Register all endings of a step, in the same order for a new step and for one read from the log: so the order
+        in which ids are forgotten does not depend on restarts."""
         endings: list[StepInput | StepExclusion] = [*trained, *excluded]
         for ending in endings:
             self._ended.setdefault(ending.partition, set()).add(ending.offset)
@@ -170,38 +169,38 @@ class TrainableGroup:
     replays: frozenset[str] = frozenset()
     """Ids of the replays that wrote its record or one of its rollouts."""
     expert_ids: tuple[ExpertIds, ...] = field(default=(), compare=False)
-    """Of each of the rollouts, where they are asked for."""
+    """The expert ids of each rollout, if the routing uses them."""
 
     def rewards(self) -> npt.NDArray[np.float64]:
-        """f8[G]: rewards of the completed members as group assembly recorded them, permuted ones in a control run."""
+        """Return f8[G]: rewards of the completed members as recorded by group assembly; permuted in a control run."""
         return rewards(self.group)
 
 
 def completed(group: Group) -> list[GroupMember]:
-    """Members that finished with a reward, in member order."""
+    """Return the members that finished with a reward, in member order."""
     return [m for m in group.members if m.status is RolloutStatus.COMPLETED and m.reward is not None]
 
 
 def rewards(group: Group) -> npt.NDArray[np.float64]:
-    """f8[G]: rewards of the completed members, in member order."""
+    """Return f8[G]: rewards of the completed members, in member order."""
     return np.array([member.reward for member in completed(group)], np.float64)
 
 
 def lag_of(group: Group, version: int) -> int:
-    """How many versions the oldest completed rollout of a group is behind `version`; 0 without one."""
+    """Return the number of versions that the oldest completed rollout of a group is behind `version`; 0 without one."""
     return version - min((member.version_min for member in completed(group)), default=version)
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the completed members' rewards differ, so that some advantage is not zero."""
+    """Return whether the completed members' rewards differ, so that some advantage is not zero."""
     values = rewards(group)
     return len(values) > 0 and bool(values.max() > values.min())
 
 
 def other_sampling(sampled: Iterable[Rollout | Interaction]) -> str:
-    """How any of these was sampled from another distribution than the model's own; empty where none was.
+    """Describe how one of these was sampled from another distribution than the model's own; empty if none was.
 
-    A record from before this was recorded is taken to be of the model's own.
+    Old records without this field count as sampled from the model's own distribution.
     """
     found = (record.sampling.changes() for record in sampled if record.sampling is not None)
     return next(filter(None, found), "")
@@ -214,18 +213,18 @@ class TrainableBatch:
     place: StepInput
     batch: OnlineBatch
     members: tuple[OnlineMember, ...]
-    """The interactions that are trained, in the order of the record."""
+    """The members that are trained, in the order of the record."""
     interactions: tuple[Interaction, ...]
-    """Theirs, with their segments."""
+    """The interactions of these members, with their segments."""
     excluded: tuple[StepExclusion, ...] = ()
-    """The members of the record that are not trained; only these exclusions of a step are of interactions."""
+    """The members of the record that are not trained; no other exclusions of a step are of interactions."""
 
     def rewards(self) -> npt.NDArray[np.float64]:
-        """f8[n]: the members' rewards; of a correction, what the reward changed by."""
+        """Return f8[n]: the members' rewards; for a correction, the change of the reward."""
         return np.array([member.reward for member in self.members], np.float64)
 
     def corrections(self) -> npt.NDArray[np.bool_]:
-        """bool[n]: which members are corrections of a reward trained before."""
+        """Return bool[n]: which members are corrections of a reward that was trained before."""
         return np.array([member.correction for member in self.members], np.bool_)
 
     def arms(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""The weights under training, on all ranks of the job.
+"""The trained weights, on all ranks of the job.
 
-Keeps true: what is done to the weights is done on every rank, by the same calls in the same order. The first rank alone
-reads the log, plans and records, and calls the methods here; the others `follow` it.
+Invariant: every rank makes the same calls on the weights in the same order. Only the first rank reads the log, plans
+and records, and calls the methods here; the others `follow` it.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PUBLISH_SECONDS = "publish/seconds"
-"""Metric of a step: seconds that the publication of the version before took."""
+"""Metric of a step: duration of the previous version's publication, in seconds."""
 PUBLISH_LOOP_SECONDS = "publish/loop_seconds"
-"""Metric of a step: those of them in which the trainer's loop waited for it."""
+"""Metric of a step: the part of these seconds in which the trainer's loop waited for it."""
 
 
 def _on_every_rank(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Let the first rank's call be every rank's. Such methods do not call each other."""
+    """Make a call of the method on the first rank run on every rank. Such methods do not call each other."""
 
     def called(weights: TrainedWeights, /, *args: P.args, **options: P.kwargs) -> T:
         return weights.do(method.__name__, lambda: method(weights, *args, **options), args, options)
@@ -50,14 +50,14 @@ def _on_every_rank(method: Callable[Concatenate[Any, P], T]) -> Callable[Concate
 
 
 class TrainedWeights:
-    """The weights of `learner`, and a snapshot of them: trained, restored, saved, published.
+    """The weights of `learner`, and a snapshot of them: trains, restores, saves and publishes them.
 
-    Its methods raise what the rank's own part raises, or RanksLostError, which names the rank that is gone or failed.
+    Its methods raise the errors of this rank's own work, or RanksLostError, which names the lost or failed rank.
 
     Args:
-        checkpoints: the same place for every rank.
-        publisher: of the same ranks, where versions are published; with `beside`, on a group of its own.
-        beside: runs a publication beside what this rank does next; without it `publish` waits.
+        checkpoints: the same location for every rank.
+        publisher: publishes versions, on the same ranks, if given; with `beside`, on a process group of its own.
+        beside: runs a publication while this rank continues; without it `publish` waits.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class TrainedWeights:
         self._job = job
         self.machine = learner.machine
         self.vocab_size = int(learner.model.config.vocab_size)
-        """Token ids are below this."""
+        """Size of the vocabulary; every token id is smaller."""
         self._parts: Parts = {}
         self._beside = beside
         self.publication: Future[float] | None = None
-        """The publication that runs beside, until `published` has said how it ended."""
+        """The publication in the other thread, until `published` has returned its result."""
         self.publish_costs: dict[str, float] = {}
-        """Metrics of the publication that ended last."""
+        """Metrics of the last finished publication."""
 
     @property
     def routed(self) -> RoutedShape | None:
@@ -90,7 +90,7 @@ class TrainedWeights:
         return None if self._learner.replay is None else self._learner.replay.shape
 
     def do(self, name: str, work: Callable[[], T], args: Sequence[Any], options: Mapping[str, Any]) -> T:
-        """Do `work`, the method `name` with these arguments, here, and if this is the first rank on the others too."""
+        """Do `work`, the method `name` with these arguments, here and, if this is the first rank, on all others."""
 
         def begun() -> T:
             if self._job.ranks.is_first:
@@ -100,7 +100,7 @@ class TrainedWeights:
         return self._job.together(begun)
 
     def follow(self) -> None:
-        """Do what the first rank does, until it lets go. Raises what that raises here, RanksLostError."""
+        """Make the calls of the first rank, until it calls `let_go`. Raises their errors here, or RanksLostError."""
         while (call := self._job.together(self._job.told)) is not None:
             name, args, options = call
             getattr(self, name)(*args, **options)
@@ -122,9 +122,9 @@ class TrainedWeights:
 
     @_on_every_rank
     def snapshot(self) -> str:
-        """Keep a copy of the serving weights as they are now; their fingerprint, hexadecimal, on the first rank."""
+        """Copy the present serving weights; return their fingerprint, hexadecimal, on the first rank."""
         ranks = self._job.ranks
-        # The copy before is let go first; while it is published, the publisher holds it.
+        # The previous copy is released first; while it is published, the publisher keeps it.
         self._parts = {}
         with self._learner.masters.as_served():
             on_device = self._settings.publish.on_device
@@ -134,9 +134,9 @@ class TrainedWeights:
 
     @_on_every_rank
     def restore(self, step: int) -> CheckpointState | None:
-        """Hold the weights and moments of a checkpoint; for step 0, those that the run started from.
+        """Load the weights and moments of a checkpoint; for step 0, the weights that the run started from.
 
-        Raises TrainerCheckpointError for one that is damaged.
+        Raises TrainerCheckpointError if it is damaged.
         """
         if step == 0:
             stored = _open_stored(self._settings, self._learner.machine, self._job)
@@ -152,7 +152,7 @@ class TrainedWeights:
 
     @_on_every_rank
     def save(self, state: CheckpointState, keep: Collection[int]) -> None:
-        """Store the weights and moments; the checkpoints of the steps in `keep` are not dropped."""
+        """Store the weights and moments; the checkpoints of the steps in `keep` are not deleted."""
         self._checkpoints.write(state, self._learner.masters.state(), keep, self._job.ranks)
 
     @_on_every_rank
@@ -164,7 +164,7 @@ class TrainedWeights:
         parent: int | None = None,
         trained_at: int | None = None,
     ) -> None:
-        """Publish the snapshot as `version`, as `WeightPublisher.publish`; where that runs beside, begin it."""
+        """Publish the snapshot as `version`, as `WeightPublisher.publish` does; with `beside`, only start it."""
         if self._publisher is None:
             return
         self._wait()
@@ -187,25 +187,25 @@ class TrainedWeights:
 
     @_on_every_rank
     def published(self) -> None:
-        """Wait for the publication that runs beside. Raises what `WeightPublisher.publish` raised there."""
+        """Wait for the publication in the other thread. Raises the errors of `WeightPublisher.publish` there."""
         self._wait()
 
     @_on_every_rank
     def go_back(self, version: int) -> None:
-        """Let the next version continue `version`, which the snapshot is; as `WeightPublisher.go_back`."""
+        """Make `version`, whose weights are the snapshot, the next version's parent, as `WeightPublisher.go_back`."""
         if self._publisher is not None:
             self._wait()
             self._publisher.go_back(version, self._parts)
 
     @_on_every_rank
     def whole(self) -> ServingView:
-        """All serving weights as they are now, whatever each rank holds."""
+        """Return all present serving weights, also if they are sharded."""
         with self._learner.masters.as_served():
             return serving_view(self._learner.model)
 
     @_on_every_rank
     def change_settings(self, settings: TrainerSettings) -> None:
-        """Train on from these weights and moments with other settings; not with another starting model."""
+        """Continue with other settings from these weights and moments; the starting model must be the same."""
         state = self._learner.masters.state()
         self._learner = make_learner(settings, self._job)
         self._learner.masters.load(state)
@@ -219,14 +219,14 @@ class TrainedWeights:
 
 
 def _timed(work: Callable[[], object]) -> float:
-    """Do `work`; the seconds that it took."""
+    """Do `work`, and return its duration in seconds."""
     began = time.monotonic()
     work()
     return time.monotonic() - began
 
 
 def make_learner(settings: TrainerSettings, job: Job = SINGLE) -> Learner:
-    """A learner at the starting checkpoint, on every rank of a job. Raises FileNotFoundError when there is none."""
+    """Return a learner at the starting checkpoint, on every rank. Raises FileNotFoundError if there is none."""
     stored = _open_stored(settings, machine_of(settings, job.place, job.ranks.size), job)
     make = partial(load_model, settings.model, settings.experts) if stored is None else stored.outline
     reference = make() if settings.kl.coefficient else None
@@ -234,11 +234,11 @@ def make_learner(settings: TrainerSettings, job: Job = SINGLE) -> Learner:
 
 
 def _open_stored(settings: TrainerSettings, machine: StepMachine, job: Job) -> StoredModel | None:
-    """The starting checkpoint, for each rank to read its own rows from; None where each has to load it whole."""
+    """Return the starting checkpoint, of which each rank reads its own rows; None if each rank must load it whole."""
     opened: list[StoredModel] = []
     try:
         if machine.is_sharded:
-            # One rank that has to load it whole makes all of them do so: they check the model together.
+            # If one rank must load it whole, all ranks do so: they check the model together.
             job.ranks.gather(lambda: opened.append(StoredModel(settings.model, settings.experts)))
     except NotByRowsError as error:
         _log.warning("each rank loads the whole of %s into its memory: %s", settings.model, error)

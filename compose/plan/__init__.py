@@ -1,4 +1,4 @@
-"""`tidemill plan`: what of a model fits on which devices, and what a step and a delta will take."""
+"""`tidemill plan`: the memory of trainer and replica on given devices, and estimates for a step and its delta."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def plan(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Say what fits: memory of trainer and replica on some devices, before anything is loaded.
+    """Show whether trainer and replica fit into the memory of some devices, before anything is loaded.
 
-    The table has GiB of one device, by what they hold and by how many devices a trainer or a replica has. Then come
-    estimates for a step and its delta, each with what it assumes; times only with `--peak-tflops` and `--share`. Where
-    trainer and replica do not fit, it says what to change, and the exit status is 1.
+    The tables show GiB of one device, by content and by the number of devices of a trainer or a replica. Then follow
+    estimates for a step and its delta, each with its assumptions; times only with `--peak-tflops` and `--share`. If
+    trainer and replica do not fit, the command shows what to change, and the exit status is 1.
 
-    Settings count as in the roles: `--set trainer.kl.coefficient=0` leaves out the reference model, for instance.
-    Everything is arithmetic from the model's configuration. A device counts as full at 90 %.
+    Settings apply as in the roles: for instance, `--set trainer.kl.coefficient=0` leaves out the reference model.
+    All numbers are computed from the model's configuration. A device counts as full at 90 %.
 
     Examples: `tidemill plan --model Qwen/Qwen3-8B --gpus 8x80` · `tidemill plan --model DIRECTORY --cpu 1x23 --json`
     """

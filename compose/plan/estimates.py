@@ -12,9 +12,9 @@ from tidemill.kernels.bounds import DeltaBounds, DeltaCounts
 from tidemill.trainer.model_size import ModelSize
 
 SAMPLE = 1 << 18
-"""Weights that a delta is estimated from."""
+"""Number of weights from which a delta is estimated."""
 SPREAD = 0.02
-"""Standard deviation of a weight: what most models begin with (`initializer_range`)."""
+"""Standard deviation of a weight: the usual initial value of models (`initializer_range`)."""
 HALVINGS = 40
 TERA = 1e12
 Bits = npt.NDArray[np.uint16]
@@ -32,7 +32,7 @@ class StepWork:
     repeated: bool
     """Layers are computed a second time for their gradients."""
     frozen: int
-    """Passes without a gradient: of the reference, and of the policy before the step."""
+    """Passes without a gradient: by the reference, and by the policy before the step."""
     learning_rate: float
     beta: float
     """Decay of AdamW's first moment."""
@@ -42,18 +42,18 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpeed:
-    """How fast the trainer is taken to be."""
+    """The assumed speed of the trainer."""
 
     devices: int
     peak_tflops: float
-    """Of one device."""
+    """Peak of one device."""
     share: float
-    """Of the peak, that a step reaches."""
+    """Share of the peak that a step reaches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One number, and what it rests on."""
+    """One number, and its assumptions."""
 
     name: str
     value: float
@@ -61,9 +61,9 @@ class Estimate:
 
 
 def step_estimates(size: ModelSize, work: StepWork, pace: TrainerSpeed | None) -> list[Estimate]:
-    """TFLOP of a step and of its rollouts; how long a step takes only where `pace` is given.
+    """Return TFLOP of a step and of its rollouts; the duration of a step only if `pace` is given.
 
-    Nothing is shared: neither prompts in the trainer's rows nor prefixes in the replica's cache.
+    Assumes no sharing: neither of prompts in the trainer's rows nor of prefixes in the replica's cache.
     """
     tokens = work.prompt + work.sampled
     pairs, before = tokens * (tokens + 1) / 2, work.prompt * (work.prompt + 1) / 2
@@ -90,7 +90,7 @@ def step_estimates(size: ModelSize, work: StepWork, pace: TrainerSpeed | None) -
 
 
 def delta_estimates(size: ModelSize, work: StepWork) -> list[Estimate]:
-    """Elements that one step changes, and the least bytes of its delta (`kernels.bounds`)."""
+    """Return the number of elements that one step changes, and the minimum bytes of its delta (`kernels.bounds`)."""
     if work.density is None:
         sample = delta_at_rate(work.learning_rate, work.beta)
         told = f"learning rate {work.learning_rate:g}, gradients that are noise, weights of spread {SPREAD:g}"
@@ -107,15 +107,15 @@ def delta_estimates(size: ModelSize, work: StepWork) -> list[Estimate]:
 
 
 def delta_at_rate(learning_rate: float, beta: float) -> DeltaBounds:
-    """The change of a sample of weights by AdamW, where gradients are noise; `beta` is the decay of the first moment.
+    """Estimate the change of a sample of weights by AdamW; gradients are noise, `beta` is the first moment's decay.
 
-    That moment is then normal with the variance (1 - beta) / (1 + beta) of a gradient's, and the second moment is 1.
+    The first moment is then normal with (1 - beta) / (1 + beta) of a gradient's variance, and the second moment is 1.
     """
     return _bounds(learning_rate * math.sqrt((1 - beta) / (1 + beta)))
 
 
 def delta_at_density(density: float) -> DeltaBounds:
-    """The same with the learning rate at which this share of the elements changes."""
+    """Estimate the same with the learning rate at which this share of the elements changes."""
     low, high = 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -131,12 +131,12 @@ def _bounds(distance: float) -> DeltaBounds:
 
 
 def _sample(distance: float) -> tuple[Bits, Bits]:
-    """bf16 patterns of weights before and after a step that moves them so far."""
+    """Return bf16 patterns of weights before and after a step with changes of standard deviation `distance`."""
     old = np.random.default_rng(0).normal(0.0, SPREAD, SAMPLE).astype(np.float32)
     return _rounded(old), _rounded((old + np.random.default_rng(1).normal(0.0, distance, SAMPLE)).astype(np.float32))
 
 
 def _rounded(values: npt.NDArray[np.float32]) -> Bits:
-    """bf16 patterns, to nearest, ties to even."""
+    """Return bf16 patterns, rounded to nearest, ties to even."""
     wide = values.view(np.uint32)
     return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""A plan: the devices that fit, the changes where none fit, and the output for a person and as JSON."""
+"""A plan: the devices that are enough, the necessary changes if none are, and the output as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tidemill.compose.plan.memory import ReplicaCase, TrainerCase, replica_bytes
 from tidemill.trainer.model_size import ModelSize
 
 FURTHEST = 4096
-"""Devices up to which a number that fits is looked for."""
+"""Maximum number of devices in the search for a sufficient number."""
 SHORT_ROW = 1024
-"""Tokens of the rows that are proposed where longer ones do not fit."""
+"""Tokens of the rows that are proposed if longer rows do not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class RoleMemory:
     role: str
     case: TrainerCase | ReplicaCase
     bytes: dict[str, float]
-    """Bytes of one device, by what they hold."""
+    """Bytes of one device, by content."""
 
     @property
     def devices(self) -> int:
@@ -40,7 +40,7 @@ class RoleMemory:
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """Something to change, and the memory of a device then."""
+    """A proposed change, and the memory of a device after it."""
 
     role: str
     what: str
@@ -59,9 +59,9 @@ class FitPlan:
     replica: RoleMemory | None
     """The replica on the fewest devices on which it fits."""
     replica_count: int
-    """Replicas beside that trainer; 0 where there is no room for one."""
+    """Replicas in addition to that trainer; 0 if there is no room for one."""
     shared: bool
-    """Trainer and replica lie on the same devices."""
+    """Trainer and replica are on the same devices."""
     changes: list[PlanChange]
 
     @property
@@ -70,7 +70,7 @@ class FitPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the whole loop has room."""
+        """Whether trainer and replica fit together."""
         return self.replica_count > 0
 
 
@@ -78,8 +78,8 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
     """Find the division over the devices.
 
     Args:
-        trainer: how a trainer runs; the number of ranks is looked for.
-        replica: how a replica runs; its tensor parallel size is looked for where it is 0.
+        trainer: the trainer's case; the number of ranks is searched for.
+        replica: the replica's case; its tensor parallel size is searched for if it is 0.
     """
     trainers = [part_of(size, replace(trainer, ranks=ranks)) for ranks in _powers(devices.count)]
     splits = [replica.tensor_parallel] if replica.tensor_parallel else list(_divisors(size.heads, devices.count))
@@ -107,14 +107,14 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
 
 
 def part_of(size: ModelSize, case: TrainerCase | ReplicaCase) -> RoleMemory:
-    """The memory of a trainer or a replica."""
+    """Return the memory of a trainer or a replica."""
     if isinstance(case, TrainerCase):
         return RoleMemory("trainer", case, trainer_bytes(size, case))
     return RoleMemory("replica", case, replica_bytes(size, case))
 
 
 def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> Iterator[PlanChange]:
-    """Changes that make the trainer smaller, each by itself and all together, then the sufficient number of ranks."""
+    """Yield changes that make the trainer smaller, each by itself and all together, then a sufficient rank count."""
     smaller: dict[str, TrainerCase] = {}
     every = case
     if case.reference:
@@ -144,7 +144,7 @@ def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> It
 
 
 def _replica_changes(size: ModelSize, devices: Devices, case: ReplicaCase) -> Iterator[PlanChange]:
-    """As many requests as there is room for, then how many devices it takes as it is."""
+    """Yield the number of requests that fits, then the number of devices that is enough without a change."""
     engines = case.data_parallel
     least, two = (part_of(size, replace(case, requests=n * engines)).total for n in (1, 2))
     if least < devices.usable:
@@ -163,7 +163,7 @@ def _changed(devices: Devices, what: str, part: RoleMemory) -> PlanChange:
 
 
 def _powers(most: int) -> Iterator[int]:
-    """1, 2, 4 and so on, and last `most` itself."""
+    """Yield 1, 2, 4 and so on below `most`, and last `most` itself."""
     count = 1
     while count < most:
         yield count
@@ -177,7 +177,7 @@ def _divisors(number: int, most: int) -> Iterator[int]:
 
 GIB = 1 << 30
 USABLE = 0.9
-"""Share of a device's memory that a plan may fill: the rest is for fragments, and for what libraries keep."""
+"""Share of a device's memory that a plan may fill: the rest is for fragmentation and for libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class Devices:
     gib: float
     """GiB of each."""
     gpu: bool
-    """False: hosts without a GPU, whose memory all roles on them share."""
+    """False: hosts without a GPU, whose memory is shared by all roles on them."""
 
     @property
     def usable(self) -> float:
@@ -202,7 +202,7 @@ class Devices:
 
 
 def devices_of(gpus: str | None, cpu: str | None) -> Devices:
-    """The devices of `8x80`: eight of 80 GiB each. Raises ValueError unless one of the two is given, in that form."""
+    """Parse `8x80`: eight devices of 80 GiB each. Raises ValueError unless one argument is given, in this form."""
     if (gpus is None) == (cpu is None):
         raise ValueError("give one of --gpus and --cpu, for instance --gpus 8x80 (eight GPUs of 80 GiB each)")
     text = gpus if gpus is not None else cpu or ""
@@ -213,7 +213,7 @@ def devices_of(gpus: str | None, cpu: str | None) -> Devices:
 
 
 COLUMNS = 7
-"""Numbers of devices that a table has columns for; the greatest ones are shown."""
+"""Maximum columns of a table, one for each number of devices; the greatest numbers are shown."""
 
 
 def print_plan(size: ModelSize, devices: Devices, found: FitPlan, estimates: Sequence[Estimate]) -> None:
@@ -234,7 +234,7 @@ def print_plan(size: ModelSize, devices: Devices, found: FitPlan, estimates: Seq
 
 
 def verdict(devices: Devices, found: FitPlan) -> str:
-    """The result in a sentence."""
+    """Return the result as a sentence."""
     if found.trainer is None or found.replica is None:
         missing = " and ".join(
             f"a {name}" for name, part in (("trainer", found.trainer), ("replica", found.replica)) if part is None
@@ -253,7 +253,7 @@ def verdict(devices: Devices, found: FitPlan) -> str:
 def document(
     model: str, size: ModelSize, devices: Devices, found: FitPlan, estimates: Sequence[Estimate]
 ) -> dict[str, Any]:
-    """The plan for a program: bytes, and the same estimates and changes."""
+    """Return the plan for JSON: bytes, and the same estimates and changes."""
 
     def told(part: RoleMemory) -> dict[str, Any]:
         return {
@@ -281,7 +281,7 @@ def document(
 
 
 def _print_memory(title: str, devices: Devices, parts: Sequence[RoleMemory]) -> None:
-    """GiB of one device: a row for what it holds, a column for a number of devices."""
+    """Print GiB of one device: a row for each content, a column for each number of devices."""
     names = [name for name in parts[0].bytes if any(part.bytes[name] for part in parts)]
     rows = [(name, *(round(part.bytes[name] / GIB, 3) for part in parts)) for name in names]
     rows.append(("total", *(round(part.total / GIB, 3) for part in parts)))

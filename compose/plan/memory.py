@@ -1,7 +1,7 @@
 """The memory of a trainer's process and of a replica, from the model's size and the settings.
 
-Of a trainer the fullest moment of a step is counted: the backward pass of a row begins, gradients of the rows before
-it are there, and the version before is being published. On a CPU the sum is within 15 % of what was measured for one
+For a trainer, the peak of a step is counted: the backward pass of a row begins, gradients of the previous rows are in
+memory, and the previous version is being published. On a CPU the sum is within 15 % of the measurements for one
 process, two and four ranks (`tests/bench/bench_plan.py`). A GPU was never measured.
 """
 
@@ -17,58 +17,58 @@ from tidemill.trainer.policy import CHUNK_SCORES, keeps_scores
 
 FP32, BF16 = 4, 2
 PROCESS_BYTES = 0.86 * 2**30
-"""Resident with a model of no size: libraries, clients of the log; of a process on a CPU, where that memory is the
-device's."""
+"""Resident memory without a model: libraries, clients of the log; for a process on a CPU, where it is memory of the
+device."""
 SCORE_BUFFERS = 4
-"""Arrays of scores that are there at once: in the head two of this chunk and two of the one before it, in attention the
-scores, their exponentials and the slopes of both."""
+"""Arrays of scores in memory at the same time: in the head two of this chunk and two of the previous one, in attention
+the scores, their exponentials and the gradients of both."""
 ENCODED_BYTES, WAITING_BYTES = 36, 24
-"""Of a changed element in a block that is encoded, and of one that waits for a block: places, patterns, streams."""
+"""Bytes of a changed element in an encoded block, and of one that waits for a block: places, patterns, streams."""
 CHUNK_COPIES = 3
-"""A chunk on its way to the log: the record, its serialised form, and the client's copy of that."""
+"""Copies of a chunk that is being sent: the record, its serialised form, and the client's copy of that."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerCase:
-    """How a trainer runs."""
+    """The properties of a trainer that determine its memory."""
 
     ranks: int
     row_tokens: int
     """Tokens of the longest row."""
     reference: bool
-    """A reference model is held, for the KL term."""
+    """A reference model is in memory, for the KL term."""
     compute_bytes: int
-    """Bytes of a number in the type that a step is computed in."""
+    """Bytes of a number in the type in which a step is computed."""
     checkpointed: bool
     """Layers are computed a second time for their gradients, and keep only their inputs."""
     gpu: bool
     density: float
     """Share of the elements that a step changes."""
     delta_bytes: float
-    """Of the encoded change, of all ranks."""
+    """Bytes of the encoded delta, of all ranks."""
     beside: bool
-    """A version is published beside the next step."""
+    """A version is published at the same time as the next step."""
     on_device: bool
     """Versions are compared and encoded on the GPU (`trainer.publish.on_device`)."""
     older: bool
-    """Some tokens are scored at older weights too, of which a copy is kept."""
+    """Some tokens are also scored at older weights, of which a copy is kept."""
     blocks: bool = False
     """The serving format has codes and scales (`trainer.serving_format`)."""
 
     @property
     def sharded(self) -> bool:
-        """Layers are gathered before they are computed (FSDP2), be it from one rank, for the sake of the type."""
+        """Layers are gathered before they are computed (FSDP2), possibly from one rank, because of the type."""
         return self.ranks > 1 or self.compute_bytes != FP32
 
 
 def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
-    """Bytes of one rank, by what they hold."""
+    """Return the bytes of one rank, by content."""
     share = size.parameters / case.ranks
     kept = kept_bytes(size, case.compute_bytes)
     activations = float(case.row_tokens * size.layers * kept)
     if case.checkpointed:
         activations = float(case.row_tokens * (case.compute_bytes * size.hidden * size.layers + kept))
-    # Scores of a layer for a row that is one sequence: only a CPU has a call that does without them.
+    # Scores of a layer for a row that is one sequence: only a CPU has a call that does not need them.
     attention = float(SCORE_BUFFERS * FP32 * size.heads * case.row_tokens**2)
     head = _head(size, case)
     device = {
@@ -93,20 +93,20 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
 
 
 def trainer_host_bytes(size: ModelSize, case: TrainerCase) -> float:
-    """Bytes in the host's memory for one rank of a trainer on GPUs, while it loads its models or while it trains.
+    """Return bytes of host memory for one rank of a trainer on GPUs, while it loads its models or while it trains.
 
-    Without the pages of mapped files, which the system takes back where they are needed for something else.
+    Pages of mapped files are not counted: the system can reclaim them.
     """
     held = _held(size, case) * (not case.on_device)
     return PROCESS_BYTES + max(_loading(size, case), held + _encoder(size, case))
 
 
 def kept_bytes(size: ModelSize, compute_bytes: int) -> int:
-    """Bytes that a layer keeps of each token for its backward pass.
+    """Return the bytes that a layer keeps for each token for its backward pass.
 
-    Of each of two norms the input in fp32, the normalised input and the output; queries, keys and values after the
-    rotation and the attention's output; gate, activated gate, up and their product. Heads that are normalised keep
-    their input in fp32 and the normalised input too. Routed experts keep their copy of the token, and their output
+    These are: for each of two norms, the input in fp32, the normalised input and the output; queries, keys and values
+    after the rotation and the attention's output; gate, activated gate, up and their product; for normalised heads,
+    also their input in fp32 and the normalised input; for routed experts, their copy of the token and their output
     before it is weighted.
     """
     queries, keys = size.heads * size.head_width, size.kv_heads * size.head_width
@@ -116,9 +116,9 @@ def kept_bytes(size: ModelSize, compute_bytes: int) -> int:
 
 
 def _loading(size: ModelSize, case: TrainerCase) -> float:
-    """What a start holds of the starting checkpoint, in fp32.
+    """Return the bytes of the starting checkpoint that are in memory at the start, in fp32.
 
-    One process loads model and reference whole. A rank of a sharded model reads its rows of one weight after the other.
+    One process loads model and reference whole. A rank of a sharded model reads its rows of one weight at a time.
     """
     if case.sharded:
         return FP32 * max(size.head, size.expert_layer) / case.ranks
@@ -126,12 +126,12 @@ def _loading(size: ModelSize, case: TrainerCase) -> float:
 
 
 def _held(size: ModelSize, case: TrainerCase) -> float:
-    """The version that is published, and the publisher's copy of the one before."""
+    """Return the bytes of the version that is published, and of the publisher's copy of the previous version."""
     return 2 * BF16 * size.parameters / case.ranks
 
 
 def _encoder(size: ModelSize, case: TrainerCase) -> float:
-    """Encoding and sending a delta: a block of the largest tensor, small tensors that wait for one, and the output."""
+    """Return bytes for encoding and sending a delta: a block of the largest tensor, waiting small tensors, output."""
     own, output = size.parameters / case.ranks, case.delta_bytes / case.ranks
     block = min(BLOCK_ELEMENTS, max(size.head, size.expert_layer) / case.ranks)
     waiting = min(BLOCK_ELEMENTS / SHARED_SHARE, own)
@@ -140,13 +140,13 @@ def _encoder(size: ModelSize, case: TrainerCase) -> float:
 
 
 def _gathered(size: ModelSize, case: TrainerCase, begun: float) -> float:
-    """The bytes that are gathered from the ranks and summed over them; `begun` bytes belong to a backward pass that
-    begins.
+    """Return the bytes that are gathered from the ranks and summed over them; `begun` bytes belong to a backward pass
+    that begins.
 
-    The parameters outside the layers stay gathered from a row's first pass to its last, and the reference's for good.
-    Of the layers two are gathered, and one has its gradients and the input of their sum. Last, when nothing else is
-    there, come the gradients of the parameters outside. Without a GPU ranks talk by gloo, which copies what it gathers
-    and what it sums.
+    The parameters outside the layers stay gathered from a row's first pass to its last, and those of the reference
+    always. Two layers are gathered, and one has its gradients and the input of their sum. The gradients of the
+    parameters outside the layers are computed last, when the other memory is free. Without a GPU, ranks communicate by
+    gloo, which copies the data that it gathers and sums.
     """
     value, copies = case.compute_bytes, 1 if case.gpu else 2
     outside = value * size.root * (1 + case.reference)
@@ -156,7 +156,7 @@ def _gathered(size: ModelSize, case: TrainerCase, begun: float) -> float:
 
 
 def _head(size: ModelSize, case: TrainerCase) -> float:
-    """Scores of a chunk, probabilities that are kept, outputs of the last layer, and the gradient of the head."""
+    """Return the bytes of a chunk's scores, kept probabilities, outputs of the last layer and the head's gradient."""
     tokens = case.row_tokens
     scores = tokens * size.vocabulary
     kept = scores if keeps_scores(tokens, size.vocabulary) else 0
@@ -166,28 +166,28 @@ def _head(size: ModelSize, case: TrainerCase) -> float:
 
 
 REPLICA_PROCESS_BYTES = 1.3 * 2**30
-"""Resident in a replica's processes before the weights; on a CPU, where that memory is the device's."""
+"""Resident memory of a replica's processes without weights; on a CPU, where it is memory of the device."""
 CHANGE_BYTES = 12
-"""Of a changed element on its device while an update is applied: its place, its new value and its old one."""
+"""Bytes of a changed element on its device while an update is applied: its place, its new value and its old one."""
 STEP_SCORES = 3
 """fp32 arrays of the scores of the requests that are decoded in one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCase:
-    """How a replica runs."""
+    """The properties of a replica that determine its memory."""
 
     tensor_parallel: int
-    """Ranks that an engine's tensors are cut over; whole experts on each rank (expert parallel) take as much."""
+    """Ranks over which an engine's tensors are divided; whole experts on each rank (expert parallel) need the same."""
     data_parallel: int
-    """Engines of the replica, each with a share of the requests and the whole model, but for routed experts, which all
-    ranks of the replica share (`replica.expert_parallel`)."""
+    """Engines of the replica, each with a share of the requests and the whole model, except routed experts, which are
+    divided over all ranks of the replica (`replica.expert_parallel`)."""
     requests: int
     """Requests at the same time."""
     context: int
-    """Tokens of each of them."""
+    """Tokens of each request."""
     step_tokens: int
-    """Most tokens that one engine step computes."""
+    """Maximum tokens that one engine step computes."""
     value_bytes: int
     """Bytes of a weight and of a number in the KV cache."""
     changed: float
@@ -200,7 +200,7 @@ class ReplicaCase:
 
 
 def replica_bytes(size: ModelSize, case: ReplicaCase) -> dict[str, float]:
-    """Bytes of one rank, by what they hold."""
+    """Return the bytes of one rank, by content."""
     tensor = case.tensor_parallel
     held = (size.parameters - size.experts) / tensor + size.experts / case.ranks
     queries, keys = size.heads * size.head_width, size.kv_heads * size.head_width
@@ -218,12 +218,12 @@ def replica_bytes(size: ModelSize, case: ReplicaCase) -> dict[str, float]:
 
 
 def replica_host_bytes(size: ModelSize) -> float:
-    """Bytes in the host's memory for a replica: its copy of the version that it serves, from which deltas go on."""
+    """Return bytes of host memory for a replica: its copy of the served version, to which deltas are applied."""
     return float(BF16 * size.parameters)
 
 
 def kv_bytes(size: ModelSize, case: ReplicaCase) -> float:
-    """Bytes of the KV cache of one rank; fewer heads of keys and values than ranks are copied to each rank."""
+    """Return the bytes of one rank's KV cache; if there are fewer key/value heads than ranks, each rank has a copy."""
     heads = max(size.kv_heads / case.tensor_parallel, 1.0)
     tokens = case.context * case.requests / case.data_parallel
     return case.value_bytes * size.layers * 2 * heads * size.head_width * tokens

@@ -1,17 +1,17 @@
-"""Corrections, tried on the tokens of recorded steps: what each would have done to their gradients. Pure.
+"""Corrections, tried on the tokens of recorded steps: the effect of each on their gradients. Pure.
 
 The policy gradient is a sum over tokens of A w grad log pi: advantage times weight times score. With the ratio rho as
-weight its expectation is that of tokens sampled by the trainer itself; a correction bounds rho, which moves the
-expectation (bias) and keeps a few large ratios from deciding the step (variance). Measured over the tokens of the
-steps, as shares of the gradient's size with weights of 1:
+weight, its expectation is that of tokens sampled by the trainer itself; a correction bounds rho, which changes the
+expectation (bias) and limits the influence of a few large ratios on the step (variance). Measured over the tokens of
+the steps, as shares of the gradient's size with weights of 1:
 
-- bias: sum |A| |w - rho| / sum |A|. A bound from above, since errors of different tokens may cancel;
-- variance: sum A^2 w^2 / sum A^2. The mean square of the gradient where the scores of tokens are uncorrelated;
-- error: (bias^2 + variance / n)^(1/2) with the n rollouts of a step, the root mean square of the step's gradient, the
-  tokens of a rollout counted as one sample.
+- bias: sum |A| |w - rho| / sum |A|. An upper bound, because errors of different tokens may cancel;
+- variance: sum A^2 w^2 / sum A^2. The mean square of the gradient if the scores of tokens are uncorrelated;
+- error: (bias^2 + variance / n)^(1/2) with the n rollouts of a step, the root mean square of the step's gradient, with
+  the tokens of a rollout counted as one sample.
 
-The ratio is a token's own. It leaves a bias of the order of length^2 in the mismatch, which no weight of single tokens
-can take away (verl, "rollout correction"); weights of whole rollouts do, and appear as biased here.
+The ratio is per token. It leaves a bias of the order of length^2 in the mismatch, which no per-token weight can remove
+(verl, "rollout correction"); weights of whole rollouts remove it, and appear as biased here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PUBLISHED: Mapping[str, CorrectionSettings] = {
     "sequence MIS (verl)": CorrectionSettings(kind=CorrectionKind.SEQUENCE_MIS, low=0.0, high=2.0),
     "geometric rejection (verl)": CorrectionSettings(kind=CorrectionKind.GEOMETRIC, low=0.999, high=1.001),
 }
-"""Corrections with the bounds that their sources give, by name."""
+"""Corrections with the bounds from their sources, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class CorrectionTrial:
     bias: float
     variance: float
     ess: float
-    """Effective sample size of the weights: (sum w)^2 / (n sum w^2); 0 where all are 0."""
+    """Effective sample size of the weights: (sum w)^2 / (n sum w^2); 0 if all are 0."""
     cut: float
     """Share of tokens whose weight is bounded, or 0."""
     error: float
@@ -58,9 +58,9 @@ class CorrectionTrial:
 def try_corrections(
     steps: Sequence[TrainedTokens], candidates: Mapping[str, CorrectionSettings] = PUBLISHED
 ) -> list[CorrectionTrial]:
-    """Every candidate on the tokens of `steps`, smallest error first.
+    """Try every candidate on the tokens of `steps`; return the results, smallest error first.
 
-    Raises ValueError where every advantage is 0: such steps say nothing about a correction.
+    Raises ValueError if every advantage is 0: then no correction has an effect.
     """
     lengths = [sum(int(s.mask().sum()) for s in record.segments) for step in steps for record in step.trajectories]
     n = len(lengths)

@@ -1,8 +1,8 @@
-"""Which recorded groups another bound on policy lag would have kept out of the steps, or let into them.
+"""The recorded groups that another bound on policy lag would have excluded from the steps, or included.
 
 A group is judged as the trainer judged it: at the version that its step started from, by the oldest version among its
-completed rollouts. What a step would have trained instead is not guessed: past the first step that differs the weights,
-and with them the rollouts, would have been others. Pure but for `read_groups`.
+completed rollouts. There is no guess of the groups that a step would have trained instead: after the first different
+step, the weights and therefore the rollouts would have been different. Pure except `read_groups`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ CLIENT = "tidemill-replay"
 
 
 def read_groups(kafka: KafkaSettings, wanted: Set[Position], silence_s: float) -> Mapping[Position, Group]:
-    """The groups at some positions; those that the log no longer holds are left out.
+    """Return the groups at some positions; those that the log no longer has are left out.
 
-    Raises TimeoutError when the log delivers nothing for `silence_s`.
+    Raises TimeoutError if the log delivers nothing for `silence_s`.
     """
     with LogReader(kafka, client_id=CLIENT) as reader:
         found = reader.fetch(wanted, silence_s)
@@ -32,17 +32,17 @@ def read_groups(kafka: KafkaSettings, wanted: Set[Position], silence_s: float) -
 
 
 class Moved(StrEnum):
-    """The changes of a group under another bound."""
+    """The change of a group under another bound."""
 
     EXCLUDED = "excluded"
     """It was trained, and would have been too stale."""
     INCLUDED = "included"
-    """It was too stale, and would have been let in."""
+    """It was too stale, and would have been included."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovedGroup:
-    """A group that another bound judges otherwise."""
+    """A group with another result under another bound."""
 
     group_id: str
     partition: int
@@ -59,19 +59,19 @@ class JudgedStep:
     version: int
     """The version that it started from."""
     bound: int | None
-    """The bound that it was taken with; None where the step does not say."""
+    """The bound at that time; None if the record does not contain it."""
     trained: int
     stale: int
-    """Groups that it trained, and that it left out as too stale."""
+    """Numbers of groups that it trained, and that it excluded as too stale."""
     max_lag: int | None
     """Largest lag of a group that it trained; None without one."""
     moved: list[MovedGroup]
     unknown: int
-    """Groups that the log no longer holds."""
+    """Number of groups that the log no longer has."""
 
 
 def judge(steps: Iterable[TrainStep], groups: Mapping[Position, Group], bound: int) -> list[JudgedStep]:
-    """Every step under a bound of `bound` versions, in order."""
+    """Judge every step under a bound of `bound` versions, in order."""
     judged = []
     for step in steps:
         version, (trained, stale) = step.parent_version, _judged(step)
@@ -96,7 +96,7 @@ def judge(steps: Iterable[TrainStep], groups: Mapping[Position, Group], bound: i
 
 
 def places_of(steps: Iterable[TrainStep]) -> set[Position]:
-    """Positions of the groups that `judge` asks for."""
+    """Return the positions of the groups that `judge` needs."""
     return {Position.of(place) for step in steps for places in _judged(step) for place in places}
 
 
@@ -104,7 +104,7 @@ Judged = StepInput | StepExclusion
 
 
 def _judged(step: TrainStep) -> tuple[list[Judged], list[Judged]]:
-    """The groups that a step trained, and those that it left out as too stale."""
+    """Return the groups that a step trained, and those that it excluded as too stale."""
     trained: list[Judged] = [place for place in step.inputs if place.topic == Topic.GROUPS]
     stale: list[Judged] = [e for e in step.exclusions if e.topic == Topic.GROUPS and e.reason == Exclusion.STALE]
     return trained, stale

@@ -1,8 +1,8 @@
-"""The trainer's steps again, from the log: the same inputs, settings and seed give the same weights.
+"""Replay of the trainer's steps from the log: the same inputs, settings and seed give the same weights.
 
-A replay starts from the nearest checkpoint on the line of the first step's parent, or from the model that the run
-started with, and makes the steps in between with the settings of then, each checked. Then come the steps that were
-asked for. Nothing is published, and nothing is written to the log.
+A replay starts from the nearest checkpoint among the ancestors of the first step's parent, or from the model that the
+run started with, and computes the steps in between with the original settings, and checks each. Then it computes the
+requested steps. It publishes nothing and writes nothing to the log.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """A recorded step that was made again."""
+    """A recorded step that was computed again."""
 
     record: TrainStep
     fingerprint: str
-    """Of the weights that it made now, hexadecimal."""
+    """Fingerprint of the replayed weights, hexadecimal."""
     metrics: Mapping[str, float]
-    """The numbers that it reports now."""
+    """The metrics of the replayed step."""
     learning_rate: float
     seconds: float
     trained: TrainedTokens | None
@@ -44,11 +44,11 @@ class ReplayedStep:
 
     @property
     def same(self) -> bool:
-        """Whether it made the recorded weights."""
+        """Whether the replayed weights equal the recorded ones."""
         return self.fingerprint == self.record.fingerprint
 
     def metric_changes(self) -> dict[str, tuple[float, float]]:
-        """Recorded and replayed value of each metric that is not the same; metrics of both alone."""
+        """Return recorded and replayed value of each metric that differs; only of metrics that both have."""
         return {
             name: (self.record.metrics[name], value)
             for name, value in sorted(self.metrics.items())
@@ -58,18 +58,18 @@ class ReplayedStep:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """The moment before a step: what it is about to be made of."""
+    """The inputs of a step, immediately before it is computed."""
 
     record: TrainStep
     batch: StepBatch
     weights: ServingView
     """The serving weights that it starts from."""
     base_model: Path
-    """The checkpoint whose configuration and tokenizer they go with."""
+    """The checkpoint with the configuration and tokenizer for these weights."""
 
 
 class StepReplay:
-    """Recorded steps of one run, made again in memory: on the first rank of a job, which the others `follow_replay`.
+    """Computes recorded steps of one run again, in memory: on the first rank of a job; the others `follow_replay`.
 
     Raises NotRepeatableError for steps that form no chain.
     """
@@ -103,16 +103,16 @@ class StepReplay:
         what_if: TrainerSettings | None = None,
         halt: Callable[[Halt], None] = lambda _halt: None,
     ) -> Iterator[ReplayedStep]:
-        """Make the steps `first` to `last` again; `halt` is called before each of them.
+        """Compute the steps `first` to `last` again; `halt` is called before each of them.
 
         Args:
-            what_if: other settings for these steps: a counterfactual, whose weights are other ones from its first step.
+            what_if: other settings for these steps: a counterfactual, whose weights differ from its first step on.
 
         Raises:
-            ValueError: the run has no such steps, or a counterfactual crosses steps that the gate gave up.
-            NotRepeatableError: a step was taken with other settings, or one on the way comes out different.
-            TrainerCheckpointError: a checkpoint is not what the log recorded.
-            LookupError: the log no longer holds an input.
+            ValueError: the run has no such steps, or a counterfactual crosses steps that the gate rejected.
+            NotRepeatableError: a step was taken with other settings, or a step in between gives other weights.
+            TrainerCheckpointError: a checkpoint differs from the log.
+            LookupError: the log no longer has an input.
         """
         chosen = [record for record in self.steps if first <= record.step <= last]
         if first > last or [record.step for record in chosen] != list(range(first, last + 1)):
@@ -188,14 +188,14 @@ class StepReplay:
 
 
 def follow_replay(run: RunSettings, store: StoreSettings, settings: TrainerSettings, job: Job) -> None:
-    """Do on another rank what the first one's `StepReplay` does, until it ends."""
+    """Follow the calls of the first rank's `StepReplay` on another rank, until it ends."""
     checkpoints = CheckpointStore(store.root, run.run_id, run.branch, settings.keep_checkpoints)
     held = replayable(settings, store, run)
     TrainedWeights(held, make_learner(held, job), checkpoints, job=job).follow()
 
 
 def replayable(settings: TrainerSettings, store: StoreSettings, run: RunSettings) -> TrainerSettings:
-    """The settings with a starting model that is there: the configured one, else the anchor of version 0."""
+    """Return the settings with an existing starting model: the configured one, otherwise the anchor of version 0."""
     if (Path(settings.model) / "config.json").is_file():
         return settings
     anchor = Path(anchor_uri(store.root, run.run_id, run.branch, 0).removeprefix("file://"))
@@ -203,21 +203,21 @@ def replayable(settings: TrainerSettings, store: StoreSettings, run: RunSettings
 
 
 def replace_model(settings: TrainerSettings, model: str) -> TrainerSettings:
-    """The settings with another starting model."""
+    """Return the settings with another starting model."""
     return settings.model_copy(update={"model": model})
 
 
 def write_halt(root: Path, halt: Halt) -> Path:
-    """Write what a step is about to be made of into a folder of its own below `root`; the folder.
+    """Write the inputs of a step into a folder of its own below `root`, and return the folder.
 
     step-00000007/
       step.json       the record of the step
       groups.jsonl    one trained group a line, with its rollouts: tokens, masks, logprobs, rewards
-      online.json     the online batch and its interactions, where there was one
+      online.json     the online batch and its interactions, if there was one
       weights/        the weights before the step, as a Hugging Face checkpoint
       metrics.json    the step's metrics, recorded and replayed (`write_metrics`)
 
-    Raises FileExistsError when the folder holds something.
+    Raises FileExistsError if the folder is not empty.
     """
     folder = root / f"step-{halt.record.step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +241,7 @@ def write_halt(root: Path, halt: Halt) -> Path:
 
 
 def write_metrics(folder: Path, made: ReplayedStep) -> None:
-    """Write what a step reported then and now."""
+    """Write the recorded and the replayed metrics of a step."""
     document = {
         "recorded": {"fingerprint": made.record.fingerprint, **made.record.metrics},
         "replayed": {"fingerprint": made.fingerprint, **made.metrics},
