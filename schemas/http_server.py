@@ -99,7 +99,7 @@ class _Phase(Enum):
     """The state of a connection."""
 
     HEADER = auto()
-    """Nothing or a part of a request's header has arrived."""
+    """The header of a request has not arrived, or only a part of it."""
     BODY = auto()
     """The header has arrived, the body has not."""
     ANSWER = auto()

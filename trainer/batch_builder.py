@@ -77,12 +77,12 @@ class ExclusionCounts:
             reasons.append(
                 f"{self.of_others} sampled under versions of another incarnation ({named}; this trainer's is "
                 f"{own or 'unnamed'}): to train on a copy of another run's topics, begin a fresh chain with "
-                "trainer.publish.incarnation set to theirs; else let the replicas follow this trainer's versions"
+                "trainer.publish.incarnation set to theirs; otherwise let the replicas follow this trainer's versions"
             )
         if self.ahead:
             reasons.append(
                 f"{self.ahead} sampled under versions up to {self.newest}, and this trainer is at {version}: to make "
-                "a run again from its groups, set trainer.in_order; else let the replicas follow this trainer's "
+                "a run again from its groups, set trainer.in_order; otherwise let the replicas follow this trainer's "
                 "versions"
             )
         causes = [f"their policy lag is undefined: {'; and '.join(reasons)}"] if reasons else []

@@ -201,7 +201,7 @@ def warning(found: Mapping[str, float]) -> str:
         f"sampler and trainer are far apart: {told}. If `{MismatchPart.ENGINES}` is, they compute different logprobs "
         "from equal weights: compare the model, the precision and the device of replica and trainer. If only "
         f"`{MismatchPart.LAGGED}` is, the weights moved: lower run.max_policy_lag or the learning rate. `tidemill "
-        "query mismatch_where` tells on which tokens"
+        "query mismatch_where` shows on which tokens"
     )
 
 

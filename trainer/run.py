@@ -164,7 +164,7 @@ class _Loop:
                 builder.abandon(self._opened.line.abandoned)
             self._groups.poll(POLL_S, version)
             if self._online is not None and (start := self._opened.line.start()) != version:
-                _log.warning("version %d was given up by the gate: training continues from version %d", version, start)
+                _log.warning("the gate abandoned version %d: training continues from version %d", version, start)
                 self._opened.go_back(start, self._session.place.step)
                 version = start
             if (now := time.monotonic()) < self._not_before:

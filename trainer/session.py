@@ -133,7 +133,7 @@ class Session:
         return self.take(self.begin(batch, decisions), batch)
 
     def begin(self, batch: StepBatch, decisions: int | None = None) -> StepPlan:
-        """Write the plan of the next step, on `batch`. From then on the step can have no other inputs."""
+        """Write the plan of the next step: `batch` is its input until a newer plan of the step replaces this one."""
         run, step = self._run, self.place.step + 1
         known = {} if decisions is None else {DECISIONS: float(decisions)}
         excluded = Counter(f"excluded/{exclusion.reason}" for exclusion in batch.exclusions)

@@ -55,16 +55,16 @@ def rebuild(
     Returns the gate's controller and the next offset of each partition. Raises LookupError if a topic does not exist,
     TimeoutError if the log does not answer.
     """
-    keeper = GateController(run, gate, float(started_at))
+    controller = GateController(run, gate, float(started_at))
     with ExitStack() as stack:
         readers = [stack.enter_context(LogReader(kafka, [topic], client_id=CLIENT_ID)) for topic in TOPICS]
         # At equal times, records of the earlier topic come first; within a topic, the earlier record.
         for located in heapq.merge(*(reader.read_to_end(REBUILD_S) for reader in readers), key=event_time):
             if located.record is not None:
-                keeper.observe(located.record, event_time(located))
+                controller.observe(located.record, event_time(located))
         begin = {place: offset for reader in readers for place, offset in reader.next_offsets().items()}
-    keeper.generation = max(keeper.generation, keeper.greatest_generation() + 1)
-    return keeper, begin
+    controller.generation = max(controller.generation, controller.greatest_generation() + 1)
+    return controller, begin
 
 
 class Gate:
@@ -74,8 +74,8 @@ class Gate:
         producer: writes the decisions.
     """
 
-    def __init__(self, keeper: GateController, producer: RecordProducer) -> None:
-        self._keeper, self._producer = keeper, producer
+    def __init__(self, controller: GateController, producer: RecordProducer) -> None:
+        self._controller, self._producer = controller, producer
         self._awaited: Position | None = None
 
     def observe(self, located: ConsumedRecord) -> None:
@@ -84,13 +84,13 @@ class Gate:
             if located.value is not None:
                 LOG.warning("skipped an unreadable record at %s: %s", located.position, located.error)
             return
-        self._keeper.observe(located.record, event_time(located))
+        self._controller.observe(located.record, event_time(located))
         decision = located.record
         if isinstance(decision, GateDecision):
             if self._awaited is not None and located.offset >= self._awaited.offset:
                 self._awaited = None
             generation = decision.numbers.get(GENERATION, 0.0)
-            if self._keeper.greatest_generation() > self._keeper.generation:
+            if self._controller.greatest_generation() > self._controller.generation:
                 raise SecondGate(
                     f"another gate decides for branch {decision.branch} of run {decision.run_id}: it started later, at "
                     f"{generation:.0f}, and wrote {decision.verdict.value} {decision.version} at {located.position}; "
@@ -101,7 +101,7 @@ class Gate:
         """Write the decision that is due, unless the previous one was not read back yet. Raises DeliveryError."""
         if self._awaited is not None:
             return
-        for decision in self._keeper.due():
+        for decision in self._controller.due():
             self._awaited = self._producer.send_acked(Topic.GATE, [(decision.branch, decision)])[0]
             level = logging.WARNING if decision.verdict in _GRAVE else logging.INFO
             LOG.log(level, "%s %s: %s", decision.verdict.value, decision.version, decision.reason)
@@ -113,15 +113,15 @@ def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: thread
     Raises SecondGate, DeliveryError, LookupError if a topic does not exist.
     """
     stop = stop or stop_on_signals()
-    keeper, begin = rebuild(kafka, run, gate, now_us())
-    said = keeper.snapshot()
+    controller, begin = rebuild(kafka, run, gate, now_us())
+    said = controller.snapshot()
     LOG.info("gate of %s/%s: %s; version %d is served", run.run_id, run.branch, said.stage, said.promoted)
     with (
         RecordProducer(kafka, CLIENT_ID) as producer,
         LogReader(kafka, TOPICS, start=begin, client_id=CLIENT_ID) as reader,
         Liveness("the gate", kafka.stall_timeout_s) as liveness,
     ):
-        following = Gate(keeper, producer)
+        following = Gate(controller, producer)
         while not stop.is_set():
             liveness.beat("following the log", LOG_WAIT_S)
             following.decide()
