@@ -1,10 +1,10 @@
-"""Encode and apply a delta of tensors on a device, JSON lines: `python -m tests.gpu.delta_speed [--small]`.
+"""Encode and apply a delta of tensors on a device, and print JSON lines: `python -m tests.gpu.delta_speed [--small]`.
 
-The device is that of TIDEMILL_TEST_DEVICE. `publish_gb_s` is the publisher's part: the tensor compared and encoded
-where it lies, and taken over into the version that is held there; `publish_host_gb_s` the same with that version in the
-CPU's memory. The bytes are compared with those of the compiled loops on the CPU, and the
-weights after the apply with the new ones, bit for bit. `gb_s` counts the bytes of the dense bf16 tensor; `copy_gb_s` is
-a copy of the same tensor on the same device, which reads and writes it.
+The device is that of TIDEMILL_TEST_DEVICE. `publish_gb_s` is the publisher's part: the tensor is compared and encoded
+on the device, and stored in the version that is kept there; `publish_host_gb_s` is the same with that version in the
+CPU's memory. The bytes are compared with those of the compiled loops on the CPU, and the weights after the apply with
+the new weights, bit for bit. `gb_s` counts the bytes of the dense bf16 tensor; `copy_gb_s` is a copy of the same tensor
+on the same device, which reads and writes it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def change(elements: int, density: float) -> tuple[np.ndarray, np.ndarray]:
-    """bf16 patterns of Gaussian weights before and after about `density` of them move by one."""
+    """Return bf16 bit patterns of Gaussian weights, before and after a share of about `density` changes by one."""
     generator = np.random.default_rng(0)
     values = generator.standard_normal(elements, dtype=np.float32) * np.float32(SPREAD)
     old = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
@@ -97,7 +97,7 @@ def change(elements: int, density: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def seconds(work: Callable[[], object], runs: int = 3) -> float:
-    """Median of some runs, after one to compile and warm up; the device's work is waited for."""
+    """Return the median time of some runs, after one run to compile and warm up; waits for the device's work."""
     taken = []
     for _ in range(runs + 1):
         begun = time.perf_counter()

@@ -1,11 +1,11 @@
 """The checks that need a GPU, in one call: `make test-gpu`, or `python -m tests.gpu.run [--out FILE]`.
 
-Prints one JSON document: the device, and for each check whether it passed, its seconds and its figures. Each check is a
-process of its own with a time limit; together they stay below ten minutes. The status is 1 where a check failed.
+It prints one JSON document: the device, and for each check whether it passed, its seconds and its figures. Each check
+is a separate process with a time limit; together they stay below ten minutes. The exit status is 1 if a check failed.
 
-Without a GPU nothing is run, which the document and a line say; the status is 0, and nothing counts as passed. With
-`--rehearse` the same checks run on the CPU, small and with Triton's interpreter in the place of a GPU: that shows that
-they run, and no figure of it is one of a GPU.
+Without a GPU nothing is run: the document and a message say so, the status is 0, and nothing counts as passed. With
+`--rehearse`, the same checks run on the CPU with small inputs, and Triton's interpreter replaces the GPU. This shows
+that the checks run; its figures are not those of a GPU.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ("tests/kernels/triton_cases.py", "tests/kernels/triton_quantise_cases.py")
 DEVICE = "TIDEMILL_TEST_DEVICE"
-"""Environment variable of `triton_cases.py`: where its tensors lie."""
+"""Environment variable of `triton_cases.py`: the device of its tensors."""
 FEW = "edges_of_a_tile and (uint8 or mxfp8)"
-"""Cases of a rehearsal; in the interpreter all of them take minutes, and `tests/kernels/test_triton.py` runs them."""
+"""Cases of a rehearsal. All cases take minutes in the interpreter; `tests/kernels/test_triton.py` runs them."""
 NO_GPU = "no GPU: nothing was run"
 
 
 @dataclass(frozen=True, slots=True)
 class GpuCheck:
-    """One check: a command, and how its figures are read."""
+    """One check: a command, and a function that reads its figures."""
 
     name: str
     command: list[str]
     seconds: float
-    """Limit."""
+    """Time limit."""
     environment: Mapping[str, str]
     figures: Callable[[str], Any]
-    """From its standard output."""
+    """Reads the figures from the command's standard output."""
 
 
 def checks(rehearse: bool) -> list[GpuCheck]:
-    """Every check, in order."""
+    """Return every check, in order."""
     where = {DEVICE: "cpu", "TRITON_INTERPRET": "1"} if rehearse else {DEVICE: "cuda", "TRITON_INTERPRET": "0"}
     chosen = ["-k", FEW] if rehearse else []
     options = ["-q", "-p", "no:cacheprovider", "--noconftest", "--import-mode=importlib"]
@@ -61,7 +61,7 @@ def checks(rehearse: bool) -> list[GpuCheck]:
 
 
 def run_check(check: GpuCheck) -> dict[str, Any]:
-    """Run it; what is said of it in the document."""
+    """Run a check and return its entry in the document."""
     begun, path = time.monotonic(), os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, **check.environment, "PYTHONPATH": path}
     try:
@@ -85,14 +85,14 @@ def run_check(check: GpuCheck) -> dict[str, Any]:
 
 
 def device_name() -> str | None:
-    """The GPU that PyTorch finds, None without one."""
+    """Return the GPU that PyTorch finds; None if there is none."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def main() -> int:
-    """Run what can be run; the exit status."""
+    """Run the checks that can run and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the document to this file as well")
     parser.add_argument("--rehearse", action="store_true", help="run the checks on the CPU, small; no figure of a GPU")
@@ -121,7 +121,7 @@ def _lines(output: str) -> list[Any]:
 
 
 def _counted(output: str) -> dict[str, int]:
-    """Counts of pytest's last line."""
+    """Read the counts in pytest's last line."""
     return {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|skipped)", output)}
 
 

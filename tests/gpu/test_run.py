@@ -1,4 +1,4 @@
-"""`make test-gpu` where there is no GPU: it says so, and its checks run in a rehearsal."""
+"""`make test-gpu` without a GPU: it reports that, and its checks run in a rehearsal."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_a_rehearsal_runs_every_check(monkeypatch, capsys):
     assert all(line["equal_to_cpu"] for line in found["checks"]["delta_speed"]["figures"])
 
 
-def test_a_check_that_fails_or_hangs_is_a_failure_with_its_output():
+def test_a_check_that_fails_or_hangs_is_reported_with_its_output():
     broken = GpuCheck("broken", ["-c", "import sys; sys.exit('it broke')"], 20, {}, str)
     assert run_check(broken)["passed"] is False and "it broke" in run_check(broken)["problem"]
     hung = GpuCheck("hung", ["-c", "import time; time.sleep(60)"], 0.5, {}, str)
     assert run_check(hung) == {"passed": False, "seconds": 0.5, "problem": "not done within 0.5 s"}
 
 
-def test_a_failed_check_is_the_status(monkeypatch, capsys):
+def test_a_failed_check_sets_the_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(run, "device_name", lambda: "a GPU")
     monkeypatch.setattr(run, "checks", lambda _: [GpuCheck("broken", ["-c", "raise SystemExit(3)"], 20, {}, str)])
     status, found, _ = document(monkeypatch, capsys)

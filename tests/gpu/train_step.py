@@ -1,10 +1,10 @@
-"""Two optimizer steps on a device, twice, one JSON line a model: `python -m tests.gpu.train_step [--small]`.
+"""Two optimizer steps on a device, twice, one JSON line per model: `python -m tests.gpu.train_step [--small]`.
 
 Models are random: SmolLM2's shape, and Qwen3's of 0.6 and 4 billion parameters; `--small` is one of 2 million. Both
-runs start from the same weights, and the weights after them are compared bit for bit. `seconds` is the second step's of
-the first run. `of_peak` is its share of the device's peak in bf16, where that is known: forward and backward, no
-recomputation. `planned_gb` is the sum of `tidemill plan` beside the most that the device held. `delta_bytes` is the
-delta that the second step makes.
+runs start from the same weights, and the weights after them are compared bit for bit. `seconds` is the time of the
+second step of the first run. `of_peak` is its share of the device's peak in bf16, if that is known: forward and
+backward, without recomputation. `planned_gb` is the sum of `tidemill plan`, to compare with the peak memory of the
+device. `delta_bytes` is the size of the delta of the second step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tidemill.trainer.step import Learner
 
 DEVICE = os.environ.get("TIDEMILL_TEST_DEVICE", "cpu")
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "B200": 2250}
-"""Dense bf16, by a part of the device's name; from the makers' data sheets."""
+"""Peak rates in dense bf16, by a part of the device's name; from the manufacturers' data sheets."""
 QWEN3: dict[str, Any] = {"vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8, "tie_word_embeddings": True}
 MODELS: dict[str, PretrainedConfig] = {
     "smollm2-135m": LlamaConfig(
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def train(config: PretrainedConfig, rows: int, row_tokens: int) -> dict[str, Any]:
-    """Two steps from seeded weights; figures of the second one."""
+    """Take two steps from seeded weights and return the figures of the second one."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     settings = TrainerSettings(
@@ -113,13 +113,13 @@ def train(config: PretrainedConfig, rows: int, row_tokens: int) -> dict[str, Any
 
 
 def delta_bytes(before: ServingView, after: ServingView) -> int:
-    """Bytes of the delta between two versions."""
+    """Return the number of bytes of the delta between two versions."""
     changes = (TensorChange(name, "bfloat16", before[name], after[name]) for name in after)
     return sum(map(len, encode_delta(2, 1, changes)))
 
 
 def share_of_peak(tflops: float) -> float | None:
-    """Of the device's peak; None where that is not known."""
+    """Return the share of the device's peak; None if the peak is not known."""
     if DEVICE == "cpu":
         return None
     name = torch.cuda.get_device_name()

@@ -1,4 +1,4 @@
-"""Synthetic rollouts and groups, and a tiny model to train on them."""
+"""Synthetic rollouts and groups, and a tiny model that trains on them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VOCAB = 64
 
 
 def tiny_model(seed: int = 0) -> PreTrainedModel:
-    """A random Qwen3 of two layers."""
+    """Make a random Qwen3 of two layers."""
     torch.manual_seed(seed)
     shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     return Qwen3ForCausalLM(
@@ -56,7 +56,7 @@ def tiny_model(seed: int = 0) -> PreTrainedModel:
 
 
 def make_segment(seed: int, n_tokens: int = 24, version: int = 0, later: int | None = None) -> Segment:
-    """A prompt, a sampled turn, tool output, a second turn (under version `later`, if given), more tool output."""
+    """Make a prompt, a sampled turn, tool output, a second turn (of version `later`, if given), more tool output."""
     rng = np.random.default_rng(seed)
     mask = np.zeros(n_tokens, np.uint8)
     first, second = (6, n_tokens // 2), (n_tokens // 2 + 4, n_tokens - 2)
@@ -74,7 +74,7 @@ def make_segment(seed: int, n_tokens: int = 24, version: int = 0, later: int | N
 def make_rollout(
     group_id: str, index: int, reward: float, size: int = 4, version: int = 0, **changes: object
 ) -> Rollout:
-    """A completed rollout whose tokens depend on its name alone."""
+    """Make a completed rollout whose tokens depend only on its name."""
     seed = sum(map(ord, group_id)) * 100 + index
     made = make_segment(seed, 20 + seed % 13, version)
     sampled = int(made.mask().sum())
@@ -87,7 +87,7 @@ def make_rollout(
 
 
 def make_group(group_id: str, members: list[GroupMember], **changes: object) -> Group:
-    """A group closed by size."""
+    """Make a group that was closed by size."""
     rewards = [member.reward for member in members if member.reward is not None]
     made = build(Group, group_id=group_id, environment="test", members=members,
                  mean_reward=sum(rewards) / len(rewards) if rewards else None)  # fmt: skip
@@ -95,7 +95,7 @@ def make_group(group_id: str, members: list[GroupMember], **changes: object) -> 
 
 
 def bare_group(name: str, kind: str = "good", version: int = 0, closed_at: int = 0) -> Group:
-    """A group of two rollouts that are nowhere, of a kind: good, eval, late, no_signal or foreign."""
+    """Make a group of two rollouts that are not stored; `kind` is good, eval, late, no_signal or foreign."""
     members = [
         build(
             GroupMember,
@@ -117,7 +117,7 @@ def bare_group(name: str, kind: str = "good", version: int = 0, closed_at: int =
 
 
 def make_trainable(group_id: str, rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0.0), **changes: object):
-    """A group that can be trained on."""
+    """Make a group that can be trained on."""
     size = len(rewards)
     rollouts = [make_rollout(group_id, index, reward, size, **changes) for index, reward in enumerate(rewards)]
     members = [member_of(record, 0, index) for index, record in enumerate(rollouts)]
@@ -126,7 +126,7 @@ def make_trainable(group_id: str, rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0
 
 
 def make_interaction(name: str, version: int = 0, **changes: object) -> Interaction:
-    """An answer served to the user `user-<name>`, whose tokens depend on its name alone."""
+    """Make an answer served to the user `user-<name>`; its tokens depend only on its name."""
     seed = sum(map(ord, name)) * 7
     made = make_segment(seed, 20 + seed % 13, version)
     served = build(Interaction, interaction_id=name, user_id=f"user-{name}", propensity=0.9, segments=[made],
@@ -136,7 +136,7 @@ def make_interaction(name: str, version: int = 0, **changes: object) -> Interact
 
 
 def make_online_member(record: Interaction, reward: float, offset: int = 0, partition: int = 0, **changes: object):
-    """An online batch's reference to an interaction."""
+    """Make an online batch's reference to an interaction."""
     made = OnlineMember(
         interaction_id=record.interaction_id,
         user_id=record.user_id,
@@ -155,14 +155,14 @@ def make_online_member(record: Interaction, reward: float, offset: int = 0, part
 
 
 def make_online_batch(batch_id: str, members: list[OnlineMember], version: int = 0, **changes: object) -> OnlineBatch:
-    """A batch closed by its tokens."""
+    """Make a batch that was closed by its number of tokens."""
     made = build(OnlineBatch, batch_id=batch_id, version=version, members=members,
                  tokens=sum(member.sampled_tokens for member in members), map_version="map")  # fmt: skip
     return replace(made, **changes)
 
 
 def make_trainable_batch(batch_id: str, rewards: tuple[float, ...], **changes: object) -> TrainableBatch:
-    """An online batch that can be trained on; keyword arguments change its interactions."""
+    """Make an online batch that can be trained on; keyword arguments change its interactions."""
     served = [make_interaction(f"{batch_id}-{index}", **changes) for index in range(len(rewards))]
     members = [
         make_online_member(record, reward, i) for i, (record, reward) in enumerate(zip(served, rewards, strict=True))
@@ -172,13 +172,13 @@ def make_trainable_batch(batch_id: str, rewards: tuple[float, ...], **changes: o
 
 
 def settings_of(**changes: object) -> TrainerSettings:
-    """Settings under which the weights of the tiny model change at every step, without a reference model."""
+    """Return settings with which the tiny model's weights change at every step, without a reference model."""
     kl, optimizer = KlSettings(coefficient=0.0), OptimizerSettings(learning_rate=1e-3)
     return TrainerSettings(**{"kl": kl, "optimizer": optimizer, "row_tokens": 128, **changes})
 
 
 def resampled(model: torch.nn.Module, played: Rollout) -> Rollout:
-    """A rollout of one segment with the logprobs that a trainer's model gives its tokens."""
+    """Return a one-segment rollout with the logprobs that a trainer's model computes for its tokens."""
     (made,) = played.segments
     logprobs = np.zeros(made.n_tokens, "<f4")
     logprobs[made.mask() == 1] = frozen_logprobs(model, pack([played], 1000, VOCAB)[0]).numpy()
@@ -186,7 +186,7 @@ def resampled(model: torch.nn.Module, played: Rollout) -> Rollout:
 
 
 def builder_of(progress: TopicProgress | None = None, incarnation: str | None = None, **changes: object):
-    """A batch builder for steps of two groups; keyword arguments change settings of the run and the trainer."""
+    """Make a batch builder for steps of two groups; keyword arguments change settings of the run and the trainer."""
     run = {"run_id": "run", "groups_per_step": 2, "max_policy_lag": 2, "min_completed": 2}
     return BatchBuilder(*_sections({**run, "remembered_groups": 100, **changes}), progress, incarnation)
 
@@ -194,7 +194,7 @@ def builder_of(progress: TopicProgress | None = None, incarnation: str | None = 
 def queue_of(
     line: WeightLine, progress: TopicProgress | None = None, incarnation: str | None = None, **changes: object
 ) -> OnlineQueue:
-    """A queue of online batches; keyword arguments change settings of the run, the trainer and `trainer.online`."""
+    """Make a queue of online batches; keyword arguments change settings of run, trainer and `trainer.online`."""
     of_online = {name: changes.pop(name) for name in [*changes] if name in OnlineSettings.model_fields}
     online = OnlineSettings(**{"require_admission": False, **of_online})
     run, trainer = _sections({"run_id": "run", "max_policy_lag": 2, "remembered_groups": 100, **changes})
@@ -208,7 +208,7 @@ def _sections(values: dict[str, object]) -> tuple[RunSettings, TrainerSettings]:
 
 
 def fingerprint_of(view: ServingView) -> str:
-    """Of all weights of a view, hexadecimal: what `train.steps` and the manifests record."""
+    """Compute the fingerprint of all weights of a view, hexadecimal, as `train.steps` and the manifests record it."""
     return total_fingerprint(tensor_infos(view)).hex()
 
 

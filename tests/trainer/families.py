@@ -1,9 +1,9 @@
-"""Small random models of several families, and what an engine and the trainer make of each.
+"""Small random models of several families, and the logprobs that an engine and the trainer compute with each.
 
-    python families.py DIR [FAMILY...]   samples from a vLLM engine of each family and prints, a JSON line each, how far
-                                         the trainer's logprobs of the sampled tokens are from the engine's
+    python families.py DIR [FAMILY...]   samples from a vLLM engine of each family and prints one JSON line for each:
+                                         how much the trainer's logprobs of the sampled tokens differ from the engine's
 
-A process of its own because vLLM reads its environment at import.
+It runs in a separate process because vLLM reads its environment at import.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": None},
     "Qwen3Moe": EXPERTS,
 }
-"""Changes of `SHAPE` by the name that transformers begins the family's classes with."""
+"""Changes of `SHAPE`, by the prefix of the family's class names in transformers."""
 SERVED = [family for family in FAMILIES if family != "Phi"]
-"""Those that vLLM serves on a CPU."""
+"""Families that vLLM serves on a CPU."""
 
 
 def make_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A random model, weights rounded to bf16, wide enough that neither attention nor predictions are even."""
+    """Make a random model with weights rounded to bf16, so large that attention and predictions are not uniform."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config)
@@ -59,7 +59,7 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def segment_of(prompt: list[int], answer: list[int], logprobs: list[float]) -> Segment:
-    """A segment of one sampled turn."""
+    """Make a segment of one sampled turn."""
     ids, mask = np.array([*prompt, *answer], "<u4"), np.repeat(np.array([0, 1], np.uint8), [len(prompt), len(answer)])
     values = np.array([*[0.0] * len(prompt), *logprobs], "<f4")
     spans = [VersionSpan(0, len(prompt), len(ids))]
@@ -74,14 +74,14 @@ class OneSegment:
 
 
 def prompts() -> list[list[int]]:
-    """Prompts that begin alike."""
+    """Return prompts with a common prefix."""
     rng = np.random.default_rng(0)
     header = rng.integers(2, VOCAB, 9).tolist()
     return [[*header, *rng.integers(2, VOCAB, 12 + 5 * n).tolist()] for n in range(3)]
 
 
 def sampled(directory: Path) -> list[OneSegment]:
-    """Four answers to each prompt, at temperature 1, from an engine in this process."""
+    """Sample four answers to each prompt at temperature 1 from an engine in this process."""
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     from tidemill.consumers.replica.plugin import hide_llvmlite_from_kernel_search

@@ -1,9 +1,9 @@
-"""A trainer that knows nothing of Tidemill but its publisher: AdamW over any Hugging Face causal model.
+"""A trainer that uses only the publisher of Tidemill: AdamW on any Hugging Face causal model.
 
     python foreign_trainer.py --model DIRECTORY --text FILE --bootstrap HOST:PORT --run-id RUN --store ROOT --steps N
 
-It trains next-token prediction on windows of a text, in fp32, and publishes what an engine serves, in bf16. Killed, and
-started again with the same words, it goes on after the version that it published last.
+It trains next-token prediction on windows of a text, in fp32, and publishes the tensors that an engine serves, in bf16.
+If it is killed and started again with the same arguments, it continues after the last published version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def arguments() -> argparse.Namespace:
 
 
 def batches(model: str, text: str, window: int = 32, rows: int = 8) -> Iterator[torch.Tensor]:
-    """i8[rows, window] token ids, drawn from the text for ever."""
+    """Draw token ids from the text without end, as i8[rows, window]."""
     ids = torch.tensor(AutoTokenizer.from_pretrained(model)(Path(text).read_text())["input_ids"])
     while True:
         starts = torch.randint(0, len(ids) - window, (rows,))
@@ -38,7 +38,7 @@ def batches(model: str, text: str, window: int = 32, rows: int = 8) -> Iterator[
 
 
 def served(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an engine serves, one tensor at a time; a tied weight comes once."""
+    """Yield the tensors that an engine serves, one at a time; a tied weight is yielded once."""
     for name, parameter in model.named_parameters():
         yield name, parameter.to(torch.bfloat16)
 
@@ -48,7 +48,7 @@ def train(wanted: argparse.Namespace, publisher: WeightPublisher) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=wanted.learning_rate)
     data = batches(wanted.model, wanted.text)
     torch.manual_seed(0)
-    # It keeps no checkpoint: what was trained before is trained again, and the publisher finds it published.
+    # There is no checkpoint: earlier steps are trained again, and the publisher finds that they are published.
     for step in range(wanted.steps + 1):
         if step:
             ids = next(data)

@@ -1,13 +1,13 @@
-"""The trainer role, process after process, each stopped by a signal at a point of a step that no product code knows of.
+"""The trainer role in successive processes; a signal stops each at a point of a step that is defined only here.
 
     python interrupted_trainer.py JOBS    JOBS: a list of {"arguments": of `tidemill train`, "actions": [...],
                                                 "logs": DIRECTORY}
 
-The actions of a job, one after the other: ["kill", POINT, STEP] runs a trainer until SIGKILL takes it at a point;
-["stop", POINT, STEP] until SIGSTOP halts it there, and leaves it so; ["run"] to its end; ["continue"] lets the halted
-one go on to its end. Jobs are carried out beside each other. Prints the outcomes of each as a line of JSON: "killed",
-"stopped", or the exit status. Every trainer is a process of its own, forked after the libraries are loaded and before
-any client, thread or tensor is there.
+The actions of a job run in order: ["kill", POINT, STEP] runs a trainer until SIGKILL ends it at a point; ["stop",
+POINT, STEP] runs one until SIGSTOP halts it there, and leaves it halted; ["run"] runs one to its end; ["continue"] lets
+the halted one run to its end. Jobs run at the same time. For each job, a line of JSON with the outcomes is printed:
+"killed", "stopped", or the exit status. Each trainer is a separate process, forked after the libraries are loaded and
+before any client, thread or tensor exists.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Strike = Callable[[], None]
 
 
 def before(owner: type, name: str, step_of: Callable[..., int]) -> Callable[[int, Strike], None]:
-    """The point before a method is called for a step."""
+    """Return the point before a method is called for a step."""
 
     def arm(step: int, strike: Strike) -> None:
         method = getattr(owner, name)
@@ -52,7 +52,7 @@ def before(owner: type, name: str, step_of: Callable[..., int]) -> Callable[[int
 
 
 def after(owner: type, name: str, step_of: Callable[..., int]) -> Callable[[int, Strike], None]:
-    """The point after a method has been called for a step."""
+    """Return the point after a method was called for a step."""
 
     def arm(step: int, strike: Strike) -> None:
         method = getattr(owner, name)
@@ -70,7 +70,7 @@ def after(owner: type, name: str, step_of: Callable[..., int]) -> Callable[[int,
 
 
 def within_checkpoint(step: int, strike: Strike) -> None:
-    """The point where a checkpoint's bytes are stored and its name is not there yet."""
+    """Strike when a checkpoint's bytes are stored and the file does not have its final name yet."""
     write = CheckpointStore.write
 
     def struck(self: CheckpointStore, state: Any, *rest: Any) -> str:
@@ -92,7 +92,7 @@ POINTS: dict[str, Callable[[int, Strike], None]] = {
 
 
 def start(job: dict[str, Any], number: int, action: list[Any]) -> int:
-    """Start one trainer; its process id."""
+    """Start one trainer and return its process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -111,7 +111,7 @@ def start(job: dict[str, Any], number: int, action: list[Any]) -> int:
 
 
 def outcome(pid: int) -> str | int:
-    """Wait until a trainer ends or is halted."""
+    """Wait until a trainer ends or is halted, and return which."""
     _, status = os.waitpid(pid, os.WUNTRACED)
     if os.WIFSTOPPED(status):
         return "stopped"
@@ -121,7 +121,7 @@ def outcome(pid: int) -> str | int:
 
 
 def outcomes(job: dict[str, Any]) -> list[str | int]:
-    """Carry one list of actions out."""
+    """Run the actions of one job."""
     halted, running, said = 0, 0, []
     try:
         for number, action in enumerate(job["actions"]):
@@ -145,9 +145,9 @@ def outcomes(job: dict[str, Any]) -> list[str | int]:
 
 
 def main() -> None:
-    """Carry all lists out."""
+    """Run all jobs."""
     jobs = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    # The compiler loads itself at the first call of what it compiled.
+    # The compiler is loaded at the first call of a compiled function.
     fingerprint(np.zeros(1, np.uint16), TensorKey.of("loaded"))
     with multiprocessing.get_context("fork").Pool(len(jobs)) as pool:
         for said in pool.imap(outcomes, jobs):

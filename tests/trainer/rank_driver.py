@@ -1,9 +1,9 @@
-"""Trainers of several ranks, forked from one process that has loaded the libraries: a driver for tests.
+"""A driver for tests: trainers of several ranks, forked from one process that has loaded the libraries.
 
     python -m tests.trainer.rank_driver JOBS    JOBS: a file with a list of `{"name", "ranks", "scenario", "options"}`
 
-A job's ranks meet as those of torchrun do. What the scenario found on each rank goes to `<name>-<rank>.json` beside
-JOBS, and how each rank ended to `<name>.json`.
+The ranks of a job connect as those of torchrun do. The results of each rank are written to `<name>-<rank>.json` in the
+directory of JOBS, and the exit statuses of the ranks to `<name>.json`.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def take(weights: TrainedWeights, step: int, groups: tuple[str, ...] = GROUPS, o
 
 
 def led(scenario: Callable[[TrainedWeights, Found], Found]) -> Callable[[Job, Found], Found]:
-    """A scenario of the first rank, which the others follow."""
+    """Make a job from a scenario that the first rank runs and the others follow."""
 
     def run(job: Job, options: Found) -> Found:
         settings = settings_of(**{"model": options["model"], **options["settings"]})
         if options.get("copies"):
-            # As where the gathering does not round: masters apart from the model's parameters.
+            # As if the gathering did not round: the masters are separate from the model's parameters.
             monkeypatch = pytest.MonkeyPatch()
             monkeypatch.setattr(step_module, "MasterWeights", lambda *given, gathered_in_bf16: MasterWeights(*given))
         weights = weights_of(settings, job, options["store"])
@@ -90,7 +90,7 @@ def led(scenario: Callable[[TrainedWeights, Found], Found]) -> Callable[[Job, Fo
 
 
 def trained(weights: TrainedWeights, options: Found) -> Found:
-    """Some steps, and the weights that they lead to."""
+    """Take some steps and report each step and the final weights."""
     groups = tuple(options.get("groups", GROUPS))
     steps = [take(weights, step, groups, options.get("online", False)) for step in range(1, STEPS + 1)]
     view = {name: bits.reshape(-1).tolist() for name, bits in weights.whole().items()}
@@ -98,7 +98,7 @@ def trained(weights: TrainedWeights, options: Found) -> Found:
 
 
 def saved(weights: TrainedWeights, options: Found) -> Found:
-    """Two steps, a checkpoint, a third step."""
+    """Take two steps, write a checkpoint, take a third step."""
     for step in (1, 2):
         take(weights, step)
     weights.save(state_of(2, weights.snapshot()), ())
@@ -106,7 +106,7 @@ def saved(weights: TrainedWeights, options: Found) -> Found:
 
 
 def resaved(weights: TrainedWeights, options: Found) -> Found:
-    """The checkpoint taken up, written as another step, and gone on with."""
+    """Restore the checkpoint, write it as another step, and take the next step."""
     state = weights.restore(options["restore"])
     assert state is not None
     before = weights.snapshot()
@@ -115,7 +115,7 @@ def resaved(weights: TrainedWeights, options: Found) -> Found:
 
 
 def restarted(weights: TrainedWeights, options: Found) -> Found:
-    """Back to the weights that the run started from."""
+    """Take a step, then return to the weights that the run started from."""
     start = weights.snapshot()
     take(weights, 1)
     weights.restore(0)
@@ -123,7 +123,7 @@ def restarted(weights: TrainedWeights, options: Found) -> Found:
 
 
 def laid(job: Job, options: Found) -> Found:
-    """A model of which each rank read its own rows, beside one that each rank loaded whole: what differs."""
+    """Compare a model of which each rank read its own rows with one that each rank loaded whole."""
     settings = settings_of(model=options["model"], kl={"coefficient": 0.05}, **options["settings"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trained_weights, "load_model", lambda *_: fail("raise"))
@@ -139,7 +139,7 @@ def laid(job: Job, options: Found) -> Found:
 
 
 def refused(job: Job, options: Found) -> Found:
-    """A model that cannot be trained."""
+    """Report the error for a model that cannot be trained."""
     with pytest.raises(UntrainableModelError) as error:
         make_learner(settings_of(model=options["model"], **options["settings"]), job)
     return {"error": str(error.value)}
@@ -150,7 +150,7 @@ def refuse(*_: Any) -> None:
 
 
 def state_of_learner(learner: Learner) -> dict[str, torch.Tensor]:
-    """What this rank holds of masters and reference, and the buffers."""
+    """Return this rank's parts of the masters and the reference, and the buffers."""
     found = learner.masters.state()
     for name, parameter in learner._reference.named_parameters():
         found[f"reference/{name}"] = own_part(parameter)
@@ -163,7 +163,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 
 def failing(job: Job, options: Found) -> Found:
-    """A rank fails, or is killed, within a layer: the first rank says so, or the others end without it."""
+    """Let a rank fail or be killed within a layer: the first rank reports it, or the others end without it."""
     weights = weights_of(settings_of(), job, options["store"])
     if job.ranks.rank == options.get("rank", 1):
         layer = weights._learner.model.model.layers[1]
@@ -179,7 +179,7 @@ def failing(job: Job, options: Found) -> Found:
 
 
 def killed_saving(job: Job, options: Found) -> Found:
-    """Rank 1 is killed before its file of a checkpoint has its name."""
+    """Kill rank 1 before its checkpoint file has its final name."""
     weights = weights_of(settings_of(), job, options["store"])
     if job.ranks.rank == 1:
         weights._checkpoints._filesystem.mv = lambda *_names: fail("kill")
@@ -200,7 +200,7 @@ def fail(how: str) -> None:
 
 
 def different(job: Job, options: Found) -> Found:
-    """Ranks with different settings."""
+    """Start ranks with different settings."""
     settings = settings_of(row_tokens=96 + 32 * job.ranks.rank)
     try:
         job.require_same({"trainer": settings})
@@ -210,7 +210,7 @@ def different(job: Job, options: Found) -> Found:
 
 
 def role(options: Found) -> None:
-    """The trainer role, whose rank `kill[0]` is killed within step `kill[1]`."""
+    """Run the trainer role, and kill rank `kill[0]` within step `kill[1]`."""
     train_step = Learner.train
 
     def killed(learner: Learner, groups: Sequence[Any], step: int, *others: Any) -> Any:
@@ -229,7 +229,7 @@ def role(options: Found) -> None:
 
 
 def replayed(job: Job, options: Found) -> Found:
-    """Recorded steps made again by as many ranks."""
+    """Repeat recorded steps with the same number of ranks."""
     run_of, store = RunSettings(**options["run"]), StoreSettings(root=options["store"])
     settings = TrainerSettings(**options["trainer"])
     if not job.ranks.is_first:
@@ -251,7 +251,7 @@ def state_of(step: int, fingerprint: str) -> CheckpointState:
 
 
 def rank(job: Found, number: int, port: int, out: Path) -> None:
-    """One rank; does not come back."""
+    """Run one rank; this function does not return."""
     log = os.open(out / f"{job['name']}-{number}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -290,7 +290,7 @@ def carry_out(job: Found, out: Path) -> None:
 
 
 def main() -> None:
-    """Carry all jobs out, one after the other."""
+    """Run all jobs, one after the other."""
     jobs = Path(sys.argv[1])
     torch.set_num_threads(1)
     for job in json.loads(jobs.read_text()):

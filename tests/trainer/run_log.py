@@ -1,4 +1,4 @@
-"""A log for trainers: what they read, written as other roles write it, and the records that they wrote themselves."""
+"""A log for trainers: writes their input as other roles do, and reads the records that trainers wrote."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REWARDS = (1.0, 0.0, 0.5, 1.0)
 
 
 def run_of(run_id: str = "run", max_steps: int = 100, **changes: object) -> RunSettings:
-    """Settings of a run that trains two groups a step."""
+    """Return settings of a run that trains two groups per step."""
     given = {"seed": 7, "groups_per_step": 2, "max_policy_lag": 10} | changes
     return RunSettings(run_id=run_id, max_steps=max_steps, **given)
 
@@ -45,7 +45,7 @@ def run_of(run_id: str = "run", max_steps: int = 100, **changes: object) -> RunS
 def write_group(
     producer: RecordProducer, rollouts: Sequence[Rollout], run_ids: Iterable[str] = ("run",), **changes: object
 ) -> None:
-    """Rollouts, then their group of each run, as the rollout workers and group assembly write them."""
+    """Write rollouts, then their group for each run, as the rollout workers and group assembly write them."""
     name = rollouts[0].group_id
     places = producer.send_acked(Topic.ROLLOUTS, [(name, rollout) for rollout in rollouts])
     members = [member_of(r, p.partition, p.offset) for r, p in zip(rollouts, places, strict=True)]
@@ -54,7 +54,7 @@ def write_group(
 
 
 def write_groups(log: KafkaSettings, numbers: Iterable[int], run_ids: Iterable[str] = ("run",), size: int = 4) -> None:
-    """Groups that can be trained on, each named after its number and closed at it."""
+    """Write groups that can be trained on; each is named after its number, which is also its closing time."""
     with RecordProducer(log, "test") as producer:
         for number in numbers:
             rollouts = [make_rollout(f"g{number}", i, float(i % 2)) for i in range(size)]
@@ -65,7 +65,7 @@ def serve(
     log: KafkaSettings, name: str, version: int, rewards: tuple[float, ...] = REWARDS, run_id: str = "run",
     **changes: object,
 ) -> OnlineBatch:  # fmt: skip
-    """Interactions and the batch that refers to them, as the router and the stream of online batches write them."""
+    """Write interactions and their online batch, as the router and the stream of online batches write them."""
     served = [make_interaction(f"{name}-{i}", version, run_id=run_id) for i in range(len(rewards))]
     with RecordProducer(log, "test") as producer:
         places = producer.send_acked(Topic.INTERACTIONS, [(r.interaction_id, r) for r in served])
@@ -77,14 +77,14 @@ def serve(
 
 
 def decide(log: KafkaSettings, verdict: GateVerdict, version: int) -> None:
-    """The gate's decision on a version of `run`."""
+    """Write the gate's decision on a version of `run`."""
     with RecordProducer(log, "test") as producer:
         said = build(GateDecision, verdict=verdict, version=version, decided_by="test")
         producer.send_acked(Topic.GATE, [("main", said)])
 
 
 def erase(log: KafkaSettings, user_id: str) -> None:
-    """The request of a user that everything of theirs be erased."""
+    """Write the request of a user to erase all their data."""
     with RecordProducer(log, "test") as producer:
         producer.send_acked(
             Topic.USER_REQUESTS, [(user_id, UserRequest("request", user_id, UserWish.ERASE, "", 10**9))]
@@ -92,7 +92,7 @@ def erase(log: KafkaSettings, user_id: str) -> None:
 
 
 def written(log: KafkaSettings, kind: type[OfRun], run_id: str = "run") -> list[OfRun]:
-    """The records of one type that trainers of a run have written."""
+    """Read the records of one type that trainers of a run have written."""
     with LogReader(log, [TOPICS[kind]]) as reader:
         found = [located.record for located in reader.read_to_end()]
     return [record for record in found if isinstance(record, kind) and record.run_id == run_id]

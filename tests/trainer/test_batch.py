@@ -1,4 +1,4 @@
-"""Packing: rows hold every rollout once, logprobs do not depend on packing, malformed rollouts are refused."""
+"""Packing: rows contain every rollout once, logprobs do not depend on packing, malformed rollouts are refused."""
 
 from dataclasses import replace
 from itertools import product
@@ -58,7 +58,7 @@ def test_logprobs_equal_those_of_the_stock_attention(rollouts) -> None:
     torch.testing.assert_close(frozen_logprobs(model, row)[row.sequence == 0], expected[mask], rtol=0, atol=1e-5)
 
 
-def test_a_token_sees_nothing_of_its_neighbours_in_the_row(rollouts) -> None:
+def test_a_token_does_not_see_its_neighbours_in_the_row(rollouts) -> None:
     model = tiny_model().eval()
     use_packed_attention(model)
     changed = [rollouts[0], replace(rollouts[1], segments=[make_segment(999, rollouts[1].segments[0].n_tokens)])]
@@ -82,7 +82,7 @@ def test_entropy_is_that_of_the_whole_distribution(rollouts) -> None:
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12), row_tokens=st.integers(16, 120), share=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_every_sampled_token_is_in_exactly_one_place(sizes: list[int], row_tokens: int, share: bool) -> None:
+def test_every_sampled_token_is_in_exactly_one_row(sizes: list[int], row_tokens: int, share: bool) -> None:
     segments = ([make_segment(10 * k + i, 16 + 7 * i) for i in range(n)] for k, n in enumerate(sizes))
     made = [build(Rollout, segments=of_one) for of_one in segments]
     rows = pack(made, row_tokens, VOCAB, share_prefixes=share)
@@ -103,7 +103,7 @@ def test_every_sampled_token_is_in_exactly_one_place(sizes: list[int], row_token
 
 
 def contexts(row) -> list[list[int]]:
-    """The tokens that each sampled token of a row is predicted from, and itself, by the depths of the row's tokens."""
+    """Return, for each sampled token of a row, the tokens that predict it, then itself, found by token depths."""
     stack: list[int] = []
     by_place = []
     for token, depth in zip(row.input_ids[0].tolist(), row.position_ids[0].tolist(), strict=True):
@@ -159,7 +159,7 @@ def test_malformed_rollout_is_refused_with_the_reason(change, message: str) -> N
 
 
 def forked(rollout, at: int):
-    """Another rollout with the same tokens before `at`."""
+    """Return another rollout with the same tokens before `at`."""
     (segment,) = rollout.segments
     ids = segment.ids().copy()
     ids[at:] = (ids[at:] + 1) % VOCAB
@@ -167,8 +167,8 @@ def forked(rollout, at: int):
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_a_rollout_has_the_same_logprobs_in_any_company(on) -> None:
-    """To the last bit; without the setting they depend on it."""
+def test_logprobs_of_a_rollout_do_not_depend_on_other_rollouts(on) -> None:
+    """Bit for bit with the setting; without it they do depend on them."""
     group = make_trainable("a", (1.0, 0.0))
     long = [replace(each, segments=[make_segment(seed, 150)]) for seed, each in enumerate(group.rollouts)]
     group = replace(group, rollouts=tuple(long))

@@ -1,4 +1,4 @@
-"""A step that was begun and has no record: taken on its inputs where that can be, and begun anew where it cannot."""
+"""A planned step without a record: it is taken on the planned inputs if possible, otherwise it is planned again."""
 
 import logging
 import threading
@@ -44,7 +44,7 @@ def online_settings(settings) -> TrainerSettings:
 
 @pytest.fixture
 def train(log, tmp_path, monkeypatch):
-    """Trains to a step; `begin` goes as far as its plan and no further."""
+    """Return a function that trains up to a step; with `begin`, it stops after that step's plan."""
     store = StoreSettings(root=str(tmp_path / "store"))
 
     def train(settings: TrainerSettings, steps: int, begin: bool = False) -> None:
@@ -60,7 +60,7 @@ def train(log, tmp_path, monkeypatch):
 
 
 class Stopped(Exception):
-    """Stands for the process being killed at this point."""
+    """Simulates that the process is killed at this point."""
 
 
 def stop_before(step: int):
@@ -78,8 +78,8 @@ def names(step: TrainStep | StepPlan) -> list[str]:
     return [entry.group_id for entry in step.inputs]
 
 
-def test_it_is_taken_on_its_inputs_though_others_would_be_chosen_now(log, settings, train) -> None:
-    """A group that closed before those of the plan came in after it: chosen anew, it would be the first."""
+def test_a_planned_step_is_taken_on_its_inputs_even_if_a_new_plan_would_choose_others(log, settings, train) -> None:
+    """A group that closed earlier arrives after the plan. A new plan would take it first."""
     write_groups(log, range(4, 7))
     train(settings, 1, begin=True)
     assert read_history(log, "run") == ([], written(log, StepPlan)[0])
@@ -95,7 +95,7 @@ def test_it_is_taken_on_its_inputs_though_others_would_be_chosen_now(log, settin
     assert first.incarnation == plans[0].incarnation == written(log, Manifest)[0].incarnation != ""
 
 
-def test_changed_settings_begin_it_anew_and_say_so(log, settings, train, caplog) -> None:
+def test_changed_settings_plan_the_step_again_with_a_log_message(log, settings, train, caplog) -> None:
     write_groups(log, range(2))
     train(settings, 1, begin=True)
     changed = settings.model_copy(update={"length_divisor": 3.0})
@@ -108,7 +108,7 @@ def test_changed_settings_begin_it_anew_and_say_so(log, settings, train, caplog)
     assert (step.config_hash, names(step)) == (hashes[1], ["g0", "g1"])
 
 
-def test_inputs_that_are_gone_begin_it_anew_without_them(log, settings, train, caplog) -> None:
+def test_a_step_is_planned_again_without_missing_inputs(log, settings, train, caplog) -> None:
     write_groups(log, range(4))
     train(settings, 1, begin=True)
     admin = AdminClient({"bootstrap.servers": log.bootstrap})
@@ -124,7 +124,7 @@ def test_inputs_that_are_gone_begin_it_anew_without_them(log, settings, train, c
     assert [names(plan) for plan in written(log, StepPlan)] == [["g0", "g1"], ["g2", "g3"]]
 
 
-def test_a_parent_that_was_given_up_begins_it_anew_from_the_one_before(log, online_settings, train, caplog) -> None:
+def test_a_step_from_an_abandoned_parent_is_planned_again(log, online_settings, train, caplog) -> None:
     for number in range(3):
         serve(log, f"b{number}", number, closed_at=number)
     train(online_settings, 3, begin=True)
@@ -141,7 +141,7 @@ def test_a_parent_that_was_given_up_begins_it_anew_from_the_one_before(log, onli
     assert [(m.version, m.parent) for m in written(log, Manifest)][-1] == (3, 1)
 
 
-def test_a_plan_after_a_roll_back_is_taken_from_where_it_went_back_to(log, online_settings, train) -> None:
+def test_a_plan_after_a_roll_back_is_taken_from_the_version_rolled_back_to(log, online_settings, train) -> None:
     for number in range(2):
         serve(log, f"b{number}", number, closed_at=number)
     train(online_settings, 2)
@@ -155,7 +155,7 @@ def test_a_plan_after_a_roll_back_is_taken_from_where_it_went_back_to(log, onlin
     assert len(written(log, StepPlan)) == 3
 
 
-def test_an_erased_user_begins_it_anew(log, online_settings, train, caplog) -> None:
+def test_a_step_with_an_erased_user_is_planned_again(log, online_settings, train, caplog) -> None:
     serve(log, "b0", 0)
     train(online_settings, 1, begin=True)
     erase(log, "user-b0-1")

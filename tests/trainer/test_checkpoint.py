@@ -1,4 +1,4 @@
-"""Checkpoints: training goes on from one bit for bit; a damaged one is refused; the newest few are kept."""
+"""Checkpoints: training continues from one bit for bit; a damaged one is refused; the newest few are kept."""
 
 import dataclasses
 from dataclasses import replace
@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(str(tmp_path / "store"), "run", "main", keep=2)
 
 
-def test_training_goes_on_bit_for_bit(store: CheckpointStore) -> None:
+def test_training_continues_bit_for_bit(store: CheckpointStore) -> None:
     groups = [make_trainable("a"), make_trainable("b")]
     straight = Learner(tiny_model(), SETTINGS, None)
     for step in (1, 2):
@@ -47,7 +47,7 @@ def test_training_goes_on_bit_for_bit(store: CheckpointStore) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_a_file_is_written_from_where_the_tensors_are(store: CheckpointStore, monkeypatch) -> None:
+def test_a_file_is_written_in_pieces_without_a_copy_of_the_tensors(store: CheckpointStore, monkeypatch) -> None:
     pieces: list[int] = []
 
     def written(weights, metadata):
@@ -65,10 +65,10 @@ def test_a_file_is_written_from_where_the_tensors_are(store: CheckpointStore, mo
 
 
 @pytest.mark.parametrize("rows", [(0, 3), (2, 5), (3, 7), (5, 5), (0, 7)])
-def test_of_each_file_the_wanted_rows_alone_are_read(
+def test_only_the_requested_rows_of_each_file_are_read(
     store: CheckpointStore, monkeypatch, rows: tuple[int, int]
 ) -> None:
-    """Rows of three ranks: 4, 3 and none."""
+    """Three ranks hold 4, 3 and 0 rows."""
     whole, moment = torch.arange(14, dtype=torch.float32).reshape(7, 2), torch.arange(7, dtype=torch.bfloat16)
     for rank, own in ((1, slice(4, 7)), (2, slice(7, 7)), (0, slice(0, 4))):
         ranks = FixedRanks(rank, 3)
@@ -85,7 +85,7 @@ def test_of_each_file_the_wanted_rows_alone_are_read(
 
 
 class FixedRanks(SingleRank):
-    """One rank of several, which does its own part and waits for none."""
+    """One rank of several, which does its own part and does not wait for the others."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -94,7 +94,7 @@ class FixedRanks(SingleRank):
         return make() if self.is_first else None
 
 
-def test_newest_is_never_past_the_log(store: CheckpointStore) -> None:
+def test_the_newest_checkpoint_is_never_past_the_log(store: CheckpointStore) -> None:
     assert store.newest(100) is None
     for step in (3, 6):
         store.write(state_of(step), {"master/w": torch.zeros(1)})
@@ -107,7 +107,7 @@ def test_only_the_newest_are_kept(store: CheckpointStore) -> None:
     assert store.steps() == [3, 4]
 
 
-def test_a_step_that_may_be_gone_back_to_is_kept_while_it_may(store: CheckpointStore) -> None:
+def test_pinned_steps_are_kept_while_they_are_pinned(store: CheckpointStore) -> None:
     for step in (1, 2, 3, 4):
         store.write(state_of(step), {"master/w": torch.zeros(1)}, pinned={1, 2})
     assert store.steps() == [1, 2, 3, 4]
@@ -115,13 +115,13 @@ def test_a_step_that_may_be_gone_back_to_is_kept_while_it_may(store: CheckpointS
     assert store.steps() == [2, 4, 5]
 
 
-def test_where_both_topics_are_used_up_is_kept(store: CheckpointStore) -> None:
+def test_progress_in_both_topics_is_stored(store: CheckpointStore) -> None:
     state = replace(state_of(1), online=TopicProgress({0: 9}, {0: [11]}, ["batch"]))
     store.write(state, {"master/w": torch.zeros(1)})
     assert store.read(1)[0] == state
 
 
-def test_a_checkpoint_of_before_there_were_online_batches_is_read(store: CheckpointStore, monkeypatch) -> None:
+def test_a_checkpoint_older_than_online_batches_is_read(store: CheckpointStore, monkeypatch) -> None:
     whole = dataclasses.asdict
     with monkeypatch.context() as patched:
         patched.setattr(dataclasses, "asdict", lambda state: {k: v for k, v in whole(state).items() if k != "online"})
@@ -130,14 +130,14 @@ def test_a_checkpoint_of_before_there_were_online_batches_is_read(store: Checkpo
     assert store.read(1)[0] == state_of(1)
 
 
-def test_checkpoint_cut_short_is_refused_by_name(store: CheckpointStore) -> None:
+def test_a_truncated_checkpoint_is_refused_by_name(store: CheckpointStore) -> None:
     path = Path(store.write(state_of(1), {"master/w": torch.zeros(64)}))
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(TrainerCheckpointError, match=r"step-00000001.*damaged.*delete it"):
         store.read(1)
 
 
-def test_one_being_written_is_not_seen(store: CheckpointStore) -> None:
+def test_an_unfinished_checkpoint_is_not_listed(store: CheckpointStore) -> None:
     path = Path(store.write(state_of(1), {"master/w": torch.zeros(1)}))
     path.rename(path.with_name("step-00000002.safetensors.partial"))
     assert store.steps() == []

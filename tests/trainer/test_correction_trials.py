@@ -1,4 +1,4 @@
-"""Corrections tried on recorded tokens, against a plain loop over them."""
+"""Corrections tried on recorded tokens, compared with a plain loop over the tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def steps() -> list[TrainedTokens]:
 
 
 def weights_by_hand(kind: CorrectionKind, ratios: list[float], low: float, high: float) -> list[tuple[float, bool]]:
-    """The weight of each token of one rollout, and whether it is cut."""
+    """Return, for each token of one rollout, its weight and whether it is cut."""
     whole, n = math.prod(ratios), len(ratios)
     mean = whole ** (1 / n)
     one = {
@@ -46,7 +46,7 @@ def weights_by_hand(kind: CorrectionKind, ratios: list[float], low: float, high:
     return [one[kind](ratio) for ratio in ratios]
 
 
-def test_every_trial_is_what_a_loop_over_tokens_gives(steps):
+def test_every_trial_equals_a_loop_over_tokens(steps):
     candidates = {**PUBLISHED, "wide": CorrectionSettings(kind=CorrectionKind.GEOMETRIC, low=0.9, high=1.1)}
     trials = {trial.name: trial for trial in try_corrections(steps, candidates)}
     assert set(trials) == set(candidates)
@@ -68,12 +68,12 @@ def test_every_trial_is_what_a_loop_over_tokens_gives(steps):
         assert (trial.bias, trial.variance) == (pytest.approx(bias, rel=1e-4), pytest.approx(variance, rel=1e-4))
         assert trial.ess == pytest.approx(sum(w for *_, w, _ in rows) ** 2 / (len(rows) * squares or 1.0), rel=1e-4)
         assert trial.cut == sum(cut for *_, cut in rows) / len(rows)
-        # Six rollouts in two steps: three a step.
+        # Six rollouts in two steps: three per step.
         assert trial.error == pytest.approx(math.sqrt(bias**2 + variance / 3), rel=1e-4)
     assert 0 < trials["TIS (verl, TRL)"].cut < trials["MIS (verl)"].cut < 1, "the cases that the loop is there for"
 
 
-def test_equal_engines_make_all_ratios_one_and_a_large_mismatch_a_bound_worth_its_bias():
+def test_equal_engines_have_ratios_of_one_and_a_large_mismatch_justifies_a_bound():
     rollouts = [make_rollout("a", index, 1.0) for index in range(8)]
     same = try_corrections([tokens_of(rollouts, [1.0, -1.0] * 4, 0.0, 1)])
     assert {(trial.bias, trial.variance, trial.ess, trial.cut) for trial in same} == {(0.0, 1.0, 1.0, 0.0)}
@@ -83,7 +83,7 @@ def test_equal_engines_make_all_ratios_one_and_a_large_mismatch_a_bound_worth_it
     assert errors["TIS (verl, TRL)"] < errors["none"]
 
 
-def test_steps_without_an_advantage_say_nothing(steps):
+def test_steps_without_advantages_are_refused(steps):
     flat = replace(steps[0], advantages=torch.zeros(4))
     with pytest.raises(ValueError, match="all advantages of these steps are 0"):
         try_corrections([flat])

@@ -1,4 +1,4 @@
-"""The device of a trainer: what is chosen, what is refused, and what of it stands in the hash of a step."""
+"""The device of a trainer: which one is chosen, which are refused, and how it changes the hash of a step."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ TWO_RANKS = StepMachine(ranks=2)
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Lets torch see a number of GPUs, which nothing is computed on."""
+    """Return a function that makes torch report a number of GPUs; nothing is computed on them."""
     return lambda number: monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
 
 
@@ -36,7 +36,7 @@ def gpus(monkeypatch):
         ("cuda:1", 2, ALONE, "cuda:1"),
     ],
 )
-def test_the_device_that_is_taken(gpus, device, there, place, expected):
+def test_the_device_is_chosen(gpus, device, there, place, expected):
     gpus(there)
     assert device_of(TrainerSettings(device=device), place) == torch.device(expected)
 
@@ -50,14 +50,14 @@ def test_the_device_that_is_taken(gpus, device, there, place, expected):
         ("cuda:1", 2, RankPlace(0, 2), "cuda:1 is one GPU for the 2 ranks of this machine: set it to cuda"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(gpus, device, there, place, message):
+def test_a_missing_device_is_refused(gpus, device, there, place, message):
     gpus(there)
     with pytest.raises(DeviceError, match=message):
         device_of(TrainerSettings(device=device), place)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "mps"])
-def test_a_device_of_no_known_kind_is_refused(device):
+def test_an_unknown_kind_of_device_is_refused(device):
     with pytest.raises(ValidationError, match="device"):
         TrainerSettings(device=device)
 
@@ -88,7 +88,7 @@ def test_one_process_on_a_cpu_in_float32_keeps_its_hash():
     assert settings.arithmetic_hash() == TrainerSettings(device="cpu", checkpoint_activations=True).arithmetic_hash()
 
 
-def test_a_step_of_another_machine_is_told_from_one_of_other_settings():
+def test_another_machine_and_other_settings_have_different_errors():
     settings, other = TrainerSettings(), TrainerSettings(row_tokens=64)
     recorded = settings.arithmetic_hash(StepMachine("cuda", "bfloat16", 8))
     assert settings.difference(recorded, TWO_RANKS) == (
@@ -122,15 +122,15 @@ def test_a_row_moves_with_all_of_its_tensors():
 
 
 def random_tree(length: int) -> torch.Tensor:
-    """Parents of a long trunk with branches, one of them long."""
+    """Return the parents of a long trunk with branches, one of them long."""
     parents = torch.arange(-1, length - 1)
     parents[100], parents[130], parents[140] = 79, 79, 59
     return parents
 
 
 @pytest.mark.parametrize("kernel", [True, False])
-def test_attention_in_half_precision_is_that_in_full_to_rounding(kernel, monkeypatch):
-    """With torch's call for CPUs, and with the products that any device computes."""
+def test_attention_in_half_precision_equals_full_precision_up_to_rounding(kernel, monkeypatch):
+    """With torch's attention kernel for CPUs, and with the matrix products for every device."""
     if not kernel:
         monkeypatch.setattr(attention, "_has_kernel", lambda _query, _value: False)
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +148,7 @@ def test_attention_in_half_precision_is_that_in_full_to_rounding(kernel, monkeyp
 
 
 def test_logprobs_in_half_precision_are_float32(monkeypatch):
-    """In chunks of the vocabulary, whose gradients are added up."""
+    """In chunks of the vocabulary, whose gradients are summed."""
     monkeypatch.setattr("tidemill.trainer.policy.CHUNK_SCORES", 300)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(20, 16, generator=generator), torch.randn(64, 16, generator=generator)

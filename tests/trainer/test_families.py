@@ -1,4 +1,4 @@
-"""Models of several families: the trainer's logprobs are those of transformers and of an engine, or it refuses."""
+"""Models of several families: the trainer's logprobs equal those of transformers and of an engine, or it refuses."""
 
 import json
 import subprocess
@@ -21,11 +21,11 @@ import families
 from families import FAMILIES, SERVED, VOCAB, OneSegment, make_model, segment_of
 
 ROUNDING = 2e-5
-"""Nats that float32 may move a logprob of these models by."""
+"""Greatest rounding error of a logprob of these models in float32, in nats."""
 
 
 def answers() -> list[OneSegment]:
-    """Answers to prompts that begin alike; two to the first prompt begin alike as well."""
+    """Return answers to prompts with a common prefix; two answers to the first prompt share a prefix too."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randint(2, VOCAB, (16,), generator=generator).tolist() for _ in range(6)]
     drawn[3][:5] = drawn[0][:5]
@@ -34,7 +34,7 @@ def answers() -> list[OneSegment]:
 
 
 def one_by_one(model: PreTrainedModel, rollouts: list[OneSegment]) -> torch.Tensor:
-    """Logprobs of the sampled tokens by the model's own forward pass over whole sequences."""
+    """Compute logprobs of the sampled tokens by the model's own forward pass over whole sequences."""
     found = []
     for rollout in rollouts:
         (segment,) = rollout.segments
@@ -46,7 +46,7 @@ def one_by_one(model: PreTrainedModel, rollouts: list[OneSegment]) -> torch.Tens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_those_of_whole_sequences(family: str) -> None:
+def test_logprobs_equal_those_of_whole_sequences(family: str) -> None:
     model, rollouts = make_model(family), answers()
     expected = one_by_one(model, rollouts)
     assert expected.std() > 0.3, "of even predictions nothing would be seen"
@@ -58,7 +58,7 @@ def test_logprobs_are_those_of_whole_sequences(family: str) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, vllm):
-    """What `families` printed of each family."""
+    """The output of `families` for each family."""
     command = [sys.executable, families.__file__, str(tmp_path_factory.mktemp("families"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -66,7 +66,7 @@ def served(tmp_path_factory, vllm):
 
 
 @pytest.mark.parametrize("family", SERVED)
-def test_logprobs_are_those_that_an_engine_sampled_with(served, family: str) -> None:
+def test_logprobs_equal_those_of_the_engine_that_sampled(served, family: str) -> None:
     seen = served[family]
     assert (seen["tokens"], seen["max"] < ROUNDING) == (12 * 16, True), seen
     assert seen["spread"] > 0.3
@@ -94,17 +94,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_packed_row_gets_wrong_is_refused_by_name(case: str) -> None:
+def test_models_that_packed_rows_compute_wrongly_are_refused_by_name(case: str) -> None:
     family, changes, named = REFUSED[case]
     with pytest.raises(UntrainableModelError, match=f"{family}.* cannot be trained: .*{named}.* Choose another model"):
         use_packed_attention(make_model(family, **changes))
 
 
-def test_a_family_is_trained_where_what_was_refused_is_off() -> None:
+def test_a_family_is_trained_if_the_refused_feature_is_off() -> None:
     use_packed_attention(make_model("Gemma2", **FULL, **NO_CAPS))
 
 
-def test_a_cap_that_the_configuration_does_not_name_is_seen_in_the_layer() -> None:
+def test_a_cap_that_the_configuration_does_not_name_is_detected_in_the_layer() -> None:
     model = make_model("Gemma2", **FULL, final_logit_softcapping=None)
     model.config.attn_logit_softcapping = None
     with pytest.raises(UntrainableModelError, match=r"layer 0 has a soft cap on the attention scores \(`softcap` 50.0"):
@@ -115,14 +115,14 @@ def shift_tokens(_module, args):
     return (args[0] + 0.1 * args[0].roll(1, dims=1),)
 
 
-def test_tokens_that_meet_outside_attention_are_seen_in_the_logprobs() -> None:
+def test_tokens_mixed_outside_attention_are_detected_in_the_logprobs() -> None:
     model = make_model("Llama")
     model.model.layers[1].mlp.register_forward_pre_hook(shift_tokens)
     with pytest.raises(UntrainableModelError, match=r"logprobs in a packed row are up to .* nats from"):
         use_packed_attention(model)
 
 
-def test_logits_that_are_capped_without_a_name_are_seen() -> None:
+def test_logits_that_are_capped_without_a_setting_are_detected() -> None:
     model = make_model("Llama")
     model.lm_head.register_forward_hook(lambda _module, _args, logits: 5 * torch.tanh(logits / 5))
     with pytest.raises(UntrainableModelError, match="its logits are not the output of its head"):

@@ -1,4 +1,4 @@
-"""A trainer of somebody else's, through the publisher alone: replicas follow it and prove every version."""
+"""A foreign trainer that uses only the publisher: replicas follow it and prove every version."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ run(KafkaSettings(**kafka), RunSettings(run_id="foreign"), settings, ChatSetting
 
 
 class Foreign:
-    """A foreign trainer's model, its text, and where it publishes."""
+    """The model and the text of a foreign trainer, and the log and store that it publishes to."""
 
     def __init__(self, kafka: KafkaSettings, root: Path) -> None:
         self.kafka, self.root = kafka, root
@@ -44,7 +44,7 @@ class Foreign:
         (root / "text").write_text(" ".join(f"t{(7 * i + i * i) % 190 + 5}" for i in range(4000)))
 
     def train(self, steps: int) -> list[str]:
-        """Run the trainer to its end; what it printed."""
+        """Run the trainer to its end and return its output lines."""
         words = {
             "model": self.model, "text": self.root / "text", "bootstrap": self.kafka.bootstrap, "run-id": RUN_ID,
             "store": self.root / "store", "steps": steps, "topic-prefix": self.kafka.topic_prefix,
@@ -55,13 +55,13 @@ class Foreign:
         return done.stdout.splitlines()
 
     def manifests(self) -> list[Manifest]:
-        """Every manifest, in log order."""
+        """Read every manifest, in log order."""
         with LogReader(self.kafka, [Topic.MANIFESTS]) as reader:
             found = [located.record for located in reader.read_to_end()]
         return [record for record in found if isinstance(record, Manifest)]
 
     def acks(self, version: int, deadline_s: float = 240.0) -> list[WeightAck]:
-        """What the replica said up to its proof of a version."""
+        """Read the replica's acknowledgements up to its proof of a version."""
         found: list[WeightAck] = []
         end = time.monotonic() + deadline_s
         with LogReader(self.kafka, [Topic.ACKS]) as reader:
@@ -79,7 +79,7 @@ def foreign(kafka, tmp_path_factory) -> Foreign:
     return Foreign(settings, tmp_path_factory.mktemp("foreign"))
 
 
-def test_it_is_small_and_knows_the_publisher_alone():
+def test_the_foreign_trainer_is_small_and_imports_only_the_publisher():
     source = TRAINER.read_text("utf-8")
     assert len(source.splitlines()) < 100
     modules = {n.module for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.module}
@@ -88,7 +88,7 @@ def test_it_is_small_and_knows_the_publisher_alone():
 
 
 def test_a_follower_proves_every_version_and_a_restart_repeats_none(foreign, tmp_path):
-    """The trainer is started twice, as after a kill: the second time it finds its first versions published."""
+    """The trainer is started twice, as after a kill. The second time, its first versions are already published."""
     assert len(foreign.train(1)) == 2
     assert len(foreign.train(STEPS)) == STEPS + 1
     manifests = foreign.manifests()
@@ -98,8 +98,8 @@ def test_a_follower_proves_every_version_and_a_restart_repeats_none(foreign, tmp
 
 
 @pytest.mark.timeout(1200)
-def test_a_vllm_replica_proves_what_it_serves(foreign, tmp_path):
-    """A real engine joins the run and follows it through the log alone."""
+def test_a_vllm_replica_proves_the_versions_it_serves(foreign, tmp_path):
+    """A real engine joins the run and follows it only through the log."""
     joined = len(foreign.manifests() or foreign.train(1)) - 1
     parts = json.dumps(foreign.kafka.model_dump())
     with (tmp_path / "log").open("wb") as log:
@@ -118,7 +118,7 @@ def test_a_vllm_replica_proves_what_it_serves(foreign, tmp_path):
 
 
 def follow(foreign: Foreign, manifests: list[Manifest], directory: Path) -> None:
-    """Every version, one after the other, by the replica's own parts over an engine of plain arrays."""
+    """Apply every version in order with the replica's own classes, to an engine of plain arrays."""
     local = replace(manifests[0].anchor, uri=manifests[0].anchor.uri.removeprefix("file://"))
     with LogReader(foreign.kafka, [Topic.DELTAS], start="end") as chunks:
         replica = ArrayReplica(replace(manifests[0], anchor=local), chunks, directory, timeout_s=60.0)

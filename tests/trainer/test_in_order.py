@@ -1,4 +1,4 @@
-"""In order: what is trained is a function of the log, whatever the timing, the polls and the stops."""
+"""In-order mode: the trained batches depend only on the log, and not on timing, polls or stops."""
 
 import itertools
 import threading
@@ -33,7 +33,7 @@ from tidemill.trainer.run import run
 from tidemill.trainer.trainable import MOST_EXCLUSIONS, Reference, TopicProgress, TrainableGroup
 
 SIZE = 2
-"""Groups of a step."""
+"""Groups per step."""
 RULES = {"max_policy_lag": 1, "remembered_groups": 4, "in_order": True}
 KINDS = st.sampled_from(["good", "good", "good", "good", "eval", "late", "no_signal", "foreign", "duplicate", "ahead"])
 LOG = st.lists(st.tuples(KINDS, st.integers(0, 6)), max_size=40)
@@ -41,7 +41,7 @@ Said = tuple[list[str], list[tuple[str, str]]]
 
 
 def synthetic(kinds: list[tuple[str, int]]) -> list[Group]:
-    """Groups of several kinds and versions, later ones of later versions but for a few."""
+    """Make groups of several kinds and versions; versions increase along the log, with a few exceptions."""
     log: list[Group] = []
     for number, (kind, back) in enumerate(kinds):
         name = log[-back].group_id if kind == "duplicate" and 0 < back <= len(log) else f"g{number}"
@@ -56,8 +56,8 @@ def plan_of(batch: StepBatch, step: int) -> StepPlan:
 
 
 def trained(log: list[Group], actions: list[int | str], most: int = MOST_EXCLUSIONS, **changes: object) -> list[Said]:
-    """What each step trains and excludes, when the log is read by `actions`: a number polls so many groups, which wait
-    in memory where the builder takes no more; "stop" starts again from what was checkpointed and recorded. A step names
+    """Return what each step trains and excludes if the log is read by `actions`. A number polls that many groups, which
+    stay in memory while the builder is full; "stop" restarts from the checkpoint and the recorded steps. A step names
     at most `most` exclusions."""
     rules = {**RULES, **changes}
     builder, saved, since_saved = builder_of(**rules), TopicProgress(), []
@@ -98,9 +98,9 @@ def trained(log: list[Group], actions: list[int | str], most: int = MOST_EXCLUSI
     most=st.sampled_from([1, 2, MOST_EXCLUSIONS]),
 )
 @settings(max_examples=300)
-def test_whatever_the_polls_and_stops_the_batches_are_the_same(kinds, actions, most) -> None:
-    """Also where a step cannot name all exclusions, and those that are left over are decided again after a stop; then
-    no id may be forgotten meanwhile."""
+def test_batches_do_not_depend_on_polls_and_stops(kinds, actions, most) -> None:
+    """This also holds if a step cannot name all exclusions and the remaining ones are decided again after a stop; then
+    no id may be forgotten in between."""
     log, changes = synthetic(kinds), {} if most == MOST_EXCLUSIONS else {"remembered_groups": 100}
     straight = trained(log, [], most, **changes)
     assert trained(log, actions, most, **changes) == straight
@@ -110,7 +110,7 @@ def test_whatever_the_polls_and_stops_the_batches_are_the_same(kinds, actions, m
     assert len(ids) <= len([g for g in log if g.run_id == "run" and g.mode is Mode.TRAIN])
 
 
-def test_a_copy_that_was_left_over_is_not_trained_after_a_stop_though_its_group_is_forgotten() -> None:
+def test_a_remaining_duplicate_is_not_trained_after_a_stop_even_if_its_group_is_forgotten() -> None:
     builder = builder_of(in_order=True, remembered_groups=1)
     for step, offsets in enumerate(((0, 1), (3, 4)), 1):
         inputs = [StepInput(f"g{offset}", "groups", 0, offset) for offset in offsets]
@@ -125,7 +125,7 @@ def test_a_copy_that_was_left_over_is_not_trained_after_a_stop_though_its_group_
     assert [(each.offset, each.reason) for each in batch.exclusions] == [(2, "duplicate")]
 
 
-def test_without_it_the_batches_depend_on_when_is_read() -> None:
+def test_without_in_order_the_batches_depend_on_the_polls() -> None:
     log = synthetic([("good", 3 if n < 12 else 0) for n in range(24)])
     assert trained(log, [], in_order=False) != trained(log, [24], in_order=False)
     assert trained(log, []) == trained(log, [24])
@@ -133,7 +133,7 @@ def test_without_it_the_batches_depend_on_when_is_read() -> None:
 
 @given(kinds=st.lists(st.tuples(KINDS, st.integers(0, 6)), max_size=40), stops=st.sets(st.integers(0, 39)))
 def test_a_group_trained_before_the_stop_is_known_after_it(kinds, stops) -> None:
-    """Also one that came again after it, and was read and not yet recorded as a duplicate when the trainer stopped."""
+    """This also covers a second copy that was read but not yet recorded as a duplicate when the trainer stopped."""
     log = synthetic([(kind, back % 3) for kind, back in kinds])
     actions = [part for n in range(len(log)) for part in ([1, 0, "checkpoint", "stop"] if n in stops else [1, 0])]
     log = [bare_group(group.group_id, kind, 0, group.closed_at) for group, (kind, _) in zip(log, kinds, strict=True)]
@@ -142,7 +142,7 @@ def test_a_group_trained_before_the_stop_is_known_after_it(kinds, stops) -> None
     assert len(ids) == len(set(ids))
 
 
-def test_what_cannot_be_in_order_is_refused() -> None:
+def test_in_order_with_online_batches_is_refused() -> None:
     with pytest.raises(ValidationError, match="set in_order to false"):
         TrainerSettings(in_order=True, online=OnlineSettings(enabled=True))
 
@@ -158,7 +158,7 @@ def ordered(model: str, **publish: object) -> TrainerSettings:
 
 
 def follow(log: KafkaSettings, last_version: int, deadline_s: float = 120.0) -> None:
-    """Write groups of the newest version, and every fourth of an old one, until a version is published."""
+    """Write groups of the newest version, and every fourth group of an old one, until a version is published."""
     producer, deadline = RecordProducer(log, "test"), time.monotonic() + deadline_s
     newest, names = -1, (f"g{number}" for number in itertools.count())
     while newest < last_version:
@@ -192,8 +192,8 @@ def copy(source: KafkaSettings, target: KafkaSettings, topic: Topic, replay_id: 
 
 
 def test_a_fresh_trainer_over_the_same_log_makes_the_same_weights(kafka, tiny_checkpoint, tmp_path) -> None:
-    """The first one is stopped in the middle and its groups come while it trains; the second finds all of them there,
-    as copies of a replay that it was told of."""
+    """The first trainer is stopped in the middle, and its groups arrive while it trains. The second one has all groups
+    from the start, as copies of a replay that its settings accept."""
     live, store = kafka.fresh(1), StoreSettings(root=str(tmp_path / "live"))
     writer = threading.Thread(target=follow, args=(live, STEPS))
     writer.start()

@@ -1,7 +1,7 @@
-"""The trainer process killed at each point of a step, and halted while another one takes over.
+"""The trainer process is killed at each point of a step, or halted while another one takes over.
 
-A control run trains the same groups undisturbed: whatever the stops, the steps, the versions and the policy lags are
-its own to the bit.
+A control run trains the same groups without interruption. The interrupted runs have the same steps, versions and policy
+lags, bit for bit.
 """
 
 import json
@@ -38,7 +38,7 @@ def settings(tmp_path_factory) -> TrainerSettings:
 
 @pytest.fixture(scope="module")
 def log(kafka) -> KafkaSettings:
-    """Groups for every run, in one partition so that every run reads them in one order; some cannot be trained."""
+    """Groups for every run, in one partition so that all runs read them in the same order; some cannot be trained."""
     settings = kafka.fresh(1)
     producer = RecordProducer(settings, "test")
     for number in range(STEPS * GROUPS_PER_STEP + 2):
@@ -74,7 +74,7 @@ HALTS = [
 
 
 def job(log: KafkaSettings, settings: TrainerSettings, directory: Path, actions: list[list]) -> dict:
-    """What is done to the run that `directory` is named after."""
+    """Return the job with the actions on the run whose name is that of `directory`."""
     config = directory / "tidemill.toml"
     config.write_text(
         f"""
@@ -100,12 +100,12 @@ class Interrupted:
     killed: list[str | int]
     halted: list[str | int]
     logs: dict[str, str]
-    """What each trainer said, by run and action."""
+    """The output of each trainer, by run and action."""
 
 
 @pytest.fixture(scope="module")
 def interrupted(log, settings, tmp_path_factory) -> Interrupted:
-    """Both runs, whose trainers share the time that loading the libraries takes."""
+    """Both runs; their trainers are forked from one process, so that the libraries are loaded once."""
     root = tmp_path_factory.mktemp("interrupted")
     jobs = []
     for name, actions in (("killed", [*KILLS, ["run"]]), ("halted", HALTS)):
@@ -121,7 +121,7 @@ def interrupted(log, settings, tmp_path_factory) -> Interrupted:
 
 
 def essence(steps: list[TrainStep]) -> list[tuple]:
-    """What of the steps must not depend on stops."""
+    """Return the fields of the steps that must not depend on stops."""
     return [
         (
             step.step, step.parent_version, [entry.group_id for entry in step.inputs],
@@ -151,7 +151,7 @@ def check_run(log: KafkaSettings, run_id: str, undisturbed: list[TrainStep]) -> 
     return steps
 
 
-def test_killed_at_each_point_of_a_step_nothing_is_lost_twice_or_other(log, undisturbed, interrupted) -> None:
+def test_a_kill_at_any_point_of_a_step_loses_repeats_and_changes_nothing(log, undisturbed, interrupted) -> None:
     assert interrupted.killed == ["killed"] * len(KILLS) + [0], interrupted.logs
     steps = check_run(log, "killed", undisturbed)
     plans = written(log, StepPlan, "killed")
@@ -160,8 +160,8 @@ def test_killed_at_each_point_of_a_step_nothing_is_lost_twice_or_other(log, undi
     assert len({plan.trainer for plan in plans}) > 1
 
 
-def test_of_two_trainers_one_goes_on_and_the_halted_one_ends_with_the_reason(log, undisturbed, interrupted) -> None:
-    """Halted with the step computed, and with the version's chunks sent: neither its step nor its manifest gets in."""
+def test_a_halted_trainer_that_was_replaced_exits_with_the_reason(log, undisturbed, interrupted) -> None:
+    """Halted after the step is computed, or after the chunks are sent: neither step nor manifest is written."""
     assert interrupted.halted == ["stopped", "killed", 1, "stopped", 0, 1], interrupted.logs
     check_run(log, "halted", undisturbed)
     name = f"{log.topic_prefix}tidemill-trainer.halted"

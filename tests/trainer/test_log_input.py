@@ -1,4 +1,4 @@
-"""Which groups are trained: the pure builder over every kind of group, and reading them from a real log."""
+"""The choice of groups: the batch builder with every kind of group, and reading groups from a real log."""
 
 import time
 from dataclasses import replace
@@ -38,7 +38,7 @@ from tidemill.trainer.log_input import LogInput, ReadAhead
 from tidemill.trainer.trainable import MOST_EXCLUSIONS, Reference, TopicProgress, TrainableGroup
 
 SIZE = 2
-"""Groups of a step."""
+"""Groups per step."""
 
 
 def place(group: Group, offset: int, partition: int = 0) -> StepInput:
@@ -46,7 +46,7 @@ def place(group: Group, offset: int, partition: int = 0) -> StepInput:
 
 
 def feed(builder: BatchBuilder, group: Group, offset: int, version: int = 0, partition: int = 0) -> bool:
-    """Read one group as the log input does, its rollouts always found."""
+    """Read one group as the log input does; its rollouts are always found."""
     here = place(group, offset, partition)
     wanted = builder.wants(Reference(here, group), version)
     if wanted:
@@ -55,13 +55,13 @@ def feed(builder: BatchBuilder, group: Group, offset: int, version: int = 0, par
 
 
 def good(name: str, version: int = 0, rewards=(1.0, 0.0), **changes: object) -> Group:
-    """A group with a signal; keyword arguments change it."""
+    """Make a group with a signal; keyword arguments change it."""
     rollouts = [make_rollout(name, i, reward, version=version) for i, reward in enumerate(rewards)]
     return make_group(name, [member_of(r, 0, i) for i, r in enumerate(rollouts)], **changes)
 
 
 def reasons(builder: BatchBuilder, version: int = 0) -> dict[str, str]:
-    """Exclusions so far, by group id; closes a batch to get at them."""
+    """Return the exclusions so far, by group id; closes a batch to read them."""
     for n in range(SIZE):
         feed(builder, good(f"filler{n}", version=version), 900 + n, version)
     batch = builder.close(version)
@@ -96,7 +96,7 @@ def test_failed_members_do_not_make_a_group_stale_or_useless() -> None:
     assert feed(builder, failed(good("a", version=5, rewards=(1.0, 0.0, 0.0)), keep=2), 0, version=5)
 
 
-def test_groups_of_other_runs_are_left_alone() -> None:
+def test_groups_of_other_runs_are_ignored() -> None:
     builder = builder_of()
     assert not feed(builder, good("foreign", run_id="other"), 0)
     assert reasons(builder) == {}
@@ -114,7 +114,7 @@ def test_a_group_emitted_twice_is_trained_once() -> None:
     assert reasons(builder) == {"a": "duplicate"}
 
 
-def test_a_straggler_does_not_count_as_its_group() -> None:
+def test_a_late_group_record_does_not_end_its_group() -> None:
     builder = builder_of()
     assert not feed(builder, good("a", closed_by=CloseReason.LATE), 0)
     assert feed(builder, good("a"), 1)
@@ -131,7 +131,7 @@ def test_oldest_groups_are_trained_first() -> None:
     assert builder.close(0) is None
 
 
-def test_a_group_that_grew_stale_while_waiting_is_excluded_at_the_step() -> None:
+def test_a_group_that_became_stale_while_waiting_is_excluded_at_the_step() -> None:
     builder = builder_of()
     assert feed(builder, good("waits", version=0), 0, version=0)
     assert reasons(builder, version=3) == {"waits": "stale"}
@@ -143,7 +143,7 @@ def test_lag_at_the_bound_is_trained() -> None:
     assert not feed(builder, good("b", version=3), 1, version=6)
 
 
-def test_what_a_step_records_of_other_topics_ends_no_group() -> None:
+def test_entries_of_other_topics_in_a_step_end_no_group() -> None:
     builder = builder_of()
     step = recorded(StepBatch([], [StepExclusion("x", "interactions", 0, 1, "erased", 1)]))
     builder.observe_step(replace(step, inputs=[StepInput("b", "online-batches", 0, 0)]))
@@ -151,7 +151,7 @@ def test_what_a_step_records_of_other_topics_ends_no_group() -> None:
     assert feed(builder, good("b"), 1)
 
 
-def test_groups_of_a_version_that_was_given_up_are_excluded() -> None:
+def test_groups_of_an_abandoned_version_are_excluded() -> None:
     builder = builder_of()
     assert feed(builder, good("waits", version=3), 0, version=3)
     builder.abandon({3})
@@ -160,14 +160,14 @@ def test_groups_of_a_version_that_was_given_up_are_excluded() -> None:
 
 
 def accept(builder: BatchBuilder, group: Group, offset: int, rollouts=(), replays=(), replay_id: str = "") -> None:
-    """Read one group with its rollouts, written by replays or not."""
+    """Read one group with its rollouts; replays may have written either."""
     here = place(group, offset)
     if builder.wants(Reference(here, group, replay_id), 0):
         builder.accept(TrainableGroup(here, group, tuple(rollouts), frozenset(replays)))
 
 
 def test_groups_whose_lag_is_undefined_are_excluded() -> None:
-    """Of another life of the version numbers, or of a version that this trainer has not made."""
+    """Groups of another incarnation, or of a version that this trainer has not made."""
     builder = builder_of(incarnation="mine")
     accept(builder, good("mine"), 0, [make_rollout("mine", 0, 1.0, incarnation="mine")])
     accept(builder, good("unsaid"), 1, [make_rollout("unsaid", 0, 1.0)])
@@ -180,7 +180,7 @@ def test_groups_whose_lag_is_undefined_are_excluded() -> None:
     assert {e.group_id: e.reason for e in batch.exclusions} == {"other": "undefined_lag", "ahead": "undefined_lag"}
 
 
-def test_groups_of_undefined_lag_are_missed_while_the_batch_would_be_full_with_them() -> None:
+def test_groups_of_undefined_lag_are_reported_while_they_would_fill_the_batch() -> None:
     builder = builder_of(incarnation="mine")
     accept(builder, good("other"), 0, [make_rollout("other", 0, 1.0, incarnation="theirs")])
     assert builder.missed(0) == "", "one more would not make a batch"
@@ -211,7 +211,7 @@ def sampled_with(rollout: Rollout, **parameters: object) -> Rollout:
 
 
 def test_groups_of_another_distribution_are_excluded_unless_they_are_accepted() -> None:
-    """The recorded logprobs are those of the model's own distribution: of another one, ratios would be wrong."""
+    """The recorded logprobs must be those of the model's own distribution; otherwise ratios would be wrong."""
     own, unsaid = (make_rollout("own", index, 1.0) for index in range(2))
     warm = sampled_with(make_rollout("warm", 1, 0.0), temperature=0.7)
     cut = sampled_with(make_rollout("cut", 0, 0.0), top_k=40, others="bad_words")
@@ -237,8 +237,8 @@ def test_groups_of_another_distribution_are_excluded_unless_they_are_accepted() 
     assert "policy lag" not in told
 
 
-def test_what_a_replay_wrote_is_trained_only_when_told() -> None:
-    """A refused copy is not the group's ending: the group itself is trained when it comes."""
+def test_groups_of_a_replay_are_trained_only_if_accepted() -> None:
+    """A refused copy does not end the group: the original is trained when it arrives."""
     builder = builder_of(accept_replays=("known",))
     accept(builder, good("a"), 0, replay_id="unknown")
     accept(builder, good("a"), 1)
@@ -262,7 +262,7 @@ def test_groups_wait_up_to_a_bound() -> None:
     assert (builder.waiting, builder.full) == (SIZE, False)
 
 
-def test_a_burst_of_useless_groups_is_named_step_by_step_in_records_that_the_log_takes() -> None:
+def test_exclusions_of_many_useless_groups_are_spread_over_several_step_records() -> None:
     builder = builder_of()
     useless = replace(good("useless", mode=Mode.EVAL), members=[])
     long = 3 * MOST_EXCLUSIONS - 1
@@ -282,7 +282,7 @@ def test_a_burst_of_useless_groups_is_named_step_by_step_in_records_that_the_log
 
 
 def recorded(batch, step: int = 1) -> TrainStep:
-    """What a train step record says of its batch."""
+    """Return the record of a train step on a batch."""
     return build(TrainStep, step=step, inputs=[g.place for g in batch.groups], exclusions=batch.exclusions)
 
 
@@ -298,8 +298,8 @@ ACTIONS = st.one_of(st.integers(0, 2), st.sampled_from(["checkpoint", "stop"]))
     most=st.sampled_from([1, 2, MOST_EXCLUSIONS]),
 )
 @settings(max_examples=150, deadline=None)
-def test_whatever_the_stops_every_group_ends_exactly_once(kinds, actions, most) -> None:
-    """Going on from the last checkpoint and the steps recorded since repeats nothing and skips nothing."""
+def test_every_group_ends_exactly_once_with_any_stops(kinds, actions, most) -> None:
+    """A trainer that continues from the last checkpoint and the later steps repeats nothing and skips nothing."""
     log = synthetic_log(kinds)
     endings: dict[tuple[int, int], str] = {}
     builder, saved, since_saved = builder_of(), TopicProgress(), []
@@ -351,7 +351,7 @@ def synthetic_log(kinds) -> dict[int, list[Group]]:
     return log
 
 
-def test_read_ahead_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
+def test_read_ahead_is_bounded_by_bytes_and_drops_the_oldest() -> None:
     held = ReadAhead(100)
     for offset in range(4):
         held.put(ConsumedRecord(Topic.ROLLOUTS, 0, offset, 0, None, bytes(40), None))
@@ -372,7 +372,7 @@ def log(kafka) -> KafkaSettings:
 
 
 def reading_ahead(limit_bytes: int):
-    """Settings with less memory for rollouts than a user may set."""
+    """Return settings with less memory for rollouts than a user may set."""
     return settings_of().model_copy(update={"read_ahead_bytes": limit_bytes})
 
 
@@ -418,7 +418,7 @@ def test_groups_and_rollouts_are_read_from_the_log(log, tmp_path) -> None:
     assert dead_letters(log) == [b"not a group"]
 
 
-def test_groups_are_routed_by_the_ids_of_their_rollouts_and_excluded_without_them(log, tmp_path, caplog) -> None:
+def test_groups_are_routed_by_their_expert_ids_and_excluded_without_them(log, tmp_path, caplog) -> None:
     producer, shape = RecordProducer(log, "test"), RoutedShape(2, (0, 1), 4, 2)
     plain = [make_rollout("plain", i, float(i)) for i in range(2)]
     write_group(producer, plain)
@@ -459,14 +459,14 @@ def test_rollouts_written_before_the_reader_started_are_fetched_by_offset(log) -
     producer = RecordProducer(log, "test")
     write_groups(log, range(6), size=2)
     builder = builder_of(groups_per_step=6)
-    # Room for one rollout or two: nearly every one has to be fetched again.
+    # Memory for one or two rollouts: nearly every rollout must be fetched again.
     with LogInput(log, reading_ahead(600), builder, producer, 64) as source:
         batch = read_batch(source, builder)
     assert [g.group.group_id for g in batch.groups] == [f"g{n}" for n in range(6)]
     assert all(r.group_id == g.group.group_id for g in batch.groups for r in g.rollouts)
 
 
-def test_reading_goes_on_after_the_checkpointed_offsets(log) -> None:
+def test_reading_continues_after_the_checkpointed_offsets(log) -> None:
     producer = RecordProducer(log, "test")
     write_groups(log, range(5), size=2)
     first = builder_of()
@@ -481,7 +481,7 @@ def test_reading_goes_on_after_the_checkpointed_offsets(log) -> None:
 
 
 def test_a_burst_waits_in_the_log_and_not_in_memory(log) -> None:
-    """Ten times what may wait: groups beyond the bound are not decided, their rollouts not fetched, none is lost."""
+    """Ten times the bound: groups beyond it are not decided, their rollouts are not fetched, and none is lost."""
     producer = RecordProducer(log, "test")
     number = 20
     write_groups(log, range(number), size=2)
@@ -501,7 +501,7 @@ def test_a_burst_waits_in_the_log_and_not_in_memory(log) -> None:
     assert most == SIZE
 
 
-def test_what_a_replay_wrote_is_told_by_its_headers(log) -> None:
+def test_records_of_a_replay_are_recognised_by_their_headers(log) -> None:
     producer, names = RecordProducer(log, "test"), Names(log.topic_prefix)
     headers = replay_headers("again", names.of(Topic.GROUPS), 0, 7)
     for name, replayed in {"group": Topic.GROUPS, "rollout": Topic.ROLLOUTS, "plain": None}.items():
@@ -525,7 +525,7 @@ def test_what_a_replay_wrote_is_told_by_its_headers(log) -> None:
         )
 
 
-def test_a_trainer_that_waits_over_the_topics_of_another_incarnation_says_so_once(log, caplog) -> None:
+def test_a_trainer_that_waits_on_topics_of_another_incarnation_logs_it_once(log, caplog) -> None:
     producer = RecordProducer(log, "test")
     for number in range(5):
         rollouts = [make_rollout(f"g{number}", i, float(i), incarnation="theirs") for i in range(2)]

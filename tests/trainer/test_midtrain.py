@@ -1,4 +1,4 @@
-"""Mid-training: packing, Muon, the loss falling, the whole role over a real log."""
+"""Mid-training: packing, Muon, a falling loss, and the whole role with a real log."""
 
 import json
 from itertools import islice
@@ -40,7 +40,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 9), max_size=30), min_size=1, max_s
 
 @settings(deadline=None)
 @given(DOCUMENTS.filter(lambda documents: any(len(d) > 1 for d in documents)), st.integers(16, 24), st.integers(0, 9))
-def test_an_epoch_holds_every_piece_once(documents, row_tokens, seed):
+def test_an_epoch_contains_every_piece_once(documents, row_tokens, seed):
     pieces = sorted(d[i : i + row_tokens] for d in documents for i in range(0, len(d), row_tokens))
     pieces = [piece for piece in pieces if len(piece) > 1]
     seen = []
@@ -61,7 +61,7 @@ def assert_predicts_itself(row: DocumentRow):
         assert labels.tolist() == [*ids.tolist()[1:], -100]
 
 
-def test_nothing_to_predict_is_refused():
+def test_documents_without_a_token_to_predict_are_refused():
     with pytest.raises(ValueError, match="nothing to train on"):
         next(epochs([[1], []], 16, 0))
 
@@ -90,7 +90,7 @@ def test_orthogonal_keeps_directions_and_evens_out_sizes(rows, columns, seed):
     assert ((seen > 0.3) & (seen < 1.5))[well_posed].all()
 
 
-def test_the_split_of_the_parameters_is_whole_and_muon_has_matrices_only():
+def test_every_parameter_has_an_optimizer_and_muon_has_only_matrices():
     model = midtrain(TEXTS, TINY.model_copy(update={"steps": 1}), 0).model
     inner, outer = split_parameters(model)
     assert {id(p) for p in inner} | {id(p) for p in outer} == {id(p) for p in model.parameters()}
@@ -121,7 +121,7 @@ def test_training_lowers_the_loss_and_is_deterministic(caplog):
     assert reports[-1]["loss"] == pytest.approx(sum(first.losses[-8:]) / 8, abs=1e-4)
 
 
-def test_the_role_reads_a_log_and_leaves_a_checkpoint(kafka, topic_prefix, tmp_path):
+def test_the_role_reads_a_log_and_writes_a_checkpoint(kafka, topic_prefix, tmp_path):
     log = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
     create_topics(log)
     wanted = TINY.model_copy(update={"output": str(tmp_path / "model")})

@@ -1,4 +1,4 @@
-"""How far sampler and trainer are apart, against a plain loop over tokens; and what a step hands over for it."""
+"""The mismatch of sampler and trainer, compared with a plain loop over tokens, and the tokens that a step returns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ POSITION_ENDS = (64, 256, 1024, 4096, 16384, 65536)
 
 
 def sampled(trajectory: Trajectory) -> list[tuple[int, int]]:
-    """Segment and position of each sampled token, in order."""
+    """Return the segment and the position of each sampled token, in order."""
     return [
         (number, position)
         for number, segment in enumerate(trajectory.segments)
@@ -45,7 +45,7 @@ def sampled(trajectory: Trajectory) -> list[tuple[int, int]]:
 
 
 def tokens_of(trajectories: list[Trajectory], spread: float, seed: int = 0) -> TrainedTokens:
-    """Tokens whose trainer logprobs lie around the sampler's."""
+    """Make tokens whose trainer logprobs are normally distributed around the sampler's."""
     sampler = torch.tensor([float(t.segments[s].sampled_logprobs()[p]) for t in trajectories for s, p in sampled(t)])
     apart = torch.from_numpy(np.random.default_rng(seed).normal(0, spread, len(sampler)).astype("f4"))
     older = torch.full((len(sampler),), torch.nan)
@@ -73,7 +73,7 @@ def trajectories() -> list[Trajectory]:
 
 
 def slices_by_hand(tokens: TrainedTokens) -> dict[tuple[str, str, str], dict[str, float]]:
-    """The slices, token by token, with Python's own arithmetic."""
+    """Compute the slices token by token, in plain Python."""
     found: dict[tuple[str, str, str], list[tuple[float, bool]]] = defaultdict(list)
     place = 0
     for trajectory in tokens.trajectories:
@@ -133,10 +133,10 @@ def numbers_by_hand(apart: tuple[float, ...], cut: tuple[bool, ...]) -> dict[str
 
 
 @pytest.mark.parametrize("scored", [0, 40])
-def test_every_slice_is_what_a_loop_over_tokens_gives(trajectories, scored):
+def test_every_slice_equals_a_loop_over_tokens(trajectories, scored):
     tokens = tokens_of(trajectories, spread=0.8)
     if scored:
-        # Of the first tokens only those of version 6 count as scored at the weights that sampled them.
+        # Among the first tokens, only those of version 6 count as scored at the weights that sampled them.
         older = tokens.older_logprobs.clone()
         older[:scored] = tokens.sampler_logprobs[:scored] + 0.01
         older[-5:] = tokens.sampler_logprobs[-5:] - 0.02
@@ -149,13 +149,13 @@ def test_every_slice_is_what_a_loop_over_tokens_gives(trajectories, scored):
         expected = by_hand[each.part, each.dimension, each.value]
         assert numbers == pytest.approx(expected, rel=1e-4, abs=1e-6), each
     assert any(each.part == "staleness" for each in slices) == bool(scored)
-    # The cases that the loop is there for.
+    # The test data must contain these slices.
     values = {(dimension, value) for part, dimension, value in by_hand if part == "all"}
     assert {("lag", "0"), ("lag", "1"), ("lag", "2"), ("turn", "8-"), ("position", "256-1023"), ("environment", ""),
             ("place", "first"), ("place", "last"), ("probability", "above 0.9")} <= values  # fmt: skip
 
 
-def test_the_worst_tokens_say_where_they_lie(trajectories):
+def test_the_worst_tokens_name_their_positions(trajectories):
     tokens = tokens_of(trajectories, spread=0.1)
     places = [(t, s, p) for t in trajectories for s, p in sampled(t)]
     odd = {places.index((trajectories[1], 2, 300)): 5.0, places.index((trajectories[3], 0, 7)): -4.0}
@@ -169,19 +169,19 @@ def test_the_worst_tokens_say_where_they_lie(trajectories):
     assert (first.version, first.lag, first.environment, first.replica_id) == (6, 1, "test", "replica-1")
     assert first.token_id == trajectories[1].segments[2].ids()[300]
     assert first.trainer_logprob - first.sampler_logprob == pytest.approx(5.0, abs=1e-5)
-    # A user can have the answer erased: no token of it is left here.
+    # A user can have the answer erased, so none of its token ids is stored here.
     assert (second.record_id, second.token_id, second.environment) == ("q", None, "")
     sizes = [abs(token.trainer_logprob - token.sampler_logprob) for token in worst]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_a_step_without_tokens_of_its_own_weights_has_no_engines():
+def test_a_step_without_tokens_of_its_own_weights_has_no_engines_part():
     tokens = tokens_of([make_rollout("a", 0, 1.0, version=3)], 0.1)
     slices, _ = measure(tokens, VERSION)
     assert {each.part for each in slices} == {"all", "lagged"}
 
 
-def test_an_alarm_is_a_whole_part_at_its_bound(trajectories):
+def test_an_alarm_is_raised_for_a_whole_part_at_its_bound(trajectories):
     tokens = tokens_of(trajectories, spread=0.0)
     calm, _ = measure(tokens, VERSION)
     assert alarms(calm) == {}
@@ -225,12 +225,12 @@ def settings_of(**changes: object) -> TrainerSettings:
 
 
 def expected_logprobs(model: torch.nn.Module, trajectories: list[Trajectory]) -> torch.Tensor:
-    """The trainer's logprobs, each record in a row of its own."""
+    """Compute the trainer's logprobs with each record in its own row."""
     return torch.cat([frozen_logprobs(model, pack([each], 4096, 64)[0]) for each in trajectories])
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])
-def test_a_step_hands_over_its_tokens_in_the_order_of_its_records(minibatches):
+def test_a_step_returns_its_tokens_in_the_order_of_its_records(minibatches):
     groups = [make_trainable("a"), make_trainable("bb", (1.0, 0.0, 0.0)), make_trainable("c", (0.5, 0.0, 1.0, 0.25))]
     learner = Learner(tiny_model(), settings_of(minibatches=minibatches, objective=ObjectiveName.DR_GRPO), None)
     start = tiny_model()
@@ -242,7 +242,7 @@ def test_a_step_hands_over_its_tokens_in_the_order_of_its_records(minibatches):
     assert len(trained.trainer_logprobs) == outcome.tokens
     own = torch.tensor([float(r.segments[s].sampled_logprobs()[p]) for r in rollouts for s, p in sampled(r)])
     assert torch.equal(trained.sampler_logprobs, own)
-    # The first minibatch sees the weights of the start; with one minibatch all do.
+    # The first minibatch uses the initial weights; with one minibatch, all tokens do.
     first = groups[: 1 if minibatches == 3 else 3]
     before = expected_logprobs(start, [rollout for group in first for rollout in group.rollouts])
     assert torch.allclose(trained.trainer_logprobs[: len(before)], before, atol=1e-5)
@@ -251,7 +251,7 @@ def test_a_step_hands_over_its_tokens_in_the_order_of_its_records(minibatches):
     assert slices[0].max == pytest.approx(outcome.metrics["mismatch/max_abs_dlogp"])
 
 
-def test_tokens_are_in_order_where_rows_are_not():
+def test_tokens_are_in_order_even_if_rows_are_not():
     group, sizes = make_trainable("a", (1.0, 0.0, 0.5)), (60, 60, 20)
     rollouts = tuple(replace(r, segments=[make_segment(n, size)])
                      for n, (r, size) in enumerate(zip(group.rollouts, sizes, strict=True)))  # fmt: skip
@@ -264,7 +264,7 @@ def test_tokens_are_in_order_where_rows_are_not():
     assert torch.allclose(outcome.trained.trainer_logprobs, expected_logprobs(start, list(rollouts)), atol=1e-5)
 
 
-def test_an_online_step_hands_over_answers_before_rollouts():
+def test_an_online_step_returns_answers_before_rollouts():
     online, group = make_trainable_batch("q", (1.0, -1.0, 0.5)), make_trainable("a")
     outcome = Learner(tiny_model(), settings_of(), None).train([group], 1, 0, 1, online)
     assert [type(each) for each in outcome.trained.trajectories] == [Interaction] * 3 + [Rollout] * 4
@@ -282,8 +282,8 @@ def test_a_behaviour_weight_at_its_cap_counts_as_cut():
     assert torch.equal(trained.cut, ratio >= 1.1) and 0 < int(trained.cut.sum()) < len(trained.cut)
 
 
-def test_what_the_weights_learnt_is_no_difference_of_the_engines():
-    """Tokens of the trainer's own weights are scored alike; those of other weights are not, in their part alone."""
+def test_a_change_of_the_weights_is_not_counted_as_engine_difference():
+    """Only tokens of other weights differ from the trainer's logprobs, and only in their own part."""
     now, before = tiny_model(), tiny_model()
     for model in (now, before):
         Learner(model, settings_of(), None)
@@ -300,8 +300,8 @@ def test_what_the_weights_learnt_is_no_difference_of_the_engines():
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_tokens_of_older_weights_are_scored_at_them_and_the_weights_stay(minibatches):
-    """Sampled by the trainer's own arithmetic at the version before: all of the difference is staleness."""
+def test_tokens_of_older_weights_are_scored_at_those_and_training_is_unchanged(minibatches):
+    """The trainer's own model samples at the previous version, so the whole difference is staleness."""
 
     def steps(**changes: object) -> tuple[list[str], list[TrainedTokens]]:
         learner = Learner(tiny_model(), settings_of(minibatches=minibatches, **changes), None)
@@ -322,7 +322,7 @@ def test_tokens_of_older_weights_are_scored_at_them_and_the_weights_stay(minibat
     scored, sometimes = steps(score_older_every=2)
     assert scored == unscored and len(set(scored)) == 4
     assert {tokens.older_version for tokens in never} == {-1}
-    # In every second step, at the version before; the first one has none before it.
+    # In every second step, at the previous version; the first step has no previous version.
     assert [tokens.older_version for tokens in sometimes] == [-1, 0, -1, 2]
     whole = {each.part: each for each in measure(sometimes[3], 3)[0] if each.dimension == "all"}
     assert set(whole) == {"all", "engines", "staleness", "lagged"}

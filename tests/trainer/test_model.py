@@ -25,12 +25,12 @@ def tiny(seed=0):
     return build_model(TINY, TOKENIZER, END, seed)
 
 
-def test_the_tokenizer_has_one_token_a_marker():
+def test_the_tokenizer_has_one_token_for_each_marker():
     for marker in TokenizerSettings().special_tokens:
         assert TOKENIZER.encode(marker).ids == [TOKENIZER.token_to_id(marker)]
 
 
-def test_phrases_become_tokens_and_numbers_stay_apart():
+def test_phrases_become_tokens_and_numbers_are_split():
     def pieces(tokenizer):
         return [tokenizer.decode([each], skip_special_tokens=False) for each in tokenizer.encode(TEXT).ids]
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_loads_back_and_is_replaced(tmp_path):
     assert Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).to_str() == TOKENIZER.to_str()
 
 
-def test_what_is_no_checkpoint_says_how_to_make_one(tmp_path):
+def test_an_invalid_checkpoint_is_refused_with_the_command_that_makes_one(tmp_path):
     with pytest.raises(FileNotFoundError, match="midtrain"):
         load_model(str(tmp_path))
 

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a model, beside numbers that are counted by hand."""
+"""Parameters and FLOPs of a model, compared with numbers that are counted by hand."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_a_dense_model_is_counted_as_by_hand():
     assert size.pair == 4 * 3 * 2 * 4
 
 
-def test_a_tied_head_is_counted_once_and_multiplied_with_once():
+def test_a_tied_head_is_counted_once_in_parameters_and_in_flops():
     tied, whole = size_of(dense(tied=True)), size_of(dense(tied=False))
     assert tied.parameters == whole.parameters - 800
     assert (tied.body, tied.head) == (whole.body, whole.head)
 
 
-def test_of_routed_experts_only_those_that_a_token_uses_are_active():
+def test_only_the_routed_experts_that_a_token_uses_are_active():
     config = Qwen3MoeConfig(
         num_hidden_layers=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1,
         tie_word_embeddings=True, **SHAPE,
@@ -55,12 +55,12 @@ def test_of_routed_experts_only_those_that_a_token_uses_are_active():
     assert (size.feed_forward, size.used_experts) == (32, 2)
 
 
-def test_a_pass_forward_is_two_flops_a_parameter_and_four_a_pair_and_head_width():
+def test_a_forward_pass_is_two_flops_per_parameter_and_four_per_pair_and_head_width():
     size = size_of(dense(tied=True))
     assert size.forward(10, 55, 4) == 2 * size.body * 10 + 2 * 800 * 4 + 4 * 3 * 2 * 4 * 55
 
 
-def test_published_sizes_of_known_models_are_met(tmp_path):
+def test_sizes_equal_those_published_for_known_models(tmp_path):
     shape = {"vocab_size": 151_936, "head_dim": 128, "tie_word_embeddings": False}
     models = {
         8.19: Qwen3Config(hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
@@ -76,7 +76,7 @@ def test_published_sizes_of_known_models_are_met(tmp_path):
     assert round(size.active / 1e9, 1) == 3.0  # its name says "A3B"
 
 
-def test_a_model_whose_size_is_not_known_is_refused(tmp_path):
+def test_a_model_of_unknown_size_is_refused(tmp_path):
     with pytest.raises(UnknownModelError, match="compressed keys"):
         size_of(on_meta(DeepseekV3Config(num_hidden_layers=1, n_routed_experts=8, n_group=1, topk_group=1)))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
@@ -84,7 +84,7 @@ def test_a_model_whose_size_is_not_known_is_refused(tmp_path):
         size_of_name(str(tmp_path))
 
 
-def test_a_step_says_its_flops():
+def test_a_step_records_its_flops():
     groups = [make_trainable("a"), make_trainable("b")]
     settings = TrainerSettings(kl=KlSettings(coefficient=0.1), share_prefixes=False)
     learner = Learner(tiny_model(), settings, tiny_model())
@@ -95,13 +95,13 @@ def test_a_step_says_its_flops():
         forward += 2 * size.body * len(depths) + 2 * size.head * len(row.predicting)
         forward += size.pair * sum(depth + 1 for depth in depths)
     assert found["flops/forward"] == pytest.approx(forward, rel=1e-12)
-    # The policy before the step and the reference took a pass each.
+    # The policy before the step and the reference each computed one forward pass.
     assert (found["flops/backward"], found["flops/frozen"]) == pytest.approx((2 * forward, 2 * forward))
     assert found["flops/recomputed"] == 0
     assert (found["flops/body"], found["flops/pair"]) == (size.body, size.pair)
 
 
-def test_scores_that_were_not_kept_count_as_recomputed(monkeypatch):
+def test_scores_that_were_not_stored_count_as_recomputed(monkeypatch):
     size, group = size_of(tiny_model()), make_trainable("a")
     (row,) = pack(group.rollouts, 1024, 64)
     scored = len(row.predicting)

@@ -1,4 +1,4 @@
-"""Objectives, advantages and corrections against independent NumPy formulas, and the properties they are chosen for."""
+"""Objectives, advantages and corrections compared with independent NumPy formulas, and their required properties."""
 
 import math
 from dataclasses import replace
@@ -93,7 +93,7 @@ def left_out() -> list[float]:
 
 
 def ppo_term(ratio: float, advantage: float, low: float, high: float) -> tuple[float, float]:
-    """Value and derivative by log pi of min(w A, clip(w) A)."""
+    """Return min(w A, clip(w) A) and its derivative by log pi."""
     bounded = min(max(ratio, 1 - low), 1 + high)
     if ratio * advantage <= bounded * advantage:
         return ratio * advantage, ratio * advantage
@@ -205,7 +205,7 @@ def test_standardised_gradients_do_not_scale_with_rewards() -> None:
 
 
 def per_token_weight(name: ObjectiveName, repeat: int) -> float:
-    """|gradient| of one token of the first rollout, when every rollout is `repeat` times as long."""
+    """Return |gradient| of one token of the first rollout if every rollout is `repeat` times as long."""
     sequence = torch.from_numpy(np.repeat(SEQUENCE, repeat))
     flat = torch.full((len(sequence),), -1.0)
     logprobs = flat.clone().requires_grad_()
@@ -221,12 +221,12 @@ def test_longer_rollouts_keep_the_weight_of_each_token(name: ObjectiveName) -> N
 
 
 @pytest.mark.parametrize("name", [ObjectiveName.GRPO, ObjectiveName.DAPO])
-def test_length_normalised_objectives_halve_it(name: ObjectiveName) -> None:
+def test_length_normalised_objectives_halve_the_weight_of_each_token(name: ObjectiveName) -> None:
     assert per_token_weight(name, 2) == pytest.approx(per_token_weight(name, 1) / 2)
 
 
 @pytest.mark.parametrize("kind", [k for k in AdvantageKind if k is not AdvantageKind.RAW])
-def test_group_of_one_is_refused_with_the_way_out(kind: AdvantageKind) -> None:
+def test_group_of_one_is_refused_with_advice(kind: AdvantageKind) -> None:
     with pytest.raises(GroupTooSmallError, match=r"1 completed.*reinforce"):
         ADVANTAGES[kind](np.array([1.0]))
 
@@ -274,7 +274,7 @@ OWNERS = torch.tensor([0, 0, 0, 1, 1])
 )
 def test_correction_golden_values(kind: CorrectionKind, low: float, high: float, expected: list[float]) -> None:
     trainer = RATIOS.log().requires_grad_()
-    # A hair above the exact bound of 2, so that rounding does not decide on which side of it the last ratio falls.
+    # Slightly more than zero, so that rounding does not decide whether the last ratio is within the exact bound of 2.
     correction = CorrectionSettings(kind=kind, low=low, high=high)
     weights = correction_weights(correction, trainer, torch.full((5,), 1e-7), OWNERS, 2)
     assert not weights.requires_grad
@@ -318,7 +318,7 @@ def test_diagnostics_of_equal_policies_and_of_unequal_ones() -> None:
 
 
 def train_toy_policy(place: str, steps: int = 300) -> tuple[float, float]:
-    """KL to the reference of a categorical policy before and after training on it alone, with every reward 0."""
+    """Return a categorical policy's KL to the reference before and after training on it only; all rewards are 0."""
     generator = torch.Generator().manual_seed(0)
     reference = torch.tensor([0.0, 0.0, 0.0, 0.0]).log_softmax(0)
     logits = torch.tensor([1.0, 0.3, -0.2, -0.8], requires_grad=True)
@@ -358,12 +358,12 @@ def train_toy_policy(place: str, steps: int = 300) -> tuple[float, float]:
     return before, divergence_now()
 
 
-def test_k1_in_the_reward_pulls_to_the_reference() -> None:
+def test_k1_in_the_reward_moves_the_policy_to_the_reference() -> None:
     before, after = train_toy_policy("reward")
     assert after < 0.02 * before
 
 
-def test_k1_in_the_loss_does_not() -> None:
+def test_k1_in_the_loss_does_not_move_the_policy_to_the_reference() -> None:
     before, after = train_toy_policy("loss")
     assert after > 0.7 * before
 

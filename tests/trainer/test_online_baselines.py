@@ -1,4 +1,4 @@
-"""Baselines of single interactions: worked numbers, what makes them unbiased, what a target rate makes of a policy."""
+"""Baselines of single interactions: worked examples, unbiasedness, and the effect of a target rate on a policy."""
 
 import itertools
 
@@ -20,7 +20,7 @@ GOLDEN = {
     BaselineKind.NONE: [1.0, 0.0, 0.5, -0.5],
     BaselineKind.MEAN: [0.75, -0.25, 0.25, -0.75],
     BaselineKind.LEAVE_ONE_OUT: [1.0, -1 / 3, 1 / 3, -1.0],
-    # stable: means of the others -0.25, 0.25, 0.5; canary is alone, and compared with all others: 0.5 / 3.
+    # stable: means of the others -0.25, 0.25, 0.5; canary has one answer, compared with all others: 0.5 / 3.
     BaselineKind.ARM: [1.25, -0.25, 1 / 3, -1.0],
 }
 WITH_BASELINE = [kind for kind in BaselineKind if kind is not BaselineKind.NONE]
@@ -44,7 +44,7 @@ def test_leave_one_out_is_the_centred_reward_times_n_over_n_less_one(rewards) ->
 @given(rewards=st.lists(st.tuples(finite, st.sampled_from("abc")), min_size=2, max_size=12), shift=finite)
 @pytest.mark.parametrize("kind", [BaselineKind.LEAVE_ONE_OUT, BaselineKind.ARM])
 def test_a_baseline_does_not_depend_on_the_interactions_own_reward(kind, rewards, shift) -> None:
-    """So it leaves the expected gradient as it is; the mean of the whole batch does not pass this."""
+    """Therefore it does not change the expected gradient. The mean of the whole batch would fail this test."""
     values, arms = np.array([r for r, _ in rewards]), [arm for _, arm in rewards]
     changed = values.copy()
     changed[0] += shift
@@ -53,8 +53,8 @@ def test_a_baseline_does_not_depend_on_the_interactions_own_reward(kind, rewards
 
 
 @pytest.mark.parametrize("kind", [BaselineKind.LEAVE_ONE_OUT, BaselineKind.ARM, BaselineKind.NONE])
-def test_the_expected_gradient_is_the_policys_own(kind: BaselineKind) -> None:
-    """Over every batch of three answers of a policy of two actions, weighted by its probability."""
+def test_the_expected_gradient_equals_the_exact_policy_gradient(kind: BaselineKind) -> None:
+    """Sums over all batches of three answers of a policy with two actions, weighted by their probabilities."""
     p, reward = 0.3, {0: 0.2, 1: 1.0}
     exact = p * (1 - p) * (reward[1] - reward[0])
     total = 0.0
@@ -77,7 +77,7 @@ def test_a_lone_reward_cannot_be_compared(kind: BaselineKind) -> None:
         BASELINES[kind](np.array([1.0]), ["a"])
 
 
-def test_a_correction_is_what_the_reward_changed_by_and_moves_nobody_elses_baseline() -> None:
+def test_a_correction_is_the_change_of_the_reward_and_changes_no_other_baseline() -> None:
     corrected = advantages(
         BaselineKind.LEAVE_ONE_OUT,
         np.array([1.0, -2.0, 0.0]),
@@ -87,7 +87,7 @@ def test_a_correction_is_what_the_reward_changed_by_and_moves_nobody_elses_basel
     assert corrected.tolist() == [1.0, -2.0, -1.0]
 
 
-def test_the_divergence_lowers_rewards_and_leaves_corrections() -> None:
+def test_the_divergence_lowers_rewards_and_not_corrections() -> None:
     batch = make_trainable_batch("a", (1.0, 1.0))
     values = batch_advantages(BaselineKind.NONE, batch, np.array([2.0, 0.0]), 0.25)
     assert values.tolist() == [0.5, 1.0]
@@ -96,9 +96,9 @@ def test_the_divergence_lowers_rewards_and_leaves_corrections() -> None:
 
 
 def shown_share(accepted: float, rate: float, seed: int, steps: int = 400, batch: int = 512) -> float:
-    """How often a policy of two actions comes to show a suggestion that users accept with probability `accepted`.
+    """Train a policy to show or hide a suggestion, accepted with probability `accepted`; return how often it shows it.
 
-    The very loss of an online step: shown and accepted 1 - rate, shown and rejected -rate, not shown 0, no baseline.
+    The loss is that of an online step. Rewards: accepted 1 - rate, rejected -rate, not shown 0. There is no baseline.
     """
     rng = np.random.default_rng(seed)
     logits = torch.zeros(2, requires_grad=True)
@@ -123,7 +123,7 @@ def shown_share(accepted: float, rate: float, seed: int, steps: int = 400, batch
 
 
 @pytest.mark.parametrize("rate", [0.25, 0.6])
-def test_a_target_rate_shows_what_is_accepted_more_often_than_it(rate: float) -> None:
-    """Five points either side of the rate decide."""
+def test_suggestions_accepted_more_often_than_the_target_rate_are_shown(rate: float) -> None:
+    """A difference of five percentage points from the rate is enough."""
     assert shown_share(rate + 0.05, rate, seed=1) > 0.9
     assert shown_share(rate - 0.05, rate, seed=2) < 0.1

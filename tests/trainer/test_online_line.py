@@ -1,4 +1,4 @@
-"""The line of versions under the gate's decisions: where training goes on, and that a restart decides the same."""
+"""The line of versions after the gate's decisions: where training continues, and that a restart decides the same."""
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ def decision(verdict: GateVerdict, version: int | None, run_id: str = "run", bra
 
 
 def line_of(*events: tuple[GateVerdict, int | None] | int) -> WeightLine:
-    """A line over what happened in order: a decision, or the version that the next step started from."""
+    """Make a line from events in order: a decision, or the version that the next step started from."""
     line, step = WeightLine("run", "main"), 0
     for event in events:
         if isinstance(event, int):
@@ -28,7 +28,7 @@ def line_of(*events: tuple[GateVerdict, int | None] | int) -> WeightLine:
 
 
 CHAIN = (0, 1, 2, 3, 4)
-"""Versions 1 to 5, each from the one before."""
+"""Versions 1 to 5, each made from the previous one."""
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ CHAIN = (0, 1, 2, 3, 4)
         ((*CHAIN, (V.REJECT, 99)), 5),
     ],
 )
-def test_where_training_goes_on(events, start) -> None:
+def test_training_continues_from_the_right_version(events, start) -> None:
     assert line_of(*events).start() == start
 
 
-def test_decisions_of_other_runs_and_branches_are_passed_over() -> None:
+def test_decisions_of_other_runs_and_branches_are_ignored() -> None:
     line = line_of(*CHAIN)
     line.observe(decision(V.REJECT, 3, run_id="other"))
     line.observe(decision(V.REJECT, 3, branch="other"))
@@ -76,19 +76,19 @@ def test_only_descendants_of_an_admitted_version_may_learn() -> None:
     assert [line.is_admitted(version) for version in (3, 4, 5, 6, 9)] == [False, True, True, False, False]
 
 
-def test_nothing_left_is_said_with_the_way_out() -> None:
+def test_a_line_without_a_usable_version_is_an_error_with_advice() -> None:
     with pytest.raises(RejectedLineError, match=r"tidemill gate rollback"):
         line_of(*CHAIN, (V.REJECT, 0)).start()
 
 
-def test_after_a_restart_a_roll_back_gives_up_only_what_was_made_before_it() -> None:
+def test_after_a_restart_a_roll_back_abandons_only_versions_made_before_it() -> None:
     line = line_of(*CHAIN)
     line.made(6, 3, 1)
     line.observe(decision(V.ROLL_BACK, 3))
     assert (line.start(), line.abandoned) == (6, {4, 5})
 
 
-def test_milestones_are_the_newest_versions_to_go_back_to() -> None:
+def test_milestones_are_the_newest_versions_to_roll_back_to() -> None:
     line = line_of(*CHAIN, (V.ADMIT, 1), (V.PROMOTE, 1), (V.PROMOTE, 2), (V.PROMOTE, 3), (V.PROMOTE, 2))
     assert line.milestones(2) == {1, 2, 3}
 
@@ -106,7 +106,7 @@ EVENTS = st.lists(
 @given(events=EVENTS)
 @settings(max_examples=300)
 def test_a_restart_decides_as_the_running_trainer_did(events) -> None:
-    """A restart reads all steps first and then all decisions; the running one saw them as they came."""
+    """A restarted trainer reads all steps first and then all decisions; the running one read them as they arrived."""
     running, steps, decisions = WeightLine("run", "main"), [], []
     for event in events:
         if event is None:
@@ -117,7 +117,7 @@ def test_a_restart_decides_as_the_running_trainer_did(events) -> None:
             steps.append((len(steps) + 1, parent, running.decisions))
             running.made(*steps[-1])
         else:
-            # Nobody can decide about a version that is not made yet.
+            # A decision cannot name a version that is not made yet.
             if event[1] is not None and event[1] > len(steps):
                 continue
             decisions.append(decision(*event))
@@ -135,7 +135,7 @@ def test_a_restart_decides_as_the_running_trainer_did(events) -> None:
 
 @given(events=EVENTS)
 @settings(max_examples=300)
-def test_what_was_rejected_is_never_trained_on_again_unless_taken_up(events) -> None:
+def test_rejected_versions_are_never_trained_from_unless_they_are_promoted_later(events) -> None:
     line, step, rejected = WeightLine("run", "main"), 0, set()
     for event in events:
         if event is None:

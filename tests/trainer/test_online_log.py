@@ -1,4 +1,4 @@
-"""Learning from users over a real log: what is fetched, stopping anywhere, and going back when the gate says so."""
+"""Learning from users with a real log: fetching interactions, stopping at any point, and roll-backs by the gate."""
 
 import threading
 import time
@@ -55,7 +55,7 @@ def reasons(step: TrainStep) -> dict[str, str]:
 
 
 class Trainer:
-    """The trainer role in a thread, stopped as by a signal."""
+    """The trainer role in a thread; it is stopped as by a signal."""
 
     def __init__(self, log, settings, store, run_id: str = "run", max_steps: int = 100) -> None:
         self._stop, self.error = threading.Event(), None
@@ -69,7 +69,7 @@ class Trainer:
             self.error = error
 
     def wait(self, steps: int, deadline_s: float = 120.0) -> list[TrainStep]:
-        """The recorded steps once there are so many, and their versions are published."""
+        """Wait until there are this many recorded steps and their versions are published; return the steps."""
         deadline = time.monotonic() + deadline_s
         while time.monotonic() < deadline and self.error is None:
             found = written(self._log, TrainStep, self._run_id)
@@ -89,10 +89,10 @@ class Trainer:
 
 
 class Crashed(Exception):
-    """Stands for the process being killed at this point."""
+    """Simulates that the process is killed at this point."""
 
 
-def test_what_lies_where_a_member_points_is_fetched_and_checked(log, tmp_path) -> None:
+def test_records_at_the_positions_of_members_are_fetched_and_checked(log, tmp_path) -> None:
     producer, codec = RecordProducer(log, "test"), Codec()
     plain, claimed, gone, broken, misread = (make_interaction(name) for name in ("a", "b", "c", "d", "e"))
     kept = [
@@ -122,9 +122,9 @@ def test_what_lies_where_a_member_points_is_fetched_and_checked(log, tmp_path) -
     fetched.close()
 
 
-def test_a_gap_in_the_log_is_a_missing_interaction_and_nothing_is_waited_for(log) -> None:
-    """The offset of a transaction's end holds no record, as one that was compacted away; records before the low
-    watermark are gone by retention."""
+def test_a_gap_in_the_log_is_a_missing_interaction_without_waiting(log) -> None:
+    """The offset of a transaction's end contains no record, like that of a compacted record; retention deleted the
+    records before the low watermark."""
     record, full = make_interaction("a"), Names(log.topic_prefix).of(Topic.INTERACTIONS)
     writer = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": full})
     writer.init_transactions(30)
@@ -169,7 +169,7 @@ def test_a_run_learns_from_users_with_every_batch_ended_once(log, settings, stor
     assert (two.objective, two.parent_version) == ("reinforce", 1)
 
 
-def test_nothing_is_learnt_until_the_floor_is_passed(log, settings, store, monkeypatch) -> None:
+def test_no_batch_is_trained_until_a_version_is_admitted(log, settings, store, monkeypatch) -> None:
     floored = settings.model_copy(update={"online": settings.online.model_copy(update={"require_admission": True})})
     exclude, excluded = OnlineQueue.exclude, threading.Event()
 
@@ -188,8 +188,8 @@ def test_nothing_is_learnt_until_the_floor_is_passed(log, settings, store, monke
     assert (reasons(step), [entry.group_id for entry in step.inputs]) == ({"below": "below_floor"}, ["above"])
 
 
-def test_a_stop_between_record_and_manifest_is_made_good_bit_for_bit(log, settings, store, monkeypatch) -> None:
-    """Batches with an erased user and a gap: the repeated step leaves out who was left out then."""
+def test_a_step_that_stopped_before_its_manifest_is_repeated_bit_for_bit(log, settings, store, monkeypatch) -> None:
+    """The batches have an erased user and a gap: the repeated step excludes the same interactions as the first one."""
     erase(log, "user-b0-1")
     for run_id in ("straight", "stopped"):
         for number in range(3):
@@ -210,7 +210,7 @@ def test_a_stop_between_record_and_manifest_is_made_good_bit_for_bit(log, settin
         assert isinstance(trainer.error, Crashed)
     assert [m.version for m in written(log, Manifest, "stopped")] == [0, 1]
     assert CheckpointStore(store.root, "stopped", "main", 3).steps() == [], "it begins from the model again"
-    # Asked for after the step was recorded: what was trained on it stays, what comes does not.
+    # The request comes after the step was recorded: that step is kept, later interactions are excluded.
     erase(log, "user-b1-0")
     with Trainer(log, settings, store, "stopped", max_steps=3) as trainer:
         stopped = trainer.wait(3)
@@ -223,7 +223,7 @@ def test_a_stop_between_record_and_manifest_is_made_good_bit_for_bit(log, settin
     assert versions == [(m.version, m.fingerprint) for m in written(log, Manifest, "straight")]
 
 
-def test_a_step_whose_interactions_are_gone_is_not_repeated_otherwise(log, settings, store, monkeypatch) -> None:
+def test_a_step_whose_interactions_are_deleted_is_not_repeated_without_them(log, settings, store, monkeypatch) -> None:
     batch = serve(log, "b0", 0)
 
     def crash(*_args: object):
@@ -245,8 +245,8 @@ def test_a_step_whose_interactions_are_gone_is_not_repeated_otherwise(log, setti
     assert "erased" in str(trainer.error)
 
 
-def test_training_goes_back_when_the_gate_says_so(log, settings, store) -> None:
-    """Versions 1 to 3 in a row, 2 promoted, 3 rejected: step 4 starts from version 2, with its moments."""
+def test_training_goes_back_when_the_gate_rejects_a_version(log, settings, store) -> None:
+    """Versions 1 to 3 are made, 2 is promoted, 3 is rejected: step 4 starts from version 2, with its moments."""
     for number in range(3):
         serve(log, f"b{number}", number, closed_at=number)
     with Trainer(log, settings, store, max_steps=5) as trainer:
@@ -256,7 +256,7 @@ def test_training_goes_back_when_the_gate_says_so(log, settings, store) -> None:
         serve(log, "rejected", 3, closed_at=10)
         serve(log, "again", 2, closed_at=11)
         trainer.wait(4)
-    # What follows is decided by a trainer that was stopped and knows all of it from the log.
+    # A restarted trainer, which knows everything from the log only, makes the next step.
     with Trainer(log, settings, store, max_steps=5) as trainer:
         serve(log, "after", 4, closed_at=12)
         steps = trainer.wait(5)
@@ -268,7 +268,7 @@ def test_training_goes_back_when_the_gate_says_so(log, settings, store) -> None:
     manifests = written(log, Manifest)
     assert [(m.version, m.parent) for m in manifests] == [(0, None), (1, 0), (2, 1), (3, 2), (4, 2), (5, 4)]
     assert [m.fingerprint for m in manifests[1:]] == [s.fingerprint for s in steps]
-    # From nothing but the log and the starting model, every step comes out as it was, the fork included.
+    # From only the log and the starting model, every step is reproduced, including the fork.
     for saved in (checkpoints := CheckpointStore(store.root, "run", "main", 3)).steps():
         checkpoints._filesystem.rm(checkpoints._path(saved))
     with Trainer(log, settings, store, max_steps=5) as trainer:

@@ -1,4 +1,4 @@
-"""Which online batches are trained: every reason for which a batch or an interaction is not, and whatever the stops."""
+"""The choice of online batches: every reason to exclude a batch or an interaction; stops do not change the result."""
 
 from dataclasses import replace
 from functools import cache
@@ -29,7 +29,7 @@ from tidemill.trainer.trainable import MOST_EXCLUSIONS, Reference, TopicProgress
 
 
 def line_to(version: int) -> WeightLine:
-    """A line of versions 0 to `version`, each from the one before."""
+    """Make a line of versions 0 to `version`, each made from the previous one."""
     line = WeightLine("run", "main")
     for number in range(1, version + 1):
         line.made(number, number - 1, 0)
@@ -49,12 +49,12 @@ def at(offset):
 
 
 def found_of(made: TrainableBatch):
-    """Its interactions by place, as the log gives them."""
+    """Return the batch's interactions by position, as the log returns them."""
     return {Position.of(m): i for m, i in zip(made.members, made.interactions, strict=True)}
 
 
 def settled(queue: OnlineQueue, made: TrainableBatch, current: int = 0, **changes):
-    """What is left of a batch that is read and offered."""
+    """Let the queue read and settle a batch; return the rest of the batch, or the reason for its exclusion."""
     queue.read(Reference(made.place, replace(made.batch, members=list(made.members))))
     waiting = queue.next(current)
     assert waiting is not None
@@ -84,7 +84,7 @@ def test_a_whole_batch_is_trained(made) -> None:
 
 
 @pytest.mark.parametrize("reason", [Exclusion.MISSING_INTERACTION, Exclusion.INVALID_INTERACTION])
-def test_an_interaction_that_cannot_be_read_is_left_out_with_its_reason(made, reason) -> None:
+def test_an_unreadable_interaction_is_excluded_with_its_reason(made, reason) -> None:
     left = settled(queue_of(line_to(0)), made, found={at(1): reason})
     assert reasons(left) == {"b-1": reason.value}
     assert [m.interaction_id for m in left.members] == ["b-0", "b-2", "b-3"]
@@ -103,13 +103,13 @@ def test_an_interaction_that_cannot_be_read_is_left_out_with_its_reason(made, re
         {"version_max": 1},
     ],
 )
-def test_an_interaction_that_contradicts_its_batch_or_has_no_consent_is_left_out(made, changes) -> None:
+def test_an_interaction_that_contradicts_its_batch_or_has_no_consent_is_excluded(made, changes) -> None:
     wrong = replace(made.interactions[0], **changes)
     assert reasons(settled(queue_of(line_to(1)), made, found={at(0): wrong})) == {"b-0": "invalid_interaction"}
 
 
-def test_an_interaction_of_other_versions_has_no_lag_and_is_left_out(made) -> None:
-    """Of another life of the version numbers; or a correction of an answer of a version that was not made."""
+def test_an_interaction_of_other_versions_has_no_lag_and_is_excluded(made) -> None:
+    """An answer of another incarnation, or a correction of an answer of a version that was not made."""
     queue = queue_of(line_to(0), incarnation="mine")
     mine, theirs = (replace(made.interactions[0], incarnation=name) for name in ("mine", "theirs"))
     assert reasons(settled(queue, made, found={at(0): mine, at(1): replace(theirs, **ids_of(made, 1))})) == {
@@ -122,7 +122,7 @@ def test_an_interaction_of_other_versions_has_no_lag_and_is_left_out(made) -> No
     assert reasons(left) == {"b-0": "undefined_lag"}
 
 
-def test_an_answer_of_another_distribution_is_left_out_unless_it_is_accepted(made) -> None:
+def test_an_answer_of_another_distribution_is_excluded_unless_accepted(made) -> None:
     greedy = replace(made.interactions[1], sampling=SamplingParameters(temperature=0.0))
     own = replace(made.interactions[2], sampling=SamplingParameters())
     for accepted, expected in ((False, {"b-1": "other_sampling"}), (True, {})):
@@ -140,8 +140,8 @@ def of_version(made: TrainableBatch, version: int) -> TrainableBatch:
     return replace(made, batch=replace(made.batch, version=version), interactions=served)
 
 
-def test_what_a_replay_wrote_is_refused_unless_told(made) -> None:
-    """A refused copy is not the batch's ending: the batch itself is trained when it comes."""
+def test_batches_of_a_replay_are_excluded_unless_accepted(made) -> None:
+    """A refused copy does not end the batch: the original is trained when it arrives."""
     queue = queue_of(line_to(0))
     queue.read(Reference(replace(made.place, offset=0), made.batch, "replay"))
     left = settled(queue, made, found={at(0): Exclusion.REPLAYED})
@@ -152,13 +152,13 @@ def test_what_a_replay_wrote_is_refused_unless_told(made) -> None:
     assert told.next(0) is not None
 
 
-def test_a_reward_that_is_no_number_is_left_out(made) -> None:
+def test_a_reward_that_is_not_a_number_is_excluded(made) -> None:
     members = (replace(made.members[0], reward=float("nan")), *made.members[1:])
     left = settled(queue_of(line_to(0)), replace(made, members=members))
     assert reasons(left) == {"b-0": "invalid_interaction"}
 
 
-def test_nothing_is_trained_of_a_user_after_he_had_it_erased(made) -> None:
+def test_interactions_older_than_the_users_erasure_are_excluded(made) -> None:
     served = made.interactions[0].served_at
     queue = queue_of(line_to(0))
     queue.observe_request(erase("user-b-0", served))
@@ -169,7 +169,7 @@ def test_nothing_is_trained_of_a_user_after_he_had_it_erased(made) -> None:
     assert reasons(left) == {"b-0": "erased", "b-3": "erased"}, "what came before the request, gone or not"
 
 
-def test_a_request_that_comes_while_a_batch_waits_counts(made) -> None:
+def test_an_erasure_while_a_batch_waits_counts(made) -> None:
     queue = queue_of(line_to(0))
     assert isinstance(settled(queue, made), TrainableBatch)
     queue.observe_request(erase("user-b-0", made.interactions[0].served_at))
@@ -185,7 +185,7 @@ def test_a_request_that_comes_while_a_batch_waits_counts(made) -> None:
         ({at(i): Exclusion.MISSING_INTERACTION for i in range(3)}, Exclusion.TOO_FEW),
     ],
 )
-def test_a_batch_with_too_little_left_is_excluded_as_a_whole(made, found, reason) -> None:
+def test_a_batch_with_too_few_interactions_left_is_excluded(made, found, reason) -> None:
     queue = queue_of(line_to(0))
     assert settled(queue, made, found=found) is reason
     (waiting,) = queue._waiting
@@ -195,7 +195,7 @@ def test_a_batch_with_too_little_left_is_excluded_as_a_whole(made, found, reason
 
 
 def ended(queue: OnlineQueue):
-    """Exclusions so far that no step has recorded."""
+    """Return the exclusions that no step has recorded yet."""
     return list(queue._excluded)
 
 
@@ -217,7 +217,7 @@ def test_a_batch_is_trained_within_its_lag(made, version, current, lag, reason) 
     assert [entry.reason for entry in ended(queue)] == ([reason] if reason else [])
 
 
-def test_a_batch_of_a_version_that_is_yet_to_be_made_waits_for_it(made) -> None:
+def test_a_batch_of_a_future_version_waits_for_it(made) -> None:
     line = line_to(2)
     queue = queue_of(line)
     queue.read(Reference(made.place, replace(made.batch, version=3)))
@@ -227,7 +227,7 @@ def test_a_batch_of_a_version_that_is_yet_to_be_made_waits_for_it(made) -> None:
     assert queue.next(3) is not None
 
 
-def test_a_batch_of_a_version_that_was_given_up_is_excluded(made) -> None:
+def test_a_batch_of_an_abandoned_version_is_excluded(made) -> None:
     line = line_to(3)
     queue = queue_of(line, max_policy_lag=9)
     queue.read(Reference(made.place, replace(made.batch, version=3)))
@@ -236,7 +236,7 @@ def test_a_batch_of_a_version_that_was_given_up_is_excluded(made) -> None:
     assert [entry.reason for entry in ended(queue)] == ["rejected_version"]
 
 
-def test_nothing_is_learnt_below_the_floor(made) -> None:
+def test_a_batch_below_the_floor_is_excluded(made) -> None:
     line = line_to(2)
     queue = queue_of(line, require_admission=True)
     queue.read(Reference(made.place, replace(made.batch, version=2)))
@@ -247,7 +247,7 @@ def test_nothing_is_learnt_below_the_floor(made) -> None:
     assert queue.next(2) is not None
 
 
-def test_a_batch_that_comes_twice_is_trained_once(made) -> None:
+def test_a_batch_that_is_written_twice_is_trained_once(made) -> None:
     queue = queue_of(line_to(0))
     queue.read(Reference(place("b", 0), made.batch))
     queue.read(Reference(place("b", 1), made.batch))
@@ -267,7 +267,7 @@ def test_a_stop_does_not_change_which_batch_is_forgotten_first(made) -> None:
     assert queue.progress().remembered == again.progress().remembered == ["stale"]
 
 
-def test_batches_of_other_runs_and_branches_are_left_alone(made) -> None:
+def test_batches_of_other_runs_and_branches_are_ignored(made) -> None:
     queue = queue_of(line_to(0))
     queue.read(Reference(place("b", 0), replace(made.batch, run_id="other")))
     queue.read(Reference(place("b", 1), replace(made.batch, branch="other")))
@@ -287,7 +287,7 @@ def test_the_oldest_batch_is_trained_first(made) -> None:
 
 
 def test_a_correction_may_be_older_within_its_bound() -> None:
-    """Of version 1 to 3 with the trainer at 3, beside rewards of version 3; its bound is 2."""
+    """The trainer and the batch's rewards are at version 3; corrections may be up to 2 versions older."""
     fresh = make_trainable_batch("b", (1.0, 0.0), version=3)
     for version, reason in [(3, None), (1, None), (0, "stale")]:
         late = make_trainable_batch("old", (-2.0,), version=version)
@@ -302,7 +302,7 @@ def test_a_correction_may_be_older_within_its_bound() -> None:
         assert reasons(left) == ({"old-0": reason} if reason else {})
 
 
-def test_a_member_named_twice_is_trained_once_and_its_correction_beside_it(made) -> None:
+def test_a_member_named_twice_is_trained_once_together_with_its_correction(made) -> None:
     members = (*made.members, made.members[0], replace(made.members[0], correction=True, reward=-1.0))
     left = settled(queue_of(line_to(0)), replace(made, members=members, interactions=(
         *made.interactions, made.interactions[0], made.interactions[0])))  # fmt: skip
@@ -312,7 +312,7 @@ def test_a_member_named_twice_is_trained_once_and_its_correction_beside_it(made)
 
 
 @given(dropped=st.sets(st.integers(0, 5)), twice=st.integers(0, 5), corrected=st.integers(0, 5))
-def test_a_repeated_step_trains_the_members_of_then(dropped, twice, corrected) -> None:
+def test_a_repeated_step_trains_the_same_members(dropped, twice, corrected) -> None:
     made = made_once("b", (1.0, 0.0, 0.5, 1.0, 0.25, 0.75), 0)
     extra = (made.members[twice], replace(made.members[corrected], correction=True))
     whole = replace(made, members=(*made.members, *extra), interactions=(
@@ -324,8 +324,8 @@ def test_a_repeated_step_trains_the_members_of_then(dropped, twice, corrected) -
         assert tuple(repeated(replace(made.batch, members=list(whole.members)), step)) == left.members
 
 
-def test_a_burst_of_useless_batches_is_named_step_by_step_in_records_that_the_log_takes(made) -> None:
-    """With what a step leaves out of its own batch: those exclusions cannot wait."""
+def test_exclusions_of_many_useless_batches_are_spread_over_several_step_records(made) -> None:
+    """Exclusions of a step's own interactions cannot wait and are in its record too."""
     queue, useless = queue_of(line_to(3)), replace(made.batch, members=[])
     long, out = 2 * MOST_EXCLUSIONS + 5, {at(1): Exclusion.MISSING_INTERACTION}
     for offset in range(long):
@@ -344,7 +344,7 @@ def test_a_burst_of_useless_batches_is_named_step_by_step_in_records_that_the_lo
 
 
 def recorded(trained: StepInput | None, exclusions, step: int = 1) -> TrainStep:
-    """What a train step record says of an online batch."""
+    """Return the record of a train step on an online batch."""
     return build(TrainStep, step=step, inputs=[trained] if trained else [], exclusions=exclusions)
 
 
@@ -354,8 +354,8 @@ ACTIONS = st.lists(st.sampled_from(["read", "read", "train", "train", "checkpoin
 
 @given(kinds=st.lists(KINDS, max_size=25), actions=ACTIONS, most=st.sampled_from([1, 2, MOST_EXCLUSIONS]))
 @settings(max_examples=200)
-def test_whatever_the_stops_every_batch_ends_exactly_once(kinds, actions, most) -> None:
-    """Going on from the last checkpoint and the steps recorded since repeats nothing and skips nothing."""
+def test_every_batch_ends_exactly_once_with_any_stops(kinds, actions, most) -> None:
+    """A trainer that continues from the last checkpoint and the later steps repeats nothing and skips nothing."""
     log = synthetic_log(kinds)
     line = line_to(3)
     decide(line, GateVerdict.ROLL_BACK, 2)
@@ -387,7 +387,7 @@ def test_whatever_the_stops_every_batch_ends_exactly_once(kinds, actions, most) 
 
 
 def train(queue: OnlineQueue, log: list[TrainableBatch], endings: dict[int, str], most: int) -> TrainStep | None:
-    """One step on the batch that is next, as the loop takes it; None without one."""
+    """Take one step on the next batch, as the loop does; None if there is no batch."""
     while (waiting := queue.next(2)) is not None:
         made = log[waiting.place.offset]
         found = found_of(made) if made.interactions else {at(i): Exclusion.MISSING_INTERACTION for i in range(2)}
@@ -406,7 +406,7 @@ def train(queue: OnlineQueue, log: list[TrainableBatch], endings: dict[int, str]
 
 @cache
 def made_once(name: str, rewards: tuple[float, ...], version: int) -> TrainableBatch:
-    """A batch for every example of a property: to make its interactions takes most of the time."""
+    """Make a batch, cached for all examples of a property: making interactions takes most of the time."""
     return make_trainable_batch(name, rewards, version=version)
 
 

@@ -1,4 +1,4 @@
-"""The step on an online batch: its gradient against one worked out by itself, what is mixed in, what shapes it."""
+"""The step on an online batch: its gradient compared with a separate computation, mixed steps, and its settings."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def settings_of(**changes: object) -> TrainerSettings:
 
 
 def gradient_of(learner: Learner, monkeypatch: pytest.MonkeyPatch, *args, **options) -> dict[str, torch.Tensor]:
-    """The gradient that a step hands to the optimizer."""
+    """Return the gradient that a step gives to the optimizer."""
     seen: dict[str, torch.Tensor] = {}
 
     def update(_self, _learning_rate: float) -> float:
@@ -62,7 +62,7 @@ def gradient_of(learner: Learner, monkeypatch: pytest.MonkeyPatch, *args, **opti
 
 
 def by_hand(model, batch, values: list[float], divisor: float, bound: float) -> dict[str, torch.Tensor]:
-    """-1/(n L) sum_i A_i sum_t min(rho_t, bound) grad log pi: one interaction at a time, written out."""
+    """Compute -1/(n L) sum_i A_i sum_t min(rho_t, bound) grad log pi, one interaction at a time."""
     total = torch.zeros(())
     for interaction, advantage in zip(batch.interactions, values, strict=True):
         row = pack([interaction], 1000, 64)[0]
@@ -115,7 +115,7 @@ def test_metrics_keep_the_parts_apart() -> None:
     assert metrics["loss"] == pytest.approx(metrics["online/loss"] + metrics["simulated/loss"])
     assert 0 < metrics["online/ess"] <= 1
     assert metrics["online/mismatch"] > 0
-    # Advantages 0.75, -0.75, 0 and, of the correction, -9: nearly all of the gradient rests on one.
+    # Advantages 0.75, -0.75, 0, and -9 for the correction: nearly all of the gradient comes from one answer.
     assert metrics["online/effective_members"] == pytest.approx(10.5**2 / (2 * 0.75**2 + 81))
     assert metrics["online/entropy"] == pytest.approx(np.log(64), rel=0.01)
     alone = Learner(tiny_model(), settings_of(), None).train([], 1, 0, 1, online=batch).metrics
@@ -125,7 +125,7 @@ def test_metrics_keep_the_parts_apart() -> None:
 
 
 @pytest.mark.parametrize("estimator", [Estimator.K1, Estimator.K3])
-def test_the_pull_to_the_reference_is_over_both_parts(monkeypatch, estimator) -> None:
+def test_the_divergence_from_the_reference_covers_both_parts(monkeypatch, estimator) -> None:
     kl = KlSettings(coefficient=0.5, in_loss=estimator is Estimator.K3, estimator=estimator)
     moved = tiny_model()
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_an_online_step_is_repeatable_bit_for_bit_and_larger_by_its_scale() -> N
     assert prints[0] == prints[1] != prints[2]
 
 
-def test_a_malformed_interaction_leaves_the_weights_alone() -> None:
+def test_a_malformed_interaction_does_not_change_the_weights() -> None:
     batch = make_trainable_batch("b", (1.0, 0.0))
     wrong = replace(batch.interactions[0], segments=[replace(batch.interactions[0].segments[0], spans=[])])
     learner = Learner(tiny_model(), settings_of(), None)
@@ -171,7 +171,7 @@ def test_a_malformed_interaction_leaves_the_weights_alone() -> None:
     assert fingerprint(learner) == before
 
 
-def test_what_shapes_an_online_step_is_in_the_hash_of_its_settings() -> None:
+def test_settings_of_online_steps_change_the_settings_hash() -> None:
     off, on = settings_of(online=OnlineSettings()), settings_of()
     assert off.arithmetic_hash() != on.arithmetic_hash()
     shaping = [
@@ -201,15 +201,15 @@ def test_what_shapes_an_online_step_is_in_the_hash_of_its_settings() -> None:
         ),
     ],
 )
-def test_settings_that_do_not_fit_together_are_refused_with_the_way_out(changes, message) -> None:
+def test_contradictory_settings_are_refused_with_advice(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
         settings_of(**changes)
     with pytest.raises(ValueError, match=r"min_members to 2 or more, or online.baseline to none"):
         OnlineSettings(min_members=1)
 
 
-def test_corrections_follow_the_bound_of_what_is_weighted() -> None:
-    """They may be as old as any trained token, where tokens of older weights are weighted; else of these weights."""
+def test_corrections_follow_the_bound_of_weighted_tokens() -> None:
+    """They may be as old as any trained token if older tokens are weighted; otherwise only of the current weights."""
     fresh, line = make_trainable_batch("b", (1.0, 0.0), version=3), WeightLine("run", "main")
     for version in (1, 2, 3):
         line.made(version, version - 1, 0)
@@ -226,7 +226,7 @@ COMPARING = [name for name in ObjectiveName if name is not ObjectiveName.REINFOR
 
 
 @pytest.mark.parametrize("objective", COMPARING)
-def test_groups_of_one_are_refused_where_rollouts_are_compared(objective) -> None:
+def test_groups_of_one_are_refused_if_rollouts_are_compared(objective) -> None:
     none = CorrectionSettings(kind=CorrectionKind.NONE)
     settings = settings_of(objective=objective, correction=none)
     with pytest.raises(GroupTooSmallError, match="the objective `reinforce`"):

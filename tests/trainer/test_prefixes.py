@@ -1,4 +1,4 @@
-"""Shared beginnings: computed once, with the values and gradients of segments computed one by one."""
+"""Shared prefixes are computed once, with the values and gradients of segments that are computed one by one."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ VOCAB = 64
 
 
 def segment_of(ids: list[int], mask: list[int]) -> Segment:
-    """A segment with logprobs that its tokens alone decide."""
+    """Make a segment whose logprobs depend only on its tokens."""
     marks = np.array(mask, np.uint8)
     logprobs = np.where(marks, -4.0 - 0.02 * (np.array(ids) % 7), 0).astype("<f4")
     edges = np.flatnonzero(np.diff(np.concatenate([[0], marks, [0]])))
@@ -37,7 +37,7 @@ def segment_of(ids: list[int], mask: list[int]) -> Segment:
 
 @st.composite
 def segment_trees(draw) -> list[list[Segment]]:
-    """Segments of some rollouts. Each goes on from any place of one drawn before it, or begins anew."""
+    """Draw the segments of some rollouts. Each continues a prefix of an earlier segment, or starts empty."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     alphabet, longest = draw(st.sampled_from([2, 64])), draw(st.sampled_from([12, 90]))
     drawn: list[list[int]] = []
@@ -56,7 +56,7 @@ def segment_trees(draw) -> list[list[Segment]]:
 
 
 def results(model, rollouts: list[Rollout], row_tokens: int, share: bool) -> dict[str, torch.Tensor]:
-    """Logprobs and entropies by rollout, the gradient of a weighted sum of them, and the tokens computed."""
+    """Return logprobs and entropies by rollout, the gradient of weighted logprobs, and the computed token count."""
     parts: dict[tuple[str, int], torch.Tensor] = {}
     computed = 0
     model.zero_grad()
@@ -75,7 +75,7 @@ def results(model, rollouts: list[Rollout], row_tokens: int, share: bool) -> dic
 
 @pytest.fixture(scope="module")
 def models():
-    """By precision. Norms and tables of a Qwen3 are float32 whatever its weights are; a Phi's norms are not."""
+    """Models by precision. A Qwen3 always computes norms and tables in float32, so the float64 model is a Phi."""
     make_deterministic(1)
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     phi = PhiForCausalLM(PhiConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, **shape))
@@ -101,7 +101,7 @@ def test_shared_tokens_give_the_values_and_gradients_of_separate_ones(models, dt
 
 
 def random_parents(rng: np.random.Generator, length: int) -> np.ndarray:
-    """A forest in depth-first order."""
+    """Make the parents of a random forest in depth-first order."""
     parents: list[int] = []
     above: list[int] = []
     for token in range(length):
@@ -127,7 +127,7 @@ def by_mask(query, key, value, parents: np.ndarray, scale: float) -> torch.Tenso
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 8), (6, 1, 16)])
 @given(seed=st.integers(0, 10_000), length=st.integers(1, 220))
 @settings(max_examples=15, deadline=None)
-def test_attention_along_a_tree_is_that_under_its_mask(heads, kv_heads, width, kernel, seed, length):
+def test_tree_attention_equals_attention_with_the_trees_mask(heads, kv_heads, width, kernel, seed, length):
     rng = np.random.default_rng(seed)
     parents = random_parents(rng, length)
     states = [torch.from_numpy(rng.normal(size=(1, n, length, width))) for n in (heads, kv_heads, kv_heads)]
@@ -143,8 +143,8 @@ def test_attention_along_a_tree_is_that_under_its_mask(heads, kv_heads, width, k
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-11)
 
 
-def test_pairs_that_attention_computes_are_those_of_the_tree():
-    """A prompt of 300 and answers of 100 and 20: two long runs, one batch of padded ones, one trunk."""
+def test_attention_computes_only_the_pairs_of_the_tree():
+    """A prompt of 300 tokens and answers of 100 and 20: two long runs, one batch of padded short runs, one trunk."""
     parents = np.concatenate([np.arange(-1, 299), [299], np.arange(300, 399), [299], np.arange(400, 419), [299]])
     calls = attention.tree_calls(np.append(parents, np.arange(420, 439)))
     assert calls.runs == ((0, 300), (300, 400))
@@ -157,7 +157,7 @@ def test_pairs_that_attention_computes_are_those_of_the_tree():
 PROMPT, ANSWERS = list(range(10, 30)), [[1, 2, 3, 4], [1, 2, 5, 6], [7, 8, 9, 9]]
 
 
-def test_what_segments_share_stands_in_a_row_once():
+def test_shared_tokens_of_segments_are_in_a_row_once():
     rollouts = [build(Rollout, segments=[segment_of([*PROMPT, *a], [0] * 20 + [1] * 4)]) for a in ANSWERS]
     (row,) = pack(rollouts, 1000, VOCAB)
     # The prompt; 1 2 once, then 3 and 5; 7 8 9. Nothing is predicted from an answer's last token.
@@ -168,7 +168,7 @@ def test_what_segments_share_stands_in_a_row_once():
     assert [row.input_ids.shape[1] for row in pack(rollouts, 1000, VOCAB, share_prefixes=False)] == [3 * 23]
 
 
-def test_a_rollout_joins_the_row_where_it_adds_least():
+def test_a_rollout_joins_the_row_to_which_it_adds_the_fewest_tokens():
     def rollout(first: int, answer: int) -> Rollout:
         return build(Rollout, segments=[segment_of([first] * 20 + [answer] * 5, [0] * 20 + [1] * 5)])
 
@@ -178,7 +178,7 @@ def test_a_rollout_joins_the_row_where_it_adds_least():
     assert (first.input_ids.shape[1], second.input_ids.shape[1]) == (28, 28)
 
 
-def test_a_turn_that_two_branches_hold_is_trained_where_it_is_marked(models):
+def test_a_turn_of_two_branches_is_trained_where_it_is_marked(models):
     turn, model = [5, 6, 7, 8], models[torch.float32]
     trained = segment_of([*PROMPT, *turn, 30, 31], [0] * 20 + [1] * 4 + [0] * 2)
     fork = segment_of([*PROMPT, *turn, 32, 33, 34], [0] * 24 + [0, 1, 1])
@@ -195,7 +195,7 @@ def learning(**changes: object) -> TrainerSettings:
 
 @pytest.fixture
 def groups():
-    """Two groups. Rollouts share a prompt and beginnings of answers; one has two branches with a turn in common."""
+    """Two groups. Rollouts share a prompt and prefixes of answers; one rollout has two branches with a common turn."""
 
     def shared(group, prompt: int):
         rng, rollouts = np.random.default_rng(prompt), []
@@ -216,7 +216,7 @@ def groups():
 
 
 def stepped(monkeypatch, options: TrainerSettings, groups, online=None):
-    """The gradients that the updates of a step are made of, and its metrics."""
+    """Take a step; return the gradients of its updates, and its metrics."""
     seen: list[dict[str, torch.Tensor]] = []
     update = MasterWeights.update
 
@@ -275,14 +275,14 @@ def assert_same_step(shared, plain) -> None:
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
-def test_the_setting_is_in_the_hash_and_off_it_leaves_the_hash_of_older_runs() -> None:
+def test_the_setting_changes_the_hash_and_off_gives_the_hash_of_older_runs() -> None:
     assert learning().arithmetic_hash() != learning(share_prefixes=False).arithmetic_hash()
     assert TrainerSettings(share_prefixes=False).arithmetic_hash() == "65df4e88a6d39794"
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 40])
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_head_in_chunks_is_the_head_at_once(kept: int, bias: bool, monkeypatch) -> None:
+def test_the_head_in_chunks_equals_the_whole_head(kept: int, bias: bool, monkeypatch) -> None:
     monkeypatch.setattr(policy, "CHUNK_SCORES", 4 * 50)
     monkeypatch.setattr(policy, "KEPT_SCORES", kept)
     generator = torch.Generator().manual_seed(0)
@@ -307,7 +307,7 @@ def test_the_head_in_chunks_is_the_head_at_once(kept: int, bias: bool, monkeypat
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
 
 
-def test_no_result_depends_on_what_new_memory_holds(groups) -> None:
+def test_no_result_depends_on_uninitialised_memory(groups) -> None:
     """The step leaves new tensors unfilled for speed; filled with NaN, it gives the same weights."""
     prints = []
     for filled in (False, True):

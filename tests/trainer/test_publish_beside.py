@@ -1,4 +1,4 @@
-"""Versions published beside the next step: the same weights, and an order of records that a stop leaves whole."""
+"""Versions published during the next step: the weights stay the same, and the order of records survives a stop."""
 
 import threading
 import time
@@ -20,12 +20,12 @@ STEPS = 4
 CHECKPOINT_EVERY = 2
 RUNS = ("waiting", "beside", "failing", "scarce")
 SCARCE = 3
-"""Steps for which the run of that name has groups."""
+"""Number of steps for which the run `scarce` has groups."""
 
 
 @pytest.fixture
 def log(kafka) -> KafkaSettings:
-    """Groups for every run, two a step, in one partition so that every run reads them in one order."""
+    """Groups for every run, two per step, in one partition so that all runs read them in the same order."""
     settings = kafka.fresh(1)
     write_groups(settings, range(2 * SCARCE), RUNS, size=2)
     write_groups(settings, range(2 * SCARCE, 2 * STEPS), RUNS[:-1], size=2)
@@ -34,7 +34,7 @@ def log(kafka) -> KafkaSettings:
 
 @pytest.fixture
 def train(log, tiny_checkpoint, tmp_path) -> Callable[..., None]:
-    """Trains a run to a step."""
+    """Return a function that trains a run up to a step."""
     settings = settings_of(model=tiny_checkpoint, checkpoint_every=CHECKPOINT_EVERY, publish=PublishSettings(skips=()))
 
     def train(run_id: str, *, beside: bool = True, steps: int = STEPS) -> None:
@@ -49,11 +49,11 @@ def names(step: TrainStep) -> list[str]:
 
 
 class Lost(Exception):
-    """Stands for a manifest that the log does not take."""
+    """Simulates that the log refuses a manifest."""
 
 
 def lost_after(monkeypatch, version: int, until: Callable[[], bool]) -> None:
-    """The manifest of `version` fails, once `until` holds."""
+    """Let the manifest of `version` fail as soon as `until` returns true."""
     write = VersionLog.write
 
     def late(self, mark, *others):
@@ -67,9 +67,9 @@ def lost_after(monkeypatch, version: int, until: Callable[[], bool]) -> None:
     monkeypatch.setattr(VersionLog, "write", late)
 
 
-def test_the_records_are_those_of_a_trainer_that_waits(log, train, monkeypatch) -> None:
-    """Manifests are held back until the next step is computed, which a trainer that waits never does. Of every second
-    version there is a checkpoint, which waits."""
+def test_the_records_equal_those_of_a_trainer_that_waits(log, train, monkeypatch) -> None:
+    """Each manifest is delayed until the next step is computed, which would block a trainer that waits. Every second
+    version has a checkpoint, and checkpoints wait for the manifest."""
     train("waiting", beside=False)
     computed, recorded, write, learn = [], {}, VersionLog.write, Learner.train
 
@@ -106,7 +106,7 @@ def test_the_records_are_those_of_a_trainer_that_waits(log, train, monkeypatch) 
 
 
 def test_a_version_that_is_not_published_ends_the_run_before_the_next_record(log, train, monkeypatch) -> None:
-    """The next step is planned by then. Resumed, the run is that of a trainer that was never stopped."""
+    """The next step is already planned. After a restart, the run equals that of a trainer that was never stopped."""
     train("waiting", beside=False)
     with monkeypatch.context() as patched:
         lost_after(patched, 3, lambda: len(written(log, StepPlan, "failing")) == 4)
@@ -123,8 +123,8 @@ def test_a_version_that_is_not_published_ends_the_run_before_the_next_record(log
 
 
 @pytest.mark.parametrize(("version", "checkpoints"), [(2, []), (SCARCE, [2])])
-def test_it_ends_a_run_that_saves_or_waits_for_groups(log, train, monkeypatch, tmp_path, version, checkpoints) -> None:
-    """A run resumed from a checkpoint would not publish the version that it holds, so there is none without it."""
+def test_a_lost_manifest_ends_a_saving_or_waiting_run(log, train, monkeypatch, tmp_path, version, checkpoints) -> None:
+    """A run resumed from a checkpoint would not publish its version, so an unpublished version has no checkpoint."""
     lost_after(monkeypatch, version, lambda: True)
     with pytest.raises(Lost):
         train("scarce")

@@ -1,4 +1,4 @@
-"""Trainers of several ranks: each world size repeats itself bit for bit, and a rank that is lost ends the job."""
+"""Trainers of several ranks: each world size is repeatable bit for bit, and a lost rank ends the job."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
-    """A directory with what the jobs found."""
+    """A directory with the results of the jobs."""
     root = tmp_path_factory.mktemp("ranks")
     tiny_model().bfloat16().save_pretrained(root / "model")
     jobs = [
@@ -81,13 +81,13 @@ def fingerprints(out: Path, name: str) -> list[str]:
 
 
 def differing(out: Path, one: str, other: str) -> tuple[int, int]:
-    """How many bf16 weights of two runs differ, and how many there are."""
+    """Return the number of bf16 weights that differ between two runs, and the number of all weights."""
     views = [found(out, name)["view"] for name in (one, other)]
     pairs = [(np.array(bits), np.array(views[1][name])) for name, bits in views[0].items()]
     return sum(int((a != b).sum()) for a, b in pairs), sum(a.size for a, _ in pairs)
 
 
-def test_a_world_size_repeats_itself(out):
+def test_a_world_size_is_repeatable(out):
     assert fingerprints(out, "two") == fingerprints(out, "two again")
     assert found(out, "two") == found(out, "two again"), "metrics too"
     assert len(set(fingerprints(out, "two"))) == STEPS
@@ -103,22 +103,22 @@ def test_a_world_size_repeats_itself(out):
         ("experts one", "experts two"),
     ],
 )
-def test_ranks_train_what_one_process_trains(out, one, more):
-    """To rounding: the gradients of rows are added up in another order."""
+def test_ranks_make_the_weights_of_one_process(out, one, more):
+    """Equal up to rounding: the gradients of rows are summed in another order."""
     apart, of = differing(out, one, more)
     assert apart < 0.01 * of
     for here, there in zip(found(out, one)["steps"], found(out, more)["steps"], strict=True):
         assert here["tokens"] == there["tokens"]
         assert list(here["metrics"]) == list(there["metrics"])
         assert there["metrics"] == pytest.approx(here["metrics"], rel=1e-3, abs=1e-5)
-        # The tokens of all ranks, in the order of the rollouts: each slice has the same ones.
+        # The tokens of all ranks, in the order of the rollouts: each slice has the same tokens.
         assert list(here["apart"]) == list(there["apart"])
         for name, numbers in here["apart"].items():
             assert there["apart"][name] == pytest.approx(numbers, rel=1e-2, abs=1e-4), name
 
 
-def test_rows_that_only_fill_up_change_nothing(out):
-    """Of three ranks one has no row of its own in an update: the metrics of the first step are those of one process."""
+def test_repeated_rows_of_idle_ranks_change_nothing(out):
+    """One of three ranks has no row of its own in an update: the first step has the metrics of one process."""
     here, there = (found(out, name)["steps"][0]["metrics"] for name in ("grpo one", "grpo three"))
     for name in ("loss", "entropy", "mismatch/k3", "packing/tokens", "packing/computed"):
         assert there[name] == pytest.approx(here[name], rel=1e-5), name
@@ -129,14 +129,14 @@ def test_activations_that_are_computed_twice_give_the_same_bits(out):
     assert found(out, "recomputed")["hash"] == found(out, "two")["hash"]
 
 
-def test_another_type_of_the_computation_gives_other_bits(out):
+def test_another_computation_dtype_gives_other_bits(out):
     assert fingerprints(out, "bf16 one") != fingerprints(out, "one")
     loss = [found(out, name)["steps"][0]["metrics"]["loss"] for name in ("one", "bf16 one")]
     assert loss[0] == pytest.approx(loss[1], rel=0.05)
 
 
-def test_masters_that_a_gathering_rounds_train_as_masters_with_rounded_copies(out):
-    """Also with minibatches, a reference, tokens that are scored at older weights, and ranks of unequal rows."""
+def test_masters_rounded_by_the_gathering_train_like_masters_with_rounded_copies(out):
+    """Also with minibatches, a reference, tokens that are scored at older weights, and ranks with unequal rows."""
     assert found(out, "bf16 kl") == found(out, "bf16 kl of copies")
     assert len(set(fingerprints(out, "bf16 kl"))) == STEPS
 
@@ -147,7 +147,7 @@ def test_the_hash_names_the_machine(out):
 
 
 def test_a_checkpoint_is_read_by_another_number_of_ranks(out):
-    """2 to 1 to 2: the weights and the moments keep their bits, and the next step is the uninterrupted one's."""
+    """From 2 ranks to 1 to 2: weights and moments are bit-equal, and the next step equals the uninterrupted one."""
     saved, one, again = (found(out, name) for name in ("saved", "saved by one", "saved again"))
     assert one["recorded"] == one["restored"] == again["recorded"] == again["restored"]
     assert saved["fingerprint"] == again["fingerprint"] == fingerprints(out, "two")[2]
@@ -162,12 +162,12 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(out):
             np.testing.assert_array_equal(joined.view(np.int32), tensor.numpy().view(np.int32), err_msg=name)
 
 
-def test_ranks_go_back_to_the_start(out):
+def test_ranks_return_to_the_starting_weights(out):
     here = found(out, "restarted")
     assert here["restarted"] == here["start"]
 
 
-def test_blocks_that_lie_on_two_ranks_have_the_scales_of_one(out):
+def test_blocks_shared_by_two_ranks_have_the_scales_of_one_process(out):
     one, *two = (found(out, f"blocks {name}") for name in ("one", "two", "two of masters"))
     assert one["start"] != found(out, "restarted")["start"]
     assert two == [one, one]
@@ -187,14 +187,14 @@ def test_a_killed_rank_is_named(out):
     assert ended(out, "killed") == [0, -9]
 
 
-def test_a_rank_that_is_killed_within_a_checkpoint_leaves_none(out):
+def test_a_rank_killed_while_saving_leaves_no_checkpoint(out):
     here = found(out, "killed saving")
     assert here["error"].startswith("rank 1 is gone or hangs")
     assert here["steps"] == []
     assert list((out / "store of killed").rglob("*.partial")), "it was killed before it had written anything"
 
 
-def test_without_the_first_rank_the_others_end(out):
+def test_the_other_ranks_end_if_the_first_one_is_lost(out):
     assert ended(out, "first killed") == [-9, 1, 1]
     logs = [(out / f"first killed-{rank}.log").read_text() for rank in (1, 2)]
     assert all("RanksLostError: the first rank, or torchrun, is gone; start the trainer again" in log for log in logs)

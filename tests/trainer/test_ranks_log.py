@@ -1,4 +1,4 @@
-"""The trainer role on two ranks, through the log: recorded, published, proved, killed and continued."""
+"""The trainer role on two ranks with a log: recorded, published, proved, killed and continued."""
 
 import json
 import signal
@@ -35,7 +35,7 @@ RUNS = ("alone", "torchrun", "killed")
 
 @dataclass(frozen=True)
 class Log:
-    """A log on which runs were trained from the same groups."""
+    """A log with several runs that trained on the same groups."""
 
     kafka: KafkaSettings
     root: Path
@@ -84,7 +84,7 @@ def log(kafka, tmp_path_factory) -> Log:
 
 
 def run_and_stop(log: Log) -> None:
-    """Train by torchrun until no group is left, then ask it to stop."""
+    """Train with torchrun until no group is left, then request a stop."""
     with (log.root / "torchrun.log").open("w") as output:
         process = subprocess.Popen(torchrun(log), cwd=ROOT, stdout=output, stderr=output)
         try:
@@ -99,7 +99,7 @@ def run_and_stop(log: Log) -> None:
 
 
 def torchrun(log: Log) -> list[str]:
-    """The command of the documentation, as two ranks, without an end."""
+    """Return the documented command for two ranks, without a limit on steps."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tidemill"]
     told = {"run_id": "torchrun", "model": log.model, "max_steps": 1000, "bootstrap": log.kafka.bootstrap}
     sets = {
@@ -116,7 +116,7 @@ def ended(log: Log, name: str) -> list[int]:
 
 
 def test_two_runs_of_two_ranks_are_bit_equal(log):
-    """One by torchrun, and one of which a rank was killed within step 3 and that was started again."""
+    """One run by torchrun; in the other, a rank was killed during step 3 and the run was started again."""
     torchrun, killed = (log.steps(name)[:STEPS] for name in ("torchrun", "killed"))
     assert [step.step for step in torchrun] == list(range(1, STEPS + 1))
     assert [step.fingerprint for step in torchrun] == [step.fingerprint for step in killed]
@@ -132,7 +132,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(log):
 
 
 def test_ranks_that_are_asked_to_stop_leave_a_checkpoint(log):
-    """Beside those of every second step, one of the last step."""
+    """A checkpoint of the last step, in addition to those of every second step."""
     folder = log.root / "store/torchrun/checkpoints/main"
     names = {path.name for path in folder.iterdir()}
     assert {f"step-{STEPS + 1:08d}.safetensors", f"step-{STEPS + 1:08d}.rank-1-of-2.safetensors"} <= names
@@ -148,16 +148,16 @@ def test_ranks_and_one_process_train_the_same(log):
     assert {step.config_hash for step in two} == {log.settings.arithmetic_hash(StepMachine(ranks=2))}
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(log):
-    """From the checkpoint of two ranks, with one process."""
+def test_a_run_continues_with_another_number_of_ranks(log):
+    """One process continues from the checkpoint of two ranks."""
     assert ended(log, "then alone") == [0]
     last = log.steps("killed")[-1]
     assert (last.step, last.config_hash) == (STEPS + 1, log.settings.arithmetic_hash())
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_version_is_the_steps_weights(log, name):
-    """Made again from the log, the version has the fingerprint of the manifest, and that is the recorded one."""
+def test_every_version_has_the_weights_of_its_step(log, name):
+    """A version that is rebuilt from the log has the fingerprint in the manifest, which equals the recorded one."""
     graph = read_versions(log.kafka, run_of(name, STEPS))
     steps = {step.version: step.fingerprint for step in log.steps(name)}
     assert {version: m.fingerprint for version, m in graph.manifests.items() if version} == steps

@@ -21,7 +21,7 @@ def at(offset: int) -> Position:
 
 
 def step(number: int, version: int, trained: list[int], excluded: dict[int, str], bound: int = 2) -> TrainStep:
-    """A step from `version` on groups, by offset, and what it left out with the reasons."""
+    """Make the record of a step from `version`, with the trained offsets and the excluded ones with their reasons."""
     return build(TrainStep, step=number, parent_version=version,
                  inputs=[StepInput(f"g{o}", Topic.GROUPS.value, 0, o) for o in trained],
                  exclusions=[StepExclusion(f"g{o}", Topic.GROUPS.value, 0, o, why, 1) for o, why in excluded.items()],
@@ -29,12 +29,12 @@ def step(number: int, version: int, trained: list[int], excluded: dict[int, str]
 
 
 def made(name: str, versions: list[int]) -> Group:
-    """A group whose rollouts are of some versions."""
+    """Make a group with one rollout of each given version."""
     rollouts = [make_rollout(name, i, float(i % 2), len(versions), v) for i, v in enumerate(versions)]
     return make_group(name, [member_of(r, 0, i) for i, r in enumerate(rollouts)])
 
 
-def test_groups_move_out_of_steps_and_into_them_and_the_first_step_is_known():
+def test_groups_leave_and_join_steps_and_the_first_changed_step_is_reported():
     groups = {at(0): made("g0", [0, 1]), at(1): made("g1", [4, 5]), at(2): made("g2", [3, 5])}
     steps = [step(1, 0, [0], {}), step(6, 5, [1], {2: Exclusion.STALE.value})]
     assert places_of(steps) == set(groups)
@@ -52,7 +52,7 @@ def test_other_reasons_stay_and_lost_groups_are_counted():
     assert (judged.moved, judged.unknown, judged.stale, judged.bound) == ([], 1, 1, 2)
 
 
-def test_a_failed_member_has_no_say():
+def test_a_failed_member_does_not_count():
     group = made("g", [0, 4])
     failed = replace(group.members[0], status=RolloutStatus.FAILED, reward=None)
     assert lag_of(replace(group, members=[failed, group.members[1]]), 5) == 1
@@ -61,7 +61,7 @@ def test_a_failed_member_has_no_say():
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8), st.integers(0, 4))
 def test_the_recorded_bound_moves_nothing(versions, bound):
-    """What the trainer's own builder decided at a bound is judged the same at it."""
+    """At the recorded bound, the replay decides the same as the trainer's own builder."""
     found: dict[Position, Group] = {}
     builder = builder_of(groups_per_step=1, max_policy_lag=bound, skip_no_signal=False)
     for offset, pair in enumerate(versions):

@@ -79,7 +79,7 @@ def trained(kafka, tmp_path_factory) -> Trained:
 
 @pytest.fixture
 def moved(trained: Trained, tmp_path: Path) -> Trained:
-    """The same run with a model and a store that a test may spoil."""
+    """The same run with copies of the model and the store that a test may damage."""
     shutil.copytree(trained.settings.model, tmp_path / "model")
     shutil.copytree(trained.store.root, tmp_path / "store")
     settings = trained.settings.model_copy(update={"model": str(tmp_path / "model")})
@@ -97,7 +97,7 @@ def test_the_same_inputs_give_the_same_weights_from_the_start_and_from_a_checkpo
     assert [step.fingerprint for step in whole] == [step.fingerprint for step in trained.steps]
     assert all(step.same for step in whole) and len({step.fingerprint for step in whole}) == STEPS
     assert [step.metric_changes() for step in whole] == [{}] * STEPS
-    # Step 4 begins at version 3, which has no checkpoint: step 3 is made on the way, from the one of step 2.
+    # Step 4 begins at version 3, which has no checkpoint: step 3 is repeated first, from the checkpoint of step 2.
     (fourth,) = made(trained.replay(), 4, 4)
     assert (fourth.record.step, fourth.same) == (4, True)
     assert trained.ends() == before
@@ -115,13 +115,13 @@ def test_other_settings_are_refused_or_are_a_counterfactual_from_the_same_start(
     other = made(trained.replay(), 4, 5, what_if=changed)
     assert [step.same for step in other] == [False, False]
     assert other[0].learning_rate == 2e-3
-    # The first step begins at the recorded weights: only what follows from its update is another.
+    # The first step begins at the recorded weights: only values after its update differ.
     assert "loss" not in other[0].metric_changes() and "loss" in other[1].metric_changes()
     same = made(trained.replay(), 4, 5, what_if=trained.settings)
     assert [step.same for step in same] == [True, True]
 
 
-def test_a_breakpoint_shows_what_a_step_is_made_of(trained, tmp_path):
+def test_a_breakpoint_shows_the_data_of_a_step(trained, tmp_path):
     halts: list[Halt] = []
     (third,) = made(trained.replay(), 3, 3, halt=halts.append)
     (halt,) = halts
@@ -142,7 +142,7 @@ def test_a_breakpoint_shows_what_a_step_is_made_of(trained, tmp_path):
         write_halt(tmp_path / "out", halt)
 
 
-def test_weights_that_are_not_the_recorded_ones_are_told(moved, tmp_path):
+def test_weights_that_differ_from_the_recorded_ones_are_reported(moved, tmp_path):
     path = moved.checkpoint(2)
     tensors = load_file(path)
     name = next(name for name in tensors if name.startswith("master/"))
@@ -158,13 +158,13 @@ def test_weights_that_are_not_the_recorded_ones_are_told(moved, tmp_path):
         made(moved.replay(model=str(tmp_path / "other")), 1, 1)
 
 
-def test_steps_that_are_not_there_are_told(trained):
+def test_missing_steps_are_reported(trained):
     for first, last in ((1, STEPS + 1), (0, 1), (3, 2)):
         with pytest.raises(ValueError, match=r"are not in the log, which has 1 to 5"):
             made(trained.replay(), first, last)
 
 
-def test_groups_are_found_by_their_places(trained):
+def test_groups_are_found_by_their_positions(trained):
     here, beyond = (Position("groups", 0, offset) for offset in (1, 99))
     found = read_groups(trained.kafka, {here, beyond}, 30)
     assert {place: group.group_id for place, group in found.items()} == {here: "g1"}
@@ -172,7 +172,7 @@ def test_groups_are_found_by_their_places(trained):
 
 @pytest.fixture
 def ask(trained, tmp_path) -> Callable[..., object]:
-    """Runs a replay command with the run's configuration."""
+    """Return a function that runs a replay command with the run's configuration."""
     config = tmp_path / "settings.toml"
     tree = {
         "run": RUN.model_dump(mode="json", exclude_none=True),
@@ -214,7 +214,7 @@ def test_corrections_are_tried_on_the_steps(trained, ask):
     document = json.loads(result.stdout)
     trials = {trial["name"]: trial for trial in document["trials"]}
     assert document["steps"] == [2, 4] and {"none", "TIS (verl, TRL)", "this run"} <= set(trials)
-    # TIS with a bound of 2 is the default, and what these steps were trained with.
+    # TIS with a bound of 2 is the default, and these steps were trained with it.
     own = {**trials["this run"], "name": "", "low": 0.0}
     assert own == {**trials["TIS (verl, TRL)"], "name": ""}
     recorded = [step.metrics["correction/bounded"] for step in trained.steps[1:4]]
@@ -230,7 +230,7 @@ def test_corrections_are_tried_on_the_steps(trained, ask):
 
 
 def test_a_forged_fingerprint_is_found_at_its_step(trained, ask):
-    """The log of a run whose third step says that it made other weights."""
+    """The third step of the run records the fingerprint of other weights."""
     forged = [replace(step, run_id="forged") for step in trained.steps]
     forged[2] = replace(forged[2], fingerprint="00" * 16)
     forged[3] = replace(forged[3], parent_fingerprint="00" * 16)
@@ -252,6 +252,6 @@ def test_a_forged_fingerprint_is_found_at_its_step(trained, ask):
         (["steps", "1", "--what-if", "run.seed=3"], "no other settings than those of `trainer`"),
     ],
 )
-def test_what_cannot_be_is_told(arguments, told):
+def test_impossible_requests_are_refused_with_the_reason(arguments, told):
     result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
     assert isinstance(result.exception, ValueError) and told in str(result.exception)

@@ -1,4 +1,4 @@
-"""Stopping anywhere and going on: the same versions as an uninterrupted run, nothing trained twice, nothing skipped."""
+"""Resuming after a stop at any point: the same versions as an uninterrupted run, nothing trained twice or skipped."""
 
 import threading
 from dataclasses import replace
@@ -34,7 +34,7 @@ STEPS = 5
 
 @pytest.fixture
 def log(kafka) -> KafkaSettings:
-    """A log with ten groups, in one partition so that every run reads them in one order."""
+    """A log with ten groups, in one partition so that all runs read them in the same order."""
     settings = kafka.fresh(1)
     write_groups(settings, range(GROUPS), ("straight", "stopped"))
     return settings
@@ -52,11 +52,11 @@ def store(tmp_path) -> StoreSettings:
 
 
 class Crashed(Exception):
-    """Stands for the process being killed at this point."""
+    """Simulates that the process is killed at this point."""
 
 
 def train_until(log, settings, store, run_id: str, steps: int, checkpoints: bool = True) -> None:
-    """Train `steps` more steps and abandon the session, as a kill would: no checkpoint on the way out."""
+    """Train `steps` more steps and abandon the session, as a kill would, without a last checkpoint."""
     asked = run_of(run_id, STEPS)
     held = CheckpointStore(store.root, run_id, asked.branch, settings.keep_checkpoints)
     producer = RecordProducer(log, "test")
@@ -129,20 +129,20 @@ def check_records(log: KafkaSettings, straight: list[TrainStep]) -> None:
     for step in straight:
         assert sum(c.tokens for s in staleness if s.step == step.step for c in s.lag) == step.tokens
         assert step.lag[0].lag == step.parent_version
-    # All tokens are of version 0: only the first step has some of its own weights. Each step says it once here.
+    # All tokens are of version 0: only the first step has tokens of its own weights. Here, each step has one record.
     apart = written(log, Mismatch, "straight")
     assert [(m.step, m.version, m.tokens) for m in apart] == [(s.step, s.parent_version, s.tokens) for s in straight]
     parts = [{each.part for each in m.slices} for m in apart]
     assert parts == [{"all", "engines"}, *[{"all", "lagged"}] * (STEPS - 1)]
     whole = {m.step: m.slices[0] for m in apart}
     assert [whole[s.step].k3 for s in straight] == pytest.approx([s.metrics["mismatch/k3"] for s in straight], rel=1e-4)
-    # The stopped run says it again where a step was made again, and says the same.
+    # In the stopped run, a repeated step writes its record again, with the same contents.
     for again in written(log, Mismatch, "stopped"):
         assert again.slices == apart[again.step - 1].slices and again.worst == apart[again.step - 1].worst
     assert {m.step for m in written(log, Mismatch, "stopped")} == set(whole)
 
 
-def test_what_cannot_be_repeated_is_refused_with_the_way_out(log, settings, store) -> None:
+def test_an_unrepeatable_step_is_refused_with_advice(log, settings, store) -> None:
     train_until(log, settings, store, "stopped", 1, checkpoints=False)
     changed = settings.model_copy(update={"length_divisor": 3.0})
     with pytest.raises(NotRepeatableError, match=r"other settings.*start once with the original settings"):
@@ -166,8 +166,8 @@ def test_a_run_keeps_its_serving_format(log, settings, store) -> None:
     assert [(m.version, m.serving_format) for m in manifests] == [(0, ""), (1, ""), (2, "")]
 
 
-def test_a_run_is_not_begun_again_from_another_checkpoint(log, settings, store, tmp_path) -> None:
-    """The log keeps what it has, and the message says how to go on with the other weights."""
+def test_a_run_is_not_restarted_from_another_checkpoint(log, settings, store, tmp_path) -> None:
+    """The log is unchanged, and the message explains how to continue with the other weights."""
     stop = threading.Event()
     stop.set()
     run(log, run_of("idle", STEPS), store, settings, stop)
@@ -177,7 +177,7 @@ def test_a_run_is_not_begun_again_from_another_checkpoint(log, settings, store, 
     assert len(written(log, Manifest, "idle")) == 1
 
 
-def test_stop_before_the_first_batch_leaves_version_0_served_and_nothing_else(log, settings, store) -> None:
+def test_stop_before_the_first_batch_publishes_only_version_0(log, settings, store) -> None:
     stop = threading.Event()
     stop.set()
     run(log, run_of("idle", STEPS), store, settings, stop)

@@ -1,4 +1,4 @@
-"""Routing replay: tokens go to the experts that the sampler chose, the gate goes on learning, bad ids are refused."""
+"""Routing replay: tokens go to the experts that the sampler chose, the gate still learns, invalid ids are refused."""
 
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ def experts_model() -> PreTrainedModel:
 
 
 def ids_of(group: TrainableGroup, seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Made-up expert ids of a group's rollouts: two experts a token, in any order."""
+    """Make random expert ids for a group's rollouts: two experts per token, in any order."""
     random = np.random.default_rng(seed)
     sizes = [sum(routed_tokens(each) for each in rollout.segments) for rollout in group.rollouts]
     drawn = [random.permuted(np.tile(np.arange(EXPERTS), (size, LAYERS, 1)), axis=-1) for size in sizes]
@@ -54,7 +54,7 @@ def row() -> PackedRow:
 
 
 def own_choice(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
-    """i4[L, layers, top_k]: the experts that the model's routers choose."""
+    """Return the experts that the model's routers choose, as i4[L, layers, top_k]."""
     found = torch.zeros(row.tree.length, LAYERS, TOP_K, dtype=torch.int32)
 
     def keep(layer: int, _gate: object, _inputs: object, answer: tuple[torch.Tensor, ...]) -> None:
@@ -69,7 +69,7 @@ def own_choice(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
 
 
 def computed(model: PreTrainedModel, row: PackedRow) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The logprobs of a row, and the gradients of their sum."""
+    """Compute the logprobs of a row, and the gradients of their sum."""
     model.zero_grad()
     logprobs, _ = sampled_logprobs(model, row)
     logprobs.sum().backward()
@@ -96,7 +96,7 @@ def test_replaying_the_routers_own_choice_changes_no_bit(row: PackedRow) -> None
     assert replay.seen()[0] == 0, "in another order they are the same experts"
 
 
-def test_replayed_experts_alone_have_a_gradient_and_the_gate_keeps_its_own(row: PackedRow) -> None:
+def test_only_replayed_experts_have_a_gradient_and_the_gate_keeps_its_own(row: PackedRow) -> None:
     model = experts_model()
     use_packed_attention(model)
     before = frozen_logprobs(model, row)
@@ -113,7 +113,7 @@ def test_replayed_experts_alone_have_a_gradient_and_the_gate_keeps_its_own(row: 
     assert 0.5 * pairs < otherwise <= pairs == row.tree.length * 2 and not replaced
 
 
-def test_comparing_changes_no_bit_and_counts_what_goes_elsewhere(row: PackedRow) -> None:
+def test_comparing_changes_no_bit_and_counts_other_experts(row: PackedRow) -> None:
     model = experts_model()
     use_packed_attention(model)
     before = frozen_logprobs(model, row)
@@ -127,7 +127,7 @@ def test_comparing_changes_no_bit_and_counts_what_goes_elsewhere(row: PackedRow)
     assert replay.seen().tolist() == [9, 0, 2 * row.tree.length, 7, row.tree.length], "two tokens in both layers"
 
 
-def test_the_plausibility_filter_keeps_what_the_router_might_have_chosen(row: PackedRow) -> None:
+def test_the_plausibility_filter_keeps_experts_that_the_router_might_have_chosen(row: PackedRow) -> None:
     model = experts_model()
     use_packed_attention(model)
     before, own = frozen_logprobs(model, row), own_choice(model, row)
@@ -141,7 +141,7 @@ def test_the_plausibility_filter_keeps_what_the_router_might_have_chosen(row: Pa
     assert torch.equal(kept, before) and replay.seen()[1] == 0
 
 
-def test_tokens_of_a_row_keep_their_ids_and_prefixes_are_shared_where_ids_agree() -> None:
+def test_tokens_of_a_row_keep_their_ids_and_prefixes_with_equal_ids_are_shared() -> None:
     rollouts = [replace(each, segments=[make_segment(7, 24)]) for each in make_trainable("a").rollouts[:3]]
     tokens = routed_tokens(rollouts[0].segments[0])
     first = ids_of(replace(make_trainable("a"), rollouts=tuple(rollouts)))[0]
@@ -164,7 +164,7 @@ def test_tokens_of_a_row_keep_their_ids_and_prefixes_are_shared_where_ids_agree(
     assert sorted(shuffled.expert_ids.flatten(1).tolist()) == sorted(row.expert_ids.flatten(1).tolist())
 
 
-def test_rows_do_not_depend_on_what_else_is_packed() -> None:
+def test_rows_do_not_depend_on_other_packed_rollouts() -> None:
     group = routed_group("a")
     model = experts_model()
     use_packed_attention(model)
@@ -177,14 +177,14 @@ def test_rows_do_not_depend_on_what_else_is_packed() -> None:
 
 
 def trained(routing: Routing, **changes: object) -> tuple[str, dict[str, float]]:
-    """The weights after two steps on two groups, and the metrics of the last."""
+    """Return the fingerprint of the weights after two steps on two groups, and the last step's metrics."""
     learner = Learner(experts_model(), settings_of(routing=routing, **changes), None)
     groups = [routed_group("a"), routed_group("b", 1)]
     metrics = [learner.train(groups, step, 0, seed=step).metrics for step in (1, 2)]
     return fingerprint_of(serving_view(learner.model)), metrics[-1]
 
 
-def test_a_step_routes_as_the_settings_say_and_repeats_itself() -> None:
+def test_a_step_routes_as_the_settings_say_and_is_repeatable() -> None:
     off, own, replayed, shuffled = (trained(routing) for routing in Routing)
     assert off[0] == own[0] != replayed[0] != shuffled[0] != off[0]
     assert trained(Routing.REPLAYED) == replayed
@@ -195,7 +195,7 @@ def test_a_step_routes_as_the_settings_say_and_repeats_itself() -> None:
 
 @pytest.mark.parametrize("routing", [Routing.OWN, Routing.REPLAYED])
 @pytest.mark.parametrize("row_tokens", [40, 1000])
-def test_the_mismatch_of_a_step_tells_experts(routing: Routing, row_tokens: int) -> None:
+def test_the_mismatch_of_a_step_has_slices_by_experts(routing: Routing, row_tokens: int) -> None:
     groups = [routed_group("a"), routed_group("b", 1)]
     learner = Learner(experts_model(), settings_of(routing=routing, row_tokens=row_tokens), None)
     trained = learner.train(groups, 1, 0, seed=1).trained
@@ -225,7 +225,7 @@ def test_activations_that_are_computed_again_are_routed_the_same() -> None:
     assert trained(Routing.REPLAYED, checkpoint_activations=True)[0] == trained(Routing.REPLAYED)[0]
 
 
-def test_a_group_without_ids_is_not_trained_by_them() -> None:
+def test_a_group_without_ids_is_not_trained_with_replay() -> None:
     learner = Learner(experts_model(), settings_of(routing=Routing.REPLAYED), None)
     before = fingerprint_of(serving_view(learner.model))
     with pytest.raises(InvalidRoutingError, match="4 rollouts have the expert ids of 0"):
@@ -245,7 +245,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_ids_that_cannot_be_routed_by_are_refused(name: str, tmp_path) -> None:
+def test_unusable_ids_are_refused(name: str, tmp_path) -> None:
     group = make_trainable("a")
     change, why = BAD[name]
     claim = store_claim(str(tmp_path), "ids", packed_ids(change(ids_of(group)[0])))
@@ -253,10 +253,10 @@ def test_ids_that_cannot_be_routed_by_are_refused(name: str, tmp_path) -> None:
         expert_ids_of(replace(group.rollouts[0], expert_ids=claim), SHAPE)
 
 
-def test_ids_are_read_as_they_were_stored_or_not_at_all(tmp_path) -> None:
+def test_ids_are_read_as_stored_or_refused(tmp_path) -> None:
     group = make_trainable("a")
     rollout, ids = group.rollouts[0], ids_of(group)[0]
-    ids[:, DENSE] = 255  # means nothing
+    ids[:, DENSE] = 255  # not used
     claim = store_claim(str(tmp_path), "ids", packed_ids(ids))
     assert np.array_equal(expert_ids_of(replace(rollout, expert_ids=claim), SHAPE), ids)
     wide = store_claim(str(tmp_path), "wide", packed_ids(ids.astype("<u2")))

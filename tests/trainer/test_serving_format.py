@@ -1,4 +1,4 @@
-"""Serving weights in formats of few bits: what is quantised, that the trainer computes with it, and what it loses."""
+"""Serving weights in formats of few bits: which are quantised, that the trainer computes with them, and the loss."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def learner_of(form: str, **changes: object) -> Learner:
 
 
 def published(learner: Learner, tmp_path) -> dict[str, np.ndarray]:
-    """The view as a version has it."""
+    """Return the serving view as a published version contains it."""
     store = CheckpointStore(str(tmp_path), "run", "main", 1)
     return dict(TrainedWeights(TrainerSettings(), learner, store).whole())
 
 
 def expected(learner: Learner, form: str) -> dict[str, np.ndarray]:
-    """The view of the masters by definition, as bf16 patterns."""
+    """Compute the view of the masters from its definition, as bf16 bit patterns."""
     masters = {k.removeprefix("master/"): v for k, v in learner.masters.state().items() if k.startswith("master/")}
     chosen = quantised_weights(learner.model)
     made = {n: dequantise(quantise(m, BLOCK_FORMATS[form])) if n in chosen else m for n, m in masters.items()}
@@ -62,7 +62,7 @@ def test_a_model_without_linear_weights_is_refused():
 
 @pytest.mark.parametrize("forward", ["matched", "masters"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_version_is_what_codes_and_scales_of_the_masters_stand_for(form, forward, tmp_path):
+def test_a_version_has_the_values_of_the_masters_codes_and_scales(form, forward, tmp_path):
     learner = learner_of(form, forward=forward)
     for step in (1, 2):
         learner.train([make_trainable("a"), make_trainable("b")], step, 0, seed=step)
@@ -74,7 +74,7 @@ def test_a_version_is_what_codes_and_scales_of_the_masters_stand_for(form, forwa
 
 
 def test_updates_too_small_for_a_view_are_not_lost(tmp_path):
-    """The gradient goes to the masters (straight-through), which move under a view that stands still."""
+    """The gradient updates the masters (straight-through), which change although the view does not."""
     learner = learner_of("nvfp4", optimizer=OptimizerSettings(learning_rate=1e-5))
     before, masters = published(learner, tmp_path), {k: v.clone() for k, v in learner.masters.state().items()}
     learner.train([make_trainable("a"), make_trainable("b")], 1, 0, seed=1)
@@ -88,7 +88,7 @@ def test_updates_too_small_for_a_view_are_not_lost(tmp_path):
 
 
 def sampled_by(learner: Learner, group: TrainableGroup, tmp_path) -> TrainableGroup:
-    """The group as an engine of the same arithmetic samples it from the version that the learner publishes."""
+    """Return the group as an engine with the same arithmetic samples it from the learner's published version."""
     sampler = tiny_model()
     sampler.load_state_dict(
         {n: torch.from_numpy(b).view(torch.bfloat16).float() for n, b in published(learner, tmp_path).items()},
@@ -99,7 +99,7 @@ def sampled_by(learner: Learner, group: TrainableGroup, tmp_path) -> TrainableGr
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_trainer_that_computes_with_other_weights_than_are_served_is_further_from_the_sampler(form, tmp_path):
+def test_a_trainer_that_computes_with_other_weights_than_served_has_more_mismatch(form, tmp_path):
     apart = {}
     for forward in ("matched", "masters"):
         learner = learner_of(form, forward=forward)
@@ -110,14 +110,14 @@ def test_a_trainer_that_computes_with_other_weights_than_are_served_is_further_f
 
 
 class NotedPublisher:
-    """Notes what is said of a version beside its weights."""
+    """A publisher that stores the arguments other than the weights."""
 
     def publish(self, version: int, parts: object, **said: object) -> None:
         self.said = said
 
 
 @pytest.mark.parametrize(("form", "said"), [("nvfp4", "nvfp4"), ("bf16", "")])
-def test_a_manifest_says_the_format(form, said, tmp_path):
+def test_a_manifest_names_the_format(form, said, tmp_path):
     publisher, store = NotedPublisher(), CheckpointStore(str(tmp_path), "run", "main", 1)
     weights = TrainedWeights(settings_of(serving_format=form), learner_of(form), store, publisher)
     weights.snapshot()
@@ -125,7 +125,7 @@ def test_a_manifest_says_the_format(form, said, tmp_path):
     assert publisher.said["serving_format"] == said
 
 
-def test_a_checkpoint_leads_to_the_same_view(tmp_path):
+def test_a_checkpoint_restores_the_same_view(tmp_path):
     straight = learner_of("mxfp8")
     straight.train([make_trainable("a")], 1, 0, seed=1)
     resumed = Learner(tiny_model(seed=9), settings_of(serving_format="mxfp8"), None)
@@ -142,7 +142,7 @@ def test_a_policy_begins_at_its_reference_in_every_format(form, forward):
     assert learner.train([make_trainable("a")], 2, 1, seed=2).metrics["reference/k1"] != 0.0
 
 
-def test_older_weights_come_back_as_they_were():
+def test_older_weights_are_restored_unchanged():
     learner = learner_of("nvfp4")
     older, before = learner.masters.serving(), serving_view(learner.model)
     learner.train([make_trainable("a")], 1, 0, seed=1)
@@ -152,6 +152,6 @@ def test_older_weights_come_back_as_they_were():
     assert same(serving_view(learner.model), after) and not same(before, after)
 
 
-def test_bf16_has_nothing_to_compare_with():
+def test_bf16_has_no_quantisation_to_compare():
     with pytest.raises(ValidationError, match="set forward to matched"):
         TrainerSettings(forward="masters")

@@ -1,4 +1,4 @@
-"""The optimizer step: what moves the weights, what does not, and that it is repeatable bit for bit."""
+"""The optimizer step: what changes the weights, what does not, and that it is repeatable bit for bit."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_every_objective_raises_the_better_rollout(name: ObjectiveName) -> None:
     assert mean_logprob(learner, good) - mean_logprob(learner, bad) > before + 0.1
 
 
-def test_equal_rewards_leave_the_weights_alone() -> None:
+def test_equal_rewards_do_not_change_the_weights() -> None:
     learner = Learner(tiny_model(), settings_of(), None)
     before = fingerprint(learner.model)
     outcome = learner.train([make_trainable("a", (0.1, 0.1, 0.1))], 1, 0, seed=1)
@@ -55,7 +55,7 @@ def test_equal_rewards_leave_the_weights_alone() -> None:
 
 
 def test_tool_output_gets_exactly_zero_gradient() -> None:
-    """A token id that occurs only as trailing tool output moves nothing through the untied input embedding."""
+    """A token id that occurs only in trailing tool output gets no gradient through the untied input embedding."""
     group = make_trainable("a", (1.0, 0.0))
     lone = 63
     rollouts = []
@@ -75,7 +75,7 @@ def test_tool_output_gets_exactly_zero_gradient() -> None:
     assert seen["embed"].any()
 
 
-def test_the_head_runs_once_for_each_predicting_token_and_for_no_other(monkeypatch) -> None:
+def test_the_head_runs_once_for_each_predicting_token_only(monkeypatch) -> None:
     group = make_trainable("a", (1.0, 0.0))
     twice = replace(group, rollouts=(group.rollouts[0], group.rollouts[0]))
     sampled = int(group.rollouts[0].segments[0].mask().sum())
@@ -106,7 +106,7 @@ def test_serving_view_is_the_rounded_master(groups) -> None:
 
 
 def test_small_updates_add_up_in_the_masters() -> None:
-    """bf16 alone would lose every update below 1/256 of a weight."""
+    """Weights in bf16 only would lose every update below 1/256 of a weight."""
     learner = Learner(tiny_model(), settings_of(optimizer=OptimizerSettings(learning_rate=1e-6)), None)
     group, first = make_trainable("a"), fingerprint(learner.model)
     changed = []
@@ -119,7 +119,7 @@ def test_small_updates_add_up_in_the_masters() -> None:
     assert changed[-1] > changed[0]
 
 
-def test_metrics_say_what_was_trained() -> None:
+def test_metrics_count_what_was_trained() -> None:
     old = make_trainable("a", (1.0, 0.0, 0.5), version=2)
     learner = Learner(tiny_model(), settings_of(), None)
     outcome = learner.train([old, make_trainable("b", version=4)], 1, 5, seed=1)
@@ -147,7 +147,7 @@ def test_mismatch_is_zero_for_the_trainers_own_logprobs_and_grows_with_a_perturb
     assert Learner(noisy, settings_of(), None).train(own, 1, 0, seed=1).metrics["mismatch/k3"] > clean["mismatch/k3"]
 
 
-def test_kl_in_the_reward_pulls_back_to_the_reference() -> None:
+def test_kl_in_the_reward_moves_the_policy_back_to_the_reference() -> None:
     kl = KlSettings(coefficient=0.5)
     moved = tiny_model()
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_kl_without_a_reference_is_refused() -> None:
         Learner(tiny_model(), settings_of(kl=KlSettings(coefficient=0.1)), None)
 
 
-def test_minibatches_take_consecutive_groups_and_move_the_policy_between(groups) -> None:
+def test_minibatches_take_consecutive_groups_and_update_the_policy_in_between(groups) -> None:
     assert [list(part) for part in split([1, 2, 3, 4, 5], 2)] in ([[1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5]])
     assert [list(part) for part in split([1], 4)] == [[1]]
     learner = Learner(

@@ -1,4 +1,4 @@
-"""Models that each rank reads its own rows of: the bits of a whole load, or the whole load itself."""
+"""Models of which each rank reads only its own rows: they equal a whole load bit for bit, or are loaded whole."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ UNTRAINABLE = {
 
 
 def stacked(directory: Path, model: PreTrainedModel) -> None:
-    """Write a checkpoint as an anchor has it: by the model's own names, here in two files."""
+    """Write a checkpoint as an anchor contains it: with the model's own names, here in two files."""
     model.config.save_pretrained(directory)
     tensors = {name: tensor.bfloat16().contiguous() for name, tensor in model.state_dict().items()}
     names, places = list(tensors), {}
@@ -76,7 +76,7 @@ def laid(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_rows_that_ranks_read_have_the_bits_of_a_whole_load(laid, name):
+def test_rows_that_ranks_read_equal_a_whole_load_bit_for_bit(laid, name):
     ranks, model, _ = JOBS[name]
     ended = json.loads((laid / f"{name}.json").read_text())
     assert not any(ended), "".join((laid / f"{name}-{rank}.log").read_text() for rank in range(ranks))
@@ -88,7 +88,7 @@ def test_rows_that_ranks_read_have_the_bits_of_a_whole_load(laid, name):
 
 
 @pytest.mark.parametrize("name", UNTRAINABLE)
-def test_ranks_refuse_together_what_a_packed_row_gets_wrong(laid, name):
+def test_all_ranks_refuse_a_model_that_packed_rows_compute_wrongly(laid, name):
     assert json.loads((laid / f"{name}.json").read_text()) == [0, 0]
     for rank in (0, 1):
         assert re.match(UNTRAINABLE[name][2], json.loads((laid / f"{name}-{rank}.json").read_text())["error"])
@@ -113,7 +113,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_weights_that_are_not_stored_as_they_are_held_are_loaded_whole(tmp_path, why):
+def test_weights_stored_in_another_form_are_loaded_whole(tmp_path, why):
     make_model("Qwen3").bfloat16().save_pretrained(tmp_path)
     StoredModel(str(tmp_path))
     changed(tmp_path, REFUSED[why])
@@ -121,14 +121,14 @@ def test_weights_that_are_not_stored_as_they_are_held_are_loaded_whole(tmp_path,
         StoredModel(str(tmp_path))
 
 
-def test_tied_weights_that_are_stored_twice_alike_are_read(tmp_path):
+def test_tied_weights_that_are_stored_twice_equally_are_read(tmp_path):
     make_model("Qwen3").bfloat16().save_pretrained(tmp_path)
     name = "model.embed_tokens.weight"
     changed(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[name].clone()}))
     assert StoredModel(str(tmp_path))._sources[name] == name
 
 
-def test_conversions_other_than_the_stacking_of_experts_are_left_to_a_whole_load(tmp_path, monkeypatch):
+def test_conversions_other_than_stacking_experts_need_a_whole_load(tmp_path, monkeypatch):
     make_model("Qwen3Moe").bfloat16().save_pretrained(tmp_path)
     table = copy.deepcopy(stored_model.get_model_conversion_mapping(load_model(str(tmp_path))))
     for converter in (entry for entry in table if isinstance(entry, stored_model.WeightConverter)):
@@ -150,7 +150,7 @@ def test_routers_are_known_before_their_weights_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "why"), [({}, "no config.json"), ({"quantization_config": {"quant_method": "fp8"}}, "quantised")]
 )
-def test_a_directory_that_a_whole_load_has_to_judge_is_left_to_it(tmp_path, change, why):
+def test_a_directory_without_a_usable_config_is_left_to_the_whole_load(tmp_path, change, why):
     if change:
         make_model("Qwen3").bfloat16().save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
