@@ -83,7 +83,7 @@ class WeightLog:
         self, version: int, view: View, parent: int | None, *, anchor: bool = False, shards: int = 1,
         damage: Damage = bytes, lies: Mapping[str, object] | None = None,
     ) -> Manifest:  # fmt: skip
-        """Publish one version; `lies` replaces fields of its manifest."""
+        """Publish one version; `lies` contains wrong values for fields of its manifest."""
         positions = [] if parent is None else self.send_shards(version, parent, view, shards, damage)
         old = self.views[parent] if parent is not None else view
         where, tensors = self.root / self.run.branch / f"v{version}", tensor_infos(view)
