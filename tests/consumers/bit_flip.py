@@ -1,12 +1,12 @@
-"""Damage for tests: one bit of a live tensor is flipped inside the engine core of a real replica.
+"""Damage for tests: flip one bit of a live tensor inside the engine core of a real replica.
 
     bit_flip.install()                                  in the server's process, before its engine core is forked
-    await bit_flip.flip(engine, name, index, bit)       where the test holds the `ReplicaEngine`
-    bit_flip.flip_from_outside(pid)                     where it holds the process id of the server only: flips what
-                                                        `TIDEMILL_TEST_FLIP="name index bit"` said at its start
+    await bit_flip.flip(engine, name, index, bit)       if the test has the `ReplicaEngine`
+    bit_flip.flip_from_outside(pid)                     if it has only the server's process id: flips the bit that
+                                                        `TIDEMILL_TEST_FLIP="name index bit"` named at its start
 
-The engine core is a fork of the server, so that what is installed before the fork is there. `bit` counts within the
-engine's own element: bits 0 to 15 of an fp32 element are below bf16, so that it is no version's value any more.
+The engine core is a fork of the server, so that it inherits patches installed before the fork. `bit` counts within the
+engine's own element: bits 0 to 15 of an fp32 element are below bf16; if one is flipped, no version has the value.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLE = "TIDEMILL_TEST_FLIP"
 
 
 def install() -> None:
-    """Teach vLLM's engine core to flip a bit: by a utility call, and by SIGUSR1 where the environment says which."""
+    """Patch vLLM's engine core to flip a bit on a utility call, and on SIGUSR1 if the environment names the bit."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     busy_loop = EngineCoreProc.run_busy_loop
@@ -38,12 +38,12 @@ def install() -> None:
 
 
 def flip_bit(core: Any, name: str, index: int, bit: int) -> None:
-    """Flip one bit of the live element that checkpoint element `index` of tensor `name` lies in, on every rank."""
+    """Flip one bit of the live element that holds checkpoint element `index` of tensor `name`, on every rank."""
     assert any(core.collective_rpc(flip_on_rank, args=(name, index, bit)))
 
 
 def flip_on_rank(worker: Any, name: str, index: int, bit: int) -> bool:
-    """Whether the element lies on this rank, where its bit is flipped."""
+    """Flip the bit if this rank holds the element; return whether it does."""
     live = worker._tidemill.live
     layout = live.layouts[name]
     if not layout.boxes:
@@ -55,7 +55,7 @@ def flip_on_rank(worker: Any, name: str, index: int, bit: int) -> bool:
 
 
 async def flip(engine: Any, name: str, index: int, bit: int) -> None:
-    """`flip_bit` between two steps of a running `ReplicaEngine`."""
+    """Call `flip_bit` between two steps of a running `ReplicaEngine`."""
     await engine.engine_core.call_utility_async("tidemill_flip_bit", name, index, bit)
 
 

@@ -1,9 +1,9 @@
-"""Real vLLM engines driven in this process, and what the tests compare of them.
+"""Real vLLM engines driven in this process, and the results that the tests compare.
 
-    python -m tests.consumers.engine_driver DIR [KIND...]     brings engines of every kind from a version A to a version
-                                                              B and prints what is compared as one JSON line
+    python -m tests.consumers.engine_driver DIR [KIND...]     updates engines of every kind from version A to version
+                                                              B and prints the results as one JSON line
 
-A process of its own because vLLM reads its environment at import.
+It is a separate process because vLLM reads its environment at import.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Kind:
     dtype: str
     tied: bool = False
     intermediate: int = 0
-    """Of each of four experts; 0 for a dense model."""
+    """Intermediate size of each of four experts; 0 for a dense model."""
     norms: str = "bfloat16"
     """Dtype of the norms' weights in the checkpoint."""
 
@@ -51,11 +51,11 @@ KINDS = {
     "experts untied float32, padded": Kind("float32", intermediate=48),
     "experts tied bfloat16": Kind("bfloat16", tied=True, intermediate=64),
 }
-"""Each has 200 words, which the engine pads to 256 rows; 48 is padded to 64 columns."""
+"""Each has 200 words, which the engine pads to 256 rows; it pads 48 to 64 columns."""
 
 
 def prepare() -> None:
-    """Set the environment of engines and import vLLM, without looking for garbage meanwhile."""
+    """Set the environment of engines and import vLLM, with garbage collection disabled during the import."""
     prepare_environment(1)
     gc.disable()
     import vllm.v1.engine.llm_engine
@@ -65,7 +65,7 @@ def prepare() -> None:
 
 
 def make_model(kind: Kind, directory: Path) -> Path:
-    """A tiny random checkpoint of a kind."""
+    """Write a tiny random checkpoint of a kind."""
     driver.make_checkpoint(directory, tied=kind.tied)
     if kind.intermediate:
         _make_experts(kind, directory)
@@ -92,16 +92,16 @@ def _make_experts(kind: Kind, directory: Path) -> None:
 
 
 def _recast(name: str, held: Weight, kind: Kind) -> Weight:
-    """A weight of a kind, in memory of its own: the file that it was mapped from is written again."""
+    """Return a weight of a kind, copied because the file that it is mapped from is overwritten."""
     if kind.norms == "bfloat16" or not name.endswith("norm.weight"):
         return Weight(held.dtype, held.bits.copy())
-    # Low bits that bf16 does not have, so that a conversion on the way would be seen.
+    # Low bits that bf16 does not have, to detect a conversion.
     low = np.random.default_rng(5).integers(1, 1 << 16, held.bits.shape).astype(np.uint32)
     return Weight("float32", (held.bits.astype(np.uint32) << 16) | low)
 
 
 def save_view(view: View, base: Path, directory: Path) -> Path:
-    """A checkpoint with these weights and the types, configuration and tokenizer of `base`."""
+    """Write a checkpoint with these weights and the dtypes, configuration and tokenizer of `base`."""
     directory.mkdir()
     for file in base.iterdir():
         if file.suffix != ".safetensors":
@@ -114,12 +114,12 @@ def save_view(view: View, base: Path, directory: Path) -> Path:
 
 
 def total(view: View) -> str:
-    """Fingerprint of a whole version, hexadecimal."""
+    """Return the fingerprint of a whole version, in hexadecimal."""
     return sum((fingerprint(bits, TensorKey.of(name)) for name, bits in view.items()), start=ZERO).hex()
 
 
 class InProcess:
-    """One vLLM engine in this process, its engine core's methods at hand."""
+    """One vLLM engine in this process, with access to its engine core's methods."""
 
     def __init__(self, directory: Path, dtype: str, **options: Any) -> None:
         from vllm import EngineArgs, LLMEngine
@@ -144,7 +144,7 @@ class InProcess:
         self.holdings = RankCoverage(specs, boxes)
 
     def work(self, work: str, *arguments: str) -> dict[str, Any]:
-        """Have the ranks do long work, as `ReplicaEngine` does; the engine core's answer."""
+        """Run long work on the ranks, as `ReplicaEngine` does; return the engine core's answer."""
         self.core.tidemill_begin(work, list(arguments))
         deadline = time.monotonic() + 180
         while (answer := self.core.tidemill_answers()) is None:
@@ -158,13 +158,13 @@ class InProcess:
             return self.work("stage", *handed)
 
     def commit(self, version: int) -> dict[str, float]:
-        """Write what is staged; the engine core's report."""
+        """Write the staged changes; return the engine core's report."""
         report = self.core.tidemill_commit(version, False)
         assert not report["refused"], report
         return report
 
     def apply(self, old: View, new: View, version: int) -> dict[str, float]:
-        """Write the difference of two views, its elements in no order."""
+        """Write the difference of two views, with its elements in random order."""
         random, changes = np.random.default_rng(version), []
         for name in new:
             changed = random.permutation(np.flatnonzero(old[name].reshape(-1) != new[name].reshape(-1)))
@@ -178,11 +178,11 @@ class InProcess:
         return self.commit(version)
 
     def prove(self) -> dict[str, Any]:
-        """The proof."""
+        """Return the proof."""
         return asdict(self.holdings.proof([self.work("prove")]))
 
     def greedy(self) -> list[list[tuple[int, float]]]:
-        """Tokens and logprobs of a few greedy completions of `prompts`."""
+        """Return tokens and logprobs of greedy completions of `prompts`."""
         from vllm import SamplingParams
 
         for n, prompt in enumerate(prompts()):
@@ -205,12 +205,12 @@ class InProcess:
 
 
 def prompts() -> list[list[int]]:
-    """The prompts that engines are compared on."""
+    """Return the prompts on which engines are compared."""
     return [[(7 * n + 3 * i) % 190 + 5 for i in range(12 + n)] for n in range(4)]
 
 
 def logprobs_of(directory: Path, completions: list[list[tuple[int, float]]]) -> list[list[float]]:
-    """What transformers gives the tokens of completions, computed in float32."""
+    """Return the logprobs of the completions' tokens that transformers computes in float32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -224,13 +224,13 @@ def logprobs_of(directory: Path, completions: list[list[tuple[int, float]]]) -> 
 
 
 def distance(completions: list[list[tuple[int, float]]], logprobs: list[list[float]]) -> float:
-    """Mean absolute difference of logprobs."""
+    """Return the mean absolute difference of logprobs."""
     served = [[logprob for _, logprob in completion] for completion in completions]
     return float(np.abs(np.array(served) - np.array(logprobs)).mean())
 
 
 def compare(kind: Kind, root: Path) -> dict[str, Any]:
-    """An engine brought from A to B by a delta, an engine loaded with B, and transformers."""
+    """Compare an engine updated from A to B by a delta, an engine loaded with B, and transformers."""
     a = make_model(kind, root / "a")
     old = driver.view_of(a)
     new = driver.nudged(old, seed=1, fraction=0.2)
@@ -259,7 +259,7 @@ def compare(kind: Kind, root: Path) -> dict[str, Any]:
 
 
 def _damage(engine: InProcess) -> dict[str, Any]:
-    """Flip the lowest bit of one live element: no bf16 value in an fp32 engine, another value in a bf16 engine."""
+    """Flip the lowest bit of a live element: no bf16 value in an fp32 engine, another bf16 value in a bf16 engine."""
     from tests.consumers.bit_flip import flip_bit
 
     (name,) = [name for name in engine.names if name.endswith("1.self_attn.o_proj.weight")]
@@ -268,7 +268,7 @@ def _damage(engine: InProcess) -> dict[str, Any]:
 
 
 def fused_view(directory: Path) -> View:
-    """A bf16 checkpoint under the names that transformers has in memory: the experts of a layer are one tensor."""
+    """Return a bf16 checkpoint under the in-memory names of transformers: the experts of a layer are one tensor."""
     from transformers import AutoModelForCausalLM
 
     state = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).state_dict()
@@ -287,7 +287,7 @@ def _fused(engine: InProcess, b: Path) -> dict[str, Any]:
 
 
 def _reloaded(engine: InProcess, b: Path) -> dict[str, Any]:
-    """What vLLM's own reload makes of packed experts, and how a whole write heals it."""
+    """Reload with vLLM's own reload, which affects packed experts, then heal with a whole write."""
     engine.install(specs_of(map_checkpoint(b)))
     engine.core.collective_rpc("reload_weights", kwargs={"weights_path": str(b)})
     result = {"reloaded": engine.prove()["total"], "reloaded_greedy": engine.greedy()}
@@ -296,7 +296,7 @@ def _reloaded(engine: InProcess, b: Path) -> dict[str, Any]:
 
 
 def refusal(directory: Path) -> str:
-    """What a bf16 engine says to a checkpoint with float32 norms."""
+    """Return the error of a bf16 engine for a checkpoint with float32 norms."""
     from tidemill.consumers.replica.weight_map import UnsupportedModelError
 
     try:
@@ -307,7 +307,7 @@ def refusal(directory: Path) -> str:
 
 
 def experts_of(kind: str) -> str:
-    """What is said of experts that a kernel of this name multiplies by; empty where they lie as they were loaded."""
+    """Return the order or error for experts of a kernel with this name; empty if they stay as they were loaded."""
     from types import SimpleNamespace
 
     from tidemill.consumers.replica.cpu_layers import orders_of_experts

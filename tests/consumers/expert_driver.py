@@ -1,8 +1,8 @@
-"""Expert ids of a real engine, driven in this process, beside those of transformers.
+"""Expert ids of a real engine, driven in this process, compared with those of transformers.
 
-    python -m tests.consumers.expert_driver DIR     prints what is compared as one JSON line
+    python -m tests.consumers.expert_driver DIR     prints the results as one JSON line
 
-A process of its own because vLLM reads its environment at import.
+It is a separate process because vLLM reads its environment at import.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from tests.consumers import engine_driver as engines
 
 LONG, SHORT = 100, 12
-"""Tokens of the prompt that is prefilled in pieces, and sampled ones of each answer."""
+"""Number of tokens of the prompt that is prefilled in pieces, and of sampled tokens of each answer."""
 
 
 class Routed(engines.InProcess):
-    """An engine whose answers say expert ids."""
+    """An engine whose answers contain expert ids."""
 
     def install(self, specs: list[Any]) -> None:
         """Map these tensors, and keep expert ids."""
@@ -31,7 +31,7 @@ class Routed(engines.InProcess):
         self.core.tidemill_install([(spec.name, list(spec.shape), spec.dtype) for spec in specs], 0, True)
 
     def begin(self, prompts: dict[str, list[int]], salt: str, **sampling: Any) -> None:
-        """Ask for greedy answers."""
+        """Request greedy answers."""
         from vllm import SamplingParams
 
         for name, prompt in prompts.items():
@@ -39,25 +39,25 @@ class Routed(engines.InProcess):
             self.engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": salt}, asked)
 
     def end(self) -> dict[str, Any]:
-        """All answers, when they have ended."""
+        """Wait for all answers and return them."""
         done = {}
         while self.engine.has_unfinished_requests():
             done |= {output.request_id: output for output in self.engine.step() if output.finished}
         return done
 
     def answers(self, prompts: dict[str, list[int]], salt: str = "a", **sampling: Any) -> dict[str, Any]:
-        """Answers to prompts that are asked at once."""
+        """Return answers to prompts that are sent at once."""
         self.begin(prompts, salt, **sampling)
         return self.end()
 
 
 def tokens_of(output: Any) -> list[int]:
-    """Prompt and answer."""
+    """Return the tokens of prompt and answer."""
     return [*output.prompt_token_ids, *output.outputs[0].token_ids]
 
 
 def chosen(directory: Path, tokens: list[int]) -> np.ndarray:
-    """The experts that transformers sends all tokens but the last to, in order: i8[tokens - 1, layers, top_k]."""
+    """Return the sorted experts that transformers uses for all tokens but the last: i8[tokens - 1, layers, top_k]."""
     found: list[torch.Tensor] = []
     model = _model(directory)
     hooks = [
@@ -79,7 +79,7 @@ def _model(directory: Path) -> Any:
 
 
 def agreement(directory: Path, outputs: dict[str, Any]) -> dict[str, Any]:
-    """By answer: the shape of its ids, and the share of (token, layer) with the experts of transformers."""
+    """Return for each answer the shape of its ids, and the share of (token, layer) with the experts of transformers."""
     found = {}
     for name, output in outputs.items():
         ids, expected = output.outputs[0].routed_experts, chosen(directory, tokens_of(output))
@@ -89,12 +89,12 @@ def agreement(directory: Path, outputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether all answers have the same ids."""
+    """Return whether all answers have the same ids."""
     return all(np.array_equal(one[n].outputs[0].routed_experts, other[n].outputs[0].routed_experts) for n in one)
 
 
 def changed_under_way(engine: Routed, a: Path, prompt: list[int]) -> dict[str, Any]:
-    """An answer whose second half another version sampled: tokens computed before it have the first one's experts."""
+    """Change the version during an answer: tokens computed before the change have the experts of the first version."""
     old = engines.driver.view_of(a)
     engine.begin({"moved": prompt}, "c", max_tokens=2 * SHORT)
     for _ in range(SHORT):
@@ -103,7 +103,7 @@ def changed_under_way(engine: Routed, a: Path, prompt: list[int]) -> dict[str, A
     output = engine.end()["moved"]
     ids, expected = output.outputs[0].routed_experts, chosen(a, tokens_of(output))
     spans = [[int(span.version), span.start, span.end] for span in output.outputs[0].weight_versions]
-    # The token that the old version sampled last is computed by the new one.
+    # The new version computes the last token that the old version sampled.
     before = len(prompt) + spans[0][2] - 1
     alike = (np.sort(ids, -1) == expected).all(-1)
     return {"spans": spans, "rows": len(ids), "before": float(alike[:before].mean()),
@@ -116,7 +116,7 @@ def main() -> None:
     root = Path(sys.argv[1])
     kind = engines.Kind("float32", intermediate=64)
     a = engines.make_model(kind, root / "a")
-    # The longest prompt takes several steps, beside which the others decode.
+    # The longest prompt takes several steps, in which the other requests decode.
     engine = Routed(a, kind.dtype, max_num_batched_tokens=32, enable_chunked_prefill=True, max_num_seqs=4)
     prompts = {str(number): prompt for number, prompt in enumerate(engines.prompts())}
     prompts["long"] = [(11 * i) % 190 + 5 for i in range(LONG)]

@@ -1,8 +1,8 @@
-"""One prompt in different company, with and without `batch_invariant`: what its answers are, and how fast.
+"""One prompt together with different other requests, with and without `batch_invariant`: its answers and their speed.
 
-    python -m tests.consumers.invariance_driver DIR [KIND...]     prints what is compared as one JSON line
+    python -m tests.consumers.invariance_driver DIR [KIND...]     prints the results as one JSON line
 
-A process of its own because vLLM reads its environment at import.
+It is a separate process because vLLM reads its environment at import.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import numpy as np
 from tests.consumers import engine_driver as engines
 
 RUNS = 80
-"""Answers to the one prompt."""
+"""Number of answers to the one prompt."""
 AT_ONCE, OTHERS = (1, 3, 5, 11), (0, 1, 2, 16, 7, 30, 3)
-"""How many of them are asked for at once, in turn, and among how many others."""
+"""How many of them are requested at once, in turn, and with how many other requests."""
 WAYS = {"without": False, "with": True}
 Answer = tuple[tuple[int, float], ...]
 """Tokens and their logprobs."""
 
 
 def switch(on: bool) -> None:
-    """Have the engines that are started from now on be invariant, or not."""
+    """Make the engines that are started later batch-invariant, or not."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
@@ -45,10 +45,10 @@ def switch(on: bool) -> None:
 
 
 def waves(words: int, length: int, runs: int, tokens: int) -> Iterator[dict[str, tuple[list[int], int, str]]]:
-    """Requests that are asked for at once: by name a prompt, the length of its answer and a salt.
+    """Yield requests that are sent at once: by name, a prompt, the length of its answer and a salt.
 
-    Some have the one prompt, named with the number of their run. Their company differs in number, length and place.
-    In the second half their salt is that of an earlier run, so that a part of the prompt is found in the cache.
+    Some have the one prompt, named with the number of their run. The others differ in number, length and position.
+    In the second half, a run has the salt of an earlier run, so that a part of the prompt is found in the cache.
     """
     random = np.random.default_rng(1)
     prompt = random.integers(2, words, length).tolist()
@@ -67,7 +67,7 @@ def waves(words: int, length: int, runs: int, tokens: int) -> Iterator[dict[str,
 
 
 def answers(engine: Any, wanted: dict[str, tuple[list[int], int, str]]) -> dict[str, Answer]:
-    """Greedy answers to requests that are asked for at once."""
+    """Return greedy answers to requests that are sent at once."""
     from vllm import SamplingParams
 
     for name, (prompt, tokens, salt) in wanted.items():
@@ -84,7 +84,7 @@ def answers(engine: Any, wanted: dict[str, tuple[list[int], int, str]]) -> dict[
 
 
 def unfit(engine: Any) -> str:
-    """What is said of an engine's layers as invariant ones; empty for layers that are."""
+    """Return the error for an engine whose layers are not batch-invariant; empty if they are."""
     from tidemill.consumers.replica.cpu_layers import require_tokenwise
     from tidemill.consumers.replica.weight_map import UnsupportedModelError
 
@@ -98,14 +98,14 @@ def unfit(engine: Any) -> str:
 def compare(
     directory: Path, dtype: str, *, words: int, length: int, tokens: int, runs: int = RUNS, **options: Any
 ) -> dict[str, dict[str, Any]]:
-    """What `runs` answers to the one prompt are, by way; and tokens sampled in a second of processor time.
+    """Compare `runs` answers to the one prompt, by way, and measure tokens sampled per second of processor time.
 
-    The engines answer in turn, so that whatever else the machine does meets both: `speed` is the median over waves.
+    The engines answer in turn, so that other load on the machine affects both: `speed` is the median over waves.
     """
     made = {}
     for way, on in WAYS.items():
         switch(on)
-        # Prompts are computed in pieces whose borders depend on the company.
+        # Prompts are computed in pieces whose borders depend on the other requests.
         made[way] = engines.InProcess(
             directory, dtype, max_model_len=4 * length, max_num_batched_tokens=4 * length, max_num_seqs=48,
             enable_chunked_prefill=True, **options,
@@ -138,7 +138,7 @@ def compare(
 
 
 async def refusal(directory: Path, on: bool) -> str:
-    """What a replica says at its start of being invariant with such an engine; empty if it starts."""
+    """Return the error of a replica's invariance check at its start, with the setting on or off; empty if it passes."""
     from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
     from tidemill.consumers.replica.engine import ReplicaEngine
     from tidemill.consumers.replica.server import server_arguments
@@ -163,7 +163,7 @@ def main() -> None:
     root, found = Path(sys.argv[1]), {}
     kinds = {"dense": engines.KINDS["dense tied float32"], "experts": engines.Kind("float32", intermediate=64)}
     made = {name: engines.make_model(kind, root / name) for name, kind in kinds.items()}
-    # First: a server forks its engine, which it can do before this process has computed anything.
+    # This is first: a server forks its engine, which is only possible before this process has computed anything.
     found["refusal"] = {way: asyncio.run(refusal(made["dense"], on)) for way, on in WAYS.items()}
     for name, runs in {"dense": RUNS, "experts": RUNS // 4}.items():
         found[name] = compare(made[name], "float32", words=190, length=40, tokens=8, runs=runs)

@@ -1,4 +1,4 @@
-"""Records of product traffic for the tests of rights, trace, sink and queries: interactions, signals, ends, batches."""
+"""Records of product traffic for the tests of rights, trace, sink and queries."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def request(user: str, wish: r.UserWish, at: int) -> r.UserRequest:
 
 
 class ProductLog:
-    """Writes product records where their producers write them."""
+    """Writes product records to the topics and partitions that their producers use."""
 
     def __init__(self, kafka: KafkaSettings, partitions: int) -> None:
         self._producer = RecordProducer(kafka, "test-product")
         self._partitions = partitions
 
     def write(self, *records: r.Interaction | r.Feedback | r.Outcome | r.OnlineBatch) -> None:
-        """Write and wait for the log."""
+        """Write records and wait until the log has acknowledged them."""
         for record in records:
             match record:
                 case r.Interaction():
@@ -127,10 +127,10 @@ class ProductLog:
 
 
 def product_run() -> list[r.Record]:
-    """Seven answers in two arms, two batches, one step; many records twice, as at-least-once delivery writes them.
+    """Return records of seven answers in two arms, two batches and one step; many twice, as in at-least-once delivery.
 
-    i0 and i1 are in the trained batch, and the trainer left i1 out, whose reward is corrected later; i2 has no signal,
-    i3 is a bot's, i5 is open; of i4 and i6 one was dropped and one waits.
+    i0 and i1 are in the trained batch; the trainer excluded i1, and its reward is corrected later. i2 has no signal,
+    i3 is from a bot, i5 is open. Of i4 and i6, one was dropped and one waits.
     """
     served = [interaction(f"i{n}", f"user{n}", arm="canary" if n > 3 else "stable") for n in range(7)]
     made = {0: 0.0, 4: 0.0, 6: 1.0}
@@ -176,7 +176,7 @@ def product_run() -> list[r.Record]:
 
 
 def two_people() -> list[r.Record]:
-    """Ann and bob with an interaction each, their ends, what they and a judge said, and the batch with both."""
+    """Return an interaction each of ann and bob, the outcomes, their and a judge's signals, and the batch with both."""
     records: list[r.Record] = []
     ends = []
     for user in ("ann", "bob"):

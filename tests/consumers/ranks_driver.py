@@ -1,13 +1,13 @@
-"""A replica's engine of several ranks, driven in this process, and what the tests compare of it.
+"""A replica's engine of several ranks, driven in this process, and the results that the tests compare.
 
     python -m tests.consumers.ranks_driver DIR SETTINGS dense|experts
-        takes versions A, B, A ... under load, damages single ranks, and prints one JSON line; SETTINGS: JSON of
+        applies versions A, B, A ... under load, damages single ranks, and prints one JSON line; SETTINGS: JSON of
         `ReplicaSettings`
     python -m tests.consumers.ranks_driver DIR SETTINGS experts together
-        the same in short, for engine cores that compute together
+        a shorter test of the same kind, for engine cores that compute together
 
-The server's part of the engine is this process; engine cores and workers are forks of it, so that what is installed
-here is there as well. A process of its own because vLLM reads its environment at import.
+The server's part of the engine is this process; engine cores and workers are forks of it, so that they inherit the
+patches of `install`. It is a separate process because vLLM reads its environment at import.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from tidemill.kernels.weights.mirror import ElementChange
 TOKENS, REQUESTS, MOVES = 64, 4, 5
 OTHER_VERSION = "another version"
 _record: dict[str, list[int]] = {}
-"""In a worker: the version that each forward pass of a request used, as the worker itself counts commits."""
+"""In a worker: the version that each forward pass of a request used, counted by the worker's own commits."""
 _held = [0]
 _torn = [0]
 """In a worker: exchanges of tokens between engine cores that did not hold the same version."""
 
 
 def install() -> None:
-    """Teach the workers to record, and to fail: before the engine is started."""
+    """Patch the workers to record and to fail on request; call it before the engine starts."""
     import torch
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -73,7 +73,7 @@ def install() -> None:
     def tidemill_commit(worker: Any) -> Any:
         if "commit" in broken:
             broken.clear()
-            worker._tidemill.live._writes += 1  # as if something else had written
+            worker._tidemill.live._writes += 1  # as if other code had written
         answer = commit(worker)
         _held[0] += not answer["fault"]
         return answer
@@ -99,14 +99,14 @@ def install() -> None:
 
 
 class Versions:
-    """Two versions of a checkpoint, and an engine that goes from one to the other."""
+    """Two versions of a checkpoint, and an engine that alternates between them."""
 
     def __init__(self, engine: Any, views: list[Any]) -> None:
         self.engine, self.views, self.number = engine, views, 0
         self.totals = [engines.total(view) for view in views]
 
     async def move(self) -> Any:
-        """Take the other version."""
+        """Apply the other version."""
         old, new = self.views[self.number % 2], self.views[(self.number + 1) % 2]
         changes = []
         for name in new:
@@ -117,14 +117,14 @@ class Versions:
         return applied
 
     async def proved(self) -> str:
-        """Empty where the ranks hold the version, else why not."""
+        """Return an empty string if the ranks hold the version, otherwise the reason."""
         proof = await self.engine.prove()
         right = proof.total == self.totals[self.number % 2]
         return proof.damage or ("" if right else OTHER_VERSION)
 
 
 async def start(directory: Path, settings: ReplicaSettings, specs: list[TensorSpec] | None = None) -> Any:
-    """An engine on a checkpoint, which is version 0."""
+    """Start an engine on a checkpoint, which is version 0."""
     from tidemill.consumers.replica.engine import ReplicaEngine
     from tidemill.consumers.replica.server import server_arguments
 
@@ -134,7 +134,7 @@ async def start(directory: Path, settings: ReplicaSettings, specs: list[TensorSp
 
 
 async def request(engine: Any, number: int, **sampling: Any) -> Any:
-    """One finished answer."""
+    """Return one finished answer."""
     from vllm import SamplingParams
 
     prompt = {"prompt_token_ids": [(7 * number + 3 * i) % 190 + 5 for i in range(12)]}
@@ -144,14 +144,14 @@ async def request(engine: Any, number: int, **sampling: Any) -> Any:
 
 
 async def greedy(engine: Any) -> list[list[int]]:
-    """Tokens of a few greedy answers."""
+    """Return the tokens of three greedy answers."""
     found = [request(engine, 1000 + n, temperature=0, max_tokens=12) for n in range(3)]
     return [list(output.outputs[0].token_ids) for output in await asyncio.gather(*found)]
 
 
 async def under_load(engine: Any, versions: Versions, moves: int, first: int = 0) -> dict[str, Any]:
-    """Versions while requests run, numbered from `first` on: what was proved, the times, and the spans beside the
-    workers' own record."""
+    """Apply versions while requests run, numbered from `first`; return proofs, timings, and a comparison of the
+    version spans with the workers' own record."""
     numbers = range(first, first + REQUESTS)
     load = [asyncio.create_task(request(engine, n, temperature=1.0, max_tokens=TOKENS)) for n in numbers]
     objections, applied = [], []
@@ -169,7 +169,7 @@ async def under_load(engine: Any, versions: Versions, moves: int, first: int = 0
         told = output.outputs[0].weight_versions
         spans += len(told)
         said = [int(span.version) for span in told for _ in range(span.start, span.end)]
-        # Every rank of the engine that answered has a record of it, rank by rank the same.
+        # Every rank of the engine that answered has a record of the request, and all these records are equal.
         wrong += sum(one != other for each in made for one, other in zip(said, each, strict=True)) + (not made)
     return {
         "objections": objections, "running": running, "wrong": wrong, "spans": spans,
@@ -179,9 +179,9 @@ async def under_load(engine: Any, versions: Versions, moves: int, first: int = 0
 
 
 async def damages(engine: Any, versions: Versions) -> dict[str, Any]:
-    """What the engine says to damage of its last rank alone, and what it then holds."""
+    """Damage only the last rank; return the engine's errors and the state after each."""
     found: dict[str, Any] = {}
-    await versions.move()  # one that could be taken back
+    await versions.move()  # an update that could be undone
     for what in ("shard", "commit"):
         await engine.collective_rpc("test_break", args=(1, what))
         try:
@@ -205,7 +205,7 @@ async def damages(engine: Any, versions: Versions) -> dict[str, Any]:
 
 
 async def under_fused_names(engine: Any, directory: Path) -> list[str]:
-    """Takes a version and comes back, under the names that transformers has in memory; the objections."""
+    """Apply a version and go back, with the in-memory names of transformers; return the proofs' errors."""
     view = engines.fused_view(directory)
     await engine.map([TensorSpec(name, bits.shape, "bfloat16") for name, bits in view.items()])
     versions, found = Versions(engine, [view, engines.driver.nudged(view, seed=3)]), []
@@ -217,7 +217,7 @@ async def under_fused_names(engine: Any, directory: Path) -> list[str]:
 
 
 async def kill_a_rank(engine: Any, versions: Versions) -> str:
-    """SIGKILL the last worker once everything is staged; what the next call then says."""
+    """Send SIGKILL to the last worker when everything is staged; return the error of the next call."""
     done = engine._done
 
     async def killing(*arguments: Any) -> Any:
@@ -232,7 +232,7 @@ async def kill_a_rank(engine: Any, versions: Versions) -> str:
 
 
 async def kill_the_core(engine: Any) -> str:
-    """SIGKILL the engine core with a call in its hands, and ranks that notice nothing; what the call then says."""
+    """Send SIGKILL to the engine core during a call, with its ranks suspended; return the error of the call."""
     (core,) = [one for one in psutil.Process().children() if one.children()]
     ranks = [one for one in core.children() if "resource_tracker" not in " ".join(one.cmdline())]
     assert len(ranks) == 2, "two ranks and vLLM's tracker of shared memory"
@@ -246,7 +246,7 @@ async def kill_the_core(engine: Any) -> str:
 
 
 async def on_core(engine: Any, number: int, method: str, *arguments: Any) -> Any:
-    """What the one rank of an engine core answers."""
+    """Return the answer of the one rank of an engine core."""
     cores = engine.engine_core
     call = cores._call_utility_async("collective_rpc", method, None, arguments, None, engine=cores.core_engines[number])
     (answer,) = await call
@@ -254,7 +254,7 @@ async def on_core(engine: Any, number: int, method: str, *arguments: Any) -> Any
 
 
 def one_by_one(engine: Any) -> None:
-    """Have the engine cores hear of a write one after the other, as they may by chance."""
+    """Send a write to the engine cores one after the other, as can happen by chance."""
     cores = engine.engine_core
     at_once = cores.call_utility_all_async
 
@@ -267,7 +267,7 @@ def one_by_one(engine: Any) -> None:
 
 
 async def together(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str, Any]:
-    """Versions under load on two engine cores of one rank each, and damage of the second one alone."""
+    """Apply versions under load on two engine cores of one rank each, and damage only the second."""
     a = engines.make_model(kind, root / "a")
     old = engines.driver.view_of(a)
     install()
@@ -298,7 +298,7 @@ async def together(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str
 
 
 async def ending(work: Any) -> str:
-    """The error with which a call ends."""
+    """Return the error with which a call ends."""
     try:
         await asyncio.wait_for(work, 60)
     except Exception as error:  # noqa: BLE001 - the test says which one it must be
@@ -334,7 +334,7 @@ async def compare(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str,
     children = psutil.Process().children(recursive=True)
     engine.shutdown()
     result["left"] = len(psutil.wait_procs(children, timeout=20)[1])
-    # Where there are experts, each of these ranks holds whole ones.
+    # If there are experts, each of these ranks holds whole ones.
     fresh = await start(b, settings.model_copy(update={"expert_parallel": bool(kind.intermediate)}))
     result["fresh"] = await greedy(fresh)
     if kind.intermediate:

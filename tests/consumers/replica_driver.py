@@ -1,10 +1,10 @@
-"""Helpers of the replica's tests: a tiny checkpoint, versions published without a Kafka, and a program.
+"""Helpers of the replica's tests: a tiny checkpoint, versions published without Kafka, and a program.
 
     python -m tests.consumers.replica_driver CONFIG
-        one engine with its HTTP server and its subscriber; records come on standard input, acknowledgements leave on
-        standard output, a base64 line each
+        one engine with its HTTP server and its subscriber; reads records from standard input and writes
+        acknowledgements to standard output, as one base64 line each
 
-A process of its own because vLLM reads its environment at import.
+It is a separate process because vLLM reads its environment at import.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CODEC = Codec(None)
 
 
 def make_checkpoint(directory: Path, *, tied: bool = True, vocabulary: int = 200, seed: int = 0, **size: int) -> Path:
-    """A random two-layer Qwen3 in bf16 with a word-level tokenizer; 200 words are padded to 256 rows in the engine."""
+    """Write a random two-layer bf16 Qwen3 with a word-level tokenizer; the engine pads 200 words to 256 rows."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -75,13 +75,13 @@ def make_checkpoint(directory: Path, *, tied: bool = True, vocabulary: int = 200
 
 
 def view_of(directory: Path) -> ServingView:
-    """A checkpoint's bf16 bits by tensor, in their shapes."""
+    """Return a checkpoint's bf16 bits by tensor name, in the tensors' shapes."""
     tensors = map_checkpoint(directory)
     return {spec.name: bits_in_memory(tensors, spec.name).reshape(spec.shape) for spec in specs_of(tensors)}
 
 
 def nudged(view: ServingView, seed: int, fraction: float = 0.01) -> ServingView:
-    """The view with some elements replaced by other finite values, in every tensor."""
+    """Return the view with some elements of every tensor replaced by other finite values."""
     random = np.random.default_rng(seed)
     changed = {}
     for name, bits in view.items():
@@ -109,11 +109,11 @@ class MemoryLog:
             return found
 
     def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
-        """As `RecordProducer.send_acked`."""
+        """Like `RecordProducer.send_acked`."""
         return [self.append(record).position for _, record in records]
 
     def poll(self, timeout_s: float, max_records: int) -> list[ConsumedRecord]:
-        """As `LogReader.poll`."""
+        """Like `LogReader.poll`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with self.lock:
@@ -125,19 +125,19 @@ class MemoryLog:
         return []
 
     def seek(self, topic: Topic, partition: int, offset: int) -> None:
-        """As `LogReader.seek`."""
+        """Like `LogReader.seek`."""
         self.at = offset
         self.sought.append(offset)
 
     def next_offsets(self) -> dict[tuple[Topic, int], int]:
-        """As `LogReader.next_offsets`."""
+        """Like `LogReader.next_offsets`."""
         return {(Topic.DELTAS, 0): self.at}
 
 
 def send_delta(
     log: Any, version: int, base: int, old: ServingView, new: ServingView, n_shards: int = 1, store: Path | None = None
 ) -> tuple[list[ShardPosition], int, int]:
-    """Write the delta from `base` to `version` to a log, or to `store`: its shards, bytes and changed elements."""
+    """Write the delta from `base` to `version` to a log or to `store`; return shards, bytes and changed elements."""
     shards, n_bytes, n_changed = [], 0, 0
     names, limit = list(new), 0 if store else None
     for number in range(n_shards):
@@ -155,14 +155,14 @@ def publish_skip(log: Any, version: int, base: int, old: ServingView, new: Servi
 
 
 def anchored(directory: Path, manifest: Manifest) -> Mirror:
-    """A mirror with the version of an anchor."""
+    """Return a mirror that holds the version of an anchor."""
     mirror = Mirror()
     Draft(mirror).load(map_checkpoint(directory).items(), str(directory), manifest)
     return mirror
 
 
 def anchor_of(directory: Path) -> Anchor:
-    """A checkpoint directory as an anchor."""
+    """Return the anchor of a checkpoint directory."""
     return Anchor(str(directory), sum(file.stat().st_size for file in directory.iterdir()))
 
 
@@ -170,9 +170,9 @@ def publish(
     log: Any, version: int, old: ServingView | None, new: ServingView, anchor: Path | None = None,
     *, parent: int | None = None, **how: Any,
 ) -> Manifest:  # fmt: skip
-    """Write a version's chunks to `log` and return its manifest; the parent is the version before, where none is given.
+    """Write a version's chunks to `log` and return its manifest; the default parent is the previous version.
 
-    `how` is as for `send_delta`.
+    `how` is passed to `send_delta`.
     """
     shards, n_bytes, n_changed = [], 0, 0
     parent = version - 1 if parent is None else parent
@@ -189,7 +189,7 @@ def publish(
 
 
 def corrupt(log: MemoryLog, offset: int) -> None:
-    """Flip one bit of the payload of a chunk in the log, its digest left as it was."""
+    """Flip one bit of the payload of a chunk in the log and keep its digest."""
     located = log.located[offset]
     payload = bytearray(located.record.payload)
     payload[len(payload) // 2] ^= 1
@@ -198,12 +198,12 @@ def corrupt(log: MemoryLog, offset: int) -> None:
 
 
 def to_line(record: Record) -> str:
-    """A record as a base64 line."""
+    """Encode a record as a base64 line."""
     return base64.b64encode(CODEC.encode(record)).decode()
 
 
 def from_line(line: str) -> Record:
-    """The inverse of `to_line`."""
+    """Decode a line of `to_line`."""
     return CODEC.decode(base64.b64decode(line))
 
 
@@ -215,7 +215,7 @@ async def _lines() -> Any:
 
 
 async def serve(config: dict[str, Any]) -> None:
-    """The role without its Kafka: what comes on standard input is the log."""
+    """Run the role without Kafka: standard input is the log."""
     from tidemill.consumers.replica.config import ReplicaSettings
     from tidemill.consumers.replica.role import running_replica
     from tidemill.consumers.replica.staging import StartVersion
@@ -262,7 +262,7 @@ async def _obey(line: str, engine: Any, subscriber: Any, log: MemoryLog) -> None
 
 
 def save_view(view: ServingView, base: Path, directory: Path) -> Path:
-    """A checkpoint directory with these weights."""
+    """Write a checkpoint directory with these weights and the other files of `base`."""
     write_anchor(str(directory), base, view)
     return directory
 

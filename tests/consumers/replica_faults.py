@@ -1,10 +1,10 @@
-"""The six faults of a weight log, each told as a story on a real Kafka: what happens, and what the replica says.
+"""The faults of a weight log and a late joiner, each as a story on a real Kafka with the replica's reactions.
 
-    story = STORIES["gap"](Site(kafka_settings, directory))
+    STORIES["gap"](Site(kafka_settings, directory))
 
-The replica is the real one up to its engine, which is made of arrays: join, fetch, decode, mirror, plans and ledger.
+The replica is real (join, fetch, decode, mirror, plans and ledger) except for its engine, which is made of arrays.
 Every story begins with a replica at version 0, the only anchor, and ends healed: the engine then holds the newest
-version's weights, bit for bit. `Site.acks` is the log of how.
+version's weights, bit for bit. `Site.acks` contains the acknowledgements on the way.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ CHUNK_BYTES = 256
 """Small, so that a delta has several chunks."""
 
 Tamper = Callable[[DeltaChunk], list[DeltaChunk]]
-"""What is written to the log instead of a chunk."""
+"""Returns the chunks that are written to the log in place of a chunk."""
 
 
 class Tampering:
-    """A producer whose chunks are tampered with on the way; positions are those of the first chunk written for each."""
+    """A producer that changes chunks before it writes them; a position is that of the first chunk written for each."""
 
     def __init__(self, producer: RecordProducer, tamper: Tamper) -> None:
         self._producer, self._tamper = producer, tamper
@@ -68,13 +68,13 @@ class Site:
 
     @property
     def acks(self) -> list[WeightAck]:
-        """Everything that the replica said."""
+        """All acknowledgements of the replica."""
         return self.replica.acks
 
     def make(
         self, version: int, parent: int, *, anchor: bool = False, seed: int = 0, tamper: Tamper | None = None
     ) -> Manifest:
-        """Train a version from its parent and write its chunks; its manifest is not written yet."""
+        """Make a version from its parent and write its chunks, without its manifest."""
         new = driver.nudged(self.views[parent], seed or version, fraction=0.2)
         self.view = self.views[version] = new
         where = self.directory / f"v{version}"
@@ -96,7 +96,7 @@ class Site:
         return self.commit(self.make(version, version - 1 if parent is None else parent, **how))
 
     def follow(self) -> None:
-        """Let the replica act on everything that the log holds by now."""
+        """Let the replica process all records in the log."""
         self.replica.observe(*(located.record for located in self.records.read_to_end()))
 
     def healed(self) -> bool:
@@ -105,7 +105,7 @@ class Site:
         return self.replica.engine.version == newest and self.replica.engine.holds(self.views[newest])
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close the replica, its readers and the producer."""
         self.replica.close()
         for reader in (self.chunks, self.records):
             reader.close()
@@ -113,7 +113,7 @@ class Site:
 
 
 def late_joiner(site: Site) -> None:
-    """A replica starts when six versions have gone by: it replays their deltas on the anchor, then follows."""
+    """A replica starts after six versions: it replays their deltas on the anchor, then follows."""
     for version in range(1, 7):
         site.train(version)
     state = ReplicaState(driver.RUN.run_id, driver.RUN.branch)
@@ -137,7 +137,7 @@ def gap(site: Site) -> None:
 
 
 def fork(site: Site) -> None:
-    """Two trainers write a version: the first one stands, the second is refused, and the chain goes on."""
+    """Two trainers write a version: the first one stays, the second is refused, and the chain continues."""
     site.train(1)
     site.follow()
     first = site.views[1]
@@ -149,7 +149,7 @@ def fork(site: Site) -> None:
 
 
 def duplicated_chunks(site: Site) -> None:
-    """Chunks lie in the log twice, which changes nothing; then a manifest names one of them twice, and is refused."""
+    """Chunks are in the log twice, which changes nothing; then a manifest names one of them twice and is refused."""
     site.train(1, tamper=lambda chunk: [chunk, chunk])
     site.follow()
     _misplaced(site, lambda offsets: [offsets[0], *offsets[:-1]])
@@ -173,7 +173,7 @@ def _misplaced(site: Site, move: Callable[[list[int]], list[int]]) -> None:
 
 
 def corrupt_chunk(site: Site) -> None:
-    """A bit of a chunk flips; then one flips and the chunk's own digest with it; the next anchor leads past both."""
+    """A bit of a chunk flips, then a bit and the chunk's digest change together; the next anchor leads past both."""
     site.train(1, tamper=lambda chunk: [_flipped(chunk)])
     site.follow()
     site.train(2, anchor=True)

@@ -1,4 +1,4 @@
-"""Replicas as processes on a real Kafka, and a trainer of a tiny model: what the role's tests and the soak share."""
+"""Helpers of the role's tests and the soak: replicas as processes on a real Kafka, and a trainer of a tiny model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ run(KafkaSettings(**kafka), RunSettings(**run_), ReplicaSettings(**replica), Cha
 
 
 class Trainer:
-    """Publishes versions of a tiny checkpoint as the trainer does, version 0 at once."""
+    """Publishes versions of a tiny checkpoint as the trainer does; the constructor publishes version 0."""
 
     def __init__(self, settings: KafkaSettings, root: Path, publish: PublishSettings | None = None) -> None:
         create_topics(settings)
@@ -64,14 +64,14 @@ class Trainer:
 
 
 class Acks:
-    """Every acknowledgement in the log, by replica, read as they come."""
+    """The acknowledgements in the log, by replica, read as they arrive."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._reader = LogReader(settings, [Topic.ACKS])
         self.by_replica: dict[str, list[WeightAck]] = {}
 
     def until(self, happened: Callable[[dict[str, list[WeightAck]]], bool], deadline_s: float = 240.0) -> None:
-        """Read until something happened. Raises TimeoutError."""
+        """Read until `happened` returns true. Raises TimeoutError."""
         end = time.monotonic() + deadline_s
         while not happened(self.by_replica):
             if time.monotonic() > end:
@@ -82,19 +82,19 @@ class Acks:
                     self.by_replica.setdefault(located.record.replica_id, []).append(located.record)
 
     def until_serving(self, version: int, *replicas: str, deadline_s: float = 240.0) -> None:
-        """Read until the last word of each replica is that it serves `version`."""
+        """Read until the last acknowledgement of each replica reports that it serves `version`."""
         self.until(
             lambda acks: all(name in acks and acks[name][-1].serving_version == version for name in replicas),
             deadline_s,
         )
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._reader.close()
 
 
 class RoleProcess:
-    """One replica's process. Starts at once; its log file lies in `root` under its id."""
+    """One replica's process. The constructor starts it; its log file is in `root`, named by its id."""
 
     def __init__(self, settings: KafkaSettings, root: Path, replica_id: str, **replica: Any) -> None:
         chosen = {"replica_id": replica_id, "port": 0, "kv_cache_mb": 16, "max_num_seqs": 16, **replica}
@@ -107,17 +107,17 @@ class RoleProcess:
             )
 
     def text(self) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         return self._log.read_text()[-4000:] if self._log.exists() else ""
 
     def address(self) -> str:
-        """Where it serves; empty before it says so."""
+        """Return the address where it serves; empty before its log contains it."""
         own = self._log.read_bytes()[self._begins_at :].decode(errors="replace").splitlines()
         addresses = [line.split()[-1] for line in own if "serving version" in line]
         return addresses[-1] if addresses else ""
 
     def status(self, deadline_s: float = 180.0) -> dict[str, Any]:
-        """What it says of itself over HTTP, whose port opens after its first acknowledgement."""
+        """Return its status over HTTP; the port opens after its first acknowledgement."""
 
         def answer() -> dict[str, Any]:
             with suppress(httpx.TransportError):
@@ -128,14 +128,14 @@ class RoleProcess:
         return until(answer, lambda: f"{self.replica_id} did not answer: {self.text()}", deadline_s, pause_s=0.1)
 
     def end(self) -> None:
-        """SIGTERM: everything below it ends with it. Raises AssertionError when it does not."""
+        """Send SIGTERM: all its child processes end too. Raises AssertionError if they do not."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(60) == 0, self.text()
         assert not psutil.wait_procs(children, timeout=60)[1]
 
     def kill(self) -> None:
-        """SIGKILL, and wait until its engine core is gone too."""
+        """Send SIGKILL and wait until its engine core has ended too."""
         try:
             children = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""What the replica's tests share: programs with real engines, and a subscriber over an engine of plain arrays."""
+"""Helpers of the replica's tests: programs with real engines, and a subscriber with an engine of plain arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def driven(program: str, *arguments: object) -> Any:
-    """What a program of this folder prints last, as JSON: in a process of its own, as vLLM's environment demands."""
+    """Run a program of this folder in its own process, as vLLM requires, and return its last line, parsed as JSON."""
     command = [sys.executable, "-m", f"tests.consumers.{program}", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -37,20 +37,20 @@ SHAPES = {"a.weight": (40, 30), "b.weight": (500,)}
 
 
 def small_view(seed: int = 0):
-    """A few tensors of finite bf16 patterns."""
+    """Return a few tensors of finite bf16 patterns."""
     random = np.random.default_rng(seed)
     return {name: random.integers(0, 1 << 14, shape, dtype=np.uint16) for name, shape in SHAPES.items()}
 
 
 def base_directory(directory: Path) -> Path:
-    """A model directory that anchors can be made from."""
+    """Make a model directory from which anchors can be written."""
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     return directory
 
 
 class ArrayEngine:
-    """The subscriber's engine over arrays in checkpoint coordinates, whose memory can be made to fail."""
+    """The subscriber's engine on arrays in checkpoint coordinates; its memory can be made to fail."""
 
     def __init__(self, version, view):
         self.live = {name: bits.reshape(-1).copy() for name, bits in view.items()}
@@ -93,12 +93,12 @@ class ArrayEngine:
         return Proof(total, {name: value.hex() for name, value in tensors.items()}, "", 0.1)
 
     def holds(self, view) -> bool:
-        """Whether it serves exactly these weights."""
+        """Return whether it serves exactly these weights."""
         return all(np.array_equal(self.live[name], bits.reshape(-1)) for name, bits in view.items())
 
 
 class ArrayReplica:
-    """A subscriber over an `ArrayEngine` that serves the version of an anchor."""
+    """A subscriber with an `ArrayEngine` that serves the version of an anchor."""
 
     def __init__(self, first: Manifest, chunks, directory: Path, timeout_s: float = 0.5, reason="start", pool=Pool.ALL):
         anchor = Path(first.anchor.uri)
@@ -118,7 +118,7 @@ class ArrayReplica:
         (self.acks if isinstance(record, WeightAck) else self.lags).append(record)
 
     def observe(self, *records):
-        """Hand records over at once; returns the acknowledgements that they caused."""
+        """Pass records at once to the subscriber; return the acknowledgements that they caused."""
         before = len(self.acks)
         for record in records:
             self.subscriber.receive(record)

@@ -1,4 +1,4 @@
-"""What the sink's tests share: generated records of every type, and a small run whose numbers are known."""
+"""Helpers of the sink's tests: generated records of every type, and a small run whose numbers are known."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def segments(draw: st.DrawFn) -> r.Segment:
 
 def strategy_of(name: str, hint: Any) -> st.SearchStrategy[Any]:
     if name in PACKED and hint is bytes:
-        # Real numbers: bytes of any kind would make a NaN now and then, which equals nothing.
+        # Arbitrary bytes would sometimes be a NaN, which is not equal to itself.
         return st.lists(st.integers(0, 2**20), max_size=20).map(lambda n: np.array(n, PACKED[name]).tobytes())
     if name == "at" or name.endswith("_at"):
         return TIMES
@@ -70,7 +70,7 @@ def topic_of(record: object) -> Topic:
 
 
 def rows_of(records: list[Any], partition: int = 0, first: int = 0) -> list[Row]:
-    """Records as rows of their topics, with offsets from `first` within each topic."""
+    """Return records as rows of their topics, with offsets from `first` within each topic."""
     reached: dict[Topic, int] = {}
     rows = []
     for record in records:
@@ -91,7 +91,7 @@ def segment(versions: list[int]) -> r.Segment:
 def rollout(
     name: str, group: str, mode: r.Mode = r.Mode.TRAIN, versions: tuple[int, ...] = (1,), success: bool | None = True
 ) -> r.Rollout:
-    """A rollout that took the second after START_US; `success=None` is a failed one."""
+    """Return a rollout that ran in the second after START_US; `success=None` makes a failed one."""
     failed = success is None
     return build(
         r.Rollout, rollout_id=name, group_id=group, task_id=f"task-{group}", mode=mode, group_size=2,
@@ -118,7 +118,7 @@ def task(name: str, mode: r.Mode) -> r.Task:
 
 
 def step(number: int, inputs: list[r.StepInput], exclusions: list[r.StepExclusion]) -> r.TrainStep:
-    """A step from half a second to one and a half after START_US."""
+    """Return a step that ran from 0.5 to 1.5 seconds after START_US."""
     return build(
         r.TrainStep, step=number, inputs=inputs, exclusions=exclusions, config_hash="c", objective="composer2",
         learning_rate=0.001, metrics={"policy_lag_bound": 4.0}, lag=[r.LagCount(0, 30), r.LagCount(2, 10)], rollouts=2,
@@ -147,7 +147,7 @@ def ack(version: int, status: r.AckStatus) -> r.WeightAck:
 
 
 def small_run() -> list[Any]:
-    """Two trained rollouts (one over two versions), an excluded group, a failed rollout, an open one, one held out."""
+    """Two trained rollouts (one over two versions), an excluded group, and a failed, an open and a held-out rollout."""
     trained = [rollout("a", "g0"), rollout("b", "g0", versions=(1, 2), success=False)]
     excluded = [rollout("c", "g1"), rollout("d", "g1", success=None)]
     held_out = [rollout("e", "g2", r.Mode.EVAL, versions=(1,))]

@@ -1,4 +1,4 @@
-"""Sink, queries and page on a ClickHouse server, reached by settings alone: as on the embedded engine."""
+"""Sink, queries and page on a ClickHouse server, selected by settings alone: same results as the embedded engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SinkSettings]:
 
 @pytest.fixture(scope="module")
 def filled(server: SinkSettings) -> SinkSettings:
-    """A server with the run of the page's tests, which the sink has written."""
+    """A server to which the sink has written the run of the page's tests."""
     with open_tables(server) as (writer, url):
         assert url == server.server_url
         reached: dict[str, int] = {}
@@ -75,7 +75,7 @@ def test_an_erasure_deletes(server: SinkSettings):
 
 @pytest.fixture(scope="module")
 def page(filled: SinkSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a page over the server."""
+    """The address of a page that reads the server."""
     folder = tmp_path_factory.mktemp("page")
     settings = {"host": filled.host, "port": filled.port, "user": filled.user, "path": folder / "none"}
     words = [word for name, value in settings.items() for word in ("--set", f"sink.{name}={value}")]
@@ -91,7 +91,7 @@ def test_a_panel_shows_the_rows_of_its_query(filled: SinkSettings, page: str, na
 
 
 def asked(page: str, sql: str) -> httpx.Response:
-    """The answer of the view Ask."""
+    """Return the response of the view Ask."""
     return httpx.post(f"{page}/ask/rows.json", data={"q": sql}, timeout=60)
 
 
@@ -129,6 +129,6 @@ def test_a_query_only_reads(filled: SinkSettings):
             ask(filled, sql)
 
 
-def test_a_wrong_password_says_so(server: SinkSettings):
+def test_a_wrong_password_is_a_clear_error(server: SinkSettings):
     with pytest.raises(QueryFailed, match="password is incorrect"):
         ask(server.model_copy(update={"password": type(server.password)("wrong")}), "SELECT 1")

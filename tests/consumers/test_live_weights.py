@@ -1,4 +1,4 @@
-"""Live weights over plain parameters: what is written in checkpoint coordinates lies where the loader would put it."""
+"""Live weights over plain parameters: a write in checkpoint coordinates changes the elements that the loader would."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ ORDER = np.random.default_rng(3).permutation(HIDDEN * PADDED)
 
 
 def reordered(model):
-    """What the engine does after loading: element i of an expert goes to ORDER[i]."""
+    """Reorder as the engine does after loading: element i of an expert moves to ORDER[i]."""
     flat = model.w2.data.reshape(EXPERTS, -1)
     packed = torch.empty_like(flat)
     packed[:, torch.from_numpy(ORDER)] = flat
@@ -73,7 +73,7 @@ def reordered(model):
 
 
 def loaded(values, dtype=torch.float32, specs=SPECS, reorder=True):
-    """A fresh engine with these patterns."""
+    """Return a new model loaded with these bit patterns."""
     model = Fused(dtype)
     for spec in specs:
         if spec.name in values:
@@ -120,7 +120,7 @@ def difference(old, new, seed):
 
 
 @given(st.integers(0, 2**32), st.floats(0, 1))
-def test_a_write_makes_what_the_loader_would_have_made_and_can_be_taken_back(seed, density):
+def test_a_write_has_the_result_of_the_loader_and_can_be_undone(seed, density):
     old, other = random_values(seed), random_values(seed + 1)
     chosen = np.random.default_rng(seed)
     new = {name: np.where(chosen.random(old[name].size) < density, other[name], old[name]) for name in old}
@@ -138,7 +138,7 @@ def test_a_write_makes_what_the_loader_would_have_made_and_can_be_taken_back(see
 
 @given(st.integers(0, 2**32), st.floats(0, 1), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_torchs_index_operations_do_what_the_compiled_loops_do(seed, density, dtype):
-    """A parameter on a GPU is read and written by torch; here its tensors lie on the CPU."""
+    """Torch reads and writes a parameter on a GPU; in this test its tensors are on the CPU."""
     specs = [replace(spec, dtype="bfloat16") for spec in SPECS] if dtype is torch.bfloat16 else SPECS
     old, other = random_values(seed, specs), random_values(seed + 1, specs)
     chosen = np.random.default_rng(seed)
@@ -177,7 +177,7 @@ def test_a_reordered_parameter_on_a_gpu_is_refused(monkeypatch):
         live_of(loaded({}))
 
 
-def test_every_pattern_goes_through_nans_included():
+def test_every_bit_pattern_is_preserved_including_nans():
     live = live_of(loaded({}))
     values = {name: random_values(9)[name] | 0x7F81 for name in live.layouts}
     live.write_whole(live.prepare_whole(values.items()))
@@ -190,7 +190,7 @@ def test_warming_up_changes_nothing():
     assert same_storage(model, loaded(random_values(1)))
 
 
-def test_a_whole_write_is_a_fresh_load():
+def test_a_whole_write_equals_a_new_load():
     new = random_values(4)
     model = loaded(random_values(1))
     live = live_of(model)
@@ -207,7 +207,7 @@ def test_a_bf16_engine_holds_bf16_bits():
     assert np.array_equal(model.norm.data.view(torch.int16).numpy().view(np.uint16), values["norm"])
 
 
-def test_the_lowest_bit_of_a_bf16_value_in_an_fp32_engine_is_seen():
+def test_a_flipped_lowest_bit_of_a_bf16_value_in_an_fp32_engine_is_detected():
     model = loaded(random_values(1))
     live = live_of(model)
     model.qkv.data.view(torch.int32)[3, 1] ^= 1
@@ -266,7 +266,7 @@ def test_a_write_fits_only_the_weights_that_it_was_prepared_for():
         (TensorSpec("nowhere", (1,), "bfloat16"), torch.float32, "no place for checkpoint tensor nowhere"),
     ],
 )
-def test_what_cannot_be_mapped_exactly_is_refused_with_the_reason(spec, dtype, why):
+def test_a_tensor_that_cannot_be_mapped_exactly_is_refused_with_the_reason(spec, dtype, why):
     model = Fused(dtype)
     for name in list(dict(model.named_parameters())):
         if name not in ("norm", "embed" if spec.name == "embed" else "norm"):
@@ -279,7 +279,7 @@ def test_what_cannot_be_mapped_exactly_is_refused_with_the_reason(spec, dtype, w
         record_map(model, [*others, spec], {})
 
 
-def test_a_parameter_that_no_tensor_feeds_is_refused():
+def test_a_parameter_without_a_checkpoint_tensor_is_refused():
     with pytest.raises(UnsupportedModelError, match="names no tensor for the engine's norm"):
         record_map(Fused(), SPECS[:-1], {})
 
@@ -300,7 +300,7 @@ def test_a_layout_beyond_its_parameter_is_refused():
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.integers(0, 7), st.integers())
 def test_a_layout_visits_each_of_its_places_once(rows, row, left_out, gap, target, seed):
-    """Two boxes, each in a block of its own that was reordered; of the tensor, `left_out` columns lie elsewhere."""
+    """Two boxes, each in its own reordered block; `left_out` columns of the tensor are stored elsewhere."""
     step, pitch = row + gap, row + left_out
     block, length = 2 * (target + rows * step), rows * row
     order = np.random.default_rng(seed % 1000).permutation(block)

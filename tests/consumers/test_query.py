@@ -1,4 +1,4 @@
-"""The named queries and who answers them."""
+"""The named queries: their results, and the server or directory that answers them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_interval_of_held_out_success_is_wilsons_and_shuffled_runs_are_the_c
     assert first["control_low"] is None and second["control"] is None
 
 
-def test_each_step_is_told_by_environment_lag_and_overlap(answers):
+def test_each_step_is_reported_by_environment_lag_and_overlap(answers):
     (reward,) = answers["reward_by_environment"]
     assert (reward["environment"], reward["groups"], reward["rollouts"], reward["reward"]) == ("ledger", 1, 2, 0.5)
     # 1.96 standard errors of the rewards 1 and 0.
@@ -143,7 +143,7 @@ def test_each_step_is_told_by_environment_lag_and_overlap(answers):
     assert (overlap["step"], overlap["trainer_busy_s"], overlap["overlap"]) == (1, 1.0, 0.5)
 
 
-def test_what_replicas_served_and_refused_names_its_records(answers):
+def test_served_and_refused_versions_are_reported_with_their_records(answers):
     acks = [(r["version"], r["serving_version"], r["pause_ms"], r["offset"]) for r in answers["served_by_replica"]]
     assert acks == [(1, 1, 4.0, 0), (2, 1, None, 1)]
     (refused,) = answers["refusals"]
@@ -154,7 +154,7 @@ def test_what_replicas_served_and_refused_names_its_records(answers):
     assert (run["run_id"], run["version"], run["step"]) == ("run", 1, 1)
 
 
-def test_one_step_and_one_version_are_told_by_number(tmp_path: Path):
+def test_one_step_and_one_version_are_selected_by_number(tmp_path: Path):
     sink = filled(tmp_path / "one", small_run())
     with closing(connect(sink)):
 
@@ -215,7 +215,7 @@ def test_versions_and_replicas(answers):
     assert replica["fingerprints_equal"] is True or replica["fingerprints_equal"] == 1
 
 
-def test_serving_lag_is_told_by_region_and_the_trainers_records_are_left_out(tmp_path: Path):
+def test_serving_lag_is_reported_by_region_without_the_trainers_records(tmp_path: Path):
     def lag(region: str, stage: str, version: int, behind: int) -> Staleness:
         return Staleness("run", f"replica-{region}", region, stage, version, version, [LagCount(behind, 0)], 7)
 
@@ -231,7 +231,7 @@ def test_serving_lag_is_told_by_region_and_the_trainers_records_are_left_out(tmp
 
 
 def mismatch(step: int, engines: bool, k3: float) -> Mismatch:
-    """Of 20 tokens of older weights, and of 10 of the step's own where `engines` says so."""
+    """A mismatch over 20 tokens of older weights and, with `engines`, over 10 of the step's own weights."""
 
     def part(name: str, tokens: int, k3: float, dimension: str = "all", value: str = "all") -> MismatchSlice:
         return build(MismatchSlice, part=name, dimension=dimension, value=value, tokens=tokens, k3=k3, cut=tokens // 10,
@@ -246,8 +246,8 @@ def mismatch(step: int, engines: bool, k3: float) -> Mismatch:
                  worst=worst, alarms=["lagged/k3"] if k3 > 0.01 else [], seconds=0.1, at=START_US)  # fmt: skip
 
 
-def test_a_mismatch_is_told_by_step_and_part_and_by_kind_of_token(tmp_path: Path):
-    # The second step is said twice, as after a stop: it counts once.
+def test_a_mismatch_is_reported_by_step_and_part_and_by_kind_of_token(tmp_path: Path):
+    # The second step's mismatch is written twice, as after a restart: it counts once.
     sink = filled(tmp_path / "apart", [mismatch(1, True, 0.004), *[mismatch(2, False, 0.02)] * 2])
     with closing(connect(sink)):
         parts, kinds, worst = (table(ask(sink, f"mismatch{name}")) for name in ("", "_where", "_worst"))
@@ -291,13 +291,13 @@ def test_every_rollout_has_one_ending(answers):
     assert totals == {mode: sum(n for (of, _), n in endings.items() if of == mode) for mode in ("train", "eval")}
 
 
-def test_a_group_whose_records_say_otherwise_than_the_table_is_counted_one_by_one(tmp_path: Path):
+def test_a_group_with_contradicting_records_is_counted_one_rollout_at_a_time(tmp_path: Path):
     played = [
         rollout(name, of) for of, names in {"g0": "ab", "g1": "cd", "g2": "ef", "g3": "h"}.items() for name in names
     ]
     a, b, c, _late, e, f, h = played
     records = [
-        *[*played, a],  # The first is there twice.
+        *[*played, a],  # The first is written twice.
         *[group("g0", [a, b]), group("g1", [c]), group("g2", [e, f]), group("g2", [e, f])],
         group("g3", [h, rollout("never read", "g3")]),
         step(
@@ -315,7 +315,7 @@ def test_a_group_whose_records_say_otherwise_than_the_table_is_counted_one_by_on
     assert {row["total"] for row in told} == {7}
 
 
-def test_overlap_is_that_of_the_union_of_all_spans(tmp_path: Path):
+def test_overlap_is_computed_from_the_union_of_all_spans(tmp_path: Path):
     draw = random.Random(7)
     spans = []
     for _ in range(60):
@@ -340,8 +340,8 @@ def test_overlap_is_that_of_the_union_of_all_spans(tmp_path: Path):
     assert {row["step"]: row["both_busy_s"] for row in told} == {n: round(us / 1e6, 3) for n, us in busy.items()}
 
 
-def test_the_work_of_a_step_is_what_is_computed_by_hand(tmp_path: Path):
-    """A parameter costs 2 FLOPs a token, a pair 0.1 T. Every rollout has 3 other tokens before its sampled ones."""
+def test_the_work_of_a_step_equals_a_computation_by_hand(tmp_path: Path):
+    """A parameter costs 2 FLOPs per token, a pair 0.1 TFLOP. Every rollout has 3 tokens before its sampled ones."""
     sizes = {"flops/body": 1e12, "flops/head": 0.5e12, "flops/pair": 0.1e12}
     spent = {"flops/forward": 10e12, "flops/backward": 20e12, "flops/frozen": 2e12}
     beside = {"flops/recomputed": 3e12, "flops/saved": 4e12}
@@ -434,7 +434,7 @@ def test_every_interaction_has_one_ending(product):
     assert all(row["ended_twice"] == 0 for row in product["outcomes_by_reason"])
 
 
-def test_two_endings_and_an_outcome_without_interaction_are_seen(tmp_path: Path):
+def test_two_endings_and_an_outcome_without_interaction_are_reported(tmp_path: Path):
     one, gone = served("i0", "ann"), served("i1", "bob")
     records = [one, outcome(one, 1.0), outcome(one, None, "bot"), outcome(gone, 1.0)]
     rows = {r["ending"]: r["ended_twice"] for r in table(ask(filled(tmp_path, records), "outcomes_by_reason"))}
@@ -456,7 +456,7 @@ def test_gate_decisions_come_with_their_numbers(product):
     assert told == [("canary", 2, "on trial", {"share": 0.1}), ("promote", 2, "better", {})]
 
 
-def test_selection_is_served_beside_trained(product):
+def test_selection_compares_served_with_trained(product):
     rows = [(r["sequence"], r["measure"], r["served"], r["trained"], r["difference"]) for r in product["selection"]]
     assert rows == [(0, "reward", 0.25, 0.5, 0.25), (1, "reward", 0.25, 0.5, 0.25)]
 
@@ -483,7 +483,7 @@ def test_the_page_lists_every_query_with_its_question():
         assert f"| `{name}` | {question} |" in page
 
 
-def test_a_running_sink_is_asked_over_http_and_a_dead_ones_state_is_not_believed(tmp_path: Path):
+def test_a_running_sink_is_queried_over_http_and_the_state_of_a_dead_one_is_ignored(tmp_path: Path):
     sink = filled(tmp_path / "run", small_run())
     with open_tables(sink):
         state = read_state(sink.directory)
@@ -499,7 +499,7 @@ def test_a_running_sink_is_asked_over_http_and_a_dead_ones_state_is_not_believed
 HOSTILE = "a'b\\c\n{x:String}); DROP TABLE tasks --\t\u202e"
 
 
-def test_parameters_reach_the_query_unharmed_from_disk_and_over_http(tmp_path: Path):
+def test_parameters_reach_the_query_unchanged_from_disk_and_over_http(tmp_path: Path):
     sink = filled(tmp_path / "run", small_run())
     sql = "SELECT {text:String} AS text, count() AS n FROM rollouts WHERE rollout_id = {id:String}"
     values = {"text": HOSTILE, "id": "a"}
@@ -522,14 +522,14 @@ def test_a_parameter_of_a_named_query_that_is_not_given_is_empty(tmp_path: Path,
     assert ask(sink, "which", {"id": "nobody"}).rows == []
 
 
-def test_a_stranger_at_the_sinks_port_is_not_asked(tmp_path: Path):
+def test_another_program_on_the_sinks_port_is_not_queried(tmp_path: Path):
     sink = filled(tmp_path / "run", small_run())
     with open_tables(sink) as (_, url):
         write_state(sink.directory, SinkState(1, url, sink.database))
         assert ask(sink, "SELECT count() FROM tasks").rows == [[3]]
 
 
-def test_a_server_out_of_reach_is_a_clear_error():
+def test_an_unreachable_server_is_a_clear_error():
     with bind("127.0.0.1", 0, "sink.http_port") as listener:
         port = listener.getsockname()[1]
     with pytest.raises(QueryFailed, match="did not answer"):
@@ -556,7 +556,7 @@ def test_missing_tables_and_unknown_names_say_what_to_do(tmp_path: Path):
         sql_of("acounting")
 
 
-def test_tables_of_an_older_release_are_told(tmp_path: Path):
+def test_tables_of_an_older_release_are_named_in_the_error(tmp_path: Path):
     sink = SinkSettings(path=str(tmp_path / "old"))
     with closing(connect(sink)) as client:
         client.command("CREATE DATABASE tidemill")

@@ -1,4 +1,4 @@
-"""What the server and the ranks give each other: changes as they were written, a whole checkpoint, or a refusal."""
+"""The exchange between server and ranks: boxes and proofs of the ranks, and changes in shared memory or a refusal."""
 
 import os
 
@@ -28,7 +28,7 @@ SPECS = [
 
 
 def held(ranks):
-    """Boxes of each rank as tensor parallelism cuts them; the last tensor lies on one rank alone, as an expert may."""
+    """Return each rank's boxes as tensor parallelism cuts them; only one rank holds the last tensor, like an expert."""
     row, column = ROWS // ranks, COLUMNS // ranks
     tables = []
     for rank in range(ranks):
@@ -43,7 +43,7 @@ def held(ranks):
 
 
 def prints(table, values):
-    """The fingerprint of each box of a rank."""
+    """Return the fingerprint of each box of a rank."""
     found = []
     for number, source, rows, row, pitch in table.tolist():
         where = (source + np.arange(rows)[:, None] * pitch + np.arange(row)).reshape(-1)
@@ -110,11 +110,11 @@ def changes_of(seed, sizes):
 
 
 @given(st.integers(0, 1000), st.lists(st.integers(0, 9), max_size=7))
-def test_every_change_comes_over_on_its_elements_boundary(seed, sizes):
+def test_every_change_arrives_aligned_to_its_elements(seed, sizes):
     changes = changes_of(seed, sizes)
     with handed_over(changes) as handed:
         taken = taken_over(*handed)
-    # The memory stays while an array uses it, also when the server has let go of it.
+    # The memory stays mapped while an array uses it, also after the server has released it.
     assert len(taken) == len(changes)
     for one, other in zip(taken, changes, strict=True):
         assert one.name == other.name and one.bits.dtype == other.bits.dtype
@@ -133,7 +133,7 @@ def test_one_flipped_bit_is_refused(at):
             taken_over(path, digest)
 
 
-def test_nothing_is_left_behind():
+def test_the_shared_memory_is_removed():
     with handed_over(changes_of(1, [40])) as (path, digest):
         pass
     with pytest.raises(OSError):

@@ -1,7 +1,7 @@
-"""Real engines: a delta written in place is, byte for byte and token for token, a fresh load of the new weights.
+"""Real engines: a delta written in place equals a new load of the new weights, in every byte and every token.
 
-Dense models and mixtures of experts, tied and untied, padded, in fp32 and bf16 engines; transformers is the judge of
-what the weights compute.
+Dense models and mixtures of experts, tied and untied, padded, in fp32 and bf16 engines; transformers is the reference
+for the computed logprobs.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ NO_PADDING = [name for name in EXPERTS if KINDS[name].intermediate % 32 == 0]
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, vllm):
-    """What the driver saw of each kind of engine."""
+    """The driver's results for each kind of engine."""
     return driven("engine_driver", tmp_path_factory.mktemp("engines"))
 
 
@@ -71,7 +71,7 @@ def test_experts_are_also_known_by_the_names_that_transformers_has_in_memory(com
 
 
 @pytest.mark.parametrize("kind", NO_PADDING)
-def test_the_proof_finds_what_a_stock_reload_makes_of_experts_and_a_whole_write_heals_it(compared, kind):
+def test_the_proof_detects_that_vllms_reload_damages_experts_and_a_whole_write_heals_it(compared, kind):
     seen = compared[kind]
     assert seen["reloaded"] != seen["expected"] and seen["reloaded_greedy"] != seen["moved_greedy"]
     assert (seen["healed"], seen["healed_greedy"]) == (seen["expected"], seen["moved_greedy"])
@@ -119,11 +119,11 @@ def test_cores_resume_when_the_task_is_cancelled_while_they_pause(vllm):
     assert asked == ["pause_scheduler", "resume_scheduler"]
 
 
-def test_a_staging_that_is_refused_takes_no_earlier_update_back(vllm):
+def test_a_refused_staging_does_not_undo_an_earlier_update(vllm):
     from tidemill.consumers.replica import plugin
 
     class Core:
-        """An engine core with one rank, which notes what it is asked."""
+        """An engine core with one rank that stores its calls."""
 
         def __init__(self):
             self.tidemill_updates, self.version, self.fault, self.asked = plugin.CoreUpdates(False), "4", "", []

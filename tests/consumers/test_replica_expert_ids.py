@@ -1,4 +1,4 @@
-"""The experts that an engine says it sent tokens to are those of transformers, also for cached and forked prefixes."""
+"""The expert ids that an engine reports are those of transformers, also for cached and forked prefixes."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ LAYERS, TOP_K = 2, 2
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, vllm):
-    """What the driver saw of an engine."""
+    """The driver's results for an engine."""
     return driven("expert_driver", tmp_path_factory.mktemp("experts"))
 
 
@@ -46,7 +46,7 @@ def test_tokens_have_the_experts_of_the_version_that_computed_them(seen):
     assert moved["before"] == 1.0 and moved["after"] < 1.0
 
 
-def test_ids_take_a_byte_a_layer_and_expert(seen):
+def test_ids_take_one_byte_per_layer_and_expert(seen):
     assert seen["bytes a token"] == LAYERS * TOP_K
 
 

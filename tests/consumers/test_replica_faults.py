@@ -25,7 +25,7 @@ TOLD = {
         "anchored 4 4: re-synced from the anchor of version 0 and 2 deltas",
     ],
 }
-"""What the replica says after its start: status, version, version served, and how the reason begins."""
+"""The acknowledgements after the replica's start: status, version, version served, and the start of the reason."""
 
 
 @pytest.mark.parametrize("fault", STORIES)

@@ -1,4 +1,4 @@
-"""Pools: users get what was promoted and nothing else, the canary pool what is tried; both come back by themselves."""
+"""Pools: users get only promoted versions, the canary pool the version on trial; both go back without a restart."""
 
 from dataclasses import replace
 
@@ -17,12 +17,12 @@ ANCHORS = (0, 4, 8)
 
 
 def versions(count: int) -> list[Manifest]:
-    """A chain with an anchor every fourth version."""
+    """Return a chain with an anchor every fourth version."""
     return [first(), *(manifest(version, anchor=version in ANCHORS) for version in range(1, count))]
 
 
 def settle(state: ReplicaState) -> list[int]:
-    """Carry every plan out; returns where it led."""
+    """Carry out every plan; return the versions that were served."""
     passed = []
     while (move := state.plan()) is not None:
         state.proved(move.target.version)
@@ -32,7 +32,7 @@ def settle(state: ReplicaState) -> list[int]:
 
 
 def in_pool(pool: Pool, *records) -> ReplicaState:
-    """A replica that has read `records` and gone where they lead."""
+    """Return a replica that has read `records` and carried out its plans."""
     state = ReplicaState("r", "main", pool)
     for record in records:
         state.observe(record)
@@ -41,7 +41,7 @@ def in_pool(pool: Pool, *records) -> ReplicaState:
 
 
 def then(state: ReplicaState, *records) -> int | None:
-    """Read on, go where it leads: the version served."""
+    """Read more records and carry out the plans; return the served version."""
     for record in records:
         state.observe(record)
     settle(state)
@@ -54,7 +54,7 @@ def test_before_a_decision_the_oldest_version_is_served_and_no_newer_one(pool):
     assert state.serving == 0 and refused(state) == []
 
 
-def test_the_stable_pool_goes_to_promoted_versions_alone():
+def test_the_stable_pool_takes_only_promoted_versions():
     state = in_pool(Pool.STABLE, *versions(10))
     assert then(state, decision("promote", 3)) == 3
     assert then(state, decision("canary", 7), decision("admit", 9)) == 3
@@ -84,12 +84,12 @@ def test_a_release_leaves_the_stable_pool_where_it_was_rolled_back_to():
     assert then(state, decision("promote", 5)) == 5
 
 
-def test_an_older_version_that_is_promoted_is_gone_back_to():
+def test_the_stable_pool_goes_back_to_an_older_version_that_is_promoted():
     state = in_pool(Pool.STABLE, *versions(10), decision("promote", 7), decision("promote", 3))
     assert then(state, decision("promote", 7)) == 7 and then(state, decision("promote", 3)) == 3
 
 
-def test_a_hold_stops_the_stable_pool_and_brings_nothing_to_users():
+def test_a_hold_does_not_bring_a_version_to_users():
     state = in_pool(Pool.STABLE, *versions(10), decision("promote", 3), decision("hold", 5))
     assert state.serving == 3
     assert then(state, decision("promote", 7)) == 7
@@ -110,7 +110,7 @@ def test_a_trial_that_ends_leads_the_canary_pool_back_to_the_promoted_version(en
     assert then(state, decision(*ending)) == 3
 
 
-def test_why_a_trial_is_left_is_said():
+def test_the_reason_for_the_end_of_a_trial_is_reported():
     state = in_pool(Pool.CANARY, *versions(10), decision("promote", 3), decision("canary", 7))
     state.observe(decision("release"))
     assert state.plan().reason == "version 7 was not promoted"
@@ -121,7 +121,7 @@ def test_the_rejection_of_another_version_does_not_end_a_trial():
     assert then(state, decision("reject", 6)) == 7
 
 
-def test_a_decision_that_comes_before_its_version_moves_nothing_until_it_is_there():
+def test_a_decision_before_its_version_has_no_effect_until_the_version_arrives():
     state = in_pool(Pool.CANARY, *versions(5), decision("canary", 3))
     assert then(state, decision("canary", 5)) == 3
     assert then(state, manifest(5)) == 5
@@ -133,7 +133,7 @@ def test_a_promoted_version_that_cannot_be_reached_is_refused_once():
     assert refused(state) == [3] and refused(state) == []
 
 
-def test_a_way_back_that_is_not_there_is_said_once():
+def test_a_missing_path_back_is_reported_once():
     state = in_pool(Pool.STABLE, *versions(4), decision("promote", 3))
     state.anchor_refused(0)
     assert then(state, decision("promote", 2)) == 3
@@ -156,7 +156,7 @@ def test_without_a_pool_a_trial_and_an_admission_change_nothing(verdict):
     assert state.serving == 5 and then(state, manifest(6), manifest(7)) == 6
 
 
-def test_a_stable_replica_moves_its_weights_forth_and_back_in_place(tmp_path):
+def test_a_stable_replica_updates_its_weights_forwards_and_backwards_in_place(tmp_path):
     log, views, base = driver.MemoryLog(), [small_view()], base_directory(tmp_path / "base")
     anchor = driver.save_view(views[0], base, tmp_path / "v0")
     replica = ArrayReplica(driver.publish(log, 0, None, views[0], anchor), log, tmp_path / "staging", pool=Pool.STABLE)
@@ -183,7 +183,7 @@ LOGS = st.lists(DECISIONS | PUBLISHED | SKIPS, max_size=30)
 
 
 @given(LOGS, st.sampled_from([Pool.STABLE, Pool.CANARY]))
-def test_no_replica_of_a_pool_goes_where_the_gate_did_not_lead_it(log, pool):
+def test_a_replica_of_a_pool_serves_only_versions_that_the_gate_allows(log, pool):
     state, said = ReplicaState("r", "main", pool), []
     for record in log:
         state.observe(record)
@@ -209,7 +209,7 @@ def _check(version: int, said: list[GateDecision], pool: Pool, state: ReplicaSta
 
 
 @given(LOGS, st.integers(0, 9), st.sampled_from(["promote", "roll_back"]))
-def test_the_stable_pool_serves_what_was_named_last_where_it_can_be_reached(log, version, verdict):
+def test_the_stable_pool_serves_the_version_named_last_if_it_can_be_reached(log, version, verdict):
     state = in_pool(Pool.STABLE, *log)
     rejected = any(one.verdict is GateVerdict.REJECT and one.version == version for one in log if _decides(one))
     reachable = state._graph.path(version, state.serving) is not None

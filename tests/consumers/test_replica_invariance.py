@@ -1,4 +1,4 @@
-"""80 answers to one prompt in different company: one with `batch_invariant`, several without it."""
+"""80 answers to one prompt among different other requests: all equal with `batch_invariant`, several without it."""
 
 import os
 import sys
@@ -15,18 +15,18 @@ from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory, vllm):
-    """What the driver saw of engines with and without it."""
+    """The driver's results for engines with and without `batch_invariant`."""
     return driven("invariance_driver", tmp_path_factory.mktemp("invariance"))
 
 
 @pytest.mark.parametrize(("model", "runs"), [("dense", 80), ("experts", 20)])
-def test_one_prompt_has_one_answer_in_any_company(seen, model, runs):
+def test_one_prompt_has_one_answer_among_any_other_requests(seen, model, runs):
     assert seen[model]["with"]["runs"] == runs
     assert seen[model]["with"]["distinct"] == 1
 
 
 @pytest.mark.parametrize("model", ["dense", "experts"])
-def test_it_has_several_without_the_setting(seen, model):
+def test_one_prompt_has_several_answers_without_the_setting(seen, model):
     assert seen[model]["without"]["distinct"] > 1
     assert 0 < seen[model]["without"]["max"] < 1e-4
 
@@ -36,7 +36,7 @@ def test_a_replica_whose_engine_is_not_invariant_does_not_start(seen):
     assert "numerics.batch_invariant: this engine gives a prompt other logprobs" in seen["refusal"]["without"]
 
 
-def test_a_layer_without_such_a_form_is_named(seen):
+def test_a_layer_without_an_invariant_form_is_named(seen):
     told = "numerics.batch_invariant: layer model.layers.0.self_attn.attn (Attention) has no form on a CPU"
     assert seen["dense"]["without"]["unfit"].startswith(told)
     assert seen["dense"]["with"]["unfit"] == seen["experts"]["with"]["unfit"] == ""
@@ -73,8 +73,8 @@ def test_a_row_of_a_tiled_product_does_not_depend_on_the_others(dtype):
     assert tiled_linear(x.view(7, 100, 96), weight).shape == (7, 100, 40)
 
 
-def test_tiles_are_multiplied_together_only_where_that_changes_no_bit(monkeypatch):
-    """A library whose products of more than 64 rows are summed up in another order."""
+def test_tiles_are_multiplied_together_only_if_that_changes_no_bit(monkeypatch):
+    """The library sums products of more than 64 rows in another order."""
     plain, seen = linear.unpacked_linear, []
 
     def product(x, weight, bias=None):
@@ -90,7 +90,7 @@ def test_tiles_are_multiplied_together_only_where_that_changes_no_bit(monkeypatc
     assert torch.equal(tiled_linear(x[:50], weight), whole[:50])
 
 
-def test_a_row_of_a_plain_product_does():
+def test_a_row_of_a_plain_product_depends_on_the_others():
     torch.manual_seed(0)
     x, weight = torch.randn(50, 576), torch.randn(512, 576)
     whole = unpacked_linear(x, weight)

@@ -1,4 +1,4 @@
-"""An engine of two ranks is written, proved and stamped as one: versions under load, and damage of one rank alone."""
+"""An engine of two ranks is updated, proved and reported as one: versions under load, and damage of only one rank."""
 
 import json
 import signal
@@ -15,13 +15,13 @@ from tests.consumers.replica_support import driven
 
 @pytest.fixture(scope="module", params=["dense", "experts"])
 def seen(request, tmp_path_factory, vllm):
-    """What the driver saw of an engine with two ranks."""
+    """The driver's results for an engine with two ranks."""
     settings = {"tensor_parallel": 2, "expert_ids": request.param == "experts"}
     seen = driven("ranks_driver", tmp_path_factory.mktemp("ranks"), json.dumps(settings), request.param)
     return {**seen, "kind": request.param}
 
 
-def test_versions_under_load_are_proved_and_every_token_says_which_one_sampled_it(seen):
+def test_versions_under_load_are_proved_and_every_token_is_reported_with_its_version(seen):
     load = seen["load"]
     assert load["objections"] == [""] * ranks_driver.MOVES and load["running"] == ranks_driver.REQUESTS
     assert load["wrong"] == 0
@@ -45,13 +45,13 @@ def test_ranks_with_whole_experts_are_updated_and_compute_the_same(seen):
     ("what", "why"),
     [("shard", "rank 1: the changes in shared memory are not those"), ("commit", "rank 1: the weights were changed")],
 )
-def test_what_one_rank_refuses_no_rank_keeps(seen, what, why):
+def test_a_version_that_one_rank_refuses_is_kept_by_no_rank(seen, what, why):
     damages = seen["damages"]
     assert damages[what].startswith(why)
     assert (damages[f"{what} then"], damages[f"{what} version"]) == ("", ranks_driver.MOVES + 2)
 
 
-def test_all_ranks_go_on_after_a_refusal_and_take_an_update_back(seen):
+def test_all_ranks_continue_after_a_refusal_and_undo_an_update(seen):
     damages = seen["damages"]
     assert damages["moved"] == damages["undone"] == "" and damages["version"] == ranks_driver.MOVES + 2
 
@@ -68,29 +68,29 @@ def test_experts_are_also_known_by_the_names_that_transformers_has_in_memory(see
     assert ("fused" in seen) == (seen["kind"] == "experts")
 
 
-def test_answers_say_the_experts_of_all_tokens_but_the_last_where_there_are_experts(seen):
+def test_answers_contain_the_experts_of_all_tokens_but_the_last_if_there_are_experts(seen):
     assert seen["expert_ids"] == ([12 + 4 - 1, 2, 2] if seen["kind"] == "experts" else None)
 
 
 def test_a_rank_killed_before_the_commit_ends_the_engine(seen):
-    # The core names the rank, unless its own watch of the ranks has ended it before the call came.
+    # The core names the rank, unless its own monitor of the ranks has ended it before the call.
     assert "rank 1 of the engine died" in seen["killed"] or seen["killed"].startswith("EngineDeadError")
     assert seen["left"] == 0
 
 
-def test_a_core_that_dies_with_a_call_in_its_hands_ends_the_call_and_its_ranks(seen):
+def test_a_core_that_dies_during_a_call_ends_the_call_and_its_ranks(seen):
     assert seen["core_killed"].startswith("EngineDeadError")
     assert seen["left"] == 0
 
 
 @pytest.fixture(scope="module")
 def seen_together(tmp_path_factory, vllm):
-    """What the driver saw of two engines with half of the experts each."""
+    """The driver's results for two engines with half of the experts each."""
     settings = {"data_parallel": 2, "expert_parallel": True}
     return driven("ranks_driver", tmp_path_factory.mktemp("together"), json.dumps(settings), "experts", "together")
 
 
-def test_engines_that_share_experts_take_each_version_as_one(seen_together):
+def test_engines_that_share_experts_apply_each_version_together(seen_together):
     load = seen_together["load"]
     assert load["objections"] == [""] * (ranks_driver.MOVES - 1) and load["running"] == ranks_driver.REQUESTS
     assert (load["wrong"], seen_together["torn"]) == (0, [0, 0])
@@ -98,7 +98,7 @@ def test_engines_that_share_experts_take_each_version_as_one(seen_together):
     assert seen_together["first"] == "" and seen_together["after"] == seen_together["before"]
 
 
-def test_what_one_engine_refuses_the_other_takes_back(seen_together):
+def test_a_version_that_one_engine_refuses_is_undone_by_the_other(seen_together):
     assert seen_together["commit"].startswith("engine 1, rank 0: the weights were changed")
     assert seen_together["commit then"] == seen_together["moved"] == seen_together["undone"] == ""
     assert seen_together["version"] == ranks_driver.MOVES - 1
@@ -129,7 +129,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_the_coordinator_of_engines_side_by_side_dies_with_a_killed_server(vllm, tmp_path):
     said = tmp_path / "said"
     with said.open("w") as stream:
-        # Not a pipe: the end of one would be waited for as long as the coordinator has it.
+        # Not a pipe: `run` would wait for its end as long as the coordinator holds it open.
         done = subprocess.run([sys.executable, "-c", COORDINATED], stdout=stream, timeout=300)
     assert done.returncode == -signal.SIGKILL
     with suppress(psutil.NoSuchProcess):

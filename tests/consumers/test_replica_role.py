@@ -1,4 +1,4 @@
-"""The role over a real Kafka: replicas of two compute types join, follow, go back and forth, end with their signal."""
+"""The role on a real Kafka: replicas of two compute types join, follow, roll back, resume, and end on a signal."""
 
 import threading
 
@@ -41,7 +41,7 @@ def test_replicas_of_both_compute_types_prove_the_same_chain(kafka, topic_prefix
 
 
 def _end_under_load(replica):
-    """A replica that is stopped with requests in flight ends them and itself, without a traceback."""
+    """A replica that is stopped with requests in flight ends them and exits without a traceback."""
     address, answered = replica.address(), []
 
     def ask(stream):
@@ -86,7 +86,7 @@ def _follow(trainer, acks):
 
 
 def _roll_back(trainer, acks):
-    """Back to version 3 without a restart; version 7 is not served until the branch is released."""
+    """Roll back to version 3 without a restart; version 7 is not served until the branch is released."""
     trainer.decide(GateVerdict.ROLL_BACK, 3)
     acks.until_serving(3, *REPLICAS)
     trainer.step()
@@ -102,7 +102,7 @@ def _roll_back(trainer, acks):
 
 
 def _check_dead_letter(settings, trainer, acks):
-    """A record that cannot be read is put aside with its bytes, and the next version arrives."""
+    """An unreadable record becomes a dead letter with its bytes, and the next version arrives."""
     names = Names(settings.topic_prefix)
     trainer.producer.send_bytes(names.of(Topic.MANIFESTS), b"no record", key=b"main")
     trainer.step()
@@ -117,7 +117,7 @@ def _check_dead_letter(settings, trainer, acks):
 
 
 def _check_lags(settings, trainer):
-    """Each region's lag is on the log: none while it follows, four versions after the roll-back was overtaken."""
+    """Each region's lag is in the log: 0 while it follows, 4 for version 7 after the roll-back to version 3."""
     with LogReader(settings, [Topic.STALENESS]) as reader:
         lags = [located.record for located in reader.read_to_end()]
     assert {(lag.stage, lag.replica_id, lag.region) for lag in lags} == {

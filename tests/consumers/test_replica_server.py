@@ -1,4 +1,4 @@
-"""The replica over real HTTP: versions move under running requests, and every token says which one sampled it."""
+"""The replica over real HTTP: versions change during requests, and each token is reported with its version."""
 
 import asyncio
 import base64
@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 class Served:
-    """A replica process, the log that it is fed, and what it answered."""
+    """A replica process, the log that feeds it, and its output lines."""
 
     def __init__(self, root, base=None, **settings):
         self.root, self.version, self.log = root, 0, driver.MemoryLog()
@@ -100,7 +100,7 @@ class Served:
         return manifest
 
     def decide(self, verdict, version=None):
-        """Hand the replica a gate decision."""
+        """Send a gate decision to the replica."""
         self.tell(
             driver.to_line(build(GateDecision, run_id="test", verdict=verdict, version=version, reason="reward fell"))
         )
@@ -121,7 +121,7 @@ def served(tmp_path_factory, vllm):
     replica.close()
 
 
-def test_a_completion_says_its_tokens_logprobs_and_version(served):
+def test_a_completion_reports_its_tokens_logprobs_and_version(served):
     response = served.complete()
     assert response.status_code == 200 and response.headers["x-tidemill-replica"] == "replica-t"
     (choice,) = response.json()["choices"]
@@ -135,7 +135,7 @@ CHAT = {"messages": [{"role": "user", "content": "t5 t6 t7"}], "logprobs": True,
 
 
 def streamed(served, path, body):
-    """The chunks of a streamed answer."""
+    """Return the chunks of a streamed answer."""
     chunks = []
     with served.http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
@@ -145,7 +145,7 @@ def streamed(served, path, body):
     return chunks
 
 
-def test_a_chat_answer_has_openais_shape_and_says_its_tokens_and_version(served):
+def test_a_chat_answer_has_openais_format_and_reports_its_tokens_and_version(served):
     version = served.http.get("/tidemill/status").json()["version"]
     body = {**CHAT, "max_tokens": 8, "return_token_ids": True, "ignore_eos": True, "top_logprobs": 3}
     response = served.http.post(CHAT_PATH, json=body)
@@ -164,7 +164,7 @@ def test_a_chat_answer_has_openais_shape_and_says_its_tokens_and_version(served)
         assert len(likely) == 3 and likely == sorted(likely, reverse=True) and one["logprob"] <= likely[0] + 1e-6
 
 
-def test_an_answer_is_as_long_as_the_context_where_no_length_is_asked_for(served):
+def test_an_answer_without_a_requested_length_fills_the_context(served):
     body = {"messages": [{"role": "user", "content": "t9 " * 400}], "ignore_eos": True, "return_token_ids": True}
     answer = served.http.post(CHAT_PATH, json=body).json()
     assert len(answer["prompt_token_ids"]) + len(answer["choices"][0]["token_ids"]) == 512
@@ -174,7 +174,7 @@ def test_an_answer_is_as_long_as_the_context_where_no_length_is_asked_for(served
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT_PATH])
-def test_a_streamed_answer_says_its_tokens_and_where_a_version_begins(served, path):
+def test_a_streamed_answer_reports_its_tokens_and_where_a_version_begins(served, path):
     body = {**(BODY if path == "/v1/completions" else CHAT), "return_token_ids": True, "ignore_eos": True}
     body["n"] = choices = 2 if path == "/v1/completions" else 1
     chunks = []
@@ -195,7 +195,7 @@ def test_a_streamed_answer_says_its_tokens_and_where_a_version_begins(served, pa
 
 
 class Recorded:
-    """A rollout's replica session that says what the replica said in a chat, and notes what it is asked."""
+    """A rollout's replica session that replays the replica's answers in a chat and stores the prompts."""
 
     def __init__(self, turns):
         self.turns, self.identity, self.asked = turns, ReplicaIdentity("r", "here"), []
@@ -207,7 +207,7 @@ class Recorded:
 
 
 def said_by(answer):
-    """Message, token ids, prompt and finish of a whole answer, or of the chunks of one, as a client sees them."""
+    """Return message, token ids, prompt and finish reason of a whole or a streamed answer, as a client sees them."""
     if isinstance(answer, dict):
         (choice,) = answer["choices"]
         message = choice["message"]
@@ -221,7 +221,7 @@ def said_by(answer):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_is_served_as_it_is_trained(served, stream):
-    """Turns of a random model, whole and cut off, spell the template's tokens: rendered anew they would be others."""
+    """Whole and cut-off turns of a random model contain template tokens; rendered again, their ids would differ."""
     tool = {"type": "function", "function": {"name": "t50", "parameters": {"type": "object"}}}
     messages, turns, prompts = [{"role": "system", "content": "t20"}], [], []
     for number in range(6):
@@ -295,7 +295,7 @@ def test_content_cannot_spell_the_templates_tokens(served):
     [("/v1/responses", {"input": "t5"}), ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 3}),
      ("/v1/chat/completions/batch", {"messages": [CHAT["messages"]]}), ("/invocations", CHAT)],
 )  # fmt: skip
-def test_ways_to_chat_that_would_render_by_other_code_are_not_served(served, path, body):
+def test_chat_endpoints_that_would_render_with_other_code_are_not_served(served, path, body):
     response = served.http.post(path, json={"model": "tidemill", **body})
     assert response.status_code in (400, 404, 501) and "weight_versions" not in response.text
 
@@ -312,7 +312,7 @@ def test_vllms_own_arguments_reach_vllm(served):
     assert response.headers["access-control-allow-origin"] == "http://b.test"
 
 
-def test_a_version_that_arrives_mid_request_splits_its_tokens_and_stops_nothing(served):
+def test_a_version_that_arrives_during_a_request_splits_its_tokens_and_does_not_stop_it(served):
     answers = []
     running = threading.Thread(target=lambda: answers.append(served.complete(max_tokens=480).json()))
     running.start()
@@ -352,12 +352,12 @@ def test_a_prefix_computed_by_older_weights_is_not_reused(served):
     assert served.ack().status is AckStatus.PROVED
     salted = logprobs(cache_salt="a salt of the client's")
     assert salted != pytest.approx(old, abs=1e-3)
-    # A request for prompt logprobs computes its whole prompt anew.
+    # A request for prompt logprobs computes its whole prompt again.
     assert salted == pytest.approx(logprobs(prompt_logprobs=0), abs=1e-5)
 
 
-def test_a_roll_back_meets_no_prefix_that_newer_weights_computed(served):
-    """A request that began under the older version went on under a newer one: what it left in the cache is of both."""
+def test_a_roll_back_reuses_no_prefix_that_newer_weights_computed(served):
+    """A request began with the older version and continued with a newer one, so its cache entries are from both."""
     served.send(anchor=True)
     assert served.ack().status in (AckStatus.PROVED, AckStatus.ANCHORED)
     older, answers = served.version, []
@@ -378,7 +378,7 @@ def test_a_roll_back_meets_no_prefix_that_newer_weights_computed(served):
         prompt = [*BODY["prompt"], *choice["token_ids"]]
         return served.complete(prompt=prompt, temperature=0, **changes).json()["choices"][0]["logprobs"]
 
-    # A request for prompt logprobs computes its whole prompt anew.
+    # A request for prompt logprobs computes its whole prompt again.
     assert logprobs()["token_logprobs"] == pytest.approx(logprobs(prompt_logprobs=0)["token_logprobs"][-8:], abs=1e-4)
     served.decide(GateVerdict.RELEASE)
     assert served.ack().serving_version == served.version
@@ -406,7 +406,7 @@ def test_one_flipped_bit_of_a_live_tensor_fails_the_next_proof_and_is_healed(ser
 
 
 @pytest.mark.parametrize("bad", [{"seed": 3}, {"max_tokens": -1}, {"prompt": [5] * 600}, {"model": "other"}])
-def test_a_request_that_cannot_be_served_is_answered_with_an_error_and_the_replica_lives(served, bad):
+def test_a_request_that_cannot_be_served_is_answered_with_an_error_and_the_replica_continues(served, bad):
     response = served.complete(**bad)
     assert 400 <= response.status_code < 500 and response.json()["error"]["message"]
     assert served.complete().status_code == 200

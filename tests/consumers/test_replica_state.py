@@ -1,4 +1,4 @@
-"""The replica's decisions: records in any order and with any damage lead over the cheapest unbroken way, or nowhere."""
+"""The replica's decisions: for records in any order and with any damage, the cheapest undamaged path or none."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -34,7 +34,7 @@ def first() -> Manifest:
 
 
 def serving(version: int, *more) -> ReplicaState:
-    """A replica at `version`, version 0 being the only anchor, that has read `more`."""
+    """Return the state of a replica at `version` that has read `more`; version 0 is the only anchor."""
     state = ReplicaState("r", "main")
     for number in range(version + 1):
         state.observe(first() if number == 0 else manifest(number))
@@ -45,7 +45,7 @@ def serving(version: int, *more) -> ReplicaState:
 
 
 def way(state: ReplicaState) -> tuple[int | None, list[tuple[int, int]]]:
-    """The anchor's version, and base and version of each delta, of what the replica would do now."""
+    """Return the anchor's version, and base and version of each delta, of the replica's next update."""
     move = state.plan()
     assert move is not None
     return _ends(move.path)
@@ -73,7 +73,7 @@ def test_duplicates_and_older_versions_change_nothing(version):
 
 @pytest.mark.parametrize("changes", [{"run_id": "other"}, {"branch": "other"}])
 @pytest.mark.parametrize("record", [manifest(9, anchor=True), skip(3, 9), decision("hold", 1)])
-def test_other_runs_and_branches_are_let_pass(changes, record):
+def test_other_runs_and_branches_are_ignored(changes, record):
     state = serving(3, replace(record, **changes))
     assert state.head == 3 and state.plan() is None
     assert way(serving(3, replace(record, **changes), manifest(4))) == (None, [(3, 4)])
@@ -95,18 +95,18 @@ def test_a_late_link_closes_the_gap():
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_a_second_content_for_a_known_version_is_refused_and_the_first_one_stands(version):
+def test_a_second_content_for_a_known_version_is_refused_and_the_first_one_stays(version):
     state = serving(3)
     assert "fork" in state.observe(manifest(version, fingerprint="other"))
     state.observe(manifest(4))
     assert way(state) == (None, [(3, 4)])
 
 
-def test_a_branch_off_an_older_parent_is_reached_over_its_own_chain():
+def test_a_version_with_an_older_parent_is_reached_over_its_own_chain():
     assert way(serving(5, manifest(6, parent=2))) == (0, [(0, 1), (1, 2), (2, 6)])
 
 
-def test_a_refused_delta_is_led_past_only_by_a_newer_anchor():
+def test_only_a_newer_anchor_leads_past_a_refused_delta():
     state = serving(3, manifest(4))
     state.delta_refused(state.plan().path.deltas[0])
     assert state.plan() is None
@@ -133,7 +133,7 @@ def test_a_bad_anchor_is_replaced_by_an_older_one():
     assert way(state) == (0, [(0, 1)])
 
 
-def test_a_replica_that_is_behind_takes_the_way_with_the_fewest_bytes():
+def test_a_replica_that_is_behind_takes_the_path_with_the_fewest_bytes():
     behind = [manifest(version) for version in range(1, 9)]
     assert way(serving(0, *behind)) == (None, [(v - 1, v) for v in range(1, 9)])
     assert way(serving(0, *behind, skip(0, 8, 15))) == (None, [(0, 8)])
@@ -143,7 +143,7 @@ def test_a_replica_that_is_behind_takes_the_way_with_the_fewest_bytes():
     assert way(serving(0, *dear, manifest(8, anchor=True, n_bytes=900), skip(0, 8, 1001))) == (8, [])
 
 
-def test_a_bad_skip_delta_is_gone_around():
+def test_a_bad_skip_delta_is_avoided():
     state = serving(0, *[manifest(version) for version in range(1, 5)], skip(0, 4))
     state.delta_refused(state.plan().path.deltas[0])
     assert way(state) == (None, [(0, 1), (1, 2), (2, 3), (3, 4)])
@@ -161,14 +161,14 @@ def test_a_skip_delta_closes_a_gap():
     assert "1 of them skip-deltas" in state.plan().reason
 
 
-def test_a_late_joiner_says_how_many_deltas_it_replays():
+def test_a_late_joiner_reports_how_many_deltas_it_replays():
     state = ReplicaState("r", "main")
     for one in (first(), manifest(1), manifest(2)):
         state.observe(one)
     assert state.plan().reason == "started from the anchor of version 0 and 2 deltas, 1020 bytes"
 
 
-def test_a_hold_limits_where_a_replica_goes_and_not_where_it_is():
+def test_a_hold_limits_updates_and_does_not_change_the_served_version():
     state = serving(3, decision("hold", 4), manifest(4), manifest(5))
     assert way(state) == (None, [(3, 4)])
     state.proved(4)
@@ -188,7 +188,7 @@ def test_a_roll_back_leads_to_an_older_version_and_no_further():
     assert way(state) == (None, [(v - 1, v) for v in range(3, 7)])
 
 
-def test_a_roll_back_that_cannot_be_carried_out_is_said_once_and_the_version_stays():
+def test_a_roll_back_that_cannot_be_carried_out_is_reported_once_and_the_version_stays():
     state = serving(5, decision("roll_back", 2))
     state.anchor_refused(0)
     assert state.plan() is None
@@ -203,12 +203,12 @@ def test_a_rejected_version_is_passed_and_never_served():
     assert way(state) == (None, [(3, 4), (4, 5)])
 
 
-def test_a_replica_leaves_a_version_that_is_rejected_for_the_newest_other_one():
+def test_a_replica_at_a_rejected_version_changes_to_the_newest_other_version():
     assert way(serving(5, decision("reject", 5))) == (0, [(0, 1), (1, 2), (2, 3), (3, 4)])
     assert way(serving(5, decision("reject", 5), manifest(6))) == (None, [(5, 6)])
 
 
-def test_a_rejection_does_not_let_go_of_a_hold():
+def test_a_rejection_does_not_end_a_hold():
     assert serving(3, decision("hold", 3), decision("reject", 2), manifest(4)).plan() is None
 
 
@@ -219,7 +219,7 @@ def test_a_promotion_is_a_limit_that_moves():
     assert way(state) == (None, [(3, 4), (4, 5)])
 
 
-def test_a_decision_without_a_version_is_not_taken():
+def test_a_decision_without_a_version_is_ignored():
     state = serving(3)
     assert "names no version" in state.observe(decision("hold"))
     state.observe(manifest(4))
@@ -228,7 +228,7 @@ def test_a_decision_without_a_version_is_not_taken():
 
 @st.composite
 def _logs(draw: st.DrawFn) -> list[tuple[Manifest | SkipDelta | GateDecision, bool]]:
-    """Records of a branch in any order, repeated, with gaps, forks and rollbacks; and whether their bytes fit."""
+    """Draw records of a branch in any order, repeated, with gaps, forks and rollbacks; and whether their bytes fit."""
     log = []
     for _ in range(draw(st.integers(1, 25))):
         version = draw(st.integers(0, 8))
@@ -247,7 +247,7 @@ def _logs(draw: st.DrawFn) -> list[tuple[Manifest | SkipDelta | GateDecision, bo
 
 
 @given(_logs())
-def test_whatever_the_log_holds_the_served_version_only_moves_along_ways_and_the_gate(log):
+def test_for_any_log_the_served_version_only_follows_paths_and_the_gate(log):
     state, refusals = ReplicaState("r", "main"), set()
     decisions: list[GateDecision] = []
     for record, fits in log:
@@ -290,7 +290,7 @@ EDGES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 
 
 @given(EDGES, st.lists(st.integers(0, 60), min_size=6, max_size=6), st.integers(0, 5), st.none() | st.integers(0, 5))
 def test_no_path_is_cheaper_than_the_one_that_is_found(edges, anchors, target, held):
-    """Against every path there is: six versions, edges between any two, an anchor where the number is even."""
+    """Compare with every possible path: six versions, edges between any two, an anchor if the anchor's size is even."""
     graph = VersionGraph(manifest(0).run_id, "main")
     for version in range(6):
         anchor = Anchor("", anchors[version]) if anchors[version] % 2 == 0 else None

@@ -1,4 +1,4 @@
-"""Spans on their way to a client: told when a version begins and when a choice ends, and nothing else is touched."""
+"""Spans in a streamed answer: added when a version begins and when a choice ends; all other text is unchanged."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def test_every_choice_ends_with_its_own_spans():
     assert done == "data: [DONE]\n\n"
 
 
-def test_a_version_is_told_when_it_begins_and_once():
+def test_a_version_is_reported_once_when_it_begins():
     news, found = SpanUpdates(incarnation_of), []
     for end in range(1, 5):
         spans = [Span("3", 0, min(end, 2))] + ([Span("4", 2, end)] if end > 2 else [])
@@ -62,20 +62,20 @@ def test_a_version_is_told_when_it_begins_and_once():
     assert found[1] == event(0)
 
 
-def test_choices_of_several_prompts_are_counted_through():
+def test_choices_of_several_prompts_are_numbered_consecutively():
     news = SpanUpdates(incarnation_of)
     news.watch([Output(0, [Span("3", 0, 2)], "stop")], first=2)
     other, first, again = told(news, event(0, "stop"), event(2, "stop"), event(2, "stop"))
     assert [spans_in(one) for one in (other, first, again)] == [None, [[3, 0, 2]], None]
 
 
-def test_a_chunk_without_news_goes_through_as_it_came():
+def test_a_chunk_without_new_spans_is_unchanged():
     news = SpanUpdates(incarnation_of)
     news.watch([Output(0)])
     assert told(news, event(0, text="é"), "data: [DONE]\n\n") == [event(0, text="é"), "data: [DONE]\n\n"]
 
 
-def test_the_incarnation_goes_with_the_spans():
+def test_the_incarnation_is_reported_with_the_spans():
     news = SpanUpdates(incarnation_of)
     news.watch([Output(0, [Span("3", 0, 1), Span("4", 1, 2)], "stop"), Output(1, [Span("4", 0, 1), Span("100", 1, 2)])])
     first, second = told(news, event(0, "stop"), event(1))

@@ -1,4 +1,4 @@
-"""Erased rows: gone when the request or the tombstone is read, never back, and everybody else's exactly once."""
+"""Erased rows are deleted when the request or tombstone is read, never written again; all others are written once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tidemill.schemas.records import UserWish
 
 DATABASES = count()
 LOG_US = 1000 * 1_700_000_000_123
-"""Time in the log of every row that `rows_of` makes."""
+"""Log time of every row that `rows_of` makes, in microseconds."""
 ERASE = request("ann", UserWish.ERASE, START_US + 60 * SECOND)
 TABLES = ("interactions", "outcomes", "feedback", "online_batches")
 
@@ -35,7 +35,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Tables:
-    """Tables of their own, and what is in them."""
+    """A separate set of tables, and their contents."""
 
     def __init__(self, client: Any) -> None:
         self.client, self.name = client, f"erasure{next(DATABASES)}"
@@ -62,7 +62,7 @@ def dead_letter(key: bytes) -> Row:
     return Row("tidemill.feedback.dlq", 0, len(key), 1_700_000_000_123, key, letter, 9)
 
 
-def test_an_erasure_takes_his_rows_and_leaves_his_place_in_the_batch(tables: Tables):
+def test_an_erasure_deletes_the_users_rows_and_keeps_the_batch(tables: Tables):
     writer = tables.writer()
     writer.write([*rows_of(two_people()), dead_letter(b"i-ann/x"), dead_letter(b"i-bobby/x")], {})
     assert tables.counts() == {"interactions": 2, "outcomes": 2, "feedback": 4, "online_batches": 1}
@@ -73,12 +73,12 @@ def test_an_erasure_takes_his_rows_and_leaves_his_place_in_the_batch(tables: Tab
     assert tables.keys("dead_letters") == [b"i-bobby/x"]
 
 
-def test_the_requests_of_one_flush_see_the_rows_of_that_flush(tables: Tables):
+def test_the_requests_of_one_flush_apply_to_the_rows_of_that_flush(tables: Tables):
     tables.writer().write([*rows_of([ERASE]), *rows_of(two_people())], {})
     assert tables.counts() == {"interactions": 1, "outcomes": 1, "feedback": 3, "online_batches": 1}
 
 
-def test_what_dates_from_before_an_erasure_never_appears_and_what_comes_after_does(tables: Tables):
+def test_rows_from_before_an_erasure_never_appear_and_later_ones_do(tables: Tables):
     writer = tables.writer()
     writer.write(rows_of([ERASE]), {})
     late = interaction("late", "ann", served_at=ERASE.at - 1)
@@ -90,14 +90,14 @@ def test_what_dates_from_before_an_erasure_never_appears_and_what_comes_after_do
     assert found == [("fresh",)]
 
 
-def test_a_rebuild_that_knows_the_requests_shows_nothing_meanwhile(tables: Tables):
+def test_a_rebuild_that_knows_the_requests_never_shows_erased_rows(tables: Tables):
     erasures = Erasures()
     erasures.observe(ERASE)
     tables.writer(erasures).write(rows_of(two_people()[:2]), {})
     assert tables.counts() == {}
 
 
-def test_an_opt_out_deletes_nothing_and_the_newest_erasure_holds():
+def test_an_opt_out_deletes_nothing_and_the_newest_erasure_applies():
     row = rows_of([interaction("i", "ann")])[0]
     erasures = Erasures()
     for record in (request("ann", UserWish.OPT_OUT, ERASE.at), request("bob", UserWish.ERASE, ERASE.at)):
@@ -110,7 +110,7 @@ def test_an_opt_out_deletes_nothing_and_the_newest_erasure_holds():
 
 
 @pytest.mark.parametrize("user", ["x' OR 1=1 --", "\\", "%(at)s", "a\x00b", "ünïcode 🦆"])
-def test_a_hostile_user_id_deletes_its_own_rows_alone(tables: Tables, user: str):
+def test_a_hostile_user_id_deletes_only_its_own_rows(tables: Tables, user: str):
     writer = tables.writer()
     writer.write(rows_of([interaction("i0", user), interaction("i1", "bob")]), {})
     writer.write(rows_of([request(user, UserWish.ERASE, ERASE.at)]), {})
@@ -123,14 +123,14 @@ def keyed(key: bytes, offset: int, partition: int = 0, *, dead: bool = False) ->
 
 
 @pytest.mark.parametrize("key", [b"k", b"k' OR 1=1 --", b"\xff\x00\\"])
-def test_a_tombstone_takes_the_older_rows_of_its_key_in_its_partition(tables: Tables, key: bytes):
+def test_a_tombstone_deletes_the_older_rows_of_its_key_in_its_partition(tables: Tables, key: bytes):
     writer = tables.writer()
     writer.write([keyed(key, 0), keyed(b"other", 1), keyed(key, 0, partition=1)], {})
     writer.write([keyed(key, 2, dead=True), keyed(key, 3)], {})
     assert tables.keys() == [b"other", key, key]
 
 
-def test_a_tombstone_is_no_dead_letter_where_the_topic_is_compacted():
+def test_a_tombstone_is_no_dead_letter_if_the_topic_is_compacted():
     names = Names(PREFIX)
     nothing = ConsumedRecord(Topic.FEEDBACK, 0, 5, 9, b"i/e", None, None, "the record has no value (a tombstone)")
     assert row_of(nothing, names, CATALOGUE[Topic.FEEDBACK].values).record == DeletedKey(Topic.FEEDBACK)
@@ -139,7 +139,7 @@ def test_a_tombstone_is_no_dead_letter_where_the_topic_is_compacted():
 
 
 class Crash(RuntimeError):
-    """The process dies here."""
+    """Simulates the death of the process."""
 
 
 def test_a_crash_before_the_deletion_forgets_nothing_and_writes_nothing_twice(
@@ -166,12 +166,12 @@ def test_a_crash_before_the_deletion_forgets_nothing_and_writes_nothing_twice(
     writer = tables.writer()
     writer.write(rows, places)
     writer.write(rows, places)
-    # What the judge said of an interaction that was never written goes by its own tombstone.
+    # The judge's feedback on an interaction that was never written is deleted by its own tombstone.
     assert tables.counts() == {"interactions": 1, "outcomes": 1, "feedback": 3, "online_batches": 1}
     assert dict(tables.writer().next_offsets) == places
 
 
-def test_the_time_of_a_row_is_the_earlier_of_its_two():
+def test_the_time_of_a_row_is_the_earlier_of_its_two_times():
     row = rows_of([interaction("i", "ann", served_at=LOG_US + 5 * SECOND)])[0]
     erasures = Erasures()
     erasures.observe(request("ann", UserWish.ERASE, LOG_US))

@@ -1,4 +1,4 @@
-"""Erasure by the sink as a process on a real Kafka: he is gone, stays gone after a kill, and no rebuild shows him."""
+"""Erasure by the sink as a process on a real Kafka: a user's rows do not come back after a kill or in a rebuild."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def settings(kafka: Any) -> KafkaSettings:
 
 
 def value(sink: Sink, sql: str) -> Any:
-    """The one value that a running sink answers."""
+    """Return the single value of a query to a running sink."""
     state = read_state(sink.settings.directory)
     assert state is not None
     reply = httpx.post(state.url, params={"default_format": "JSONCompact"}, content=sql, timeout=DEADLINE_S)
@@ -44,11 +44,11 @@ def value(sink: Sink, sql: str) -> Any:
 
 
 def users(sink: Sink) -> set[str]:
-    """Whoever has a row."""
+    """Return the users that have a row."""
     return set(value(sink, USERS))
 
 
-def test_he_is_gone_after_a_kill_and_after_a_rebuild(settings: KafkaSettings, tmp_path: Path):
+def test_an_erased_user_is_gone_after_a_kill_and_after_a_rebuild(settings: KafkaSettings, tmp_path: Path):
     log = ProductLog(settings, 2)
     log.write(*two_people())
     with RecordProducer(settings, "test-ticks") as producer:

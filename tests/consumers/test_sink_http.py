@@ -1,4 +1,4 @@
-"""ClickHouse's HTTP protocol as its clients speak it, and what a read-only endpoint refuses."""
+"""ClickHouse's HTTP protocol as its clients use it, and the requests that the read-only endpoint refuses."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_query_in_the_body_in_the_parameter_and_in_both(url: str):
     assert chunked.text == "3\n"
 
 
-def test_query_parameters_are_bound_and_not_pasted(url: str):
+def test_query_parameters_are_bound_and_not_inserted_as_text(url: str):
     sql = "SELECT {x:UInt64} + 1, {y:String}, {z:Array(String)}"
     reply = ask(url, sql, param_x="2", param_y="a'); DROP TABLE tasks", param_z="['p','q']")
     assert reply.text == "3\ta\\'); DROP TABLE tasks\t['p','q']\n"
@@ -134,12 +134,12 @@ def test_a_query_is_stopped_at_its_time_limit(url: str):
     "value",
     ["", "0", "-1", "nan", "inf", "-inf", "1e999", "none", "1; DROP TABLE tasks", "1, readonly = 0", "9" * 5000],
 )
-def test_a_limit_that_is_none_is_refused(url: str, name: str, value: str):
+def test_a_limit_that_sets_no_limit_is_refused(url: str, name: str, value: str):
     reply = ask(url, "SELECT 1", **{name: value})
     assert (reply.status_code, reply.headers["X-ClickHouse-Exception-Code"]) == (400, "62"), reply.text
 
 
-def test_a_limit_may_become_narrower_and_no_wider(url: str):
+def test_a_limit_can_be_lowered_but_not_raised(url: str):
     heavy = "SELECT sum(sipHash64(number)) FROM numbers(100000000000)"
     for given in ("0.001", "1e-300", "1e9"):
         reply = ask(url, heavy, max_execution_time=given)
@@ -149,7 +149,7 @@ def test_a_limit_may_become_narrower_and_no_wider(url: str):
     assert ask(url, memory, max_memory_usage=str(2**62)).headers["X-ClickHouse-Exception-Code"] in ("241", "396", "159")
     cut = ask(url, "SELECT number FROM numbers(10000000)", max_result_rows="10")
     assert (cut.status_code, len(cut.text.splitlines())) == (200, 10)
-    # Rows are left out only by their number: a result of too many bytes is an error.
+    # Only the limit on the number of rows truncates a result; a result of too many bytes is an error.
     large = ask(url, "SELECT repeat(toString(number), 10000) FROM numbers(1000)", max_result_rows="1000")
     assert large.headers["X-ClickHouse-Exception-Code"] == "396"
 
@@ -190,7 +190,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("sql", REFUSED)
-def test_what_writes_or_reaches_out_is_refused(url: str, sql: str, tmp_path):
+def test_writes_and_outside_access_are_refused(url: str, sql: str, tmp_path):
     path = tmp_path / "secret"
     if "OUTFILE" not in sql:
         path.write_text("secret")

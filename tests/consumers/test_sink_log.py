@@ -1,4 +1,4 @@
-"""The sink as a process on a real Kafka: killed again and again it loses nothing and writes nothing twice."""
+"""The sink as a process on a real Kafka: if it is killed repeatedly, it loses nothing and writes nothing twice."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Sink:
         until(self._announced)
 
     def refusal(self) -> str:
-        """What a second process with these settings says, which ends by itself."""
+        """Return the error of a second process with these settings, which exits by itself."""
         ended = subprocess.run(self._command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         assert ended.returncode > 0
         return ended.stderr
@@ -92,7 +92,7 @@ def sink(settings: KafkaSettings, tmp_path: Path) -> Iterator[Sink]:
 
 
 def write_run(settings: KafkaSettings) -> None:
-    """Every record type of a small run, then many rollouts with ticks and garbage between them."""
+    """Write every record type of a small run, then many rollouts with ticks and invalid values between them."""
     names = Names(settings.topic_prefix)
     with RecordProducer(settings, "test-writer") as producer:
         for record in small_run():
@@ -108,7 +108,7 @@ def write_run(settings: KafkaSettings) -> None:
 
 
 def write_dead_letters(settings: KafkaSettings) -> None:
-    """What group assembly does with the garbage."""
+    """Write the invalid values as dead letters, as group assembly does."""
     names = Names(settings.topic_prefix)
     with LogReader(settings, [Topic.ROLLOUTS]) as reader, RecordProducer(settings, "test-letters") as producer:
         for located in reader.read_to_end(DEADLINE_S):
@@ -117,7 +117,7 @@ def write_dead_letters(settings: KafkaSettings) -> None:
 
 
 def ends(settings: KafkaSettings) -> dict[tuple[str, int], int]:
-    """End offsets of everything that the sink reads, by full topic name and partition, where there is a record."""
+    """Return end offsets of all partitions that the sink reads and that have records, by full topic name and number."""
     names = Names(settings.topic_prefix)
     with LogReader(settings, list(CATALOGUE)) as reader:
         found = {(names.of(topic), partition): end for (topic, partition), end in reader.end_offsets().items() if end}
@@ -126,7 +126,7 @@ def ends(settings: KafkaSettings) -> dict[tuple[str, int], int]:
 
 
 def stored(sink: SinkSettings) -> dict[tuple[str, int], int]:
-    """Rows by full topic name and partition, dead-letter topics taken together. Checks that no row is there twice."""
+    """Return rows by full topic name and partition, dead-letter topics together. Checks that no row is stored twice."""
     found: dict[tuple[str, int], int] = {}
     for topic, partition, n, distinct, _last in rows_by_place(sink):
         assert n == distinct, (topic, partition)
@@ -143,7 +143,7 @@ def rows_by_place(sink: SinkSettings) -> list[list[Any]]:
     return ask(sink, grouped).rows
 
 
-def test_killed_again_and_again_it_loses_nothing_and_writes_nothing_twice(settings: KafkaSettings, sink: Sink):
+def test_a_repeatedly_killed_sink_loses_nothing_and_writes_nothing_twice(settings: KafkaSettings, sink: Sink):
     write_run(settings)
     write_dead_letters(settings)
     kills = 0
@@ -164,7 +164,7 @@ def test_killed_again_and_again_it_loses_nothing_and_writes_nothing_twice(settin
     assert list(failures.values()) == [20]
 
 
-def test_a_stop_writes_what_has_been_read(settings: KafkaSettings, sink: Sink):
+def test_a_stop_writes_the_records_that_were_read(settings: KafkaSettings, sink: Sink):
     write_run(settings)
     sink.start()
     until(lambda: sink.rows() > 0)
@@ -189,7 +189,7 @@ def delete(settings: KafkaSettings, full_topic: str, before: int) -> None:
 
 
 def send(settings: KafkaSettings, numbers: range) -> None:
-    """Rollouts and dead letters, into partition 0 of their topics."""
+    """Write rollouts and dead letters to partition 0 of their topics."""
     names = Names(settings.topic_prefix)
     with RecordProducer(settings, "test-writer") as producer:
         for n in numbers:
@@ -197,7 +197,7 @@ def send(settings: KafkaSettings, numbers: range) -> None:
             producer.send_bytes(names.dead_letter(Topic.GROUPS), b"letter", key=b"k", partition=0)
 
 
-def test_what_the_log_deleted_ends_the_sink_or_is_entered_in_a_table(settings: KafkaSettings, sink: Sink):
+def test_a_retention_gap_ends_the_sink_or_is_recorded_in_a_table(settings: KafkaSettings, sink: Sink):
     names = Names(settings.topic_prefix)
     rollouts, letters = names.of(Topic.ROLLOUTS), names.dead_letter(Topic.GROUPS)
     send(settings, range(10))
@@ -216,12 +216,12 @@ def test_what_the_log_deleted_ends_the_sink_or_is_entered_in_a_table(settings: K
     gaps = ask(sink.settings, "SELECT _topic, _partition, first_offset, end_offset FROM sink_gaps ORDER BY 1").rows
     assert sorted(gaps) == sorted([[rollouts, 0, 10, 13], [letters, 0, 10, 15]])
     assert accepting.end(signal.SIGTERM) == 0
-    # What was entered once is no gap any more.
+    # A gap that is recorded in the table is not reported again.
     sink.start()
     until(lambda: sink.rows() == 17)
 
 
-def test_steps_that_were_written_in_transactions_are_read_to_the_end(settings: KafkaSettings, sink: Sink):
+def test_steps_written_in_transactions_are_read_to_the_end(settings: KafkaSettings, sink: Sink):
     full = Names(settings.topic_prefix).of(Topic.STEPS)
     writer = Producer({"bootstrap.servers": settings.address(), "transactional.id": full})
     writer.init_transactions(DEADLINE_S)
@@ -232,6 +232,6 @@ def test_steps_that_were_written_in_transactions_are_read_to_the_end(settings: K
     sink.start()
     until(lambda: ask(sink.settings, "SELECT step FROM train_steps ORDER BY 1").rows == [[1], [2], [3]])
     mark = f"SELECT max(next_offset) FROM sink_watermarks WHERE _topic = '{full}'"
-    # Three records, and the ends of three transactions.
+    # Three records and three transaction markers.
     until(lambda: ask(sink.settings, mark).rows == [[6]])
     assert sink.end(signal.SIGTERM) == 0

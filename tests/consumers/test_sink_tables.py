@@ -1,4 +1,4 @@
-"""The tables against the schemas: nothing left out, values come back as they went in, each row once."""
+"""The tables and the schemas: every field has a column, values are read as they were written, each row once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Document, Rollout, Segment, VersionSpan
 
 PLACES = count()
-"""A partition of its own for every example."""
+"""A separate partition for every example."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def writer(client: Any, database: str) -> Writer:
 
 
 def leaves(kind: Any, path: tuple[str, ...], named: dict[str, Any] | None = None) -> Iterator[str]:
-    """Dotted paths of every scalar, bytes and map of an Avro type; records that were `named` before are known."""
+    """Yield dotted paths of every scalar, bytes and map of an Avro type; `named` holds the record types seen before."""
     named = {} if named is None else named
     if isinstance(kind, str):
         kind = named.get(kind, kind)
@@ -79,7 +79,7 @@ def test_a_type_without_a_rule_is_an_error_and_not_a_missing_column():
 
 
 def expected(record: Any, column: Column) -> Any:
-    """A column's value by plain attribute walks, token by token."""
+    """Return a column's value by plain attribute access, token by token."""
     first, *rest = column.source.split(".")
     value = getattr(record, first)
     if column.name == f"{first}_bytes":
@@ -108,7 +108,7 @@ def selected(column: Column) -> str:
 @pytest.mark.parametrize("record_type", RECORD_TYPES.values(), ids=lambda t: t.__name__)
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_records_come_back_as_they_went_in(client: Any, record_type: type, data: st.DataObject):
+def test_records_are_read_as_they_were_written(client: Any, record_type: type, data: st.DataObject):
     records = data.draw(st.lists(generated(record_type), min_size=1, max_size=6))
     table, topic = tables()[record_type], topic_of(records[0])
     place = next(PLACES)
@@ -123,7 +123,7 @@ def test_records_come_back_as_they_went_in(client: Any, record_type: type, data:
     assert rows[0].topic == Names(PREFIX).of(topic)
 
 
-def test_packed_tokens_become_lists_without_passing_through_python():
+def test_packed_tokens_become_lists_without_python_objects():
     chunks = [np.arange(3, dtype="<u4").tobytes(), np.arange(2, dtype="<u4").tobytes()]
     lists = packed_lists(np.array([0, 12, 12, 20]), chunks, np.dtype("<u4"))
     assert lists.to_pylist() == [[0, 1, 2], [], [0, 1]]
@@ -143,7 +143,7 @@ def test_rows_that_a_table_has_are_not_written_again(client: Any):
     assert again.write(more, places) == 1
 
 
-def test_a_crash_between_two_tables_of_a_flush_leaves_nothing_out(client: Any):
+def test_a_crash_between_two_tables_of_a_flush_loses_nothing(client: Any):
     rows = rows_of(small_run())
     rollouts = [row for row in rows if isinstance(row.record, Rollout)]
     writer(client, "crash").write(rollouts, {})
@@ -187,8 +187,8 @@ def test_an_insert_holds_no_more_than_its_bound_and_a_crash_between_two_writes_n
     assert client.query("SELECT count() FROM bounded.documents").result_rows == [(6,)]
 
 
-def test_an_insert_is_compressed_as_the_client_asks(client: Any, monkeypatch: pytest.MonkeyPatch):
-    """A client of a server asks for it, the embedded engine's does not."""
+def test_an_insert_is_compressed_as_the_client_is_configured(client: Any, monkeypatch: pytest.MonkeyPatch):
+    """A client of a server has compression on, the client of the embedded engine has it off."""
     sizes, raw_insert = list[int](), type(client).raw_insert
 
     def noted(self: Any, table: str, names: list[str], data: memoryview, *more: Any) -> Any:
@@ -216,8 +216,8 @@ def test_tables_of_other_merges_are_changed_and_keep_their_rows(client: Any):
     assert client.query("SELECT count() FROM merged.documents").result_rows == [(1,)]
 
 
-def test_wide_rows_are_merged_one_column_after_the_other(client: Any):
-    """With ClickHouse's own bound a merge of few rows holds every column at once."""
+def test_wide_rows_are_merged_one_column_at_a_time(client: Any):
+    """With ClickHouse's default bound, a merge of few rows holds every column in memory at once."""
     tokens = 500_000
     ids = np.random.default_rng(0).integers(0, 2**32, tokens, dtype=np.uint32).astype("<u4").tobytes()
     long = Segment(tokens, ids, b"\x01" * tokens, ids, [VersionSpan(1, 0, tokens)])
@@ -235,7 +235,7 @@ def test_wide_rows_are_merged_one_column_after_the_other(client: Any):
 
 
 def gathered_columns(client: Any) -> int:
-    """Columns that merges of the process took one after the other."""
+    """Return the number of columns that merges of the process merged one at a time."""
     found = client.query("SELECT value FROM system.events WHERE event = 'GatheredColumns'").result_rows
     return int(found[0][0]) if found else 0
 
@@ -276,7 +276,7 @@ def test_both_table_engines_take_the_same_ddl_and_rows(client: Any):
 
 
 @pytest.mark.parametrize("record", [None, Document("d", "s", "t")], ids=["undecodable", "misplaced"])
-def test_what_has_no_place_in_a_topic_becomes_a_dead_letter(record: Document | None):
+def test_a_record_that_does_not_belong_in_its_topic_becomes_a_dead_letter(record: Document | None):
     error = "unknown framing" if record is None else ""
     located = ConsumedRecord(Topic.TASKS, 1, 5, 9, None, b"\xff", record, error)
     row = row_of(located, Names(PREFIX), CATALOGUE[Topic.TASKS].values)
@@ -313,15 +313,15 @@ print(next(line for line in said.splitlines() if "opt.dirty_decay_ms" in line))
 
 
 @pytest.mark.parametrize("keep_ms", [0, 700])
-def test_the_embedded_engine_gives_back_what_it_has_freed(keep_ms: int, tmp_path: Path):
+def test_the_embedded_engine_returns_freed_memory(keep_ms: int, tmp_path: Path):
     environment = {name: value for name, value in os.environ.items() if name != ALLOCATOR}
     command = [sys.executable, "-c", CHILD, str(tmp_path / "engine"), str(keep_ms)]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
     assert f"opt.dirty_decay_ms: {keep_ms} " in said
 
 
-def test_what_python_and_arrow_have_freed_goes_back_to_the_system():
-    """Blocks that a smaller one at their end keeps the C library from giving back by itself."""
+def test_memory_that_python_and_arrow_freed_returns_to_the_system():
+    """The C library alone would not return these blocks, because a smaller block follows them."""
     blocks = [bytes(2**16) for _ in range(800)]
     held = blocks[::100]
     before = resident()
@@ -332,5 +332,5 @@ def test_what_python_and_arrow_have_freed_goes_back_to_the_system():
 
 
 def resident() -> int:
-    """Of this process, in bytes."""
+    """Return the resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

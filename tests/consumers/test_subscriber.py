@@ -1,6 +1,6 @@
-"""The subscriber over an engine of plain arrays and a log in memory: damage is refused, served never, healed later.
+"""The subscriber with an engine of plain arrays and a log in memory: damage is refused, never served, and healed later.
 
-It is fed by `follow`, which reads on during a move, puts aside what it cannot use, and ends with what failed.
+`follow` feeds it: it continues to read during an update, sets unusable records aside, and raises errors of its parts.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ PROVED, REFUSED, ANCHORED = AckStatus.PROVED, AckStatus.REFUSED, AckStatus.ANCHO
 
 
 class Harness(ArrayReplica):
-    """A replica that serves version 0 of a small set of tensors, and the trainer beside it."""
+    """A replica that serves version 0 of a small set of tensors, and its trainer."""
 
     def __init__(self, directory):
         self.view, self.views = small_view(), [small_view()]
@@ -65,7 +65,7 @@ def test_every_version_is_applied_proved_and_acknowledged(harness):
     assert harness.engine.holds(harness.view)
 
 
-def test_the_format_of_the_values_that_are_served_is_known(harness):
+def test_the_status_reports_the_serving_format(harness):
     for version, form in enumerate(["", "mxfp8", ""], 1):
         harness.observe(replace(harness.next(), serving_format=form))
         assert (harness.ledger.status.version, harness.ledger.status.serving_format) == (version, form)
@@ -93,7 +93,7 @@ def test_a_stored_shard_that_is_damaged_is_refused(harness, damage):
     assert harness.observe(harness.next(anchor=True)) == [(ANCHORED, 2, 2)]
 
 
-def test_a_backlog_is_passed_in_one_move(harness):
+def test_a_backlog_is_applied_in_one_update(harness):
     records = [harness.next() for _ in range(3)]
     assert harness.observe(*records) == [(PROVED, 3, 3)]
     assert "caught up from version 0 over 3 deltas" in harness.acks[-1].reason
@@ -106,7 +106,7 @@ def test_a_replica_that_is_behind_takes_the_skip_delta(harness):
     assert "2 deltas (1 of them skip-deltas)" in harness.acks[-1].reason and harness.engine.holds(harness.view)
 
 
-def test_a_damaged_skip_delta_is_refused_and_gone_around(harness):
+def test_a_damaged_skip_delta_is_refused_and_avoided(harness):
     records = [harness.next(fraction=0.2) for _ in range(6)]
     skip = harness.skip(0, 6)
     driver.corrupt(harness.log, skip.shards[0].offsets[0])
@@ -122,7 +122,7 @@ def test_versions_replay_over_chunks_that_were_read_before(harness):
     assert harness.engine.holds(harness.view)
 
 
-def test_a_corrupt_chunk_is_refused_untouched_and_healed_by_the_next_anchor(harness):
+def test_a_corrupt_chunk_is_refused_before_the_engine_changes_and_healed_by_the_next_anchor(harness):
     harness.observe(harness.next())
     broken = harness.next()
     driver.corrupt(harness.log, broken.shards[0].offsets[0])
@@ -175,7 +175,7 @@ def assert_the_anchor_is_refused(harness, manifest, reason):
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_a_damaged_anchor_is_refused_and_the_last_version_stays(harness, name, remote):
-    """Its configuration and tokenizer too: they decide what the served tokens mean."""
+    """This includes its configuration and tokenizer, because they decide what the served tokens mean."""
     (harness.base / "tokenizer.json").write_text("{ }")
     harness.next()
     manifest = harness.next(anchor=True)
@@ -223,7 +223,7 @@ def test_a_manifest_that_names_other_fingerprints_is_refused(harness, field):
     assert harness.engine.holds(harness.views[0])
 
 
-def test_a_refused_move_leaves_no_trace_in_the_mirror(harness):
+def test_a_refused_update_does_not_change_the_mirror(harness):
     records = [harness.next() for _ in range(3)]
     driver.corrupt(harness.log, records[2].shards[0].offsets[0])
     harness.observe(records[2], records[1], records[0])
@@ -231,7 +231,7 @@ def test_a_refused_move_leaves_no_trace_in_the_mirror(harness):
     assert harness.observe(harness.next(anchor=True)) == [(ANCHORED, 4, 4)] and harness.engine.holds(harness.view)
 
 
-def test_an_unproved_version_is_taken_back(harness):
+def test_an_unproved_version_is_undone(harness):
     manifest = harness.next()
     harness.engine.lose_writes = True
     with pytest.raises(ReplicaFault):
@@ -245,7 +245,7 @@ def test_a_version_whose_changes_cannot_be_proved_is_written_whole(harness):
     assert harness.engine.loads == 1 and harness.engine.holds(harness.view)
 
 
-def test_a_write_that_a_rank_refuses_is_said_with_the_reason_and_the_version_is_written_whole(harness):
+def test_a_write_that_a_rank_refuses_is_reported_with_its_reason_and_the_version_is_written_whole(harness):
     harness.engine.refuse_changes = "rank 1: the changes in shared memory are damaged"
     assert harness.observe(harness.next()) == [(REFUSED, 1, 0), (ANCHORED, 1, 1)]
     assert harness.acks[-2].reason == f"the engine could not write it: {harness.engine.refuse_changes}"
@@ -258,7 +258,7 @@ def test_damage_in_live_memory_is_found_and_healed_from_the_mirror(harness):
     assert harness.engine.holds(harness.view)
 
 
-def test_chunks_that_never_come_time_out_and_are_fetched_later(harness):
+def test_missing_chunks_time_out_and_are_fetched_later(harness):
     manifest = harness.next()
     (offset,) = manifest.shards[0].offsets
     late = harness.log.located.pop(offset)
@@ -283,7 +283,7 @@ def test_a_roll_back_goes_to_an_older_version_by_its_changed_elements(harness):
     assert harness.engine.holds(harness.view)
 
 
-def test_a_held_replica_goes_no_further_and_says_so(harness):
+def test_a_held_replica_refuses_newer_versions_with_the_reason(harness):
     harness.observe(harness.next())
     assert harness.observe(decision("hold", 1), harness.next()) == [(REFUSED, 2, 1)]
     assert harness.acks[-1].reason == "held at version 1 by ada: reward fell"
@@ -311,7 +311,7 @@ def read_shard(fetcher, manifest):
     return b"".join(fetcher.pieces(manifest, manifest.shards[0]))
 
 
-def test_the_fetcher_tells_a_lost_chunk_from_a_late_one(harness):
+def test_the_fetcher_distinguishes_a_lost_chunk_from_a_late_one(harness):
     manifest = harness.next()
     fetcher = ChunkFetcher(harness.log, timeout_s=0.2)
     shard = manifest.shards[0]
@@ -331,7 +331,7 @@ def located(record, error=""):
 
 
 class PolledLog:
-    """Batches of records, one a poll; empty polls after them."""
+    """A log that returns one batch of records per poll, then empty polls."""
 
     def __init__(self, *batches):
         self.batches = list(batches)
@@ -344,7 +344,7 @@ class PolledLog:
 
 
 class NotedSubscriber:
-    """Notes what it is given; its moves wait for `gate`."""
+    """Stores the records that it receives; its updates wait for `gate`."""
 
     def __init__(self, stop, enough):
         self.stop, self.enough, self.received, self.advances = stop, enough, [], 0
@@ -362,7 +362,7 @@ class NotedSubscriber:
             self.stop.set()
 
 
-def test_records_are_read_while_a_move_is_under_way():
+def test_records_are_read_during_an_update():
     async def run():
         stop = asyncio.Event()
         subscriber = NotedSubscriber(stop, enough=3)
@@ -374,7 +374,7 @@ def test_records_are_read_while_a_move_is_under_way():
     assert subscriber.received == [SKIP] * 3 and subscriber.advances == 1
 
 
-def test_what_cannot_be_used_is_put_aside_and_the_rest_is_followed():
+def test_unusable_records_are_set_aside_and_the_others_are_followed():
     buried = []
 
     async def run():
@@ -408,7 +408,7 @@ def test_a_failure_ends_the_follower_with_its_reason(which):
         asyncio.run(run())
 
 
-def test_patience_doubles_up_to_a_limit_and_starts_anew():
+def test_backoff_doubles_up_to_a_limit_and_starts_again():
     patience, now, waits = Backoff(), 0.0, []
     assert patience.may_try(now)
     for _ in range(9):

@@ -1,4 +1,4 @@
-"""vLLM's own arguments in the replica's settings: what is refused by name, and what vLLM makes of the rest."""
+"""vLLM's own arguments in the replica's settings: names that are refused, and the values that reach vLLM."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ WRONG = [{"no-such-thing": 1}, {"gpu-memory": 0.5}, {"seed": "many"}, {"seed": T
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory, vllm):
-    """What vLLM's parser and the chat route say, from a process of its own: vLLM reads its environment at import."""
+    """Output of vLLM's parser and the chat route, from a separate process: vLLM reads its environment at import."""
     checkpoint = tmp_path_factory.mktemp("no-template")
     vocabulary = {"t5": 0, "<|end|>": 1}
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t5"}
@@ -78,7 +78,7 @@ def test_arguments_reach_vllms_parser(probe):
     assert "backend='xgrammar'" in third["structured_outputs_config"] and third["max_num_scheduled_tokens"] == 64
 
 
-def test_what_vllm_does_not_take_is_refused_with_its_message(probe):
+def test_arguments_that_vllm_rejects_are_refused_with_its_message(probe):
     unknown, short, number, switch, table = probe["parsed"][len(TAKEN) :]
     assert unknown == "replica.vllm_args: unrecognized arguments: --no-such-thing=1"
     assert "unrecognized arguments: --gpu-memory=0.5" in short, (
@@ -88,7 +88,7 @@ def test_what_vllm_does_not_take_is_refused_with_its_message(probe):
     assert "--structured-outputs-config" in table
 
 
-def test_every_pattern_of_a_refusal_is_a_name_of_vllms(probe):
+def test_every_pattern_of_a_refusal_matches_an_argument_of_vllm(probe):
     for patterns in REFUSED.values():
         for pattern in patterns.split():
             assert pattern == "model-tag" or any(fnmatchcase(name, pattern) for name in probe["options"]), pattern
@@ -101,7 +101,7 @@ def test_every_pattern_of_a_refusal_is_a_name_of_vllms(probe):
      "override-generation-config.temperature", "logprobs-mode", "chat-template", "tool-call-parser", "config", "help",
      "ssl-keyfile", "api-key", "hf-overrides", "enable-lora", "max-lora-rank", "max-model-len"],
 )  # fmt: skip
-def test_arguments_that_are_decided_or_that_proofs_depend_on_are_refused_by_name(name):
+def test_arguments_that_tidemill_sets_or_that_proofs_depend_on_are_refused_by_name(name):
     with pytest.raises(ValidationError, match=f"{name} cannot be set here: {refusal(name)[:20]}"):
         ReplicaSettings(vllm_args={name: True})
 
@@ -133,7 +133,7 @@ def test_flags():
     ]
 
 
-def test_a_model_without_a_chat_template_says_so(probe):
+def test_a_model_without_a_chat_template_is_a_clear_error(probe):
     status, answer = probe["chat"]
     assert (
         status == 400 and "it is a base model" in answer["error"]["message"] and "/" not in answer["error"]["message"]

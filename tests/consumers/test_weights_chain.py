@@ -1,4 +1,4 @@
-"""What the chain says of records in memory: ways, retention, forks, decisions and who follows them."""
+"""The chain over records in memory: paths, retention, forks, decisions and the replicas that follow them."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def path(chain: Chain, version: int) -> list[int]:
     return [found.anchor.version, *(delta.version for delta in found.deltas)]
 
 
-def test_the_way_leads_from_the_nearest_anchor_over_the_cheapest_deltas():
+def test_the_path_leads_from_the_nearest_anchor_over_the_cheapest_deltas():
     assert path(long_chain(anchors=(0, 6)), 8) == [6, 7, 8]
     chain = long_chain()
     chain.observe(skip(0, 8))
     assert path(chain, 9) == [0, 8, 9]
 
 
-def test_what_the_log_no_longer_keeps_is_on_no_way():
+def test_an_expired_delta_is_on_no_path():
     chain = long_chain(anchors=(0, 4), kept_from=4)
     assert path(chain, 6) == [4, 5, 6]
     with pytest.raises(Unreachable, match=r"delta of version 3 is expired: its chunk at 0:3 .* begins at 4"):
@@ -81,7 +81,7 @@ def test_a_delta_in_the_object_store_does_not_expire():
     assert path(chain, 1) == [0, 1]
 
 
-def test_an_anchor_that_is_gone_is_passed_over():
+def test_a_missing_anchor_is_not_used():
     chain = long_chain(anchors=(0, 6))
     found = chain.require_path(8, lambda made: made.version != 6)
     assert found.anchor.version == 0
@@ -89,7 +89,7 @@ def test_an_anchor_that_is_gone_is_passed_over():
         long_chain().require_path(3, lambda _: False)
 
 
-def test_an_unknown_version_is_told_which_there_are():
+def test_the_error_for_an_unknown_version_names_the_existing_ones():
     with pytest.raises(UnknownVersion, match="version 40 is not on branch main of run test: it has 0 to 9"):
         long_chain().manifest(40)
     with pytest.raises(UnknownVersion, match="no version on branch main"):
@@ -102,7 +102,7 @@ def test_a_parent_that_is_not_in_the_log_is_named():
         chain.require_path(6)
 
 
-def test_the_first_contents_of_a_version_stand():
+def test_the_first_content_of_a_version_stays():
     chain = long_chain()
     chain.observe(manifest(5, fingerprint="f" * 32))
     assert chain.manifests[5].fingerprint == f"{5:032x}"
@@ -110,7 +110,7 @@ def test_the_first_contents_of_a_version_stand():
     assert rows(chain)[5].fork == chain.forks[5]
 
 
-def test_records_of_others_are_left_alone():
+def test_records_of_other_runs_and_branches_are_ignored():
     chain, own = long_chain(count=2), (manifest(2), decided(GateVerdict.HOLD, 1), acknowledgement(RUN, "a", 1, at=1))
     for record in own:
         chain.observe(replace(record, run_id="other"))
@@ -129,12 +129,12 @@ def test_verification_starts_at_the_oldest_anchor_that_leads_on(anchors, kept_fr
     assert default_start(long_chain(anchors, kept_from)) == start
 
 
-def test_there_is_nothing_to_start_from_without_an_anchor():
+def test_verification_without_an_anchor_is_an_error():
     with pytest.raises(Unreachable, match="no anchor to verify from"):
         default_start(long_chain(anchors=()))
 
 
-def test_a_row_says_what_the_log_says():
+def test_a_row_reports_the_records_of_its_version():
     chain = long_chain(anchors=(0, 4), kept_from=2)
     chain.observe(skip(0, 5))
     chain.observe(acknowledgement(RUN, "b", 5, at=1))
@@ -153,13 +153,13 @@ def propose(chain: Chain, verdict: GateVerdict, version: int | None) -> GateDeci
     return decision(chain, verdict, version, "because", "ada", at=7)
 
 
-def test_a_decision_names_who_why_and_when():
+def test_a_decision_contains_actor_reason_and_time():
     made = propose(long_chain(), GateVerdict.HOLD, 5)
     assert made == replace(decided(GateVerdict.HOLD, 5, at=7), numbers={"head": 9.0})
     assert propose(long_chain(), GateVerdict.RELEASE, None).version is None
 
 
-def test_only_a_version_that_can_be_served_may_be_decided_on():
+def test_a_decision_can_only_name_a_version_that_can_be_served():
     chain = long_chain(anchors=(0, 6), kept_from=4)
     with pytest.raises(UnknownVersion):
         propose(chain, GateVerdict.HOLD, 40)
@@ -175,7 +175,7 @@ def test_only_a_version_that_can_be_served_may_be_decided_on():
     assert propose(chain, GateVerdict.HOLD, 7).version == 7
 
 
-def test_the_limit_is_the_newest_decision_that_is_no_rejection():
+def test_the_limit_is_the_newest_decision_that_is_not_a_rejection():
     chain = long_chain()
     assert chain.limit is None
     for made in (decided(GateVerdict.HOLD, 5), decided(GateVerdict.REJECT, 7)):
@@ -185,7 +185,7 @@ def test_the_limit_is_the_newest_decision_that_is_no_rejection():
     assert chain.limit is None
 
 
-def test_a_roll_back_is_followed_when_everyone_who_spoke_lately_serves_it():
+def test_a_roll_back_is_followed_when_every_recently_active_replica_serves_it():
     following = DecisionFollowers(decided(GateVerdict.ROLL_BACK, 5, at=1000), head=9, recent_us=100)
     following.observe(acknowledgement(RUN, "old", 9, at=800))
     following.observe(acknowledgement(RUN, "a", 9, at=950))
@@ -198,7 +198,7 @@ def test_a_roll_back_is_followed_when_everyone_who_spoke_lately_serves_it():
     assert following.behind == {"old": 9}
 
 
-def test_a_pin_takes_nobody_back_and_a_release_leads_to_the_head():
+def test_a_pin_moves_no_replica_back_and_a_release_leads_to_the_head():
     held = DecisionFollowers(decided(GateVerdict.HOLD, 5, at=1000), head=9, recent_us=100)
     held.observe(acknowledgement(RUN, "a", 9, at=950))
     held.observe(acknowledgement(RUN, "b", 4, at=950))

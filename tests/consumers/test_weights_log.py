@@ -1,4 +1,4 @@
-"""Chains on a real Kafka, verified and checked out; and what is said of each way in which one can be wrong."""
+"""Chains on a real Kafka, verified and checked out; and the finding for each kind of damage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUT_S = 2.0
 
 @pytest.fixture(scope="module")
 def topics(kafka):
-    """Topics that the tests of this module share; each test has a run of its own in them."""
+    """Topics that the tests of this module share; each test has its own run in them."""
     return kafka.fresh()
 
 
@@ -60,13 +60,13 @@ def expire(kafka, log, below):
 
 
 def flipped(stream):
-    """One bit of the last payload changed, every digest of the chunks made to fit."""
+    """Flip one bit of the last payload, so that all digests computed later match the damage."""
     damaged = bytearray(stream)
     damaged[-60] ^= 1
     return bytes(damaged)
 
 
-def test_a_sound_chain_is_verified_whole(log):
+def test_an_undamaged_chain_is_verified_completely(log):
     log.grow(7, anchors=(0, 4), shards=2)
     log.skip(1, 5)
     log.skip(0, 6)
@@ -90,7 +90,7 @@ def test_readers_that_share_the_partitions_read_every_chunk_once(log):
     assert parts[2] == []
 
 
-def test_a_branch_that_went_back_is_verified_on_both_arms(log):
+def test_a_branch_that_was_rolled_back_is_verified_on_both_paths(log):
     log.grow(5)
     log.publish(5, nudged(log.views[2], 50), parent=2)
     log.publish(6, nudged(log.views[5], 51), parent=5)
@@ -128,7 +128,7 @@ def test_a_delta_of_other_weights_is_named(log):
     assert verified(log).offender.version == 3
 
 
-def test_a_manifest_that_lies_about_a_tensor_is_named(log):
+def test_a_manifest_with_a_wrong_tensor_fingerprint_is_named(log):
     log.grow(2)
     view = nudged(log.views[1], 2)
     made = log.publish(2, view, parent=1)
@@ -188,7 +188,7 @@ def test_a_missing_anchor_is_named(log):
     assert "does not exist" in offender.reason
 
 
-def test_chunks_that_never_came_are_named(log):
+def test_missing_chunks_are_named(log):
     log.grow(2)
     shard = log.manifests[1].shards[0]
     beyond = replace(shard, offsets=[10_000_000 + offset for offset in shard.offsets])
@@ -198,7 +198,7 @@ def test_chunks_that_never_came_are_named(log):
     assert "did not arrive" in offender.reason
 
 
-def test_a_chunk_past_retention_is_said_to_be_expired(topics, log, tmp_path):
+def test_a_chunk_past_retention_is_reported_as_expired(topics, log, tmp_path):
     log.grow(7, anchors=(0, 4), shards=1)
     expire(topics, log, below=4)
     report = verified(log)
@@ -240,14 +240,14 @@ def test_a_version_is_checked_out_as_a_checkpoint(log, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_checkout_leads_around_what_is_damaged(log, tmp_path):
+def test_a_checkout_avoids_a_damaged_anchor(log, tmp_path):
     log.grow(5, anchors=(0, 3))
     weights = Path(log.manifests[3].anchor.uri) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert check_out(log, 4, tmp_path / "v4").way.startswith("the anchor of version 0 and 4 deltas")
 
 
-def test_a_checkout_over_a_corrupt_chunk_goes_by_the_skip_delta_or_not_at_all(log, tmp_path):
+def test_a_checkout_with_a_corrupt_chunk_uses_the_skip_delta_or_fails(log, tmp_path):
     log.grow(2)
     log.publish(2, nudged(log.views[1], 2), parent=1, damage=flipped)
     log.grow(4)
@@ -258,7 +258,7 @@ def test_a_checkout_over_a_corrupt_chunk_goes_by_the_skip_delta_or_not_at_all(lo
     assert "1 of them skip-deltas" in check_out(log, 3, tmp_path / "v3").way
 
 
-def test_a_checkout_never_writes_over_anything(log, tmp_path):
+def test_a_checkout_never_overwrites_files(log, tmp_path):
     log.grow(1)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("kept")

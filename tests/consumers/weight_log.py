@@ -1,7 +1,7 @@
-"""A weight chain on a Kafka, written record by record, so that tests can write it wrong.
+"""A weight chain on a real Kafka, written record by record, so that tests can write wrong ones.
 
-Small tensors, an anchor as a Hugging Face directory, deltas in one or more shards, skip-deltas, acknowledgements and
-decisions; each of them can be damaged on its way.
+Small tensors, an anchor as a Hugging Face directory, deltas in one or more shards, skip-deltas and acknowledgements;
+deltas and manifests can be damaged before they are written.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ Damage = Callable[[bytes], bytes]
 
 
 def first_view(seed: int = 0) -> View:
-    """bf16 patterns of finite values."""
+    """Return bf16 patterns of finite values."""
     random = np.random.default_rng(seed)
     return {name: random.integers(0, 1 << 14, shape, dtype=np.uint16) for name, shape in SHAPES.items()}
 
 
 def nudged(view: View, seed: int, density: float = 0.05) -> View:
-    """A view with some elements changed by one step."""
+    """Return the view with some elements changed in their lowest bit."""
     random = np.random.default_rng(seed)
     return {n: np.where(random.random(b.shape) < density, b ^ np.uint16(1), b) for n, b in view.items()}
 
 
 def write_checkpoint(directory: Path, view: View) -> Path:
-    """A view as an anchor: a checkpoint directory with a configuration, a tokenizer file and the marker."""
+    """Write a view as an anchor: a checkpoint directory with a configuration, a tokenizer file and the marker."""
     directory.mkdir(parents=True)
     save_checkpoint(directory, {name: Weight("bfloat16", bits) for name, bits in view.items()})
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
@@ -74,7 +74,7 @@ class WeightLog:
         self._producer = RecordProducer(kafka, "test-weight-log")
 
     def grow(self, count: int, anchors: tuple[int, ...] = (0,), shards: int = 1) -> None:
-        """Publish versions until there are `count`, each a small step from the one before."""
+        """Publish versions until there are `count`, each a small change of the previous one."""
         for version in range(len(self.views), count):
             view = nudged(self.views[version - 1], version) if version else first_view()
             self.publish(version, view, version - 1 if version else None, anchor=version in anchors, shards=shards)
@@ -83,7 +83,7 @@ class WeightLog:
         self, version: int, view: View, parent: int | None, *, anchor: bool = False, shards: int = 1,
         damage: Damage = bytes, lies: Mapping[str, object] | None = None,
     ) -> Manifest:  # fmt: skip
-        """Publish one version; `lies` replaces fields of its manifest."""
+        """Publish one version; `lies` contains wrong values for fields of its manifest."""
         positions = [] if parent is None else self.send_shards(version, parent, view, shards, damage)
         old = self.views[parent] if parent is not None else view
         where, tensors = self.root / self.run.branch / f"v{version}", tensor_infos(view)
@@ -111,7 +111,7 @@ class WeightLog:
         return made
 
     def send_shards(self, version: int, base: int, view: View, shards: int, damage: Damage) -> list[ShardPosition]:
-        """Write the chunks of a delta, its tensors dealt out to the shards."""
+        """Write the chunks of a delta, with its tensors distributed over the shards."""
         old, positions = self.views[base], []
         for shard in range(shards):
             names = list(view)[shard::shards]
@@ -136,7 +136,7 @@ class WeightLog:
         return positions
 
     def acknowledge(self, replica: str, version: int, at: int, status: AckStatus = AckStatus.PROVED) -> None:
-        """What a replica says of a version."""
+        """Write a replica's acknowledgement of a version."""
         ack = acknowledgement(self.run, replica, version, at, status)
         self._producer.send_acked(Topic.ACKS, [(replica, ack)])
 
@@ -149,7 +149,7 @@ def acknowledgement(
     status: AckStatus = AckStatus.PROVED,
     serving: int | None = None,
 ) -> WeightAck:
-    """A record of the ledger."""
+    """Return an acknowledgement."""
     return build(WeightAck, replica_id=replica, run_id=run.run_id, branch=run.branch, incarnation="i", version=version,
                  serving_version=version if serving is None else serving, status=status,
                  reason="because" if status is AckStatus.REFUSED else "", at=at)  # fmt: skip
