@@ -133,7 +133,7 @@ class SecuredLog:
 
 @contextmanager
 def secured_log(directory: Path) -> Iterator[SecuredLog]:
-    """Run a broker of the local stack with secured listeners; the plain listener is for the broker itself."""
+    """Run a broker of the local stack with secured listeners; the plain one is to create its users."""
     ours, stranger = Authority(directory, "ours"), Authority(directory, "stranger")
     server = ours.issue("server", x509.IPAddress(ipaddress.ip_address(HOST)))
     other = ours.issue("other", x509.DNSName("kafka.elsewhere.example"))
