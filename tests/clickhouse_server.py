@@ -2,8 +2,8 @@
 
     python -m tests.clickhouse_server LIBRARY DIRECTORY PORT
 
-The wheel of chDB holds this server, but no way to start it; the library of chDB's npm package has one. The package is
-fetched once, by `npm pack`, into the cache of the local stack.
+chDB's wheel contains this server, but no way to start it; the library of chDB's npm package has one. The package is
+downloaded once, with `npm pack`, into the cache of the local stack.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tidemill.consumers.sink.config import SinkSettings
 
 PACKAGE, VERSION = "@chdb/lib-linux-x64-gnu", "26.7.3-stable.1"
 SHA512 = "XP97mMqnc5tZpKQywR8N7cLTsHNiTmHr30pC5mzo3jWmukjKn2IBa60c2B/gWUNcuFjOMjWoorQICCqBVj5wpw=="
-"""Of the package's file, in base 64, as a lock file of npm has it."""
+"""The base64 digest of the package's file, as in an npm lock file."""
 REQUIRED = "TIDEMILL_CLICKHOUSE"
-"""`required`: tests fail where the package cannot be had. Else they are skipped there."""
+"""If this is `required`, tests fail when the package cannot be downloaded. Otherwise they are skipped."""
 USER, PASSWORD = "sink", "a secret"
 USERS = """<clickhouse>
 <profiles><default/></profiles><quotas><default/></quotas>
@@ -45,7 +45,7 @@ FETCH_S, START_S = 600.0, 120.0
 
 
 def library() -> Path:
-    """The library, fetched at the first time; skips or fails a test where it cannot be had."""
+    """Return the library, downloaded at the first call. Skip or fail the test if it cannot be downloaded."""
     found = default_cache_dir() / f"clickhouse-{VERSION}" / "libchdb.so"
     if not found.is_file():
         try:
@@ -57,7 +57,7 @@ def library() -> Path:
 
 
 def _fetch(library: Path) -> None:
-    """Raises ValueError for another machine or another package; OSError or SubprocessError where npm fails."""
+    """Raise ValueError for another machine or another package; OSError or SubprocessError if npm fails."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         raise ValueError("it is for Linux on x86_64")
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -76,11 +76,11 @@ def _fetch(library: Path) -> None:
 
 @contextmanager
 def clickhouse_server(directory: Path) -> Iterator[SinkSettings]:
-    """A running server that keeps its data in `directory`, as the settings of a sink that writes to it."""
+    """Run a server that stores its data in `directory`; yield the settings of a sink that writes to it."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     directory.mkdir(parents=True, exist_ok=True)
-    users = "".join(ONE_USER.format(*one) for one in (("default", ""), (USER, PASSWORD)))  # the server's own one first
+    users = "".join(ONE_USER.format(*one) for one in (("default", ""), (USER, PASSWORD)))  # the server's own user first
     (directory / "users.xml").write_text(USERS.format(users))
     (directory / "config.xml").write_text(
         f"<clickhouse><user_directories><users_xml><path>{directory}/users.xml</path></users_xml></user_directories>"

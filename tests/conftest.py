@@ -1,4 +1,4 @@
-"""Fixtures that every folder's tests share: a real Kafka, and names of their own on it."""
+"""Fixtures for the tests of all folders: a real Kafka, and topic prefixes that no other test uses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
 
-# How long an example takes says more about what else this machine does than about the code.
+# The duration of an example depends more on the machine's load than on the code.
 settings.register_profile("tidemill", deadline=None)
 settings.load_profile("tidemill")
 
-# Until all modules of tests are imported: to look for garbage meanwhile takes a third of the time.
+# Off until all test modules are imported: garbage collection would take a third of the import time.
 gc.disable()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Read when torch is imported: processes beside each other that each take every core wait for one another.
+    # Read when torch is imported. Parallel processes that each use every core wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 EXTERNAL = "TIDEMILL_KAFKA__BOOTSTRAP"
@@ -34,7 +34,7 @@ EXTERNAL = "TIDEMILL_KAFKA__BOOTSTRAP"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Look for garbage from here on."""
+    """Enable garbage collection again after the imports."""
     gc.enable()
 
 
@@ -45,30 +45,30 @@ class Kafka:
     bootstrap: str
 
     def fresh(self, partitions: int = 2) -> KafkaSettings:
-        """Topics that no other test uses. Each partition costs the broker time."""
+        """Create topics that no other test uses. Each partition costs the broker time."""
         made = KafkaSettings(bootstrap=self.bootstrap, topic_prefix=a_prefix(), partitions=partitions)
         create_topics(made)
         return made
 
 
 def a_prefix() -> str:
-    """A topic prefix that no other test uses, so that tests share a broker."""
+    """Return a topic prefix that no other test uses, so that tests can share a broker."""
     return f"t{uuid.uuid4().hex[:12]}."
 
 
 @pytest.fixture(scope="session")
 def broker() -> None:
-    """Say that a test starts a broker: the fast lane (tests/fast_lane.py) leaves it out."""
+    """Mark a test that starts a broker: the fast lane (tests/fast_lane.py) leaves it out."""
 
 
 @pytest.fixture(scope="session")
 def vllm() -> None:
-    """Say that a test starts or imports vLLM: the fast lane leaves it out."""
+    """Mark a test that starts or imports vLLM: the fast lane leaves it out."""
 
 
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Kafka]:
-    """The Kafka of TIDEMILL_KAFKA__BOOTSTRAP, or one broker of the local stack for the length of the session."""
+    """The Kafka of TIDEMILL_KAFKA__BOOTSTRAP, or one broker of the local stack for the whole session."""
     external = os.environ.get(EXTERNAL)
     if external:
         yield Kafka(external)
@@ -80,20 +80,20 @@ def kafka(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Ka
         try:
             yield Kafka(stack.up(print).bootstrap)
         finally:
-            # A client that a test let go of lives until it is collected, and would complain of the broker that goes.
+            # A client that a test no longer uses lives until it is collected, and would log that the broker is gone.
             gc.collect()
             stack.down(print)
 
 
 @pytest.fixture
 def topic_prefix() -> str:
-    """A topic prefix of the test's own."""
+    """A topic prefix that only this test uses."""
     return a_prefix()
 
 
 @pytest.fixture(scope="session")
 def secured(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[SecuredLog]:
-    """A broker that asks for TLS and SASL, for the length of the session."""
+    """A broker that requires TLS and SASL, for the whole session."""
     with secured_log(tmp_path_factory.mktemp("secured")) as log:
         yield log
         gc.collect()

@@ -1,4 +1,4 @@
-"""Documents in the log, for tests of its readers: they are numbered, and a test says which are written and deleted."""
+"""Numbered documents in the log, for tests of its readers: a test chooses which are written and deleted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tidemill.schemas.records import Document
 
 
 def document(number: int) -> Document:
-    """The document of a number."""
+    """Return the document with a number."""
     return Document(f"d{number}", "test", f"text {number}")
 
 
 def write(log: KafkaSettings, numbers: range, partition: int | None = None, at_ms: int | None = None) -> None:
-    """Write documents, into a partition or each into that of its key; the first one with a time, the others after."""
+    """Write documents to a partition, or each to the partition of its key. Number n gets the time `at_ms` + n."""
     with RecordProducer(log, "test-writer") as producer:
         for number in numbers:
             time_ms = None if at_ms is None else at_ms + number
@@ -27,7 +27,7 @@ def write(log: KafkaSettings, numbers: range, partition: int | None = None, at_m
 
 
 def delete(log: KafkaSettings, before: int, partition: int = 0, topic: Topic = Topic.DOCUMENTS) -> None:
-    """Delete the records of a partition that lie before an offset."""
+    """Delete the records of a partition before an offset."""
     place = TopicPartition(Names(log.topic_prefix).of(topic), partition, before)
     admin = AdminClient({"bootstrap.servers": log.address()})
     (done,) = admin.delete_records([place]).values()

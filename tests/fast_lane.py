@@ -1,11 +1,11 @@
-"""The fast lane, `make test-fast`: tests that start no broker and no vLLM, without the slowest.
+"""The fast lane, `make test-fast`: tests that start no broker and no vLLM, without the slowest tests.
 
     python -m pytest -p tests.fast_lane
 
-Nobody marks a test. One is left out that uses the fixture `broker` or `vllm`, by itself or through the fixtures that it
-uses, or that stands in a file of `SLOW`. One that starts either without the fixture fails: in this lane the `java` that
-the local stack finds, and the package `vllm` that Python finds, are ones that end with an error. So it is in child
-processes, which inherit the environment.
+Tests are not marked. A test is left out if it uses the fixture `broker` or `vllm`, directly or through other fixtures,
+or if `SLOW` names it. A test that starts a broker or vLLM without the fixture fails: in this lane, the `java` that the
+local stack finds, and the package `vllm` that Python finds, exit with an error. Child processes inherit this through
+the environment.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ SLOW: tuple[str, ...] = (
     "trainer/test_step.py::test_two_processes_get_the_same_weights_bit_for_bit",
 )
 """Folders, files and tests below tests/ that take long: whole demonstrations and trainings, mypy, Triton's interpreter,
-every view in a browser (22 s), every query (on a ClickHouse server 70 s), kernels compiled anew, a process for each
-bench, one that stands still, and one or more for each hostile environment (some 2 s a test)."""
+every view in a browser (22 s), every query (70 s on a ClickHouse server), kernels compiled again, a process for each
+bench, a stopped process, and one or more processes for each hostile environment (about 2 s a test)."""
 
 REFUSAL = "the fast lane starts no {0}: let the test use the fixture `{0}`, by which the lane leaves it out"
 JAVA = f"""#!/bin/sh
@@ -55,7 +55,7 @@ KEY = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Put a `java` and a package `vllm` that refuse before the real ones, here and for child processes."""
+    """Put a `java` and a package `vllm` that fail in front of the real ones, also for child processes."""
     folder = tempfile.TemporaryDirectory(prefix="fast-lane-")
     config.stash[KEY] = folder
     package, java = Path(folder.name, "vllm"), Path(folder.name, "bin", "java")
@@ -76,14 +76,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def is_left_out(item: pytest.Item) -> bool:
-    """Whether a test needs a broker or vLLM, or stands in what `SLOW` names."""
+    """Whether a test needs a broker or vLLM, or is in `SLOW`."""
     name = f"{os.path.relpath(item.path, ROOT)}::{item.name}"
     needs = LEFT_OUT & set(getattr(item, "fixturenames", ()))
     return bool(needs) or any(name == slow or name.startswith((f"{slow}/", f"{slow}::", f"{slow}[")) for slow in SLOW)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a broker, vLLM or much time."""
+    """Leave out the tests that need a broker, vLLM or much time."""
     left_out = [item for item in items if is_left_out(item)]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)

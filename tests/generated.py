@@ -1,4 +1,4 @@
-"""Hypothesis' strategies for record classes: any value of each field's type."""
+"""Hypothesis strategies for record classes: any value of each field's type."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN = {
 
 
 def values_of(hint: Any) -> st.SearchStrategy:
-    """Values of a type."""
+    """Return a strategy for values of a type."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is types.UnionType:
         return st.none() | values_of(parts[0])
@@ -38,13 +38,13 @@ def values_of(hint: Any) -> st.SearchStrategy:
 
 
 def records_of(kind: type) -> st.SearchStrategy:
-    """Records of a class."""
+    """Return a strategy for records of a class."""
     hints = get_type_hints(kind)
     return st.builds(kind, **{each.name: values_of(hints[each.name]) for each in fields(kind)})
 
 
 def damaged(data: st.DataObject, body: bytes) -> bytes:
-    """Bytes of which up to three in a row are replaced, by a long or by others."""
+    """Replace up to three consecutive bytes of `body` by an Avro long or by other bytes."""
     place = data.draw(st.integers(0, len(body) - 1))
     put = data.draw(st.binary(max_size=3) | (LONG | st.integers(-2, 130)).map(write_long))
     return body[:place] + put + body[place + data.draw(st.integers(0, 3)) :]

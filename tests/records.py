@@ -1,11 +1,11 @@
-"""Records for tests: a test says what it is about, and everything else has a neutral value.
+"""Records for tests: a test gives the fields that it needs, and every other field has a neutral value.
 
     build(Manifest, version=3, parent=2)
     member_of(rollout, partition=1, offset=7)
 
-A field that is not given has its own default; else what follows from the given ones (`RELATED`: the parent of version 3
-is 2); else the value of `BY_NAME`; else the neutral one of its type: "", 0, 0.0, False, b"", an empty list or
-dictionary, None where None is allowed, the first member of an enumeration.
+A field that is not given has its own default; otherwise the value that follows from the given fields (`RELATED`: the
+parent of version 3 is 2); otherwise the value of `BY_NAME`; otherwise the neutral value of its type: "", 0, 0.0, False,
+b"", an empty list or dictionary, None if None is allowed, the first member of an enumeration.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ RELATED: dict[type, dict[str, Callable[[dict[str, Any]], Any]]] = {
     },
     WeightAck: {"serving_version": lambda given: given["version"]},
 }
-"""Fields that follow from given ones."""
+"""Fields whose values follow from given fields."""
 
 
 def build(kind: type[R], /, **given: Any) -> R:
-    """A record of a type from tidemill.schemas.records, with the given fields."""
+    """Return a record of a type from tidemill.schemas.records, with the given fields."""
     related = RELATED.get(kind, {})
     for name, hint in _needed(kind):
         if name not in given:
@@ -74,14 +74,14 @@ def build(kind: type[R], /, **given: Any) -> R:
 
 @functools.cache
 def _needed(kind: type) -> list[tuple[str, Any]]:
-    """The fields without a default, each with its type. Resolving the types costs more than the record does."""
+    """Return the fields without a default, each with its type. Cached: resolving types is slower than one record."""
     hints = get_type_hints(kind)
     needed = [each for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
     return [(each.name, hints[each.name]) for each in needed]
 
 
 def neutral(name: str, hint: Any) -> Any:
-    """The value of a field that a test does not give."""
+    """Return the value of a field that a test does not give."""
     kind = get_origin(hint) or hint
     if kind in (Union, types.UnionType):
         assert type(None) in get_args(hint), f"give {name}: there is no neutral {hint}"
@@ -95,7 +95,7 @@ def neutral(name: str, hint: Any) -> Any:
 
 
 def member_of(played: Rollout, partition: int = 0, offset: int = 0, **given: Any) -> GroupMember:
-    """What a group holds of a rollout; without a reward it has no advantage, else one of 0."""
+    """Return a rollout as a group member. Without a reward it has no advantage, otherwise the advantage 0."""
     same = ("rollout_id", "status", "reward", "success", "sampled_tokens", "version_min", "version_max")
     place = {"topic": Topic.ROLLOUTS.value, "partition": partition, "offset": offset}
     advantage = None if played.reward is None else 0.0
@@ -104,7 +104,7 @@ def member_of(played: Rollout, partition: int = 0, offset: int = 0, **given: Any
 
 
 def tensor_infos(weights: Mapping[str, WeightLike]) -> list[TensorInfo]:
-    """Name, type, shape and fingerprint of each weight, in their order."""
+    """Return name, type, shape and fingerprint of each weight, in order."""
     typed = {name: as_weight(name, value) for name, value in weights.items()}
     return [
         TensorInfo(name, dtype, list(bits.shape), fingerprint(bits, TensorKey.of(name)).hex())

@@ -1,4 +1,4 @@
-"""Settings with which the demonstration's second act is quick, for whoever plays it in a test."""
+"""Settings that make the demonstration's second act quick, for the tests that run it."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ QUICK_SECOND_ACT = (
     "gate.min_users=3",
     "gate.margin=1",
 )
-"""Small batches, and a gate with so wide a margin that little evidence decides."""
+"""Small batches, and a gate whose margin is so wide that little evidence is enough for a decision."""

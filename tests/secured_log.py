@@ -1,4 +1,4 @@
-"""A Kafka as clusters are: TLS and passwords at its doors, over certificates that live as long as the test."""
+"""A Kafka broker with secured listeners, as in real clusters: TLS and passwords, with certificates for one test run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ TRIES = 100
 
 
 class Authority:
-    """A throw-away certificate authority.
+    """A temporary certificate authority.
 
     Args:
-        directory: where its files are written.
+        directory: the directory for its files.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -49,7 +49,7 @@ class Authority:
         self.certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *subjects: x509.GeneralName, password: str = "") -> tuple[Path, Path]:
-        """Certificate and key of a server or a client, as PEM files; the key is encrypted where there is a password."""
+        """Write certificate and key of a server or client as PEM files; the key is encrypted if a password is given."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         extensions = [x509.SubjectAlternativeName(subjects)] if subjects else []
@@ -84,26 +84,26 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class SecuredLog:
-    """A broker whose doors ask who comes in."""
+    """A broker whose listeners authenticate clients."""
 
     plain: str
     """Address of the broker's plain listener."""
     sasl: str
-    """Address of the listener that speaks SASL over TLS."""
+    """Address of the listener with SASL over TLS."""
     mutual: str
-    """Address of the listener that speaks TLS and asks for the client's certificate."""
+    """Address of the listener with TLS that requires a client certificate."""
     named: str
-    """Address of a listener that speaks SASL without TLS."""
+    """Address of a listener with SASL without TLS."""
     misnamed: str
     """Address of a listener like `sasl`, with a certificate that names another host."""
     ca: Path
     stranger: Path
-    """Certificate of an authority that signed none of the broker's."""
+    """Certificate of an authority that signed none of the broker's certificates."""
     client: tuple[Path, Path]
     """Certificate and encrypted key of a client."""
 
     def sasl_options(self, mechanism: str = "SCRAM-SHA-512", **changes: str) -> dict[str, str]:
-        """The client options that open `sasl`; `changes` are in Python's spelling."""
+        """Return the client options for `sasl`, updated by `changes`, which have `_` instead of `.` in their names."""
         return {
             "security.protocol": "SASL_SSL",
             "ssl.ca.location": str(self.ca),
@@ -114,7 +114,7 @@ class SecuredLog:
         }
 
     def mutual_options(self) -> dict[str, str]:
-        """The client options that open `mutual`."""
+        """Return the client options for `mutual`."""
         certificate, key = self.client
         return {
             "security.protocol": "ssl",
@@ -125,7 +125,7 @@ class SecuredLog:
         }
 
     def settings(self, topic_prefix: str) -> KafkaSettings:
-        """Settings that open `sasl`."""
+        """Return settings for `sasl`."""
         return KafkaSettings(
             bootstrap=self.sasl, topic_prefix=topic_prefix, partitions=2, client_options=self.sasl_options()
         )
@@ -133,7 +133,7 @@ class SecuredLog:
 
 @contextmanager
 def secured_log(directory: Path) -> Iterator[SecuredLog]:
-    """A broker of the local stack with secured listeners; its plain one is for the broker's own users."""
+    """Run a broker of the local stack with secured listeners; the plain one is to create its users."""
     ours, stranger = Authority(directory, "ours"), Authority(directory, "stranger")
     server = ours.issue("server", x509.IPAddress(ipaddress.ip_address(HOST)))
     other = ours.issue("other", x509.DNSName("kafka.elsewhere.example"))
@@ -182,7 +182,7 @@ def secured_log(directory: Path) -> Iterator[SecuredLog]:
 
 
 def _free_ports() -> int:
-    """The first of `PORTS` free ports in a row."""
+    """Return the first of `PORTS` consecutive free ports."""
     for _ in range(TRIES):
         (first,) = pick_ports(1, 0)
         try:
@@ -220,7 +220,7 @@ def _sasl(listener: str) -> dict[str, str]:
 def _create_users(plain: str) -> None:
     admin = AdminClient({"bootstrap.servers": plain})
     for mechanism in (ScramMechanism.SCRAM_SHA_256, ScramMechanism.SCRAM_SHA_512):
-        # The broker takes one change of a user in a request.
+        # The broker accepts one change of a user in a request.
         user = UserScramCredentialUpsertion(USER, ScramCredentialInfo(mechanism, 4096), PASSWORD.encode())
         for future in admin.alter_user_scram_credentials([user]).values():
             future.result(DEADLINE_S)

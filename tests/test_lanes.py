@@ -1,4 +1,4 @@
-"""How the tests are run: what the fast lane leaves out, and how workers share the rest."""
+"""How the tests are run: the fast lane leaves some out, and workers share the others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_child(): subprocess.run([sys.executable, "-c", "import vllm.config"], c
 
 
 def play(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    """A file of tests in the fast lane: exit status and report."""
+    """Run a file of tests in the fast lane; return exit status and report."""
     monkeypatch.setenv("TIDEMILL_KAFKA__BOOTSTRAP", "kafka:9092")
     file = folder / "test_it.py"
     file.write_text(source)
@@ -48,7 +48,7 @@ def play(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[in
     return done.returncode, done.stdout + done.stderr
 
 
-def test_those_that_need_a_broker_or_vllm_are_left_out_and_a_broker_elsewhere_is_not_used(tmp_path: Path, monkeypatch):
+def test_tests_of_a_broker_or_vllm_are_left_out_and_an_external_broker_is_not_used(tmp_path: Path, monkeypatch):
     heavy = ("broker", "kafka", "topics", "vllm", "engine")
     tests = "".join(f"def test_{fixture}({fixture}): assert False\n" for fixture in heavy)
     plain = "import os\ndef test_plain(): assert 'TIDEMILL_KAFKA__BOOTSTRAP' not in os.environ\n"
@@ -56,7 +56,7 @@ def test_those_that_need_a_broker_or_vllm_are_left_out_and_a_broker_elsewhere_is
     assert status == 0 and f"1 passed, {len(heavy)} deselected" in report, report
 
 
-def test_those_that_start_what_they_do_not_name_fail(tmp_path: Path, monkeypatch):
+def test_a_test_that_starts_a_broker_or_vllm_without_its_fixture_fails(tmp_path: Path, monkeypatch):
     status, report = play(tmp_path, STARTS, monkeypatch)
     assert status == 1 and "3 failed, 1 passed" in report, report
     said = report.partition("FAILURES")[2].partition("short test summary")[0]
@@ -72,7 +72,7 @@ def test_slow_tests_exist():
         assert not test or f"def {test[0]}(" in (ROOT / "tests" / file).read_text("utf-8"), name
 
 
-def test_files_that_look_at_one_demonstration_are_one_unit_and_any_other_file_is_its_own():
+def test_files_that_share_a_demonstration_are_one_unit_and_each_other_file_is_a_unit():
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "system").glob("test_*.py")]
     sharing = {file for file in files if "finished" in (ROOT / file).read_text("utf-8")}
     assert sharing == WHOLE_LOOP
@@ -80,8 +80,8 @@ def test_files_that_look_at_one_demonstration_are_one_unit_and_any_other_file_is
     assert all(unit_of(f"{file}::test_it") == file for file in {*files, "tests/test_lanes.py"} - sharing)
 
 
-def test_the_whole_loop_comes_first_and_is_the_work_of_one_and_what_takes_long_comes_next(tmp_path: Path):
-    """In a tree with the names of this one, two workers and four units: what is left over is a short one."""
+def test_one_worker_runs_the_whole_loop_first_and_long_files_run_next(tmp_path: Path):
+    """Two workers, and a copy of the folder names with four units: the unit that remains to the end is a short one."""
     test = "import os\ndef test_{0}(): print(os.environ['PYTEST_XDIST_WORKER'], __file__, file=open('ran', 'a'))\n"
     broker = "import pytest\n@pytest.fixture(autouse=True)\ndef broker(): ...\n"
     short, long = ("tests/compose/test_one.py", "tests/compose/test_other.py"), "tests/compose/test_with_a_broker.py"

@@ -1,4 +1,4 @@
-"""The builder of tests' records: whatever it fills in is a record that the log takes."""
+"""The builder of tests' records fills in fields so that each record can be written to the log."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ GIVEN = {"group_id": "g", "members": [], "version": 3, "task_id": "t", "step": 4
 
 
 @pytest.mark.parametrize("kind", get_args(Record), ids=lambda kind: kind.__name__)
-def test_what_is_left_out_makes_a_record_of_the_log(kind: type):
+def test_a_record_with_filled_in_fields_can_be_encoded(kind: type):
     given = {name: value for name, value in GIVEN.items() if kind in RELATED and name in kind.__annotations__}
     codec = Codec()
     made = build(kind, **given)
     assert codec.decode(codec.encode(made)) == made
 
 
-def test_what_is_given_stands_and_leads_to_what_follows_from_it():
+def test_given_fields_are_kept_and_determine_related_fields():
     assert build(GateDecision, verdict=GateVerdict.HOLD).verdict is GateVerdict.HOLD
     made = build(Manifest, version=3)
     assert (made.run_id, made.parent, made.step, made.tensors) == ("run", 2, 3, [])
@@ -31,6 +31,6 @@ def test_what_is_given_stands_and_leads_to_what_follows_from_it():
     assert build(Group, group_id="g", members=[]).expected_size == 0
 
 
-def test_a_field_that_is_none_is_refused():
+def test_an_unknown_field_is_refused():
     with pytest.raises(TypeError, match="no_such_field"):
         build(Manifest, version=1, no_such_field=1)

@@ -1,4 +1,4 @@
-"""The code base as a whole: lint, format, types, which folder may import which, and names that nobody uses."""
+"""Checks of the whole code base: lint, format, types, imports between folders, and unused names."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MAY_IMPORT = {
     "compose": {"schemas", "kernels", "kernels.weights", "producers", "streams", "trainer", "consumers"},
 }
 Trees = Mapping[str, ast.Module]
-"""The parsed modules, by dotted name; a package by its own."""
+"""The parsed modules, by dotted name. A package's name ends in `.__init__`."""
 
 
 @cache
 def parsed() -> Trees:
-    """The whole source. Not read when the module is: every process of a parallel run collects it."""
+    """Parse the whole source. Not done at import, since every process of a parallel run imports this module."""
     found: dict[str, ast.Module] = {}
     for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
         name = ".".join(("tidemill", *path.relative_to(ROOT).with_suffix("").parts))
@@ -41,7 +41,7 @@ def parsed() -> Trees:
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
-    """What a module imports, wherever in it; of `from a import b` both `a` and `a.b`."""
+    """Yield all imports of a module, also those in functions; for `from a import b`, both `a` and `a.b`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -52,23 +52,23 @@ def imports(tree: ast.Module) -> Iterator[str]:
 
 
 def layer_of(module: str) -> str:
-    """The most specific layer that a module, named from its folder on, belongs to."""
+    """Return the most specific layer of a module. The module's name begins with its folder."""
     return max((layer for layer in MAY_IMPORT if f"{module}.".startswith(f"{layer}.")), key=len, default=module)
 
 
 def forbidden(layer: str, tree: ast.Module) -> set[str]:
-    """The layers that a module of `layer` imports and may not."""
+    """Return the layers that a module of `layer` imports but must not import."""
     ours = {layer_of(name.removeprefix("tidemill.")) for name in imports(tree) if name.startswith("tidemill.")}
     return ours - MAY_IMPORT[layer] - {layer}
 
 
 def folder_of(module: str) -> str:
-    """The folder of a module: `tidemill.a.b.c` and `tidemill.a.b.__init__` are in `a/b`."""
+    """Return the folder of a module: `tidemill.a.b.c` and `tidemill.a.b.__init__` are in `a/b`."""
     return "/".join(module.split(".")[1:-1])
 
 
 def circles(trees: Trees) -> set[tuple[str, ...]]:
-    """Groups of folders each of which leads to each other of the group, sub-folders to their folder as well."""
+    """Return groups of folders that import each other, directly or indirectly. A sub-folder counts as a folder."""
     modules = {name.removesuffix(".__init__"): folder_of(name) for name in trees}
     edges: dict[str, set[str]] = {folder: set() for folder in modules.values()}
     for name, tree in trees.items():
@@ -79,7 +79,7 @@ def circles(trees: Trees) -> set[tuple[str, ...]]:
 
 
 def reach(edges: Mapping[str, Set[str]], start: str) -> set[str]:
-    """Folders that a folder leads to; itself only in a circle."""
+    """Return the folders that a folder imports, directly or indirectly; itself only if it is in a circle."""
     found: set[str] = set()
     waiting = [start]
     while waiting:
@@ -90,13 +90,13 @@ def reach(edges: Mapping[str, Set[str]], start: str) -> set[str]:
 
 
 def twice(trees: Trees) -> set[str]:
-    """Class names with several definitions."""
+    """Return the class names that have several definitions."""
     names = Counter(node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     return {name for name, count in names.items() if count > 1}
 
 
 def public_names(tree: ast.Module) -> Iterator[str]:
-    """Functions, classes and values of a module that others may use."""
+    """Yield the public functions, classes and values of a module."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names = [] if node.decorator_list and not isinstance(node, ast.ClassDef) else [node.name]
@@ -109,10 +109,10 @@ def public_names(tree: ast.Module) -> Iterator[str]:
 
 
 def unused(trees: Trees, named_elsewhere: Set[str] = frozenset()) -> set[str]:
-    """Public names, as `folder/module.py:name`, that are read nowhere in the source.
+    """Return the public names, as `folder/module.py:name`, that are not read anywhere in the source.
 
-    A name counts as read wherever it is spelt the same: as a name, an attribute, an imported name or a whole string.
-    A decorated function is used by its decorator.
+    A name is read if the same name occurs as a variable, an attribute, an imported name or a word in a short string.
+    A decorated function counts as used by its decorator.
     """
     read = set(named_elsewhere)
     for tree in trees.values():
@@ -149,7 +149,7 @@ def test_types_are_checked():
 
 def test_every_package_is_installed():
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
-    # compose/main is there twice: the namespace itself has a __main__.py.
+    # compose/main is listed twice: the namespace `tidemill` itself has a __main__.py.
     assert set(listed) == {name.rpartition(".")[0] for name in parsed()} | {"tidemill"}
 
 
@@ -216,11 +216,11 @@ def test_a_circle_of_folders_is_found():
     assert circles({name: ast.parse(source) for name, source in made.items()}) == set()
 
 
-def test_no_class_name_stands_for_two_classes():
+def test_no_two_classes_have_the_same_name():
     assert twice(parsed()) == set()
 
 
-def test_a_class_name_that_stands_twice_is_found():
+def test_two_classes_with_the_same_name_are_found():
     one, other = ast.parse("class A: ...\nclass B: ..."), ast.parse("def f():\n    class A: ...")
     assert twice({"tidemill.t.a": one, "tidemill.u.b": other}) == {"A"}
 

@@ -1,4 +1,4 @@
-"""Waiting for a condition: a test waits for what it needs, not for a time."""
+"""Wait for a condition: a test waits until its condition is true, not for a fixed time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 def until(
     condition: Callable[[], T], what: str | Callable[[], object] = "", deadline_s: float = 180.0, pause_s: float = 0.02
 ) -> T:
-    """The first true value of a condition. Raises AssertionError, with `what` was waited for, past the deadline."""
+    """Return the first true value of a condition. After the deadline, raise AssertionError with `what` in its text."""
     end = time.monotonic() + deadline_s
     while not (value := condition()):
         assert time.monotonic() < end, f"not within {deadline_s:g} s: {what() if callable(what) else what}"

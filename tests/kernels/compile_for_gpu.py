@@ -1,7 +1,7 @@
-"""Compile every kernel, as its launcher launches it, for an H100, without one; print the kernels' names.
+"""Compile every kernel for an H100, with its launcher's arguments and without a GPU; print the kernels' names.
 
 `JITFunction.run` is replaced: it compiles for the target and does not launch. Counts are then filled with ones, so that
-the launchers go on to what depends on them.
+the launchers continue with the kernels that depend on the counts.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ POINTERS = {
 
 
 def compile_only(self, *arguments, grid, warmup, **options):
-    """What `kernel[grid](...)` does here: compile for `TARGET`."""
+    """Replace `kernel[grid](...)`: compile for `TARGET`."""
     given = dict(zip(self.arg_names, arguments, strict=False)) | options
     signature, constants = {}, {}
     for parameter in self.params:

@@ -21,7 +21,7 @@ def encode_tensor(
     *,
     settings: CodecSettings = DEFAULTS,
 ) -> Iterator[bytes]:
-    """The blocks of one tensor's change, in ascending order; arguments and errors as of `DeltaEncoder.add`."""
+    """Yield the blocks of one tensor's change in ascending order; arguments and errors as in `DeltaEncoder.add`."""
     for block in DeltaEncoder(settings).encode([(name, dtype, old_bits, new_bits, start, total)]):
         yield block.data
 
@@ -29,7 +29,7 @@ def encode_tensor(
 def encode_delta(
     version: int, parent: int, tensors: Iterable[tuple[Any, ...]], settings: CodecSettings = DEFAULTS
 ) -> Iterator[bytes]:
-    """The step from `parent` to `version` as a stream of bytes, one block at a time. Raises like `DeltaEncoder.add`."""
+    """Yield the delta from `parent` to `version` in bytes, one block at a time; errors as in `DeltaEncoder.add`."""
     writer = StreamWriter(version, parent)
     yield writer.header()
     for block in DeltaEncoder(settings).encode(tensors):

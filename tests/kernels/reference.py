@@ -1,6 +1,6 @@
-"""The compiled loops by their definitions, in whole-array numpy and plain Python: the twins that they must equal.
+"""Reference implementations of the compiled loops, in whole-array numpy and plain Python.
 
-Slow and memory-hungry, and free of compilers: what is here settles what is right.
+They are slow, need much memory and use no compiler. They define the correct results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 def fingerprint_reference(bits: Bits, key: TensorKey, indices: Indices) -> Fingerprint:
-    """Sum over elements of PRF(key, index) * (bits + 1) mod 2**64, a lane at a time. `bits` uN[n], `indices` i8[n]."""
+    """Return the sum of PRF(key, index) * (bits + 1) mod 2**64 for each lane. `bits` uN[n], `indices` i8[n]."""
     weights = bits.reshape(-1).astype(np.uint64) + np.uint64(1)
     return Fingerprint(*(int(np.sum(_prf(lane, indices) * weights, dtype=np.uint64)) for lane in (key.lo, key.hi)))
 
@@ -42,7 +42,7 @@ def _prf(key: int, indices: Indices) -> npt.NDArray[np.uint64]:
 def split_classes_reference(
     kind: ElementType, old: Bits, new_at: Bits, indices: Indices, table: ClassTable, active: Active
 ) -> ClassStreams:
-    """What `kernels.classes.split_classes` makes."""
+    """Return the result of `kernels.classes.split_classes`."""
     exponents = (old.astype(np.int64) >> kind.mantissa_bits) & (kind.exponents - 1)
     classes, counted = table[exponents], np.repeat(active, SEGMENT)[: old.size] == 1
     steps = np.array(
@@ -63,7 +63,7 @@ def split_classes_reference(
 
 
 def rans_reference(streams: ClassStreams) -> bytes:
-    """What `RansCoder.encode` makes, its choices of models and tables taken as they are."""
+    """Return the result of `RansCoder.encode`, with the codec's own choice of models and tables."""
     counts = streams.counts[streams.counts > 0]
     ends = np.cumsum(counts).tolist()
     spans = [slice(first, last) for first, last in zip([0, *ends], ends, strict=False)]
@@ -96,7 +96,7 @@ def _place(kind: ElementType, pattern: int) -> int:
 
 
 def _code_gap(gap: int, model: int, raw: BitWriter) -> tuple[int, int, int, int]:
-    """State, precision, start and frequency of a gap's symbol; the rest of it goes to `raw`."""
+    """Return state, precision, start and frequency of a gap's symbol; write its other bits to `raw`."""
     table, low = table_of(model), low_bits(model)
     last = int(gap_tables().last[table])
     symbol = min(gap >> low, last)
@@ -109,7 +109,7 @@ def _code_gap(gap: int, model: int, raw: BitWriter) -> tuple[int, int, int, int]
 
 
 def _code_step(step: int, table: StepTable, raw: BitWriter) -> tuple[int, int, int, int]:
-    """The same of a step."""
+    """Do the same as `_code_gap` for a step."""
     length, direction = step >> 1, step & 1
     token, low = length, 0
     if length >= 8:
@@ -125,7 +125,7 @@ def _code_step(step: int, table: StepTable, raw: BitWriter) -> tuple[int, int, i
 
 
 def _code_symbols(symbols: list[tuple[int, int, int, int]]) -> tuple[list[int], list[int]]:
-    """The words, in the order of decoding, and both states."""
+    """Return the words, in decoding order, and both states."""
     words, states = [], [1 << 24, 1 << 24]
     for which, precision, start, frequency in reversed(symbols):
         if states[which] >= frequency << (40 - precision):
@@ -136,14 +136,14 @@ def _code_symbols(symbols: list[tuple[int, int, int, int]]) -> tuple[list[int], 
 
 
 def delta_bounds(dtype: str, old_bits: Bits, new_bits: Bits) -> DeltaBounds:
-    """The bounds of one tensor's change (uN, equal shapes). Raises DeltaError."""
+    """Return the bounds of one tensor's change (uN, equal shapes). Raises DeltaError."""
     counts = DeltaCounts(dtype)
     counts.count(old_bits, new_bits)
     return counts.bounds()
 
 
 def assert_same_results(kernels: KernelBackend, place: Callable[[npt.NDArray[Any]], Any]) -> None:
-    """Hold every kernel of a backend, on arrays where `place` takes them, against the compiled loops."""
+    """Compare every kernel of a backend, on arrays that `place` moves, with the compiled loops."""
     kind, key, host = BY_NAME["bfloat16"], TensorKey.of("w"), KernelBackend.host
     first = np.arange(1000, dtype=np.uint16)
     second = np.where(first % 7 == 0, first + 3, first).astype(np.uint16)

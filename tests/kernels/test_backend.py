@@ -1,4 +1,4 @@
-"""Which kernels run where; a fallback is loud, forbidden in strict mode, and gives the same bytes."""
+"""Choice of the kernel backend. A fallback is logged, refused in strict mode, and gives the same bytes."""
 
 import logging
 
@@ -26,7 +26,7 @@ NEW = np.where(OLD % 7 == 0, OLD + 3, OLD).astype(np.uint16)
 
 
 class OnGpu(torch.Tensor):
-    """A tensor in the CPU's memory that says it is on a GPU."""
+    """A tensor in the CPU's memory that reports a GPU as its device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -41,7 +41,7 @@ def on_gpu(bits):
 
 @pytest.fixture(autouse=True)
 def no_memory(monkeypatch):
-    """No mode from outside, no earlier warning or probe."""
+    """Remove a mode of the environment, and cached warnings and probes."""
     monkeypatch.delenv(backend.ENVIRONMENT, raising=False)
     remembered = backend._warn_of_fallback, backend.triton_obstacle
     for cached in remembered:
@@ -76,12 +76,12 @@ def test_choice(mode, gpu, obstacle, expected):
 
 
 @pytest.mark.parametrize(("mode", "gpu"), [("strict", True), ("triton", True), ("triton", False)])
-def test_what_is_asked_for_and_cannot_run_is_an_error(mode, gpu):
+def test_a_required_backend_that_cannot_run_is_an_error(mode, gpu):
     with pytest.raises(KernelUnavailableError, match=f"{mode}.*no driver"):
         choose(mode, gpu, broken)
 
 
-def test_triton_is_not_probed_where_it_is_not_wanted():
+def test_triton_is_not_probed_if_it_is_not_needed():
     def probed():
         raise AssertionError("probed")
 
@@ -89,7 +89,7 @@ def test_triton_is_not_probed_where_it_is_not_wanted():
     assert choose("cpu", True, probed) == "cpu"
 
 
-def test_numpy_arrays_have_the_compiled_loops_in_every_mode_but_an_unknown_one(monkeypatch):
+def test_numpy_arrays_use_the_compiled_loops_in_every_known_mode(monkeypatch):
     for mode in ("", "auto", "strict", "cpu"):
         monkeypatch.setenv(backend.ENVIRONMENT, mode)
         assert backend_for(OLD) is CPU_BACKEND
@@ -129,7 +129,7 @@ def test_a_kernel_that_is_wrong_is_an_obstacle(monkeypatch):
     assert "wrong result" in backend.triton_obstacle()
 
 
-def test_the_fallback_is_said_once_and_gives_the_same_bytes(monkeypatch, caplog):
+def test_the_fallback_is_logged_once_and_gives_the_same_bytes(monkeypatch, caplog):
     monkeypatch.setattr(backend, "triton_obstacle", broken)
     held = on_gpu(OLD)
     with caplog.at_level(logging.WARNING):
@@ -143,8 +143,8 @@ def test_the_fallback_is_said_once_and_gives_the_same_bytes(monkeypatch, caplog)
     assert "no driver" in record.message
 
 
-def test_fewer_tensors_of_a_gpu_share_a_block(monkeypatch):
-    """They would be copied to the CPU whole."""
+def test_tensors_on_a_gpu_do_not_share_a_block_on_the_cpu(monkeypatch):
+    """In a shared block they would be copied whole to the CPU."""
     monkeypatch.setenv(backend.ENVIRONMENT, "cpu")
     for place, waits in ((on_gpu, False), (torch.from_numpy, True), (np.asarray, True)):
         encoder = DeltaEncoder(CodecSettings(block_elements=16 * OLD.size))
@@ -159,12 +159,12 @@ def test_the_cpu_may_be_chosen_for_a_gpu_tensor_without_a_warning(monkeypatch, c
     assert not caplog.records
 
 
-def test_tensors_of_the_cpu_have_the_same_results():
+def test_cpu_tensors_have_the_same_results():
     assert_same_results(CPU_BACKEND, torch.from_numpy)
 
 
 class Copies(TorchDispatchMode):
-    """Sizes of the tensors that torch writes whole, while it is entered."""
+    """Records the sizes of the tensors that torch copies whole while this mode is active."""
 
     def __init__(self):
         super().__init__()
@@ -176,14 +176,14 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_a_few_patterns_are_written_to_a_tensor_of_the_cpu_without_a_copy_of_all_others():
+def test_a_scatter_into_a_cpu_tensor_does_not_copy_the_tensor():
     held = torch.from_numpy(OLD.copy())
     with Copies() as copies:
         backend_for(held).scatter(held, torch.tensor([3]), torch.tensor([9], dtype=torch.uint16))
     assert held[3] == 9 and held.numel() not in copies.written
 
 
-def test_a_tensor_of_any_type_is_its_patterns():
+def test_a_tensor_of_any_type_is_read_as_bit_patterns():
     values = torch.randn(100, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     assert backend_for(values).fingerprint(values, KEY) == fingerprint.fingerprint(
         values.view(torch.uint16).numpy(), KEY
@@ -192,7 +192,7 @@ def test_a_tensor_of_any_type_is_its_patterns():
     assert torch.isnan(values).nonzero().tolist() == [[3]]
 
 
-def test_misfits_are_refused():
+def test_arguments_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match="2 patterns"):
         backend_for(OLD.copy()).scatter(OLD.copy(), np.zeros(3, np.int64), np.zeros(2, np.uint16))
     with pytest.raises(ValueError, match="uint8"):

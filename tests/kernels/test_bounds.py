@@ -1,4 +1,4 @@
-"""The bounds are the entropies that their formulas say, and do not depend on how a change is cut."""
+"""The bounds equal the entropies of their formulas, and do not depend on how a change is split."""
 
 import math
 from collections import Counter, defaultdict
@@ -29,7 +29,7 @@ NARROW = [kind for kind in ELEMENT_TYPES if kind.bits.itemsize < 4]
 
 @st.composite
 def pairs(draw, kinds=ELEMENT_TYPES):
-    """A type's name and patterns before and after, with anything from nothing to everything changed."""
+    """Draw a type's name and its old and new patterns; between none and all elements are changed."""
     kind, size = draw(st.sampled_from(kinds)), draw(st.integers(0, 200))
     old, new = draw(hnp.arrays(kind.bits, size)), draw(hnp.arrays(kind.bits, size))
     return kind.name, old, np.where(draw(hnp.arrays(np.bool_, size)), old, new)
@@ -41,7 +41,7 @@ def entropy_bits(counts):
 
 
 def place(dtype, pattern):
-    """Where a pattern's value stands among all: two's complement for integers, sign and magnitude for floats."""
+    """Return the position of a pattern in value order: two's complement for integers, sign and magnitude for floats."""
     width = 8 * element_type(dtype).bits.itemsize
     if dtype in ("uint8", "int4"):
         return pattern
@@ -52,7 +52,7 @@ def place(dtype, pattern):
 
 
 def plain_bounds(dtype, old, new):
-    """Both bounds in bytes by their formulas, an element at a time."""
+    """Return both bounds in bytes by their formulas, one element at a time."""
     modulus, (exponent_bits, mantissa_bits) = 1 << 8 * old.itemsize, FIELDS.get(dtype, (0, 0))
     elements, steps = Counter(), defaultdict(Counter)
     for before, after in zip(old.tolist(), new.tolist(), strict=True):
@@ -71,7 +71,7 @@ def plain_bounds(dtype, old, new):
 
 @UNHURRIED
 @given(pairs(NARROW))
-def test_bounds_are_their_formulas(pair):
+def test_bounds_equal_their_formulas(pair):
     dtype, old, new = pair
     bounds = delta_bounds(dtype, old, new)
     assert (bounds.elements, bounds.changed) == (old.size, int((old != new).sum()))
@@ -97,7 +97,7 @@ def test_large_steps_of_wide_patterns_are_taken_as_incompressible_below():
 
 @UNHURRIED
 @given(pairs(), st.integers(0, 200))
-def test_cuts_do_not_matter(pair, cut):
+def test_bounds_do_not_depend_on_the_split(pair, cut):
     dtype, old, new = pair
     whole = delta_bounds(dtype, old, new)
     parts, total = DeltaCounts(dtype), DeltaCounts(dtype)
@@ -110,14 +110,14 @@ def test_cuts_do_not_matter(pair, cut):
 
 @UNHURRIED
 @given(pairs())
-def test_knowing_the_exponent_never_costs(pair):
+def test_the_exponent_class_bound_is_never_greater(pair):
     bounds = delta_bounds(*pair)
     assert bounds.exponent_class <= bounds.iid * (1 + 1e-9)
     if pair[0] in ("int8", "uint8", "int4"):
         assert bounds.exponent_class == pytest.approx(bounds.iid)
 
 
-def test_a_change_that_follows_the_exponent_is_cheaper_when_it_is_known():
+def test_a_change_that_depends_on_the_exponent_has_a_smaller_exponent_class_bound():
     generator = np.random.default_rng(0)
     small = generator.random(1 << 16) < 0.05
     old = np.where(small, 0x3000, 0x3F00).astype(np.uint16)
@@ -127,7 +127,7 @@ def test_a_change_that_follows_the_exponent_is_cheaper_when_it_is_known():
     assert bounds.iid > 1000
 
 
-def test_what_does_not_fit_is_refused():
+def test_arrays_and_types_that_do_not_match_are_refused():
     bits = np.zeros(3, np.uint16)
     with pytest.raises(DeltaError, match="cannot be carried"):
         DeltaCounts("complex64")

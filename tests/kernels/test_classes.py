@@ -1,4 +1,4 @@
-"""Splitting by exponent class equals its numpy twin, is inverted by selecting, and takes in every pattern."""
+"""Splitting by exponent class equals its numpy twin, is inverted by selecting, and works for every pattern."""
 
 import numpy as np
 import pytest
@@ -29,14 +29,14 @@ UNHURRIED = settings(deadline=None)
 
 @st.composite
 def tables(draw, exponents):
-    """Any class table of a type of so many exponents."""
+    """Draw any class table of a type with this number of exponents."""
     firsts = draw(st.sets(st.integers(1, max(1, exponents - 1)), max_size=min(MAX_CLASSES, exponents) - 1))
     return np.searchsorted(sorted(firsts), np.arange(exponents), side="right").astype(np.uint8)
 
 
 @st.composite
 def steps(draw):
-    """An element type, old and new patterns, changed indices, a class table and active segments that hold them."""
+    """Draw a type, old and new patterns, the changed indices, a class table and active segments with all changes."""
     kind = draw(st.sampled_from(ELEMENT_TYPES))
     n = draw(st.one_of(st.integers(1, 3 * SEGMENT), st.integers(TILE - 70, 2 * TILE + 70)))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -80,7 +80,7 @@ def test_every_pattern_moves_to_every_other(dtype):
 
 
 def test_a_step_is_counted_in_values():
-    """From -0 to the smallest positive value are two steps up; neighbours are one step apart."""
+    """The smallest positive value is two steps above -0; neighbouring values are one step apart."""
     bits = np.array([0x8000, 0x3F80, 0xBF80], np.uint16)
     new = np.array([0x0001, 0x3F7F, 0xBF7F], np.uint16)
     assert fold_steps(BY_NAME["bfloat16"], bits, new).tolist() == [2, 1, 0]
@@ -129,7 +129,7 @@ def test_active_segments_survive_writing_and_hold_every_change(changed):
     np.testing.assert_array_equal(read_active(WireReader(memoryview(write_active(active))), changed.size), active)
 
 
-def test_few_segments_with_many_changes_are_worth_naming():
+def test_active_segments_are_listed_if_few_have_many_changes():
     n = 1000 * SEGMENT
     assert find_active(np.arange(2000, 4000, 2), n).sum() < 10
     assert find_active(np.arange(0, n, 100), n).sum() == all_active(n).sum()

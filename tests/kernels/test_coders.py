@@ -1,4 +1,4 @@
-"""Coders give back the streams they were given, whatever these are; the tables of the entropy coder are sound."""
+"""Coders decode to the same streams for any input; the tables of the entropy coder are valid."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ ELEMENTS = 1 << 24
 
 @st.composite
 def streams(draw, max_size=300):
-    """Streams of any distribution: geometric gaps of any mean, clustered ones, extremes."""
+    """Draw streams of any distribution: geometric gaps of any mean, clustered gaps, extremes."""
     counts = np.array(draw(st.lists(st.integers(0, max_size), min_size=1, max_size=8)), np.int64)
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     gaps, steps = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -90,7 +90,7 @@ def test_a_gap_as_long_as_the_block_is_refused(code):
         CODERS[code].decode(coded, one.counts, 500)
 
 
-def test_gap_tables_are_sound():
+def test_gap_tables_are_valid():
     tables = gap_tables()
     for table in range(TABLES):
         used = tables.frequency[table, : tables.last[table] + 1].astype(np.int64)
@@ -103,12 +103,12 @@ GAP_TABLES_SUM = 7427782489
 
 
 def test_gap_tables_never_change():
-    """Blocks lie in the log for as long as the log does: their tables must be the same for ever."""
+    """Blocks stay in the log permanently, so their tables must never change."""
     weights = np.arange(1, TABLES * 256 + 1, dtype=np.uint64).reshape(TABLES, 256)
     assert int((gap_tables().frequency * weights).sum()) == GAP_TABLES_SUM
 
 
-def test_geometric_gaps_cost_what_they_must():
+def test_geometric_gaps_get_the_model_of_their_mean():
     for model in range(MODELS):
         mean = ((4 + table_of(model) % 4) / 4096 * 2 ** (table_of(model) // 4) + 0.5) * 2 ** low_bits(model) - 0.5
         mean = (4 + model % 4) / 4096 * 2 ** (model // 4) if model < TABLES else mean
@@ -126,7 +126,7 @@ def test_tokens_keep_lengths(length):
 
 @UNHURRIED
 @given(st.lists(st.integers(0, 63), min_size=1, max_size=128).filter(lambda levels: levels[-1] > 0), st.booleans())
-def test_every_table_of_steps_has_sound_frequencies(levels, directed):
+def test_every_table_of_steps_has_valid_frequencies(levels, directed):
     table = StepTable(directed, np.array(levels, np.uint8))
     frequencies = table.frequencies()
     assert frequencies.sum() == 4096
@@ -153,7 +153,7 @@ def test_one_direction_costs_nothing():
     assert len(RANS.encode(ClassStreams(counts, gaps, both & np.uint32(0)))) < 32
 
 
-def test_gaps_that_are_not_geometric_go_to_another_coder():
+def test_gaps_that_are_not_geometric_use_another_coder():
     gaps = np.where(np.arange(20_000) % 20 == 0, 5000, 0).astype(np.uint32)
     lumpy = ClassStreams(np.array([gaps.size]), gaps, np.zeros(gaps.size, np.uint32))
     code, coded = encode_streams(lumpy, "auto")
@@ -162,7 +162,7 @@ def test_gaps_that_are_not_geometric_go_to_another_coder():
 
 
 def trained(n, scale):
-    """bf16 weights that each moved by about as much: the smaller, the likelier a change of pattern."""
+    """Return bf16 weights that each moved by a similar amount: small weights change their pattern more often."""
     generator = np.random.default_rng(0)
     master = 0.02 * generator.standard_normal(n, dtype=np.float32)
     moved = master + np.float32(scale) * generator.standard_normal(n, dtype=np.float32)
@@ -177,7 +177,7 @@ def test_size_is_within_five_per_cent_of_the_bound(scale):
 
 
 @pytest.mark.parametrize("coder", ["auto", "rans", "pcodec", "zstd"])
-def test_every_coder_serves_a_whole_block(coder):
+def test_every_coder_can_code_a_whole_block(coder):
     old, new = trained(100_000, 1e-6)
     (data,) = encode_tensor("w", "bfloat16", old, new, settings=CodecSettings(coder=coder))
     (block,) = decode_blocks(data)

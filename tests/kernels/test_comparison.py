@@ -1,4 +1,4 @@
-"""A comparison adds up over tensors and types, finds a codec that loses bits, and holds a few blocks at most."""
+"""A comparison is the sum over tensors and types, detects a lossy codec, and holds only a few blocks in memory."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ UNHURRIED = settings(deadline=None, max_examples=30)
 
 @st.composite
 def changes(draw):
-    """A named tensor of any type and its successor."""
+    """Draw a named tensor of any type and its successor."""
     kind, size = draw(st.sampled_from(ELEMENT_TYPES)), draw(st.integers(0, 60))
     old, new = draw(hnp.arrays(kind.bits, size)), draw(hnp.arrays(kind.bits, size))
     name = draw(st.text("abc.", min_size=1, max_size=8))
@@ -31,7 +31,7 @@ def changes(draw):
 
 
 def step(name="w", size=1 << 12, density=0.02, seed=0):
-    """A bf16 tensor of which a share moved by one unit in the last place."""
+    """Return a bf16 tensor of which a share of the elements changed by one ULP."""
     generator = np.random.default_rng(seed)
     old = generator.integers(0x3C00, 0x3F00, size, dtype=np.uint16)
     return TensorChange(name, "bfloat16", old, old + (generator.random(size) < density).astype(np.uint16))
@@ -39,7 +39,7 @@ def step(name="w", size=1 << 12, density=0.02, seed=0):
 
 @UNHURRIED
 @given(changes())
-def test_every_format_gives_the_patterns_back_and_leaves_the_old_ones(change):
+def test_every_format_is_lossless_and_does_not_change_the_old_patterns(change):
     old, new = change.old_bits, change.new_bits
     before = old.copy()
     for other in FORMATS:
@@ -98,7 +98,7 @@ def test_ratios_and_formats():
     assert compare([step()]).against == ()
 
 
-def test_nothing_changed_has_no_ratios():
+def test_a_comparison_without_changes_has_no_ratios():
     unchanged = step()._replace(new_bits=step().old_bits)
     for tensors in ([], [unchanged]):
         report = compare(tensors, against=True)
@@ -148,7 +148,7 @@ def test_a_format_that_loses_a_bit_is_found(monkeypatch):
 
 
 def peak_bytes(blocks, block_elements=1 << 16):
-    """Peak memory of comparing a tensor of some blocks, beyond its own."""
+    """Return the peak memory of the comparison of a tensor of some blocks, without the tensor itself."""
     change = step(size=blocks * block_elements)
     tracemalloc.start()
     try:
@@ -163,7 +163,7 @@ def test_memory_is_bounded_by_the_block():
     assert peak_bytes(12) < 1.3 * peak_bytes(2)
 
 
-def test_what_cannot_be_encoded_is_refused():
+def test_tensors_that_cannot_be_encoded_are_refused_by_a_comparison():
     change = step()
     with pytest.raises(DeltaError, match="keeps shapes"):
         compare([change._replace(new_bits=change.new_bits[:-1])])

@@ -1,4 +1,4 @@
-"""Deltas are lossless for every bit pattern, independent of how they are cut, and applied to their base only."""
+"""Deltas are lossless for every bit pattern, do not depend on the split, and apply only to their base."""
 
 import tracemalloc
 
@@ -40,7 +40,7 @@ SETTINGS = st.builds(
 
 @st.composite
 def changes(draw, max_elements=200):
-    """A tensor of any element type and its successor, in which anything from nothing to everything changed."""
+    """Draw a tensor of any element type and its successor; between none and all elements are changed."""
     kind = draw(st.sampled_from(ELEMENT_TYPES))
     shape = draw(hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=max(1, round(max_elements ** (1 / 3)))))
     old = draw(hnp.arrays(kind.bits, shape))
@@ -56,7 +56,7 @@ def cut(pieces, limit):
 
 
 def apply_all(blocks, tensors):
-    """Apply every block to the tensor of its name, in place; for each, whether it was not there already."""
+    """Apply every block in place to the tensor of its name; return for each block whether it was new."""
     applied = []
     for block in blocks:
         changes = resolve_all(block, tensors)
@@ -79,7 +79,7 @@ def test_round_trip_through_chunks_of_any_size(tensors, limit):
 
 @UNHURRIED
 @given(changes(), SETTINGS)
-def test_blocks_are_independent_and_skip_what_is_already_in(change, settings):
+def test_blocks_are_independent_and_skip_applied_changes(change, settings):
     blocks = list(encode_tensor(*change, settings=settings))
     held = {change.name: change.old_bits.copy()}
     assert all(apply_all((d for b in reversed(blocks) for d in decode_blocks(b)), held))
@@ -89,8 +89,8 @@ def test_blocks_are_independent_and_skip_what_is_already_in(change, settings):
 
 @UNHURRIED
 @given(changes(), st.integers(1, 64), st.integers(0, 300), st.integers(0, 300), st.data())
-def test_a_shard_is_cut_where_the_tensor_is(change, block_elements, before, after, data):
-    """The blocks of a tensor's part apply to the part, to any part around it, and to the whole tensor."""
+def test_the_blocks_of_a_part_apply_to_every_part_that_contains_it(change, block_elements, before, after, data):
+    """The blocks of a tensor's part apply to the part, to any larger part that contains it, and to the whole tensor."""
     old, new = change.old_bits.reshape(-1), change.new_bits.reshape(-1)
     total = before + old.size + after
     part = {"start": before, "total": total, "settings": CodecSettings(block_elements)}
@@ -137,7 +137,7 @@ def test_block_fingerprints_add_up_to_the_tensor(change, block_elements):
 
 @pytest.mark.parametrize("old", SPECIAL_BF16)
 def test_special_patterns_survive(old):
-    """NaN payloads, both zeros, infinities and subnormals, from each to each."""
+    """Covers every pair of NaN payloads, both zeros, infinities and subnormals."""
     before = np.full(len(SPECIAL_BF16), old, np.uint16)
     after = np.array(SPECIAL_BF16, np.uint16)
     held = {"w": before.copy()}
@@ -158,7 +158,7 @@ def test_blocks_of_full_size(density, seed, kind):
 
 
 def peak_bytes(blocks):
-    """Peak memory of encoding and decoding a tensor of some full blocks as a stream, beyond its own."""
+    """Return the peak memory of encoding and decoding a tensor of some full blocks, without the tensor itself."""
     old = np.zeros(blocks * BLOCK, np.uint16)
     new = np.arange(old.size, dtype=np.uint32).astype(np.uint16)
     settings = CodecSettings(BLOCK)

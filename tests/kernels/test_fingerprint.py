@@ -1,4 +1,4 @@
-"""The fingerprint is linear, bound to index and name, sees every bit, and equals its numpy twin."""
+"""The fingerprint is linear, depends on index, name and every bit, and equals its numpy twin."""
 
 import numpy as np
 import pytest
@@ -82,7 +82,7 @@ def test_a_zero_element_counts():
     assert fingerprint(np.zeros(3, np.uint16), KEY) != fingerprint(np.zeros(4, np.uint16), KEY)
 
 
-def test_the_name_is_bound_in():
+def test_the_fingerprint_depends_on_the_name():
     bits = np.arange(8, dtype=np.uint16)
     assert fingerprint(bits, KEY) != fingerprint(bits, TensorKey.of("model.layers.1.mlp.down_proj.weight"))
 
@@ -97,15 +97,15 @@ def test_a_view_is_read_in_c_order():
     assert fingerprint(bits.T, KEY) == fingerprint(np.ascontiguousarray(bits.T), KEY)
 
 
-def test_a_known_value_stays():
-    """Fingerprints lie in the log for as long as the log does: the definition must never move."""
+def test_a_known_value_does_not_change():
+    """Fingerprints stay in the log permanently, so their definition must never change."""
     value = fingerprint(np.arange(1000, dtype=np.uint16), TensorKey.of("model.norm.weight"))
     assert value.hex() == "404ed3abb8961512bf3f420ceae2905b"
 
 
 @UNHURRIED
 @given(LANES, LANES, LANES, LANES)
-def test_group(a, b, c, d):
+def test_fingerprints_are_a_group(a, b, c, d):
     first, second = Fingerprint(a, b), Fingerprint(c, d)
     assert first + second == second + first
     assert first + second - second == first
@@ -121,12 +121,12 @@ def test_text_and_bytes_round_trip(lo, hi):
 
 
 @pytest.mark.parametrize("text", ["", "0", "g" * 32, "0" * 31, "0" * 33])
-def test_text_that_is_no_fingerprint_is_refused(text):
+def test_invalid_text_is_refused(text):
     with pytest.raises(ValueError):
         Fingerprint.from_hex(text)
 
 
-def test_bytes_that_are_no_fingerprint_are_refused():
+def test_invalid_bytes_are_refused():
     with pytest.raises(ValueError, match="16 bytes"):
         Fingerprint.from_bytes(b"\0" * 15)
 
@@ -138,7 +138,7 @@ def test_other_dtypes_are_refused():
         fingerprint_change(KEY, np.zeros(1, np.int64), np.zeros(1, np.uint8), np.zeros(1, np.uint16))
 
 
-def test_misfits_are_refused():
+def test_arguments_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match="negative"):
         fingerprint(np.zeros(3, np.uint16), KEY, -1)
     with pytest.raises(ValueError, match="2 indices for 3 elements"):

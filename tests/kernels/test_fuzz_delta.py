@@ -1,4 +1,4 @@
-"""Damaged blocks with right digests, of every encoding and coder: refused or exact. The long run is the benchmark's."""
+"""Damaged blocks with correct digests, of every encoding and coder: refused or exact. A benchmark does the long run."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def test_damaged_inputs_are_refused_or_exact(decoder):
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_samples_are_what_their_decoder_reads(decoder):
+def test_samples_can_be_read_by_their_decoder(decoder):
     encodings = {"raw": Encoding.RAW, "constant": Encoding.CONSTANT}
     coders = {"rans": RANS.code, "pcodec": PCODEC.code, "zstd": ZSTD.code}
     for sample in samples(decoder):
@@ -35,13 +35,13 @@ def test_samples_are_what_their_decoder_reads(decoder):
             assert decoder not in coders or sample.data[header_size(sample.data) + 1] == coders[decoder]
 
 
-def test_wrong_weights_are_noticed():
+def test_wrong_weights_are_detected():
     sample = samples("rans")[0]
     assert judge("rans", sample.data, Sample(sample.data, sample.old, np.zeros_like(sample.new))) == "wrong"
 
 
 def faulty(monkeypatch, at, fault):
-    """Runs in which input number `at` meets a fault."""
+    """Return the counts of a run in which input number `at` has a fault."""
     sound = judge
 
     def judge_until(decoder, data, sample):
@@ -53,7 +53,7 @@ def faulty(monkeypatch, at, fault):
     return run("zstd", 5, 0, lambda done: None)
 
 
-def test_a_process_that_dies_is_counted_and_the_run_goes_on(monkeypatch):
+def test_a_process_that_dies_is_counted_and_the_run_continues(monkeypatch):
     counts = faulty(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert (counts["crashed"], sum(counts.values())) == (1, 5)
 

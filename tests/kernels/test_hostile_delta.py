@@ -1,4 +1,4 @@
-"""Damaged and hostile bytes: every one ends in a DeltaError, in bounded memory, with nothing handed out."""
+"""Damaged and hostile bytes: each input ends in a DeltaError, in bounded memory, without a result."""
 
 import random
 import struct
@@ -46,40 +46,40 @@ SPARSE = np.where(OLD % 50 == 0, OLD + 1, OLD).astype(np.uint16)
 TENSORS = [TensorChange("a", "bfloat16", OLD, SPARSE), TensorChange("b", "bfloat16", OLD, OLD + np.uint16(9))]
 
 
-# Not made when the module is read: the codec's loops are compiled at their first use, and every process of a parallel
-# run collects this module.
+# Not created at import: the codec's loops are compiled at their first use, and every process of a parallel run imports
+# this module.
 @cache
 def shared():
-    """A stream whose tensors share a block."""
+    """Return a stream whose tensors share a block."""
     return b"".join(encode_delta(6, 5, TENSORS))
 
 
 @cache
 def apart():
-    """A stream in which each tensor has a block of its own."""
+    """Return a stream in which each tensor has its own block."""
     return b"".join(encode_delta(6, 5, TENSORS, CodecSettings(OLD.size)))
 
 
 @cache
 def one_block():
-    """The block of the first tensor."""
+    """Return the block of the first tensor."""
     return b"".join(encode_tensor(*TENSORS[0]))
 
 
 def read(data, version=6, parent=5):
-    """Every block of a stream, resolved."""
+    """Return every change of a stream, resolved."""
     held = {"a": OLD, "b": OLD}
     return [change for block in decode_delta([data], version, parent) for change in resolve_all(block, held)]
 
 
 def read_block(data):
-    """The change that one block makes to `OLD`, taken as the block's element type."""
+    """Return the change of one block to `OLD`, converted to the block's element type."""
     (block,) = decode_blocks(data)
     return resolve(block, OLD.astype(BY_NAME[block.dtype].bits))
 
 
 def forged(payload, *, encoding=Encoding.CLASSES, elements=2000, start=0, total=2000, changed=40, dtype="bfloat16"):
-    """A block with a right digest over whatever it says: what a hostile writer would send."""
+    """Return a block with any content and a correct digest, as a hostile writer could send it."""
     held = OLD.astype(BY_NAME[dtype].bits)[start : start + elements]
     base = fingerprint(held, TensorKey.of("w"), start)
     header = BlockHeader(
@@ -93,7 +93,7 @@ def frame(data):
 
 
 def portable(small, *, coder=ZSTD.code, changed=40):
-    """A payload of one class whose gaps and steps are `small`, coded portably."""
+    """Return a payload of one class whose gaps and steps are `small`, in portable coding."""
     return bytes([coder, 0, 0]) + varint(changed) + varint(len(small)) + small
 
 
@@ -133,7 +133,7 @@ def test_arbitrary_bytes_are_refused(data):
 
 @UNHURRIED
 @given(st.binary(max_size=200), st.integers(0, 2**16 - 1), st.data())
-def test_forged_fields_with_a_right_digest_are_refused(payload, encoding, data):
+def test_forged_fields_with_a_correct_digest_are_refused(payload, encoding, data):
     count = st.integers(0, 2**32 - 1) | st.integers(0, 3000)
     block = forged(
         payload,
@@ -221,7 +221,7 @@ def test_false_constants_are_refused(payload, message):
 
 
 def patched(at, removed, inserted):
-    """`one_block` with bytes of its fields replaced, and the lengths and the digest made right again."""
+    """Return `one_block` with bytes of its fields replaced, and with correct lengths and digest."""
     block = one_block()
     size = header_size(block[:PREFIX_SIZE]) - 16
     fields = bytearray(block[PREFIX_SIZE:size])
@@ -267,7 +267,7 @@ def test_a_digest_covers_every_byte(digest):
             list(decode_blocks(bytes(damaged)))
 
 
-def test_a_name_that_is_not_text_is_refused():
+def test_a_name_that_is_not_utf8_is_refused():
     block = one_block()
     header = read_header(memoryview(block))
     with pytest.raises(DeltaError, match="not UTF-8"):
@@ -279,7 +279,7 @@ BOMBS = ("declared", "undeclared", "two frames", "vast", "says 80, holds 64 MiB"
 
 @cache
 def bombs():
-    """Payloads that would unpack to far more than their block may hold."""
+    """Return payloads that would decompress to far more than their block may contain."""
     honest = frame(bytes(64 << 20))
     streaming = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(64 << 20))
     lying = bytearray(zstandard.ZstdCompressor().compress(bytes(2000)))

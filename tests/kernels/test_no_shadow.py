@@ -1,4 +1,4 @@
-"""`kernels/` of this repository must not be taken for the package `kernels` that transformers and vLLM look for."""
+"""transformers and vLLM look for a package `kernels`; they must not find `kernels/` of this repository."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def test_no_init_file():
 
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("vllm")
-def test_transformers_and_vllm_find_what_is_installed_and_not_this_folder():
+def test_transformers_and_vllm_find_the_installed_package_and_not_this_folder():
     pytest.importorskip("vllm", reason="the replica's extra is not installed")
     modules = sorted({"weights", *(path.stem for path in (ROOT / "kernels").glob("*.py"))})
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": ""}

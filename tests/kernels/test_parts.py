@@ -1,4 +1,4 @@
-"""Small tensors share a block: the same changes in fewer bytes, and nothing but the right weights takes it."""
+"""Small tensors share a block: the same changes in fewer bytes, and the block applies only to the right weights."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def decoded(blocks):
 
 @st.composite
 def tensors(draw):
-    """Tensors of several types and sizes, none, some or all of whose elements change."""
+    """Draw tensors of several types and sizes; none, some or all of their elements change."""
     changes = []
     for name in draw(st.lists(NAMES, max_size=12, unique=True)):
         kind = draw(st.sampled_from(ELEMENT_TYPES))
@@ -60,7 +60,7 @@ def tensors(draw):
 
 @UNHURRIED
 @given(tensors(), st.sampled_from([1, 40, 1000, 1 << 24]))
-def test_every_tensor_becomes_what_it_should(changes, block_elements):
+def test_every_tensor_gets_its_new_value(changes, block_elements):
     blocks = encoded(changes, CodecSettings(block_elements))
     held = {change.name: change.old_bits.copy() for change in changes}
     added = dict.fromkeys(held, ZERO)
@@ -77,7 +77,7 @@ def test_every_tensor_becomes_what_it_should(changes, block_elements):
         assert fingerprint(change.old_bits, key) + added[change.name] == fingerprint(change.new_bits, key)
 
 
-def test_small_tensors_of_a_type_share_and_others_do_not():
+def test_only_small_tensors_of_one_type_share_a_block():
     chosen = CodecSettings(block_elements=8000)
     large, part = step("large", 1001), step("part", 100)
     changes = [step("a"), large, step("b", dtype="float8_e4m3fn"), step("c"), step("still", density=0), step("d")]
@@ -87,7 +87,7 @@ def test_small_tensors_of_a_type_share_and_others_do_not():
     assert [block.names for block in decoded(blocks)] == [("large",), ("a", "c"), ("part",), ("d",), ("b",)]
 
 
-def test_what_waits_is_a_copy_and_is_known():
+def test_waiting_tensors_are_copies_and_are_listed():
     encoder, change = DeltaEncoder(), step("a")
     before, after = change.old_bits.copy(), change.new_bits.copy()
     assert not list(encoder.add(*change)) and encoder.waiting == {"a"}
@@ -100,7 +100,7 @@ def test_what_waits_is_a_copy_and_is_known():
     np.testing.assert_array_equal(before, after)
 
 
-def test_sharing_pays():
+def test_shared_blocks_are_smaller():
     changes = [step(f"model.layers.{i}.norm.weight", 2000, 0.01, i) for i in range(100)]
     alone = sum(len(data) for change in changes for data in encode_tensor(*change))
     report = compare(changes)
@@ -109,7 +109,7 @@ def test_sharing_pays():
     assert report.total.ratio_to_exponent_class_bound < 1.25
 
 
-def test_a_tensor_that_comes_twice_is_refused():
+def test_a_repeated_tensor_is_refused():
     with pytest.raises(DeltaError, match="a comes twice"):
         encoded([step("a"), step("a")])
 
@@ -174,7 +174,7 @@ def test_false_directories_are_refused(data, message):
 
 
 @pytest.mark.parametrize(("field", "value"), [("start", 5), ("tensor_elements", 2001), ("elements", 1999)])
-def test_a_block_of_several_covers_them_whole(field, value):
+def test_a_shared_block_covers_whole_tensors(field, value):
     (block,) = encoded([step("a"), step("b", seed=1)])
     header = read_header(memoryview(block.data))
     name = block.data[-header.body_length : -header.payload_length]

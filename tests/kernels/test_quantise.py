@@ -1,4 +1,4 @@
-"""Block formats against their definition in exact arithmetic, and against the scales that no values have."""
+"""Block formats compared with their definition in exact arithmetic; invalid scales are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLOATS = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
 def number(kind: MiniFloat, code: int) -> Fraction:
-    """The value of a code without its sign, by the definition of a floating-point type."""
+    """Return the value of a code without its sign, by the definition of a floating-point type."""
     exponent, fraction = divmod(code, 1 << kind.mantissa)
     if exponent == 0:
         return Fraction(fraction, 1 << kind.mantissa) * Fraction(2) ** (1 - kind.bias)
@@ -37,23 +37,23 @@ def number(kind: MiniFloat, code: int) -> Fraction:
 
 
 def nearest(kind: MiniFloat, value: Fraction) -> int:
-    """The code of the nearest value of a type, of two the even one."""
+    """Return the code of the nearest value of a type, ties to even."""
     size, sign = abs(value), (1 << kind.sign) if value < 0 else 0
     return sign | min(range(kind.top + 1), key=lambda code: (abs(number(kind, code) - size), code & 1))
 
 
 def power(value: Fraction) -> Fraction:
-    """The least power of two that is no less than `value`, in range."""
+    """Return the least power of two that is at least `value`, in range."""
     return max(TINY, Fraction(2) ** ceil(log2(value))) if value else TINY
 
 
 def single(value: Fraction) -> Fraction:
-    """Rounded to f4, as an IEEE division's result is."""
+    """Round to f4, like the result of an IEEE division."""
     return Fraction(torch.tensor(float(value), dtype=torch.float64).float().item())
 
 
 def block_reference(form: BlockFormat, block: list[float], outer: Fraction | None) -> tuple[int, list[int]]:
-    """Scale and codes of a block by the definition of the format."""
+    """Return scale and codes of a block by the definition of the format."""
     values = [Fraction(value) for value in block]
     greatest = max(map(abs, values))
     if outer is None:
@@ -63,7 +63,7 @@ def block_reference(form: BlockFormat, block: list[float], outer: Fraction | Non
         scale = max(1, nearest(E4M3, single(greatest / (6 * outer))))
         factor = number(E4M3, scale) * outer
     codes = [nearest(form.codes, single(value / factor)) for value in values]
-    # A zero keeps the sign of what it was.
+    # A zero keeps the sign of the value before quantisation.
     signs = [(1 << form.codes.sign) if torch.tensor(value).signbit() else 0 for value in block]
     return scale, [code | sign for code, sign in zip(codes, signs, strict=True)]
 
@@ -71,7 +71,7 @@ def block_reference(form: BlockFormat, block: list[float], outer: Fraction | Non
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(st.one_of(FLOATS, st.sampled_from([0.0, -0.0, 1.0, 448.0, 6.0, 5.0, 2.5, 1e-42])), min_size=32,
                 max_size=32), st.sampled_from([MXFP8, NVFP4]))  # fmt: skip
-def test_codes_and_scales_are_those_of_the_definition(row, form):
+def test_codes_and_scales_equal_the_definition(row, form):
     held = quantise(torch.tensor([row]), form)
     outer = power(max(abs(Fraction(value)) for value in row) / 2688) if form.has_outer else None
     assert outer is None or (held.outer is not None and Fraction(held.outer.item()) == outer)
@@ -103,9 +103,9 @@ def test_values_are_exact_in_bf16_and_codes_of_values_give_the_values_again(form
     assert torch.equal(dequantise(quantise(made, form)), made)
 
 
-def test_codes_are_those_of_vllms_own_formats():
-    """`per_block_cast_to_fp8` and `_mxfp8_e4m3_quantize_torch` of vLLM 0.32 and `ref_nvfp4_quant` under a row's scale,
-    as they are written there."""
+def test_codes_equal_those_of_vllm():
+    """Repeats vLLM 0.32's code of `per_block_cast_to_fp8`, `_mxfp8_e4m3_quantize_torch` and `ref_nvfp4_quant`, the last
+    with the outer scale of a row."""
     values = torch.randn(256, 512, generator=torch.Generator().manual_seed(2)) * 0.02
     blocks = values.view(2, 128, 4, 128)
     scale = torch.pow(2.0, torch.ceil(torch.log2(blocks.abs().amax((1, 3), keepdim=True).clamp(1e-4) / 448)))
@@ -123,20 +123,20 @@ def test_codes_are_those_of_vllms_own_formats():
     assert torch.equal(wanted.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), held.scales)
 
 
-def test_ties_are_those_of_a_division_and_not_of_a_product_with_the_reciprocal():
+def test_ties_are_rounded_after_a_division_and_not_after_a_product_with_the_reciprocal():
     loud, ties = torch.full((16,), 2688.0), torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0] * 2)
     factor = torch.tensor(15.0)
     held = quantise(torch.cat((loud, ties * factor))[None], NVFP4)
     assert (held.outer.item(), held.scales[0, 1].view(torch.float8_e4m3fn).item()) == (1.0, 15.0)
     assert held.codes[0, 16:].tolist() == [7, 0, 2, 2, 4, 4, 6, 6] * 2
-    # As its quotients come out by a reciprocal, under a scale of 1.
+    # The quotients as a product with the reciprocal, with a scale of 1.
     products = quantise(torch.cat((loud, ties * factor * (1 / factor)))[None], NVFP4)
     assert products.codes[0, 16:].tolist() != held.codes[0, 16:].tolist()
 
 
 def one_row_louder() -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows, and the same with the last one so great that the E4M3 scales of the others fall below its normal numbers,
-    were the outer scale shared. A little greater would be no matter: a power of two moves E4M3's exponent alone."""
+    """Return rows, and the same rows with a last row so large that a shared outer scale would make the E4M3 scales of
+    the others subnormal. A smaller factor would have no effect: a power of two changes only E4M3's exponent."""
     rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(4))
     louder = rows.clone()
     louder[-1] *= 2.0**15
@@ -144,19 +144,19 @@ def one_row_louder() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("form", BLOCK_FORMATS.values(), ids=lambda form: form.name)
-def test_what_a_later_row_holds_changes_nothing_in_an_earlier_one(form):
-    """Rows are tokens in order. `fp8_blocks` is for weights alone: its blocks span rows."""
+def test_a_later_row_does_not_change_an_earlier_one(form):
+    """Rows are tokens in order. `fp8_blocks` is only for weights: its blocks span rows."""
     rows, louder = one_row_louder()
     first, then = (dequantise(quantise(values, form))[:-1] for values in (rows, louder))
     assert torch.equal(first, then) is (form is not FP8_BLOCKS)
 
 
 def test_a_scale_of_a_whole_tensor_would_change_earlier_rows():
-    """The control of the test above: NVFP4 as it is published has its outer scale for a tensor."""
+    """Control of the test above: published NVFP4 has one outer scale for a tensor."""
     rows, louder = one_row_louder()
 
     def per_tensor(values: torch.Tensor) -> torch.Tensor:
-        # One row for the whole tensor, so that its outer scale is one for all.
+        # One row for the whole tensor, so that all values share one outer scale.
         return dequantise(quantise(values.view(1, -1), NVFP4)).view(values.shape)[:-1]
 
     assert not torch.equal(per_tensor(rows), per_tensor(louder))
@@ -184,14 +184,14 @@ def changed(held: QuantisedTensor, what: str, value: float) -> QuantisedTensor:
         (NVFP4, "outer", -1.0, "negative"),
     ],
 )
-def test_scales_that_no_values_have_are_refused(form, what, value, said):
+def test_invalid_scales_are_refused(form, what, value, said):
     held = quantise(torch.ones(4, 64), form)
     dequantise(held)
     with pytest.raises(QuantiseError, match=said):
         dequantise(changed(held, what, value))
 
 
-def test_a_subnormal_e4m3_scale_is_a_scale():
+def test_a_subnormal_e4m3_scale_is_valid():
     held = changed(quantise(torch.ones(1, 16), NVFP4), "scales", 1)
     assert dequantise(held).unique().tolist() == [held.outer.item() * 6 * 2.0**-9]
 
@@ -220,13 +220,13 @@ def test_values_without_codes_are_refused(form, value):
         quantise(values, form)
 
 
-def test_a_row_of_numbers_is_no_matrix():
+def test_a_vector_is_refused():
     with pytest.raises(QuantiseError, match="no rows"):
         quantise(torch.ones(8), MXFP8)
 
 
 @pytest.mark.parametrize("form", BLOCK_FORMATS.values(), ids=lambda form: form.name)
-def test_zeros_and_nothing_at_all_have_codes(form):
+def test_zeros_and_empty_matrices_have_codes(form):
     assert dequantise(quantise(torch.zeros(3, 40), form)).unique().tolist() == [0.0]
     assert dequantise(quantise(torch.zeros(0, 40), form)).shape == (0, 40)
     assert dequantise(quantise(torch.full((2, 33), 1e-45), form)).unique().tolist() == [0.0]

@@ -1,4 +1,4 @@
-"""Triton's kernels are right, in the interpreter, and compile for a GPU; both need a process of their own."""
+"""Triton's kernels are correct in the interpreter and compile for a GPU; each check runs in its own process."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def test_kernels_equal_their_twins_in_the_interpreter():
 
 @pytest.mark.timeout(SECONDS + 20)
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
-    """The interpreter takes programs that the compiler does not; the compiler needs no GPU."""
+    """The interpreter accepts programs that the compiler refuses; the compiler needs no GPU."""
     pytest.importorskip("triton", reason="PyTorch came without Triton")
     done = run(str(FOLDER / "compile_for_gpu.py"), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""What the loops ask of words of 64 elements equals its definition, on this processor and on one without vectors."""
+"""Operations on words of 64 elements equal their definitions, on this processor and on one without vectors."""
 
 import hashlib
 import os
@@ -103,7 +103,7 @@ def test_rows_with_holes_are_not_read():
 
 
 def digest_of_deltas():
-    """What the codec makes of steps of a one-byte and a two-byte type, which it can undo."""
+    """Return a digest of the deltas of a one-byte and a two-byte type, after a check that they are lossless."""
     digest = hashlib.sha256()
     for kind in (BY_NAME["bfloat16"], BY_NAME["float8_e4m3fn"]):
         generator = np.random.default_rng(kind.code)

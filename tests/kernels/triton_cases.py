@@ -1,9 +1,9 @@
-"""Triton's kernels in Triton's interpreter, or on a GPU: the same bytes as their twins on the CPU.
+"""Triton's kernels, in Triton's interpreter or on a GPU, give the same bytes as their twins on the CPU.
 
-TIDEMILL_TEST_DEVICE says where the tensors lie: on the CPU, for the interpreter, or on `cuda` (`make test-gpu`). Not
-collected with the other tests: triton has to be imported with TRITON_INTERPRET=1, so `test_triton.py` runs this file
-in a process of its own. Inputs lie inside larger arrays full of other values, so that a kernel that reads past an edge
-makes another result, and one that writes past it is seen.
+TIDEMILL_TEST_DEVICE is the device of the tensors: the CPU, for the interpreter, or `cuda` (`make test-gpu`). Not
+collected with the other tests: triton must be imported with TRITON_INTERPRET=1, so `test_triton.py` runs this file
+in its own process. Inputs are inside larger arrays with other values, so that a kernel that reads past an edge
+gives another result, and a kernel that writes past an edge is detected.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tidemill.kernels.fingerprint import TensorKey
 
 BF16 = BY_NAME["bfloat16"]
 DEVICE = os.environ.get("TIDEMILL_TEST_DEVICE", "cpu")
-# The compiler leaves these checks of each addition out, unless it is asked to debug.
+# The compiler adds these overflow checks of each addition only in debug mode.
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 KEY = TensorKey.of("model.layers.0.mlp.down_proj.weight")
 PAD = 4096
 TILE = 64
-"""Elements of a tile of two-byte patterns in `compact`."""
+"""Number of elements in a tile of two-byte patterns in `compact`."""
 TILING = triton_split.SplitTiling(row=16, rows=16, ranked=64, placed=64)
 TYPES = [kind for kind in ELEMENT_TYPES if kind.name in {"bfloat16", "float32", "float8_e4m3fn", "int8", "uint8"}]
 FEW = settings(
@@ -47,7 +47,7 @@ SPECIAL_BF16 = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFC0, 0x7F81, 
 
 
 def inside(array, fill):
-    """The array as a tensor in the middle of a larger one, otherwise full of `fill`."""
+    """Return the array as a tensor in the middle of a larger one that is filled with `fill`."""
     whole = np.full(array.size + 2 * PAD, fill, array.dtype)
     whole[PAD : PAD + array.size] = array
     return on_device(whole)[PAD : PAD + array.size]
@@ -58,7 +58,7 @@ def on_device(array):
 
 
 def step_of(kind, n, density, seed):
-    """Old and new patterns of which about `density` differ, and where."""
+    """Return old and new patterns of which a share of about `density` differ, and the indices of the differences."""
     generator = np.random.default_rng(seed)
     old = generator.integers(0, 1 << kind.width, n, dtype=kind.bits)
     other = generator.integers(0, 1 << kind.width, n, dtype=kind.bits)
@@ -111,7 +111,7 @@ def test_gather_and_scatter(kind, n, density, seed):
     assert set(around[:PAD]) | set(around[PAD + n :]) == {3}
 
 
-def test_a_place_outside_the_tensor_is_never_written():
+def test_an_index_outside_the_tensor_is_never_written():
     held = inside(np.zeros(10, np.uint16), 3)
     triton_rows.scatter(held, on_device([-1, 2, 10, 1 << 40]), on_device(np.full(4, 7, np.uint16)))
     assert held.tolist() == [0, 0, 7, 0, 0, 0, 0, 0, 0, 0]
@@ -148,7 +148,7 @@ def test_fingerprint_of_a_change_and_of_chosen_elements(kind, n, density, start)
 
 
 def random_table(kind, generator, limit=6):
-    """Classes as the codec chooses them: ascending from 0, without holes."""
+    """Return classes of the form that the codec chooses: ascending from 0, without gaps."""
     drawn = np.sort(generator.integers(0, limit, kind.exponents))
     return np.unique(drawn, return_inverse=True)[1].astype(np.uint8)
 
@@ -189,7 +189,7 @@ def test_split_with_the_tiling_of_a_gpu():
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_split_between_special_patterns(kind):
-    """From each to each of the zeros, the ends of the range, and what lies beside the sign."""
+    """Covers every pair of the zeros, the ends of the range, and the patterns next to the sign bit."""
     sign = 1 << (kind.width - 1)
     ends = np.array([0, 1, sign - 1, sign, sign + 1, 2 * sign - 1, 3 * sign // 2], kind.bits)
     old, new = np.repeat(ends, ends.size), np.tile(ends, ends.size)
@@ -254,7 +254,7 @@ def split_is_right(module):
     return True
 
 
-# A wrong kernel must not pass: each of these edits of a kernel's source makes it wrong at an edge.
+# A wrong kernel must not pass: each of these edits of a kernel's source makes the kernel wrong at an edge.
 MUTATIONS = {
     "whole tile one element too early": (compact_is_right, "left >= TILE:", "left >= TILE - 1:"),
     "edge of the compared tile": (compact_is_right, "inside = lanes < left", "inside = lanes <= left"),
@@ -293,7 +293,7 @@ CHECKED = {
 
 
 @pytest.mark.parametrize("check", CHECKED, ids=lambda check: check.__name__)
-def test_the_right_kernels_are_right(check):
+def test_the_unedited_kernels_pass(check):
     assert check(CHECKED[check])
 
 
@@ -306,11 +306,11 @@ def test_a_wrong_kernel_is_found(name, tmp_path):
 @pytest.mark.parametrize(
     "place", [np.asarray, torch.from_numpy, on_device], ids=["arrays", "tensors of the CPU", "here"]
 )
-def test_arrays_that_lie_anywhere_have_the_same_results(place):
+def test_arrays_in_any_place_have_the_same_results(place):
     assert_same_results(triton_backend(), place)
 
 
-def test_the_interpreter_is_what_runs_unless_a_device_is_named():
+def test_the_interpreter_runs_unless_a_device_is_set():
     assert triton_rows.INTERPRETED is (DEVICE == "cpu")
     assert triton_obstacle() is None
     assert choose("triton", False, triton_obstacle) == "triton"
@@ -321,7 +321,7 @@ KERNELS = {"compare_and_compact": triton_rows, "split_classes": triton_split, "f
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the kernels that were called, by Triton."""
+    """The names of the Triton kernels that were called."""
     made = []
     for name, module in KERNELS.items():
         original = getattr(module, name)
@@ -353,7 +353,7 @@ def test_deltas_of_arrays_and_of_tensors_have_the_same_bytes(name, density, monk
 
 @pytest.mark.parametrize("where", [slice(1030, 1230), slice(0, None, 90)], ids=["one segment", "everywhere"])
 def test_a_delta_is_made_and_applied_by_triton(where, monkeypatch):
-    """With exponents counted in samples, or in the one active segment; bfloat16 tensors as they are."""
+    """Exponents are counted in samples or in the one active segment. The tensors have the type bfloat16."""
     monkeypatch.setattr(payload, "SAMPLE_RUN", 128)
     old = np.random.default_rng(0).integers(0, 1 << 16, 8500, dtype=np.uint16)
     new = old.copy()
@@ -366,7 +366,7 @@ def test_a_delta_is_made_and_applied_by_triton(where, monkeypatch):
     np.testing.assert_array_equal(held.view(torch.uint16).cpu().numpy(), new)
 
 
-def test_tensors_that_are_no_row_or_of_another_width_are_refused(monkeypatch):
+def test_tensors_that_are_not_contiguous_or_have_another_width_are_refused(monkeypatch):
     monkeypatch.setenv("TIDEMILL_KERNELS", "triton")
     whole = on_device(np.zeros((8, 8), np.uint16)).view(torch.bfloat16)
     for wrong in (whole.T[1:], whole.float()):

@@ -1,7 +1,7 @@
-"""Triton's block formats in Triton's interpreter, or on a GPU: the same bits as their twins on the CPU.
+"""Triton's block formats, in Triton's interpreter or on a GPU, give the same bits as their twins on the CPU.
 
-Run as `triton_cases.py` is, in a process of its own. Inputs lie inside larger arrays full of other values, and a
-kernel must leave what lies around its results alone.
+Run in its own process, like `triton_cases.py`. Inputs are inside larger arrays with other values, and a kernel must not
+change the values around its results.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ DEVICE = os.environ.get("TIDEMILL_TEST_DEVICE", "cpu")
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 EDGES = [(1, 1, 1), (1, 8, 128), (1, 9, 129), (2, 130, 140), (3, 7, 16)]
-"""Matrices, rows and columns: a tile of most formats has 8 rows and 128 columns."""
+"""Numbers of matrices, rows and columns. A tile of most formats has 8 rows and 128 columns."""
 
 
 def values_of(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """f4: rows of very different sizes, with zeros of both signs, numbers next to nothing and ties."""
+    """Return f4 rows of very different magnitudes, with zeros of both signs, very small numbers and ties."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-40, 40, (*shape[:-1], 1)))
     flat = values.view(-1)
@@ -41,7 +41,7 @@ def values_of(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def surrounded(values: torch.Tensor, fill: float) -> torch.Tensor:
-    """The same values in the middle of a larger tensor, otherwise full of `fill`."""
+    """Return the same values in the middle of a larger tensor that is filled with `fill`."""
     whole = torch.full((values.numel() + 8192,), fill, dtype=values.dtype)
     whole[4096 : 4096 + values.numel()] = values.reshape(-1)
     return whole.to(DEVICE)[4096 : 4096 + values.numel()].view(values.shape)
@@ -77,7 +77,7 @@ def test_every_code_under_every_scale(form):
     assert same_bits(found, dequantise_by_torch(codes, scales, outer, form))
 
 
-def test_the_kernels_are_what_a_tensor_of_the_device_gets(monkeypatch):
+def test_a_tensor_on_the_device_uses_these_kernels(monkeypatch):
     monkeypatch.setenv("TIDEMILL_KERNELS", "triton")
     values = values_of((2, 5, 48), 3)
     assert runs_triton(values.to(DEVICE))

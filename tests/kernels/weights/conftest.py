@@ -1,4 +1,4 @@
-"""Publishers on a real Kafka, tensors of every type to publish, and a follower that trusts nothing."""
+"""Publishers on a real Kafka, tensors of every type to publish, and a follower that checks everything."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ WIDTHS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
 
 
 def read_anchor(uri: str) -> dict[str, np.ndarray]:
-    """The weights of an anchor, by name, as bit patterns in their shapes. Raises like `anchor_weights`."""
+    """Return the weights of an anchor by name, as bit patterns in their shapes. Raises like `anchor_weights`."""
     return {name: weight.bits for name, weight in anchor_weights(uri)}
 
 
 @dataclass(frozen=True)
 class Publication:
-    """Where one test publishes."""
+    """The run, log, store and base model of one test."""
 
     kafka: KafkaSettings
     run: RunSettings
@@ -56,27 +56,27 @@ class Publication:
     base_model: Path
 
     def records(self) -> list[Manifest | SkipDelta]:
-        """Every manifest and skip-delta of the run, in log order."""
+        """Return every manifest and skip-delta of the run, in log order."""
         with LogReader(self.kafka, [Topic.MANIFESTS]) as reader:
             found = [located.record for located in reader.read_to_end()]
         return [r for r in found if isinstance(r, Manifest | SkipDelta) and r.run_id == self.run.run_id]
 
     def manifests(self, branch: str = "main") -> list[Manifest]:
-        """Every manifest of a branch, in log order."""
+        """Return every manifest of a branch, in log order."""
         return [r for r in self.records() if isinstance(r, Manifest) and r.branch == branch]
 
     def skips(self) -> list[SkipDelta]:
-        """Every skip-delta of the run, in log order."""
+        """Return every skip-delta of the run, in log order."""
         return [record for record in self.records() if isinstance(record, SkipDelta)]
 
     def chunks(self) -> dict[tuple[int, int], DeltaChunk]:
-        """Every chunk of the run, by its place."""
+        """Return every chunk of the run, by partition and offset."""
         with LogReader(self.kafka, [Topic.DELTAS]) as reader:
             found = {(at.partition, at.offset): at.record for at in reader.read_to_end()}
         return {place: chunk for place, chunk in found.items() if chunk.run_id == self.run.run_id}
 
     def payloads(self, shard: ShardPosition, version: int) -> list[bytes]:
-        """The bytes of a shard, checked against its position and the chunks' own fields."""
+        """Return the bytes of a shard, after a check of its position and of the chunks' fields."""
         if shard.uri is not None:
             assert shard.offsets == []
             return [read_object(StoredObject(shard.uri, shard.n_bytes, shard.digest))]
@@ -91,7 +91,7 @@ class Publication:
         return [chunk.payload for chunk in named]
 
     def apply(self, shards: list[ShardPosition], version: int, base: int, held: Mapping[str, np.ndarray]) -> None:
-        """Bring weights from `base` to `version` by a delta of the log."""
+        """Update weights from `base` to `version` with a delta of the log."""
         for shard in shards:
             for block in decode_delta(self.payloads(shard, version), version, base):
                 changes = resolve_all(block, held)
@@ -100,7 +100,7 @@ class Publication:
                     apply_change(change, held[change.name])
 
     def follow(self, branch: str = "main") -> Iterator[tuple[Manifest, dict[str, np.ndarray]]]:
-        """Every version as a follower makes it that starts at the first anchor; yields (manifest, weights)."""
+        """Build every version like a follower that starts at the first anchor; yield (manifest, weights)."""
         held: dict[str, np.ndarray] = {}
         for manifest in map(with_tensors, self.manifests(branch)):
             if manifest.parent is None:
@@ -115,13 +115,13 @@ class Publication:
 
 @pytest.fixture(scope="module")
 def log(kafka) -> KafkaSettings:
-    """Topics that the tests of a module share; each test has a run of its own in them."""
+    """Topics that the tests of a module share; each test has its own run in them."""
     return kafka.fresh()
 
 
 @pytest.fixture
 def publication(log: KafkaSettings, tmp_path: Path) -> Publication:
-    """A run that nobody has published to."""
+    """A run without published versions."""
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
@@ -130,7 +130,7 @@ def publication(log: KafkaSettings, tmp_path: Path) -> Publication:
 
 @pytest.fixture
 def open_publisher(publication: Publication) -> Iterator[Callable[..., WeightPublisher]]:
-    """A function that starts a publisher on what the log holds, as a trainer that starts or restarts does."""
+    """A function that opens a publisher on the present log, like a trainer that starts or restarts."""
     with ExitStack() as stack:
 
         def start(settings=None, branch="main", **options) -> WeightPublisher:
@@ -146,7 +146,7 @@ def open_publisher(publication: Publication) -> Iterator[Callable[..., WeightPub
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    """A process group of this process alone."""
+    """A process group that contains only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield open_ranks(timeout_s=10)
@@ -171,7 +171,7 @@ def first_view() -> Callable[..., View]:
 
 @pytest.fixture(scope="session")
 def next_view() -> Callable[..., View]:
-    """A function that changes some elements of a view by their lowest bit."""
+    """A function that changes the lowest bit of some elements of a view."""
 
     def make(view: View, seed: int, density: float = 0.05) -> View:
         random = np.random.default_rng(seed)

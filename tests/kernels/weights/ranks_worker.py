@@ -1,8 +1,8 @@
-"""The program that the tests of publication from ranks run under torchrun, and the weights that both sides make.
+"""The program that the tests of publication from ranks run under torchrun, and the weights that both sides create.
 
     python -m torch.distributed.run --standalone --nproc-per-node N ranks_worker.py JOB    JOB: a `Job` as JSON
 
-A job is a list of scenarios, run in order in the same processes. Each rank writes what a scenario found to
+A job is a list of scenarios, run in order in the same processes. Each rank writes the result of a scenario to
 `<out>/<scenario>-<rank>.json`.
 """
 
@@ -53,7 +53,7 @@ TRAINED_VERSIONS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks do, and where the log and the store are."""
+    """The scenarios of the ranks, and the addresses of the log and the store."""
 
     scenarios: list[str]
     bootstrap: str
@@ -65,7 +65,7 @@ class Job:
 
 
 class Uneven(nn.Module):
-    """Weights that no number of ranks divides, one of a single row, a tied one, and a buffer that is not sharded."""
+    """Weights that no number of ranks divides evenly, one with a single row, a tied one, and an unsharded buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,13 +78,13 @@ class Uneven(nn.Module):
         self.register_buffer("scale", torch.ones(3))
 
     def sharded(self, mesh: DeviceMesh) -> Uneven:
-        """The model over the ranks of a mesh."""
+        """Shard the model over the ranks of a mesh."""
         fully_shard(self.up, mesh=mesh)
         return fully_shard(self, mesh=mesh)
 
 
 class Large(nn.Module):
-    """Many weights of equal size, each small beside the whole."""
+    """Many weights of equal size, each small compared with the whole model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,14 +92,14 @@ class Large(nn.Module):
 
 
 def first_weights() -> Uneven:
-    """The same model in every process."""
+    """Return the same model in every process."""
     torch.manual_seed(0)
     return Uneven()
 
 
 @torch.no_grad()
 def advance(model: nn.Module, version: int) -> None:
-    """Add to every weight what version `version` changes of it: whole tensors are made, and cut as the weight is."""
+    """Add the change of version `version` to every weight: whole tensors are created and split like the weight."""
     for name, weight in model.state_dict(keep_vars=True).items():
         if name == "head.weight":
             continue
@@ -115,12 +115,12 @@ def advance(model: nn.Module, version: int) -> None:
 
 
 def whole_experts() -> torch.Tensor:
-    """A weight of eight experts."""
+    """Return a weight of eight experts."""
     return torch.arange(24.0).reshape(8, 3)
 
 
 def expert_parts(mesh: DeviceMesh, placements: list[Placement], rows: slice | list[int]) -> dict[str, TensorPart]:
-    """This rank's part of it, which are `rows`."""
+    """Return this rank's part of the experts' weight: `rows`."""
     module = nn.Module()
     local = DTensor.from_local(whole_experts()[rows], mesh, placements, run_check=False, shape=(8, 3), stride=(3, 1))
     module.weight = nn.Parameter(local)
@@ -128,18 +128,18 @@ def expert_parts(mesh: DeviceMesh, placements: list[Placement], rows: slice | li
 
 
 def mark(version: int) -> dict[str, Any]:
-    """What is said of a version that follows the one before it."""
+    """Return the manifest fields of a version that follows the version before it."""
     return {"parent": version - 1 if version else None, "learning_rate": 1e-4, "trained_at": version}
 
 
 class FaultyProducer(RecordProducer):
-    """Refuses the chunks of deltas, or kills its process after the first of them, where it is told to."""
+    """Refuses the chunks of deltas if `refuse` is set; kills its process after the first chunk if `kill` is set."""
 
     refuse = False
     kill = False
 
     def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
-        """As the producer, with the fault."""
+        """Send like the base class, with the fault."""
         if self.refuse and topic is Topic.DELTAS:
             raise DeliveryError("the broker is gone")
         positions = super().send_acked(topic, records)
@@ -149,12 +149,12 @@ class FaultyProducer(RecordProducer):
 
 
 class LostAcknowledgement(RecordProducer):
-    """Says of the next record that it was not acknowledged; the log has it, or does not."""
+    """Reports the next record as not acknowledged if `lose` is set; the log contains it if `keep` is set."""
 
     lose = keep = False
 
     def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
-        """As the producer, with the fault."""
+        """Send like the base class, with the fault."""
         positions = super().send_acked(topic, records) if self.keep or not self.lose else []
         if self.lose:
             raise DeliveryError("no acknowledgement came")
@@ -162,7 +162,7 @@ class LostAcknowledgement(RecordProducer):
 
 
 def raised(work: Callable[[], object]) -> list[str]:
-    """The class and the message of what `work` raises."""
+    """Return class and message of the error that `work` raises, or an empty list."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - the test compares it
@@ -171,7 +171,7 @@ def raised(work: Callable[[], object]) -> list[str]:
 
 
 class Worker:
-    """One rank's side of the scenarios."""
+    """The scenarios of one rank."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -189,7 +189,7 @@ class Worker:
         branch: str = "main",
         **options: Any,
     ) -> WeightPublisher:
-        """A publisher of the run `<run_id>-<suffix>`, opened as after a start or a restart."""
+        """Open a publisher of the run `<run_id>-<suffix>`, as after a start or a restart."""
         made = WeightPublisher.open(
             self.kafka,
             RunSettings(run_id=f"{self.job.run_id}-{suffix}", branch=branch),
@@ -204,7 +204,7 @@ class Worker:
         return made
 
     def chain(self) -> dict[str, Any]:
-        """The same versions from 1, 2 and 3 ranks, and all there are; two shards a rank where they are two."""
+        """Publish the same versions from each number of ranks up to all ranks; two ranks write two shards each."""
         found = {}
         for size in range(1, dist.get_world_size() + 1):
             members = list(range(size))
@@ -223,11 +223,11 @@ class Worker:
             yield publisher.publish(version, self.parts(model), **mark(version)).fingerprint
 
     def parts(self, model: nn.Module) -> dict[str, Any]:
-        """This rank's parts."""
+        """Return this rank's parts."""
         return local_parts(model, first=self.rank == 0)
 
     def replicated(self) -> dict[str, Any]:
-        """Every rank holds the whole model: a mesh that copies over its first dimension and shards over its second."""
+        """Every rank holds the whole model: the mesh replicates over its first dimension and shards over its second."""
         ranks = [[rank] for rank in range(dist.get_world_size())]
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("copies", "shards"))
         publisher, model = self.publisher("replicated"), first_weights().sharded(mesh)
@@ -235,7 +235,7 @@ class Worker:
         return {"held": held, "versions": list(self._publish_chain(publisher, model, 2))}
 
     def failing(self) -> dict[str, Any]:
-        """One rank fails, in each way that one can; then the same version is published."""
+        """One rank fails, in each possible way; then the same version is published."""
         producer = FaultyProducer(self.kafka, "test-sharded")
         publisher, model = self.publisher("failing", producer=producer), first_weights().sharded(self.world)
         found = {"v0": publisher.publish(0, self.parts(model), **mark(0)).fingerprint}
@@ -253,7 +253,7 @@ class Worker:
         return found
 
     def _failure(self, publisher: WeightPublisher, version: int, model: nn.Module) -> list[Any]:
-        """What the ranks are told, and which versions the log then has."""
+        """Return the error that the ranks receive, and the newest version in the log after it."""
         try:
             publisher.publish(version, self.parts(model), **mark(version))
         except (DeliveryError, VersionError, OSError) as error:
@@ -262,7 +262,7 @@ class Worker:
         raise AssertionError("a version was published that one rank failed at")
 
     def _drifted(self, publisher: WeightPublisher, model: nn.Module) -> list[Any]:
-        """One element of what rank 1 starts from is not what it published."""
+        """One element of rank 1's old weights differs from what it published."""
         bits = publisher._held.parts["up.weight"].bits
         bits[5] ^= self.rank
         try:
@@ -285,7 +285,7 @@ class Worker:
             anchor.put_file = put_file
 
     def going_back(self) -> dict[str, Any]:
-        """Back to an older version and on from there; then a publisher that has to make the head again."""
+        """Go back to an older version and continue from there; then a new publisher must rebuild the head."""
         publisher = self.publisher("back")
         list(self._publish_chain(publisher, first_weights().sharded(self.world), 4))
         older = first_weights().sharded(self.world)
@@ -307,7 +307,7 @@ class Worker:
         }
 
     def forking(self) -> dict[str, Any]:
-        """A branch that begins with a version in the middle of another one's chain."""
+        """A branch begins with a version in the middle of another branch."""
         model = first_weights().sharded(self.world)
         list(self._publish_chain(self.publisher("fork"), model, 3))
         forked = self.publisher("fork", branch="again", fork_from=ForkPoint("main", 1))
@@ -317,7 +317,7 @@ class Worker:
         return {"versions": [*found, again.publish(3, self.parts(model)).fingerprint]}
 
     def doubting(self) -> dict[str, Any]:
-        """The acknowledgement of a manifest is lost, once with the manifest kept and once without it."""
+        """The acknowledgement of a manifest is lost, once with the manifest in the log and once without it."""
         model = first_weights().sharded(self.world)
         manifests = LostAcknowledgement(self.kafka, "test-ranks")
         publisher, found = self.publisher("doubt", manifests=manifests), []
@@ -331,7 +331,7 @@ class Worker:
         return {"told": found, "versions": [publisher.newest.version, publisher.newest.fingerprint]}
 
     def fenced(self) -> dict[str, Any]:
-        """Another process begins to write manifests under the first rank's name: no rank publishes any more."""
+        """Another process begins to write manifests under the first rank's name: no rank can publish any more."""
         model, name = first_weights().sharded(self.world), f"{self.job.prefix}trainer.fenced"
         fenced = FencedProducer(self.kafka, "test-ranks", name) if self.rank == 0 else None
         publisher = self.publisher("fenced", manifests=fenced)
@@ -343,7 +343,7 @@ class Worker:
         return {"told": told, "newest": newest}
 
     def refusing(self) -> dict[str, Any]:
-        """What the ranks may not give."""
+        """Publish parts and versions that are refused."""
         model = first_weights().sharded(self.world)
         publisher, parts = self.publisher("refusing"), self.parts(model)
         publisher.publish(0, parts)
@@ -362,7 +362,7 @@ class Worker:
         }
 
     def experts(self) -> dict[str, Any]:
-        """A weight on a mesh of two dimensions, as expert parallelism with FSDP lays it; then with rows in turn."""
+        """A weight on a two-dimensional mesh, as in expert parallelism with FSDP; alternating rows are refused."""
         over, under = DeviceMesh("cpu", [[0, 1]]), DeviceMesh("cpu", [[0], [1]])
         half, turns = slice(4 * self.rank, 4 * self.rank + 4), [2 * self.rank + row for row in (0, 1, 4, 5)]
         publisher = self.publisher("experts")
@@ -373,7 +373,7 @@ class Worker:
         return {"told": told, "versions": [dealt.fingerprint, cut.fingerprint]}
 
     def skipping(self) -> dict[str, Any]:
-        """Skip-deltas of both ranks: from copies in memory, and after a restart from the log."""
+        """Both ranks write skip-deltas: from copies in memory, and after a restart from the log."""
         model, settings = first_weights().sharded(self.world), SETTINGS.model_copy(update={"skips": (2,)})
         found: list[int] = []
         for versions in (range(3), range(3, CHAIN_LENGTH)):
@@ -387,7 +387,7 @@ class Worker:
         return {"counts": found}
 
     def hanging(self) -> dict[str, Any]:
-        """Rank 1 does not come to what rank 0 waits for."""
+        """Rank 1 does not take part in a collective operation for which rank 0 waits."""
         ranks, told = open_ranks(SHORT_TIMEOUT_S), Path(self.job.out) / "told"
         if self.rank == 1:
             deadline = time.monotonic() + TIMEOUT_S
@@ -403,7 +403,7 @@ class Worker:
         raise AssertionError("a rank that did not come was not missed")
 
     def training(self) -> dict[str, Any]:
-        """FSDP2 steps of a Qwen3, each rank on a batch of its own; every step is a version."""
+        """FSDP2 steps of a Qwen3, each rank on its own batch; every step is a version."""
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         torch.manual_seed(0)
@@ -426,7 +426,7 @@ class Worker:
         return {"versions": found}
 
     def killed(self) -> dict[str, Any]:
-        """Rank 1 is killed when the log has its first chunk of version 2."""
+        """Rank 1 is killed when the log contains its first chunk of version 2."""
         producer = FaultyProducer(self.kafka, "test-sharded")
         publisher, model = self.publisher("killed", producer=producer), first_weights().sharded(self.world)
         publisher.publish(0, self.parts(model), **mark(0))
@@ -438,7 +438,7 @@ class Worker:
         raise AssertionError("a version was published without a rank that was killed")
 
     def resumed(self) -> dict[str, Any]:
-        """What `killed` left, gone on with by another number of ranks from the weights of version 1."""
+        """Another number of ranks continues the run of `killed` from the weights of version 1."""
         publisher, model = self.publisher("killed"), first_weights().sharded(self.world)
         advance(model, 1)
         found = [publisher.publish(1, self.parts(model), **mark(1)).fingerprint]
@@ -446,7 +446,7 @@ class Worker:
         return {"versions": [*found, publisher.publish(2, self.parts(model), **mark(2)).fingerprint]}
 
     def memory(self) -> dict[str, Any]:
-        """What publication takes above the model and the snapshot given, in bytes, and what gathering all would."""
+        """Measure the memory of a publication, without model and snapshot, and of a gather of all weights, in bytes."""
         with torch.device("meta"):
             model = fully_shard(Large(), mesh=self.world)
         model.to_empty(device="cpu")
@@ -468,7 +468,7 @@ class Worker:
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """How far the process's resident memory rises above where it is while `work` runs, bytes."""
+    """Return how many bytes the process's resident memory grows while `work` runs."""
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     held = work()
@@ -478,7 +478,7 @@ def peak_of(work: Callable[[], object]) -> int:
 
 
 def resident(field: str) -> int:
-    """A field of the process's memory status, bytes."""
+    """Return a field of the process's memory status, in bytes."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
     return int(line.split()[1]) * 1024
 

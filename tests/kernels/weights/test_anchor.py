@@ -1,4 +1,4 @@
-"""Anchors are whole Hugging Face checkpoints, lossless, finished or not there at all, on any fsspec file system."""
+"""Anchors are whole Hugging Face checkpoints, lossless, and complete or absent, on any fsspec file system."""
 
 import json
 import tracemalloc
@@ -57,7 +57,7 @@ def base_model(tmp_path, model):
 
 @pytest.fixture
 def base(tmp_path):
-    """A directory with a configuration and a tokenizer, and without weights."""
+    """A directory with a configuration and a tokenizer, without weights."""
     return with_tokenizer(tmp_path / "base")
 
 
@@ -124,7 +124,7 @@ def test_integers_cannot_be_served():
 
 
 def mixed_weights(seed=0):
-    """One tensor of each type that a version can carry, every pattern of the narrow ones among them."""
+    """Return one tensor of each type that a version can contain, with every pattern of the narrow types."""
     random = np.random.default_rng(seed)
     u1, u2 = np.arange(256, dtype=np.uint8), np.arange(1 << 16, dtype=np.uint16)
     return {
@@ -160,7 +160,7 @@ def test_weights_of_several_files_load_through_their_index(model, base_model, tm
     assert_equal_views(serving_view(AutoModelForCausalLM.from_pretrained(directory)), view)
 
 
-def test_writing_again_replaces_and_leaves_none_of_the_older_files(base, uri):
+def test_writing_again_replaces_all_older_files(base, uri):
     write_anchor(uri, base, {"a": np.zeros(4, np.uint16), "b": np.ones(4, np.uint16)}, file_bytes=8)
     write_anchor(uri, base, {"a": np.ones(3, np.uint16)})
     assert_equal_views(read_anchor(uri), {"a": np.ones(3, np.uint16)})
@@ -179,14 +179,14 @@ def test_writing_again_replaces_and_leaves_none_of_the_older_files(base, uri):
         ({"w": Weight("float8_e4m3fn", np.zeros(9, np.uint8)), "norm": np.zeros(3, np.uint16)}, "the base's"),
     ],
 )
-def test_the_configuration_names_the_model_s_type(base, tmp_path, weights, dtype):
+def test_the_configuration_has_the_weights_dtype(base, tmp_path, weights, dtype):
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "dtype": "the base's"}))
     write_anchor(str(tmp_path / "anchor"), base, weights)
     assert json.loads((tmp_path / "anchor" / "config.json").read_text())["dtype"] == dtype
 
 
-def test_writing_takes_no_memory_beside_the_weights(base, tmp_path):
+def test_writing_needs_no_memory_in_addition_to_the_weights(base, tmp_path):
     weights = {f"w{i}": np.zeros(4 << 20, np.uint16) for i in range(8)}
     tracemalloc.start()
     try:
@@ -197,7 +197,7 @@ def test_writing_takes_no_memory_beside_the_weights(base, tmp_path):
     assert peak < 4 << 20, "64 MiB of weights"
 
 
-def test_it_is_a_checkpoint_that_transformers_loads(model, base_model, tmp_path):
+def test_transformers_loads_an_anchor(model, base_model, tmp_path):
     view = serving_view(model)
     anchor = write_anchor(anchor_uri(str(tmp_path), "run", "main", 0), base_model, view)
     directory = anchor.uri.removeprefix("file://")
@@ -210,7 +210,7 @@ def test_it_is_a_checkpoint_that_transformers_loads(model, base_model, tmp_path)
     assert anchor.n_bytes == sum(file.stat().st_size for name, file in files.items() if name != MARKER)
 
 
-def test_a_crash_while_writing_over_an_anchor_leaves_none(base, uri, monkeypatch):
+def test_a_crash_during_an_overwrite_leaves_no_anchor(base, uri, monkeypatch):
     write_anchor(uri, base, VIEW)
     filesystem, _ = fsspec.core.url_to_fs(uri)
 
@@ -229,7 +229,7 @@ def test_a_crash_while_writing_over_an_anchor_leaves_none(base, uri, monkeypatch
     ("reader", "name"), [("weights", WEIGHTS), *(("copy", name) for name in (WEIGHTS, "config.json", *TOKENIZER))]
 )
 def test_an_anchor_that_is_damaged_unfinished_or_missing_is_refused(base, uri, tmp_path, reader, name):
-    """Each file of a copy for an engine is checked: configuration and tokenizer decide what its tokens mean."""
+    """Each file of an engine's copy is checked: configuration and tokenizer determine the meaning of its tokens."""
 
     def read(at):
         return read_anchor(at) if reader == "weights" else fetch_anchor(at, tmp_path / "staging")
@@ -273,6 +273,6 @@ def test_a_damaged_marker_is_refused(base, uri, marker):
         read_anchor(uri)
 
 
-def test_a_base_that_is_no_model_is_refused(tmp_path, uri):
+def test_a_base_without_a_model_is_refused(tmp_path, uri):
     with pytest.raises(AnchorError, match="no Hugging Face model directory"):
         write_anchor(uri, tmp_path, {"w": np.zeros(4, np.uint16)})

@@ -1,4 +1,4 @@
-"""Checkpoints are mapped as they are, whatever their files; what is damaged or does not match is refused."""
+"""Checkpoints are mapped without conversion, from one file or several; damaged or different ones are refused."""
 
 import json
 
@@ -24,7 +24,7 @@ def patterns(weights):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_patterns_are_those_of_the_file(tmp_path, dtype):
+def test_patterns_equal_those_of_the_file(tmp_path, dtype):
     weights = tensor(dtype)
     save_file({"a.b": weights, "scalar": weights[0, 0].clone(), "empty": weights[:0].clone()}, tmp_path / WEIGHTS)
     mapped = map_checkpoint(tmp_path / WEIGHTS)
@@ -45,7 +45,7 @@ def test_a_directory_of_one_file_or_of_several(tmp_path):
     assert mapped.keys() == {"one", "two"}
 
 
-def test_two_checkpoints_make_changes_in_the_order_of_names(tmp_path):
+def test_the_changes_between_two_checkpoints_are_in_the_order_of_names(tmp_path):
     base, target = tmp_path / "base.safetensors", tmp_path / "target.safetensors"
     save_file({"b": tensor(seed=1), "a": tensor(seed=2)}, base)
     save_file({"a": tensor(seed=3), "b": tensor(seed=1)}, target)
@@ -89,7 +89,7 @@ def test_a_damaged_index_is_refused(tmp_path, index):
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", 3])
-def test_an_index_that_leaves_its_directory_is_refused(tmp_path, name):
+def test_an_index_with_a_file_outside_its_directory_is_refused(tmp_path, name):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(WeightFilesError, match="outside its directory"):
         map_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""The versions of a branch as a publisher reads them, and when an anchor is due: functions of the manifests."""
+"""The versions of a branch, and when anchors and skip-deltas are due. Both are functions of the manifests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 
 
 def manifest(version: int, parent: int | None = None, anchor: int | None = None, **fields) -> Manifest:
-    """A version with an anchor of `anchor` bytes, if that is given."""
+    """Return the manifest of a version, with an anchor of `anchor` bytes if that is given."""
     made = build(Manifest, version=version, parent=parent, learning_rate=1e-6, n_elements=10, n_changed=1,
                  delta_bytes=100, tensors=[TensorInfo("w", "bfloat16", [10], f"{version:032x}")],
                  fingerprint=f"{version:032x}",
@@ -27,7 +27,7 @@ def manifest(version: int, parent: int | None = None, anchor: int | None = None,
 
 
 def graph_of(manifests: list[Manifest]) -> VersionGraph:
-    """What a publisher knows of a log with these manifests."""
+    """Return a publisher's graph of a log with these manifests."""
     graph = VersionGraph("run", "main", keep_tensors=False)
     for made in manifests:
         observe_published(graph, made)
@@ -35,17 +35,17 @@ def graph_of(manifests: list[Manifest]) -> VersionGraph:
 
 
 def chain(versions: int, anchors: tuple[int, ...] = (0,)) -> VersionGraph:
-    """Versions 0, 10, 20... with anchors at the places named."""
+    """Return versions 0, 10, 20… with anchors at the given positions."""
     numbers = range(0, 10 * versions, 10)
     return graph_of([manifest(v, v - 10 if v else None, 1000 if v // 10 in anchors else None) for v in numbers])
 
 
 def version_log(graph: VersionGraph) -> VersionLog:
-    """The log of versions, for questions only."""
+    """Return a log of versions without a broker, for queries only."""
     return VersionLog(None, RunSettings(run_id="run"), StoreSettings(), graph)
 
 
-def test_others_are_left_alone_and_only_the_newest_keeps_its_tensors():
+def test_other_runs_and_branches_are_ignored_and_only_the_newest_keeps_its_tensors():
     held = graph_of([manifest(0, anchor=1), manifest(1, 0), manifest(9, 8, run_id="other")])
     held.observe(manifest(7, 1, branch="candidate"))
     assert (sorted(held.manifests), held.newest) == ([0, 1], manifest(1, 0))
@@ -63,7 +63,7 @@ def test_a_replica_s_graph_keeps_the_tensors_that_it_may_need():
     assert [bool(made.tensors) for _, made in sorted(held.manifests.items())] == [True, False, True]
 
 
-def test_a_chain_is_one_life_of_the_version_numbers():
+def test_a_chain_has_one_incarnation():
     assert graph_of([]).incarnation == ""
     held = graph_of([manifest(0, anchor=1, incarnation="first"), manifest(1, 0, incarnation="first")])
     assert held.incarnation == "first"
@@ -122,7 +122,7 @@ def test_the_path_to_a_version_begins_at_the_nearest_anchor():
     assert graph_of([manifest(4, 4)]).path(4) is None, "no parent of its own"
 
 
-def test_what_has_come_since_the_anchor():
+def test_deltas_since_the_anchor_are_counted():
     assert chain(1).since_anchor(0) == (0, 0, 1000)
     assert chain(7, anchors=(0, 3)).since_anchor(60) == (3, 300, 1000)
     assert graph_of([]).since_anchor(None) == (0, 0, 0)
@@ -133,7 +133,7 @@ def test_what_has_come_since_the_anchor():
     every=st.integers(1, 30),
     ratio=st.floats(0.05, 4.0),
 )
-def test_anchors_are_never_further_apart_than_either_rule_says(sizes: list[int], every: int, ratio: float):
+def test_the_distance_of_anchors_obeys_both_rules(sizes: list[int], every: int, ratio: float):
     settings = PublishSettings(anchor_every=every, anchor_bytes_ratio=ratio)
     held = graph_of([manifest(0, anchor=1000)])
     between = read = 0
@@ -162,18 +162,18 @@ def test_an_anchor_that_is_not_due_is_not_written():
         (7, [(2, 40), (3, 30)], (2, 3)),
     ],
 )
-def test_skip_deltas_are_due_by_place_in_the_branch(versions, due, kept):
+def test_skip_deltas_are_due_by_position_in_the_branch(versions, due, kept):
     held = chain(versions)
     assert [(skip.length, skip.base) for skip in skips_due(held, (2, 3))] == due
     assert bases_due(held, (2, 3)) == kept
 
 
-def test_a_branch_that_lost_a_version_is_not_skipped_over():
+def test_no_skip_delta_is_due_over_a_missing_version():
     held = graph_of([manifest(0, anchor=1), manifest(1, 0), manifest(3, 2)])
     assert held.ancestor(3, 2) is None and skips_due(held, (2,)) == []
 
 
-def test_settings_name_each_skip_once_and_in_order():
+def test_skips_in_the_settings_are_unique_and_sorted():
     assert PublishSettings(skips=(64, 8)).skips == (8, 64)
     with pytest.raises(ValueError, match="once"):
         PublishSettings(skips=(8, 8))

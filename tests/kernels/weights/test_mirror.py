@@ -1,4 +1,4 @@
-"""The mirror: any element type, through anchors and deltas, forwards and back, bit for bit; and how deltas are read."""
+"""The mirror follows anchors and deltas, forwards and back, bit for bit, for every element type; reading of deltas."""
 
 import time
 from dataclasses import replace
@@ -31,7 +31,7 @@ SHAPE = (12, 50)
 
 
 def any_view(seed):
-    """A tensor of every type, of any patterns at all."""
+    """Return a tensor of every type with random patterns."""
     random = np.random.default_rng(seed)
     return {name: random.integers(0, np.iinfo(bits).max, SHAPE, bits, endpoint=True) for name, bits in DTYPES.items()}
 
@@ -68,7 +68,7 @@ def load(draft, directory, manifest):
 
 
 def delta_between(mirror, old, new, version, parent):
-    """A delta's changes, decoded over the mirror, and its manifest."""
+    """Return the changes of a delta, decoded with the mirror, and its manifest."""
     stream = list(encode_delta(version, parent, [TensorChange(n, n, old[n], new[n]) for n in new]))
     manifest = manifest_of(version, new, parent)
     decoder = Decoder(2)
@@ -88,7 +88,7 @@ def mirror(tmp_path):
     return driver.anchored(save(any_view(0), tmp_path / "v0"), manifest_of(0, any_view(0)))
 
 
-def test_every_element_type_goes_through_anchor_delta_and_checkpoint(mirror, tmp_path):
+def test_every_element_type_survives_anchor_delta_and_checkpoint(mirror, tmp_path):
     old, new = any_view(0), nudged(any_view(0), 1)
     draft = Draft(mirror)
     draft.advance(*delta_between(mirror, old, new, 1, 0))
@@ -100,7 +100,7 @@ def test_every_element_type_goes_through_anchor_delta_and_checkpoint(mirror, tmp
     assert all(np.array_equal(bits_in_memory(tensors, name), bits.reshape(-1)) for name, bits in new.items())
 
 
-def test_a_draft_goes_back_over_an_anchor_and_deltas(mirror, tmp_path):
+def test_a_draft_can_be_reverted_over_an_anchor_and_deltas(mirror, tmp_path):
     views = [any_view(0), any_view(5)]
     for seed in (6, 7):
         views.append(nudged(views[-1], seed))
@@ -115,7 +115,7 @@ def test_a_draft_goes_back_over_an_anchor_and_deltas(mirror, tmp_path):
 
 
 @pytest.mark.parametrize("begins_with_anchor", [False, True])
-def test_the_changes_of_a_draft_lead_from_what_was_there_to_what_is(mirror, tmp_path, begins_with_anchor):
+def test_the_changes_of_a_draft_lead_from_the_old_weights_to_the_new(mirror, tmp_path, begins_with_anchor):
     views = [any_view(0), nudged(any_view(0), 1), nudged(nudged(any_view(0), 1), 2), any_view(0)]
     live = {name: bits.reshape(-1).copy() for name, bits in views[0].items()}
     draft = Draft(mirror)
@@ -133,7 +133,7 @@ def test_the_changes_of_a_draft_lead_from_what_was_there_to_what_is(mirror, tmp_
     assert all(np.array_equal(live[name], bits.reshape(-1)) for name, bits in views[2].items())
 
 
-def test_a_draft_that_leads_back_to_where_it_began_changes_nothing(mirror):
+def test_a_draft_that_returns_to_its_start_has_no_changes(mirror):
     old, new = any_view(0), nudged(any_view(0), 1)
     draft = Draft(mirror)
     draft.advance(*delta_between(mirror, old, new, 1, 0))
@@ -194,7 +194,7 @@ def test_an_anchor_that_is_not_its_manifests_version_is_refused(mirror, tmp_path
 
 
 class ManyChunks:
-    """A version of several shards with small chunks, in a log in memory that notes what was asked of it."""
+    """A version of several shards with small chunks, in a log in memory that records the calls."""
 
     def __init__(self, n_shards):
         view = {f"{k}": np.random.default_rng(k).integers(0, 1 << 14, 4000, np.uint16) for k in range(n_shards)}
@@ -218,7 +218,7 @@ def test_the_fetcher_holds_no_more_than_its_limit():
     assert many.manifest.delta_bytes > 2000 and peak <= 1000
 
 
-def test_shards_are_read_in_any_order_whatever_the_limit():
+def test_shards_are_read_in_any_order_with_any_limit():
     many = ManyChunks(3)
     fetcher = ChunkFetcher(many.log, 5.0, held_bytes=1000)
     n_bytes = 0
@@ -228,7 +228,7 @@ def test_shards_are_read_in_any_order_whatever_the_limit():
     assert n_bytes == many.manifest.delta_bytes and not fetcher._held
 
 
-def test_the_fetcher_goes_over_chunks_that_nobody_wants():
+def test_the_fetcher_skips_chunks_of_other_shards():
     many = ManyChunks(3)
     fetcher = ChunkFetcher(many.log, 5.0)
     many.read(fetcher, 2)
@@ -243,8 +243,8 @@ def test_the_fetcher_goes_back_only_to_a_delta_from_before_the_log_was_opened(op
     assert many.log.sought == ([0] if opened_after else [])
 
 
-def test_shards_are_decoded_at_once():
-    """Two shards that each wait for the other to be read come through only beside each other."""
+def test_shards_are_decoded_at_the_same_time():
+    """Each of two shards waits until the other is read, so both succeed only if they are read at the same time."""
     many, both = ManyChunks(2), Barrier(2, timeout=60)
     fetcher, decoder = ChunkFetcher(many.log, 5.0), Decoder(2)
 

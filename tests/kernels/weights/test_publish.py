@@ -1,4 +1,4 @@
-"""Versions published on a real Kafka: readable in full once seen, published once, always continuing the chain."""
+"""Versions published on a real Kafka: complete when they are visible, published once, each continues the chain."""
 
 import json
 import threading
@@ -37,7 +37,7 @@ def assert_equal(held, view):
 
 
 def assert_followed(publication, views, branch="main"):
-    """A follower holds each of these versions, bit for bit."""
+    """Check that a follower builds each of these versions bit for bit."""
     seen = 0
     for manifest, held in publication.follow(branch):
         assert_equal(held, views[manifest.version])
@@ -76,8 +76,8 @@ def test_a_manifest_describes_its_version(publication, open_publisher, views):
     assert first.published_at > 0 and first.trained_at > 0
 
 
-def test_anchors_come_by_bytes(open_publisher, views):
-    """A reader that starts at any anchor reads at most that share of it beside it, whatever the density."""
+def test_the_bytes_of_deltas_after_an_anchor_are_bounded(open_publisher, views):
+    """The deltas after an anchor have at most this share of the anchor's bytes, for any density of changes."""
     ratio = 0.6
     manifests = publish_all(open_publisher(PublishSettings(anchor_every=100, anchor_bytes_ratio=ratio)), views)
     since, anchor = 0, None
@@ -102,7 +102,7 @@ def test_a_restart_publishes_nothing_twice(publication, open_publisher, views):
 
 @pytest.mark.parametrize("settings", [EVERY_3, TO_STORE], ids=["log", "store"])
 def test_a_restart_makes_the_newest_version_again_from_the_log(publication, open_publisher, views, settings):
-    """The trainer that comes back need not have the weights of the version that it published last."""
+    """A restarted trainer need not have the weights of the version that it published last."""
     publish_all(open_publisher(settings), views[:6])
     publish_all(open_publisher(settings), views[6:8], first=6)
     publish_all(open_publisher(settings), views[8:], first=8)
@@ -110,10 +110,10 @@ def test_a_restart_makes_the_newest_version_again_from_the_log(publication, open
 
 
 @pytest.mark.parametrize("on_device", [True, False])
-def test_tensors_on_a_device_are_published_as_those_in_the_cpus_memory_are(
+def test_tensors_on_a_device_are_published_like_tensors_in_the_cpus_memory(
     publication, open_publisher, views, monkeypatch, on_device
 ):
-    """A tensor in the CPU's memory plays the one on a device; after a restart the version before comes from the log."""
+    """A tensor in the CPU's memory stands for one on a device; after a restart the old version is read from the log."""
     monkeypatch.setattr(tensor_parts, "is_on_host", lambda array: isinstance(array, np.ndarray))
     compared = []
 
@@ -142,7 +142,7 @@ def test_tensors_on_a_device_are_published_as_those_in_the_cpus_memory_are(
             assert_equal(read_anchor(manifest.anchor.uri), views[manifest.version])
 
 
-def test_a_chain_whose_delta_is_lost_is_not_continued(publication, open_publisher, views):
+def test_a_chain_with_a_lost_delta_is_not_continued(publication, open_publisher, views):
     manifests = publish_all(open_publisher(TO_STORE), views[:3])
     Path(manifests[2].shards[0].uri.removeprefix("file://")).unlink()
     restarted = open_publisher(TO_STORE)
@@ -153,7 +153,7 @@ def test_a_chain_whose_delta_is_lost_is_not_continued(publication, open_publishe
 
 
 def test_weights_may_change_as_soon_as_they_are_published(publication, open_publisher):
-    """Torch tensors of several types, from an iterator, trained in place."""
+    """Covers torch tensors of several types, from an iterator, that are trained in place."""
     torch.manual_seed(0)
     types = {"w": torch.bfloat16, "h": torch.float16, "n": torch.float32, "q": torch.float8_e4m3fn, "i": torch.int8}
     tensors = {name: torch.randn(24, 8).mul(8).to(dtype) for name, dtype in types.items()}
@@ -172,8 +172,8 @@ def test_weights_may_change_as_soon_as_they_are_published(publication, open_publ
     assert_followed(publication, kept)
 
 
-def test_chunks_without_a_manifest_are_left_behind(publication, open_publisher, views):
-    """A trainer killed between chunks and manifest publishes the version again; the orphans harm nobody."""
+def test_chunks_without_a_manifest_are_ignored(publication, open_publisher, views):
+    """A trainer killed between chunks and manifest publishes the version again; the orphan chunks have no effect."""
     open_publisher().publish(0, views[0])
     changes = [(name, weight.dtype, weight.bits, views[1][name].bits) for name, weight in views[0].items()]
     with RecordProducer(publication.kafka, "killed") as producer, DeltaShard(1, 0, changes) as shard:
@@ -183,7 +183,7 @@ def test_chunks_without_a_manifest_are_left_behind(publication, open_publisher, 
     assert_followed(publication, views[:2])
 
 
-def test_other_weights_under_a_published_version_are_refused_with_the_way_out(open_publisher, views):
+def test_other_weights_for_a_published_version_are_refused_with_a_remedy(open_publisher, views):
     publish_all(open_publisher(), views[:3])
     with pytest.raises(VersionError, match=r"two trainers on one run.*fork_from=ForkPoint\('main', 1\)"):
         open_publisher().publish(2, views[5])
@@ -234,7 +234,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("given", [dict, lambda view: iter(view.items())], ids=["mapping", "iterator"])
-def test_tensors_that_are_not_the_chain_s_are_refused_and_it_goes_on(publication, open_publisher, views, given):
+def test_tensors_that_do_not_match_the_chain_are_refused_and_it_continues(publication, open_publisher, views, given):
     publisher = open_publisher()
     publisher.publish(0, views[0])
     for change, reason in BAD.values():
@@ -245,7 +245,7 @@ def test_tensors_that_are_not_the_chain_s_are_refused_and_it_goes_on(publication
     assert_followed(publication, views[:2])
 
 
-def test_a_tensor_that_comes_twice_or_none_at_all_is_refused(open_publisher, views):
+def test_repeated_tensors_and_empty_versions_are_refused(open_publisher, views):
     publisher = open_publisher()
     with pytest.raises(VersionError, match="no tensors"):
         publisher.publish(0, {})
@@ -258,7 +258,7 @@ def test_a_tensor_that_comes_twice_or_none_at_all_is_refused(open_publisher, vie
 
 @pytest.mark.parametrize("kept", [True, False], ids=["the log kept it", "the log did not keep it"])
 def test_a_manifest_whose_acknowledgement_is_lost_is_looked_up(publication, open_publisher, views, monkeypatch, kept):
-    """A trainer that is told of a failed delivery may publish again: the version is in the log once either way."""
+    """A trainer may publish again after a failed delivery: in both cases the log contains the version once."""
     publisher = open_publisher()
     publish_all(publisher, views[:2])
     send = RecordProducer.send_acked
@@ -281,7 +281,7 @@ def test_a_manifest_whose_acknowledgement_is_lost_is_looked_up(publication, open
 
 
 def test_a_branch_begins_with_a_version_of_another_one(publication, open_publisher, views):
-    """The way out for a trainer that went back: the same run, another branch, from a version on."""
+    """A trainer that went back continues the same run on another branch, from a version on."""
     publish_all(open_publisher(ONE_ANCHOR), views[:5])
     point = ForkPoint("main", 3)
     forked = open_publisher(ONE_ANCHOR, "again", fork_from=point)
@@ -295,7 +295,7 @@ def test_a_branch_begins_with_a_version_of_another_one(publication, open_publish
     assert publication.manifests("again")[0].fingerprint == publication.manifests()[3].fingerprint
 
 
-def test_a_fork_that_cannot_be_is_refused(open_publisher, views):
+def test_an_impossible_fork_is_refused(open_publisher, views):
     publish_all(open_publisher(), views[:3])
     with pytest.raises(VersionError, match="has no version 7"):
         open_publisher(branch="again", fork_from=ForkPoint("main", 7))
@@ -306,7 +306,7 @@ def test_a_fork_that_cannot_be_is_refused(open_publisher, views):
         open_publisher(branch="again", fork_from=ForkPoint("main", 2))
 
 
-def test_a_delta_of_noise_is_cut_into_chunks_that_the_broker_takes(publication, open_publisher):
+def test_a_delta_of_noise_is_split_into_chunks_that_the_broker_accepts(publication, open_publisher):
     random = np.random.default_rng(0)
     old, new = ({"w": Weight("bfloat16", random.integers(0, 1 << 16, 1_500_000, dtype=np.uint16))} for _ in range(2))
     publisher = open_publisher()
@@ -317,7 +317,7 @@ def test_a_delta_of_noise_is_cut_into_chunks_that_the_broker_takes(publication, 
     assert all(isinstance(chunk, DeltaChunk) for chunk in publication.chunks().values())
 
 
-def test_a_shard_at_the_limit_stays_in_the_log_and_one_above_does_not(publication, open_publisher, views):
+def test_a_shard_up_to_the_limit_is_in_the_log_and_a_larger_one_is_not(publication, open_publisher, views):
     size = publish_all(open_publisher(), views[:2])[1].delta_bytes
     at, above = (
         publish_all(open_publisher(PublishSettings(log_limit_bytes=limit), branch), views[:2])[1]
@@ -328,7 +328,7 @@ def test_a_shard_at_the_limit_stays_in_the_log_and_one_above_does_not(publicatio
     assert above.delta_bytes == at.delta_bytes == size
 
 
-def test_more_tensors_than_a_record_takes_are_listed_beside_the_log(publication, open_publisher):
+def test_tensors_that_do_not_fit_in_a_record_are_listed_in_the_store(publication, open_publisher):
     names = [f"{i:04d}.{'expert.' * 140}weight" for i in range(1000)]
     assert sum(map(len, names)) > CLAIM_CHECK_BYTES
     views = [
@@ -341,7 +341,7 @@ def test_more_tensors_than_a_record_takes_are_listed_beside_the_log(publication,
     assert_followed(publication, views)
 
 
-def test_the_codec_s_settings_are_the_configuration_s(publication, open_publisher, views):
+def test_the_codec_uses_the_configured_settings(publication, open_publisher, views):
     sizes = {}
     for coder in ("auto", "zstd"):
         settings = PublishSettings.model_validate({"codec": {"coder": coder, "digest": "blake3"}})
@@ -350,7 +350,7 @@ def test_the_codec_s_settings_are_the_configuration_s(publication, open_publishe
     assert sizes["auto"] <= sizes["zstd"]
 
 
-def test_a_version_in_the_middle_is_made_again(publication, open_publisher, views):
+def test_a_version_in_the_middle_can_be_rebuilt(publication, open_publisher, views):
     publisher = open_publisher(EVERY_3)
     publish_all(publisher, views[:6])
     graph = publisher._log.graph
@@ -361,7 +361,7 @@ def test_a_version_in_the_middle_is_made_again(publication, open_publisher, view
         assert_equal({name: part.bits.reshape(part.shape) for name, part in held.parts.items()}, views[version])
 
 
-def test_a_publisher_that_is_left_by_an_error_leaves_no_thread(publication, views):
+def test_a_publisher_closed_by_an_error_leaves_no_thread(publication, views):
     before = threading.active_count()
     settings = PublishSettings(skips=(2,))
     arguments = (publication.kafka, publication.run, publication.store, settings)
@@ -371,7 +371,7 @@ def test_a_publisher_that_is_left_by_an_error_leaves_no_thread(publication, view
     assert threading.active_count() <= before
 
 
-def test_a_base_model_that_is_none_is_said_to_be_none(publication, tmp_path, views):
+def test_a_missing_base_model_is_reported(publication, tmp_path, views):
     arguments = (publication.kafka, publication.run, publication.store)
     with WeightPublisher.open(*arguments, base_model=tmp_path / "missing") as publisher:
         with pytest.raises(ValueError, match="no Hugging Face model directory"):

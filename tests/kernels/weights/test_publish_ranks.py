@@ -1,4 +1,4 @@
-"""Versions published by the ranks of a sharded model: the same whatever their number, whole or not at all."""
+"""Versions published by the ranks of a sharded model: the same for any number of ranks, complete or absent."""
 
 import json
 import os
@@ -48,20 +48,20 @@ RUN = "sharded"
 
 @dataclass(frozen=True)
 class Jobs:
-    """What torchrun did, in the order in which the tests need it."""
+    """The results of torchrun, in the order in which the tests need them."""
 
     kafka: KafkaSettings
     store: str
     base: Path
     two: Path
-    """Two ranks: failures, training, and last a killed rank."""
+    """Results of two ranks: failures, training, and at the end a killed rank."""
     killed_at: tuple[list[int], int]
-    """After it, the versions of the killed run, and the versions that have chunks."""
+    """The versions of the killed run after that, and the number of versions that have chunks."""
     three: Path
-    """Three ranks, afterwards."""
+    """Results of three ranks, after the two ranks."""
 
     def found(self, scenario, rank=0):
-        """What a rank wrote of a scenario."""
+        """Return the result that a rank wrote for a scenario."""
         files = [directory / f"{scenario}-{rank}.json" for directory in (self.two, self.three)]
         return json.loads(next(file for file in files if file.exists()).read_text())
 
@@ -95,7 +95,7 @@ def jobs(kafka, tmp_path_factory):
 
 
 def torchrun(n_ranks, out):
-    """The exit status of the worker under torchrun."""
+    """Run the worker under torchrun; return the exit status."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
     with (out / "output").open("w") as output:
         done = subprocess.run(
@@ -123,7 +123,7 @@ def chunk_versions(kafka, run_id):
 
 
 def expected_views():
-    """The serving views of the versions that every `chain` makes, from a model in one piece."""
+    """Yield the serving views of the versions of every `chain`, from an unsharded model."""
     model = first_weights()
     yield serving_view(model)
     for version in range(1, CHAIN_LENGTH):
@@ -136,7 +136,7 @@ def expected_fingerprints():
 
 
 def replica(kafka, run_id, directory):
-    """A replica without an engine: every version of a run reached over its delta, and proved; yields its mirror."""
+    """Follow a run like a replica without an engine: apply each delta, check the fingerprints, yield the mirror."""
     mirror, chain = Mirror(), sorted(manifests(kafka, run_id).items())
     with LogReader(kafka, [Topic.DELTAS]) as deltas:
         staging = UpdateStaging(ChunkFetcher(deltas, timeout_s=30), directory)
@@ -199,7 +199,7 @@ def test_every_rank_learns_the_same_versions(jobs):
     assert jobs.found("chain", 0) == {str(size): expected_fingerprints() for size in (1, 2, 3)}
 
 
-def test_of_copies_one_is_published(jobs):
+def test_only_one_of_several_copies_is_published(jobs):
     held = [jobs.found("replicated", rank)["held"] for rank in (0, 1)]
     assert held == [sum(bits.size for bits in next(expected_views()).values()), 0]
     assert jobs.found("replicated")["versions"] == expected_fingerprints()[:2]
@@ -211,7 +211,7 @@ def test_no_rank_holds_the_whole_state(jobs):
         found = jobs.found("memory", rank)
         assert found["held"] <= whole / 3 + 2 * LARGE_TENSORS * LARGE_SHAPE[1]
         assert max(found["anchor"], found["delta"]) < 0.6 * whole
-        # Freed memory that the process still had is used again, and not measured.
+        # Memory that was freed but not returned to the system is used again, and not measured.
         assert found["planted"] > 0.75 * whole, "the measure does not see a rank that gathers the whole state"
 
 
@@ -236,7 +236,7 @@ def test_after_a_failure_the_same_version_is_published(jobs, tmp_path):
     assert len(list(replica(jobs.kafka, f"{RUN}-failing", tmp_path))) == 4
 
 
-def test_a_rank_that_does_not_come_is_an_error_in_time(jobs):
+def test_a_missing_rank_is_an_error_after_the_timeout(jobs):
     found = jobs.found("hanging")
     assert "did not answer in time" in found["error"]
     assert SHORT_TIMEOUT_S * 0.9 < found["seconds"] < TIMEOUT_S
@@ -248,7 +248,7 @@ def test_a_killed_rank_leaves_no_version(jobs):
     assert with_chunks == 2, "it was killed before it had sent anything"
 
 
-def test_after_a_restart_the_version_is_published_whole(jobs, tmp_path):
+def test_after_a_restart_the_version_is_published_completely(jobs, tmp_path):
     assert jobs.found("resumed", 2)["versions"] == expected_fingerprints()[1:3]
     assert [manifest.version for manifest, _ in replica(jobs.kafka, f"{RUN}-killed", tmp_path)] == [0, 1, 2]
 
@@ -259,8 +259,8 @@ def test_replicas_prove_every_version_of_a_training_run(jobs, tmp_path):
     assert len(set(published)) == TRAINED_VERSIONS
 
 
-def test_ranks_go_back_and_make_the_head_again_from_the_log(jobs):
-    """The publisher that was opened again has no copy: the first rank makes the head, each rank gets its part."""
+def test_ranks_go_back_and_rebuild_the_head_from_the_log(jobs):
+    """The reopened publisher has no copy: the first rank rebuilds the head, and each rank receives its part."""
     for rank in (0, 1):
         found = jobs.found("going_back", rank)
         assert found["refused"][0] == "VersionError" and "two trainers on one run" in found["refused"][1]
@@ -283,7 +283,7 @@ def test_ranks_begin_a_branch_with_a_version_of_another_one(jobs):
         assert jobs.found("forking", rank)["versions"] == [expected[1], *expected[2:4]]
 
 
-def test_after_a_lost_acknowledgement_every_rank_knows_what_the_log_took(jobs, tmp_path):
+def test_after_a_lost_acknowledgement_every_rank_has_the_same_version_as_the_log(jobs, tmp_path):
     for rank in (0, 1):
         found = jobs.found("doubting", rank)
         assert found["told"] == [["DeliveryError", "rank 0: DeliveryError: no acknowledgement came"]] * 2
@@ -307,14 +307,14 @@ def test_a_fenced_first_rank_ends_all_ranks(jobs):
         ("twice", "rank 0: VersionError: up.weight: elements 271 to 272 are held by several ranks"),
     ],
 )
-def test_what_ranks_may_not_give_is_refused_on_all_and_they_go_on(jobs, given, reason):
+def test_invalid_parts_are_refused_on_all_ranks_and_publication_continues(jobs, given, reason):
     for rank in (0, 1):
         kind, told = jobs.found("refusing", rank)[given]
         assert told.startswith(reason) and kind == reason.split(": ")[1]
         assert jobs.found("refusing", rank)["then"] == expected_fingerprints()[1]
 
 
-def test_experts_are_published_from_where_they_lie(jobs):
+def test_experts_are_published_from_their_shards(jobs):
     whole = fingerprint_of({"weight": bf16_bits("weight", whole_experts())})
     for rank in (0, 1):
         found = jobs.found("experts", rank)

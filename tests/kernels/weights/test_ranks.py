@@ -1,4 +1,4 @@
-"""The ranks of one process, with a process group and without one. Several processes: `test_publish_ranks`."""
+"""Ranks in one process, with and without a process group. For several processes, see `test_publish_ranks`."""
 
 import json
 
@@ -38,7 +38,7 @@ def test_a_group_of_one(one):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_failure_names_its_rank_and_keeps_its_cause(ranks, call):
+def test_a_failure_contains_its_rank_and_its_cause(ranks, call):
     with pytest.raises(RankFailedError, match="rank 0: KeyError: 'here'") as raised:
         getattr(ranks, call)(raising(KeyError("here")))
     assert isinstance(raised.value.__cause__, KeyError)
@@ -46,7 +46,7 @@ def test_a_failure_names_its_rank_and_keeps_its_cause(ranks, call):
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KEPT)
-def test_an_error_that_a_message_makes_keeps_its_class(ranks, call, kind):
+def test_an_error_that_can_be_built_from_a_message_keeps_its_class(ranks, call, kind):
     with pytest.raises(kind) as raised:
         getattr(ranks, call)(raising(kind("gone")))
     assert type(raised.value) is kind and str(raised.value) == f"rank 0: {kind.__name__}: gone"
@@ -59,27 +59,27 @@ class TwoWords(ValueError):
 
 
 class Local(ValueError):
-    """Not by this name in its module."""
+    """An error class that its module does not contain under this name."""
 
 
 Local.__qualname__ = "elsewhere.Local"
 
 
 @pytest.mark.parametrize("error", [TwoWords("a", "b"), json.JSONDecodeError("a", "b", 0), Local("a")], ids=repr)
-def test_an_error_that_a_message_does_not_make_is_named(ranks, error):
+def test_an_error_that_cannot_be_built_from_a_message_is_named(ranks, error):
     with pytest.raises(RankFailedError, match=f"rank 0: {type(error).__name__}: a"):
         ranks.gather(raising(error))
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_without_a_process_group_errors_are_raised_as_they_are(call):
+def test_without_a_process_group_errors_are_raised_unchanged(call):
     error = KeyError("here")
     with pytest.raises(KeyError) as raised:
         getattr(SingleRank(), call)(raising(error))
     assert raised.value is error
 
 
-def test_one_process_has_nobody_to_send_to():
+def test_one_process_cannot_send():
     for call in (SingleRank().send, SingleRank().receive):
         with pytest.raises(RanksLostError, match="one process has no rank 1"):
             call(np.zeros(1, np.uint16), 1)

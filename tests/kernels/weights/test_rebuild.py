@@ -1,4 +1,4 @@
-"""Update paths followed over any history and any damage: the version bit for bit, or what was there before."""
+"""Update paths over any history with any damage lead to the version, bit for bit, or leave the old weights."""
 
 import tempfile
 import tracemalloc
@@ -45,7 +45,7 @@ def same(mirror, view):
 
 
 class Streams:
-    """Deltas in memory, by the offset in their shards; a `ShardSource` that can fail."""
+    """Deltas in memory, indexed by the offset in their shards: a `ShardSource` that can fail."""
 
     def __init__(self):
         self.streams, self.faults = [], {}
@@ -71,7 +71,7 @@ def manifest_of(version, parent, view, shards, anchor=None):
 
 
 class Histories(RuleBasedStateMachine):
-    """A branch that grows, forks and is damaged, and a mirror that is sent over its paths."""
+    """A branch that grows, forks and is damaged, and a mirror that follows its paths."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +102,7 @@ class Histories(RuleBasedStateMachine):
     @rule(seed=SEEDS, lies=st.booleans(), fault=st.sampled_from(["", "", "damaged", "late", "other weights"]),
           anchored=st.booleans())  # fmt: skip
     def publish(self, seed, lies, fault, anchored):
-        """The next version, from any older one."""
+        """Publish the next version, from any older one."""
         parent, version = self.drawn(seed), len(self.views)
         self.views.append(nudged(self.views[parent], seed))
         old = nudged(self.views[parent], seed + 1, 0.5) if fault == "other weights" else self.views[parent]
@@ -117,7 +117,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: len(self.views) > 1)
     @rule(seed=SEEDS)
     def skip(self, seed):
-        """A skip-delta between any two versions."""
+        """Publish a skip-delta between any two versions."""
         version = 1 + seed % (len(self.views) - 1)
         base = seed % version
         shards = self.deltas.add(version, base, self.views[base], self.views[version])
@@ -132,7 +132,7 @@ class Histories(RuleBasedStateMachine):
             file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
 
     def first_fault(self, path, recount):
-        """The step at which a path ends, and the error; None where it leads to its version."""
+        """Return the step at which a path fails, and the error; None if it leads to its version."""
         if path.anchor is not None and path.anchor.version in self.bad_anchors | self.lies:
             return path.anchor, RefusedAnchorError
         for delta in path.deltas:
@@ -145,7 +145,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(seed=SEEDS, fresh=st.booleans(), recount=st.booleans(), copies=st.booleans(), keep=st.booleans())
     def follow(self, seed, fresh, recount, copies, keep):
-        """From what is held, or from nothing, to any version."""
+        """Follow a path from the held version, or from nothing, to any version."""
         target = self.drawn(seed)
         mirror, held = (Mirror(), None) if fresh else (self.mirror, self.held)
         path = self.graph.path(target, held)
@@ -185,7 +185,7 @@ TestHistories.settings = settings(max_examples=40, stateful_step_count=20, deadl
 
 @pytest.fixture
 def long_path(tmp_path):
-    """A million elements at an anchor, and a delta that changes nearly all of them, in small blocks."""
+    """An anchor of a million elements, and a delta in small blocks that changes nearly all elements."""
     old = first_view({"w": (1024, 1024)})
     new = nudged(old, 1, density=0.99)
     anchor = write_anchor(str(tmp_path / "v0"), base_directory(tmp_path / "base"), old)
@@ -195,8 +195,8 @@ def long_path(tmp_path):
     return manifest_of(0, None, old, [], anchor), Delta(made, 0, tuple(shards), 1), deltas, new
 
 
-def test_from_an_anchor_one_copy_and_the_blocks_under_way_are_held(long_path):
-    """What a delta changes takes six times the weights: it is held only where it may have to be undone."""
+def test_a_path_from_an_anchor_holds_one_copy_and_the_blocks_in_progress(long_path):
+    """A delta's changes need six times the memory of the weights, so they are held only if an undo may need them."""
     anchor, delta, deltas, new = long_path
     peaks = []
     for paths in ([UpdatePath(anchor, (delta,))], [UpdatePath(anchor, ()), UpdatePath(None, (delta,))]):
@@ -213,7 +213,7 @@ def test_from_an_anchor_one_copy_and_the_blocks_under_way_are_held(long_path):
     assert peaks[1] > 4 * n_bytes, "the measure does not see what a delta changes"
 
 
-def test_an_anchor_whose_manifest_lists_no_tensors_takes_them_from_the_chain(long_path):
+def test_the_tensors_of_an_anchor_without_a_list_come_from_the_chain(long_path):
     anchor, _, deltas, new = long_path
     rebuilder, unlisted = Rebuilder(deltas, 1), replace(anchor, tensors=[])
     mirror = Mirror()

@@ -1,4 +1,4 @@
-"""Skip-deltas on a real Kafka: a second way to a version, made beside the trainer and never in its way."""
+"""Skip-deltas on a real Kafka: a second path to a version, created in parallel without delay for the trainer."""
 
 import threading
 
@@ -18,7 +18,7 @@ def skipping(**fields):
 
 
 def publish_all(publisher, views, first=0):
-    """Publish in order, and let each version's skip-deltas be made before the next."""
+    """Publish in order, and wait for each version's skip-deltas before the next version."""
     for version, view in enumerate(views, first):
         publisher.publish(version, view, learning_rate=1e-4)
         publisher.skips.wait()
@@ -29,7 +29,7 @@ def leads(skips):
 
 
 def assert_exact(publication, views):
-    """Every skip-delta makes its version of its base, bit for bit, and comes after its version's manifest."""
+    """Check that every skip-delta leads from its base to its version bit for bit, and comes after its manifest."""
     seen = set()
     for record in publication.records():
         if isinstance(record, Manifest):
@@ -46,7 +46,7 @@ def assert_exact(publication, views):
 
 @pytest.fixture
 def held_back(monkeypatch):
-    """Events: the first skip-delta has begun; it and all others may go on."""
+    """Two events: the first skip-delta has begun; it and all others may continue."""
     make, begun, release = SkipPublisher._publish, threading.Event(), threading.Event()
 
     def waiting(self, *arguments):
@@ -59,7 +59,7 @@ def held_back(monkeypatch):
 
 
 @pytest.mark.parametrize("bases", ["memory", "log"])
-def test_every_kth_version_has_a_delta_from_the_kth_before_it(publication, open_publisher, views, bases):
+def test_every_kth_version_has_a_delta_over_k_versions(publication, open_publisher, views, bases):
     publisher = open_publisher(skipping(skip_bases=bases))
     publish_all(publisher, views)
     assert leads(publication.skips()) == EXPECTED
@@ -69,22 +69,22 @@ def test_every_kth_version_has_a_delta_from_the_kth_before_it(publication, open_
     assert_exact(publication, views)
 
 
-def test_a_restarted_trainer_goes_on_with_them(publication, open_publisher, views):
-    """The weights that the next skip-delta starts from are read again from the log."""
+def test_a_restarted_trainer_continues_with_skip_deltas(publication, open_publisher, views):
+    """The base weights of the next skip-delta are read again from the log."""
     publish_all(open_publisher(skipping()), views[:6])
     publish_all(open_publisher(skipping()), views[6:], first=6)
     assert leads(publication.skips()) == EXPECTED
     assert_exact(publication, views)
 
 
-def test_none_are_made_unless_they_are_asked_for(publication, open_publisher, views):
+def test_no_skip_delta_is_made_if_none_is_configured(publication, open_publisher, views):
     publisher = open_publisher(PublishSettings(skips=()))
     publish_all(publisher, views[:3])
     assert publication.skips() == [] and publisher.skips._thread is None
 
 
-def test_what_comes_while_the_backlog_is_full_is_dropped_and_counted(publication, open_publisher, views, held_back):
-    """A publication never waits for a skip-delta: all versions are in the log while the first one hangs."""
+def test_skip_deltas_beyond_a_full_backlog_are_dropped_and_counted(publication, open_publisher, views, held_back):
+    """A publication never waits for a skip-delta: all versions are in the log while the first skip-delta hangs."""
     _, release = held_back
     publisher = open_publisher(skipping(skip_backlog=1))
     for version, view in enumerate(views):
@@ -98,7 +98,7 @@ def test_what_comes_while_the_backlog_is_full_is_dropped_and_counted(publication
     assert_exact(publication, views)
 
 
-def test_one_that_fails_is_counted_and_the_next_is_made(publication, open_publisher, views, monkeypatch):
+def test_a_failed_skip_delta_is_counted_and_the_next_is_made(publication, open_publisher, views, monkeypatch):
     make = SkipPublisher._base
 
     def failing(self, skip, tensors):
@@ -113,8 +113,8 @@ def test_one_that_fails_is_counted_and_the_next_is_made(publication, open_publis
     assert publisher.skips.dropped == 1
 
 
-def test_a_version_s_weights_are_copied_before_the_trainer_goes_on(publication, open_publisher, views, held_back):
-    """The next version is published, and the publisher's copy advanced, while the skip-delta is still being made."""
+def test_a_version_s_weights_are_copied_before_the_trainer_continues(publication, open_publisher, views, held_back):
+    """The next version is published, and the publisher's copy updated, while the skip-delta is still in progress."""
     _, release = held_back
     publisher = open_publisher(skipping(skip_backlog=2))
     for version, view in enumerate(views[:4]):
@@ -125,7 +125,7 @@ def test_a_version_s_weights_are_copied_before_the_trainer_goes_on(publication, 
     assert_exact(publication, views)
 
 
-def test_on_closing_what_is_under_way_is_finished_and_the_rest_counted(publication, open_publisher, views, held_back):
+def test_close_finishes_the_skip_delta_in_progress_and_counts_the_others(publication, open_publisher, views, held_back):
     begun, release = held_back
     publisher = open_publisher(skipping(skip_backlog=4))
     for version, view in enumerate(views[:5]):
@@ -141,7 +141,7 @@ def test_on_closing_what_is_under_way_is_finished_and_the_rest_counted(publicati
     assert not publisher.skips._thread.is_alive()
 
 
-def test_a_record_says_where_it_belongs(publication, open_publisher, views):
+def test_a_record_contains_its_run_and_branch(publication, open_publisher, views):
     publish_all(open_publisher(skipping(), branch="candidate"), views[:3])
     (skip,) = publication.skips()
     assert isinstance(skip, SkipDelta)

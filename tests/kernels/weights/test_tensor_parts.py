@@ -1,4 +1,4 @@
-"""The pieces of publication from ranks one by one: parts, dealing, what they make up, exchange, in a group of one."""
+"""The steps of publication from ranks, in a group of one: parts, distribution, merging, exchange."""
 
 import json
 import uuid
@@ -44,7 +44,7 @@ class Tied(torch.nn.Module):
 
 
 def placed(placements, mesh_shape=(1,)):
-    """A module whose only weight lies on a mesh of one rank as it is told."""
+    """Return a module whose only weight has the given placements on a mesh of one rank."""
     mesh = DeviceMesh("cpu", torch.zeros(mesh_shape, dtype=torch.int))
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, placements))
@@ -52,7 +52,7 @@ def placed(placements, mesh_shape=(1,)):
 
 
 def cut(view, bounds):
-    """The parts of `len(bounds) + 1` ranks, every tensor cut at the same shares of its elements."""
+    """Yield the parts of `len(bounds) + 1` ranks. Each tensor is split at the same shares of its elements."""
     for low, high in zip((0.0, *bounds), (*bounds, 1.0), strict=True):
         yield {name: part_of(name, bits, int(low * bits.size), int(high * bits.size)) for name, bits in view.items()}
 
@@ -73,7 +73,7 @@ VIEW = {
 }
 
 
-def test_the_parts_of_a_model_in_one_piece_are_the_first_ranks():
+def test_the_first_rank_has_all_parts_of_an_unsharded_model():
     model = Tied()
     view, parts = serving_view(model), local_parts(model, first=True)
     assert list(parts) == list(view) == ["embed.weight", "head.bias"]
@@ -89,7 +89,7 @@ def test_the_parts_of_a_model_in_one_piece_are_the_first_ranks():
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_part_is_a_snapshot(monkeypatch, on_device):
-    """A tensor in the CPU's memory plays the one on a device."""
+    """A tensor in the CPU's memory stands for one on a device."""
     if on_device:
         monkeypatch.setattr(sharded_view, "is_on_host", lambda array: isinstance(array, np.ndarray))
     model = Tied()
@@ -101,7 +101,7 @@ def test_a_part_is_a_snapshot(monkeypatch, on_device):
     np.testing.assert_array_equal(part.hosted().bits, before)
 
 
-def test_an_outline_takes_no_memory():
+def test_an_outline_needs_no_memory():
     part = TensorPart("w", "bfloat16", (1 << 20, 1 << 20), 0, np.zeros(0, np.uint16))
     assert part.outline().bits.shape == part.shape
     assert part.outline().bits.strides == (0, 0)
@@ -125,7 +125,7 @@ def test_other_placements_are_refused(ranks, placements, mesh_shape):
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 1000), max_size=30), st.integers(1, 8))
-def test_dealing_is_even_and_keeps_the_order(sizes, hands):
+def test_deal_is_balanced_and_keeps_the_order(sizes, hands):
     dealt = deal(sizes, hands)
     assert list(dealt) == list(sizes)
     loads = [sum(size for name, size in sizes.items() if dealt[name] == hand) for hand in range(hands)]
@@ -133,14 +133,14 @@ def test_dealing_is_even_and_keeps_the_order(sizes, hands):
     assert deal(dict(reversed(sizes.items())), hands) == dealt
 
 
-def test_dealing_needs_a_hand():
+def test_deal_refuses_zero_hands():
     with pytest.raises(ValueError, match="at least one hand"):
         deal({"w": 1}, 0)
 
 
 @settings(max_examples=40)
 @given(st.lists(st.floats(0, 1), max_size=5).map(sorted))
-def test_merged_parts_are_the_whole_wherever_they_were_cut(bounds):
+def test_merged_parts_are_the_whole_for_every_split(bounds):
     assert merged_tensors(reports(VIEW, bounds)) == tensor_infos(VIEW)
 
 
@@ -159,7 +159,7 @@ def test_the_order_of_the_ranks_does_not_matter():
         ({"dtype": "float16"}, "do not hold the same tensors in the same order"),
     ],
 )
-def test_parts_that_are_no_whole_are_refused(changes, message):
+def test_parts_that_do_not_form_a_whole_are_refused(changes, message):
     first, *rest = reports(VIEW)
     (name, (place, made)), *others = first.parts.items()
     changed = changes.get("name", name), (place._replace(**{k: v for k, v in changes.items() if k != "name"}), made)
@@ -168,7 +168,7 @@ def test_parts_that_are_no_whole_are_refused(changes, message):
         merged_tensors([wrong, *rest])
 
 
-def test_a_missing_rank_is_noticed():
+def test_a_missing_rank_is_detected():
     with pytest.raises(VersionError, match="a: the ranks hold 42 of 60 elements"):
         merged_tensors(reports(VIEW)[:-1])
     with pytest.raises(VersionError, match="different numbers of tensors"):
@@ -221,7 +221,7 @@ def test_an_anchor_of_several_types_is_a_checkpoint(ranks, base_model, tmp_path)
 
 
 @pytest.mark.parametrize("file_bytes", [1 << 30, 1])
-def test_an_anchor_of_one_rank_has_the_bytes_of_one_process(ranks, base_model, tmp_path, file_bytes):
+def test_an_anchor_of_one_rank_has_the_same_bytes_as_that_of_one_process(ranks, base_model, tmp_path, file_bytes):
     weights = {
         "w": Weight("bfloat16", np.arange(6, dtype=np.uint16).reshape(2, 3)),
         "norm": Weight("float32", np.arange(3, dtype=np.uint32)),
@@ -235,7 +235,7 @@ def test_an_anchor_of_one_rank_has_the_bytes_of_one_process(ranks, base_model, t
     assert held[0] == held[1]
 
 
-def test_a_base_that_is_no_model_is_every_ranks_failure(ranks, tmp_path):
+def test_a_base_without_a_model_is_an_error_on_every_rank(ranks, tmp_path):
     (parts,) = cut(VIEW, ())
     with pytest.raises(AnchorError, match="rank 0: AnchorError") as raised:
         write_anchor(str(tmp_path / "v1"), tmp_path, parts, ranks=ranks)

@@ -1,4 +1,4 @@
-"""A list of tensors too long for a record lies in an object: as long as wanted, the same list, or a clear error."""
+"""A list of tensors that is too long for a record is stored in an object. Reading gives the same list or an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tidemill.schemas.stored_object import StoredObjectError, put_object
 
 
 def tensors(n: int, seed: int = 0) -> list[TensorInfo]:
-    """Tensors with the names of a mixture of experts."""
+    """Return tensors with the names of a mixture of experts."""
     return [
         TensorInfo(
             f"model.layers.{i % 48}.mlp.experts.{i // 48}.down_proj.weight",
@@ -51,7 +51,7 @@ def test_a_short_list_stays_in_its_record_and_a_long_one_does_not(tmp_path: Path
     assert with_tensors(short) is short
 
 
-def test_the_same_list_is_the_same_object_and_another_is_another(tmp_path: Path):
+def test_equal_lists_have_the_same_object_and_different_lists_have_different_objects(tmp_path: Path):
     first, again = (store_tensor_table(str(tmp_path), tensors(10)) for _ in range(2))
     other = store_tensor_table(str(tmp_path), tensors(10, seed=1))
     assert first == again
@@ -77,7 +77,7 @@ def other_records() -> bytes:
 
 
 @pytest.mark.parametrize("payload", [b"", b"not avro", b"Obj\x01" + bytes(50), other_records()])
-def test_whole_bytes_that_are_no_table_are_refused(tmp_path: Path, payload: bytes):
+def test_undamaged_bytes_that_are_not_a_table_are_refused(tmp_path: Path, payload: bytes):
     stored = put_object(str(tmp_path / "table"), [payload])
     with pytest.raises(StoredObjectError, match="no tensor table"):
         load_tensor_table(TensorTable(stored.uri, 1, stored.n_bytes, stored.digest))

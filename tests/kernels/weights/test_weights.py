@@ -1,4 +1,4 @@
-"""Weights as bit patterns: every type as it is, nothing rounded, nothing guessed; the held copy is nobody else's."""
+"""Weights as bit patterns: every type without rounding or guesses; the held copy is not shared."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TORCH_TYPES = [
 
 
 def infos(held):
-    """What a manifest says of a version that one process holds."""
+    """Return the manifest's tensor infos of a version that one process holds."""
     return merged_tensors([RankReport(held.infos)])
 
 
 @pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
-def test_a_tensor_s_patterns_are_its_own(dtype):
+def test_the_patterns_of_a_tensor_are_its_bits(dtype):
     width = torch.empty(0, dtype=dtype).element_size()
     patterns = np.random.default_rng(0).integers(0, 256, (6, 4 * width), dtype=np.uint8)
     tensor = torch.from_numpy(patterns).view(dtype)
@@ -40,14 +40,14 @@ def test_a_tensor_s_patterns_are_its_own(dtype):
     assert weight.bits.tobytes() == patterns.tobytes()
 
 
-def test_a_tensor_that_is_a_view_or_has_a_gradient_is_read_in_its_own_order():
+def test_a_view_or_a_tensor_with_a_gradient_is_read_in_its_own_order():
     tensor = torch.arange(12, dtype=torch.float32, requires_grad=True).reshape(3, 4)
     np.testing.assert_array_equal(as_weight("w", tensor.t()).bits.view(np.float32), tensor.detach().numpy().T)
     assert as_weight("w", tensor[0, 0]).bits.shape == ()
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(np.uint16, "bfloat16"), (np.uint32, "float32")])
-def test_a_plain_array_stands_for_the_one_type_that_it_can(width, dtype):
+def test_a_plain_array_has_the_only_possible_type(width, dtype):
     assert as_weight("w", np.zeros(3, width)).dtype == dtype
 
 
@@ -65,12 +65,12 @@ def test_a_plain_array_stands_for_the_one_type_that_it_can(width, dtype):
         Weight("bf16", np.zeros(3, np.uint16)),
     ],
 )
-def test_what_a_version_cannot_carry_is_refused_by_name(value):
+def test_a_type_that_a_version_cannot_contain_is_refused_by_name(value):
     with pytest.raises(TypeError, match=r"^layers\.0"):
         as_weight("layers.0", value)
 
 
-def test_a_copy_is_its_own_and_advances_tensor_by_tensor(first_view, next_view):
+def test_a_copy_is_independent_and_is_updated_tensor_by_tensor(first_view, next_view):
     old, new = first_view(), next_view(first_view(), seed=1)
     given = {name: Weight(weight.dtype, weight.bits.copy()) for name, weight in old.items()}
     held = HeldVersion.copy_of(4, given)
@@ -102,7 +102,7 @@ def test_a_delta_leads_a_copy_to_the_next_version(first_view, next_view, setting
     assert total_fingerprint(infos(held)) + shard.change == total_fingerprint(infos(sender))
 
 
-def test_a_snapshot_stays_what_it_was(first_view, next_view):
+def test_a_snapshot_does_not_change(first_view, next_view):
     held = HeldVersion.copy_of(0, first_view())
     before = held.snapshot()
     list(held.take_over(1, next_view(first_view(), seed=1)))
@@ -118,7 +118,7 @@ def test_tensors_are_compared_before_any_is_moved_to_the_processor(first_view):
         held.check(1, {"w": torch.zeros(5, 4, device="meta")})
 
 
-def test_parts_are_compared_with_where_they_were_cut():
+def test_parts_are_compared_together_with_their_positions():
     whole = torch.arange(12, dtype=torch.bfloat16).reshape(4, 3)
     held = HeldVersion.copy_of(0, {"w": part("w", whole, 3, 9)})
     held.check(1, {"w": part("w", whole, 3, 9)})
@@ -144,19 +144,19 @@ def part(name, whole, start, end):
     ],
     ids=["another tensor's", "past the end", "before the start", "not flat"],
 )
-def test_a_part_that_is_none_of_the_tensor_is_refused(wrong):
+def test_a_part_that_does_not_belong_to_the_tensor_is_refused(wrong):
     with pytest.raises(ValueError, match=r"^w: the part given is elements"):
         HeldVersion.copy_of(0, {"w": wrong})
 
 
 @pytest.mark.parametrize("bits", [np.zeros(4, np.uint16), torch.zeros(4, dtype=torch.uint16)], ids=["host", "device"])
-def test_a_part_of_a_type_that_it_cannot_have_is_refused(bits):
+def test_a_part_of_an_impossible_type_is_refused(bits):
     with pytest.raises(TypeError, match="int8 has patterns of uint8"):
         HeldVersion.copy_of(0, {"w": TensorPart("w", "int8", (4,), 0, bits)})
 
 
-def test_a_held_version_on_a_device_is_its_own_and_its_deltas_are_those_of_the_cpu(monkeypatch):
-    """A tensor in the CPU's memory plays the one on a device."""
+def test_a_version_on_a_device_is_an_independent_copy_with_the_same_deltas_as_on_the_cpu(monkeypatch):
+    """A tensor in the CPU's memory stands for one on a device."""
     monkeypatch.setattr(tensor_parts, "is_on_host", lambda array: isinstance(array, np.ndarray))
     old = {"w": torch.randn(300, 20).to(torch.bfloat16), "norm": torch.ones(7)}
     new = {name: tensor + (torch.rand(tensor.shape) < 0.1) for name, tensor in old.items()}
@@ -176,7 +176,7 @@ def test_a_held_version_on_a_device_is_its_own_and_its_deltas_are_those_of_the_c
     assert said[0] == said[1]
 
 
-def test_a_version_made_again_moves_to_the_device_with_the_first_comparison(monkeypatch):
+def test_a_rebuilt_version_moves_to_the_device_at_the_first_comparison(monkeypatch):
     monkeypatch.setattr(tensor_parts, "is_on_host", lambda array: isinstance(array, np.ndarray))
     made_again = HeldVersion.copy_of(0, {"w": torch.zeros(9)})
     ((_, _, before, after, *_),) = made_again.take_over(1, {"w": torch.ones(9)}, on_device=True)
@@ -186,8 +186,8 @@ def test_a_version_made_again_moves_to_the_device_with_the_first_comparison(monk
     assert infos(made_again) == tensor_infos({"w": torch.ones(9)})
 
 
-def test_the_configuration_knows_the_codec_s_choices():
-    """It is written down twice, since the configuration must not import the codec's libraries."""
+def test_the_configuration_has_all_choices_of_the_codec():
+    """The choices are defined twice, since the configuration must not import the codec's libraries."""
     from typing import get_args, get_type_hints
 
     from tidemill.kernels.block import BLOCK_ELEMENTS
