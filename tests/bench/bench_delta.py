@@ -288,8 +288,7 @@ def measure_memory_point(chosen: argparse.Namespace) -> None:
 
 
 def _reset_peak() -> int:
-    """Reset the peak to the resident bytes and return it. Freed memory that the allocator still holds is released
-    first."""
+    """Release the freed memory that the allocator holds, reset the peak to the resident bytes, and return it."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", "utf-8")
     return peak_bytes()
