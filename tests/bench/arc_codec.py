@@ -1,6 +1,6 @@
 """Size and speed of Fireworks' published codec on two safetensors files, as one JSON line: `arc_codec.py BASE TARGET`.
 
-Runs in an environment of its own, which has `fireworks-delta-compression` installed and nothing of ours.
+Runs in its own environment, which has `fireworks-delta-compression` installed and no part of Tidemill.
 """
 
 import json

@@ -1,14 +1,14 @@
 """Group assembly: throughput and latency of both runners, of quixstreams and of a bare consume-produce loop.
 
-One broker, one run, the same rollouts; each contender is one process pinned to one core. One JSON line a figure:
+One broker, one run, the same rollouts; each contender is one process pinned to one core. One JSON line per figure:
 
     python tests/bench/bench_assembly.py --bootstrap HOST:PORT
 
-The contenders read the same records and write one record a group of 8; the throughput run is a backlog, which is in the
-log before they read. `transactional` and `faust` are the whole worker in that runner: decoding, checks, state in a
-changelog, acknowledged groups, group records with advantages. `quixstreams` keeps the same decoded members in its
-changelogged RocksDB state, at least once. `loop` keeps a dict in memory and commits after a flush: the floor, without
-any state that survives a crash.
+The contenders read the same records and write one record for each group of 8. In the throughput run, the whole backlog
+is in the log before they read. `transactional` and `faust` are the whole worker with that runner: decoding, checks,
+state in a changelog, acknowledged groups, group records with advantages. `quixstreams` keeps the same decoded members
+in its RocksDB state with a changelog, at least once. `loop` keeps a dict in memory and commits after a flush: the lower
+bound, without state that survives a crash.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ PARTITIONS = 4
 CONTENDERS = ("transactional", "quixstreams", "loop", "faust")
 READY = "warm-up"
 SESSION_S = 60.0
-"""Outlasts the writing of the backlog, and stays below what Faust gives a request."""
+"""Longer than the writing of the backlog, and shorter than Faust's request timeout."""
 
 
 def main() -> None:
-    """Measure every contender, or be one."""
+    """Measure every contender, or run as one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=2500, help="groups of the throughput run")
     parser.add_argument("--latency-groups", type=int, default=200, help="groups of the latency run")
@@ -66,7 +66,7 @@ def main() -> None:
 def contended(
     parser: argparse.ArgumentParser, contenders: Sequence[str], contend: Callable[[str, KafkaSettings], None]
 ) -> argparse.Namespace:
-    """The options of a bench of contenders; in a contender's process it is that one, on one core, until terminated."""
+    """Return the options of a bench of contenders. In a contender's process, run it on one core until terminated."""
     parser.add_argument("--bootstrap", default=os.environ.get("TIDEMILL_KAFKA__BOOTSTRAP"))
     parser.add_argument("--only", nargs="*", choices=contenders, help="these contenders alone")
     parser.add_argument("--contender", choices=contenders, help=argparse.SUPPRESS)
@@ -82,7 +82,7 @@ def contended(
 
 
 def measure(contender: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Figures of one contender on topics of its own."""
+    """Measure one contender on its own topics."""
     kafka = fresh_topics(options.bootstrap, f"bench-{uuid.uuid4().hex[:8]}.", PARTITIONS)
     producer = RecordProducer(kafka, "bench")
     full_topic = Names(kafka.topic_prefix).of(Topic.ROLLOUTS)
@@ -105,7 +105,7 @@ def measure(contender: str, options: argparse.Namespace) -> list[dict[str, Any]]
 
 @contextmanager
 def started(script: str, contender: str, kafka: KafkaSettings) -> Iterator[int]:
-    """A contender of a bench as a process of its own; its id."""
+    """Run a contender of a bench in its own process; yields the process id."""
     arguments = ["--bootstrap", kafka.bootstrap, "--prefix", kafka.topic_prefix, "--contender", contender]
     worker = subprocess.Popen([sys.executable, script, *arguments])
     try:
@@ -123,7 +123,7 @@ def send_group(producer: RecordProducer, group_id: str) -> None:
 
 
 def await_keys(reader: LogReader, count: int) -> None:
-    """Read until there were so many distinct keys."""
+    """Read until this many distinct keys have been seen."""
     seen: set[bytes | None] = set()
     until(
         lambda: seen.update(located.key for located in reader.poll(0.005)) or len(seen) >= count,
@@ -133,14 +133,14 @@ def await_keys(reader: LogReader, count: int) -> None:
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Return the user and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def held(pid: int) -> Iterator[None]:
-    """A process that does not run meanwhile; its group keeps it for `SESSION_S`."""
+    """Stop a process meanwhile. It remains a member of its consumer group for `SESSION_S`."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -151,8 +151,8 @@ def held(pid: int) -> Iterator[None]:
 def worked_off(
     pid: int, write: Callable[[], None], read: Callable[[], None], name: str, count: int
 ) -> dict[str, float]:
-    """What `write` puts into the log while a worker is held, a second from its first read to the end of `read`, and CPU
-    time of the worker."""
+    """Return the rate at which a worker processes the records that `write` wrote while it was stopped, from its first
+    read until `read` returns, and its CPU time."""
     with held(pid):
         write()
         cpu, begun = cpu_s(pid), time.monotonic()
@@ -166,7 +166,7 @@ def worked_off(
 
 
 def measure_latency(producer: RecordProducer, reader: LogReader, groups: int, rate: float) -> dict[str, float]:
-    """Milliseconds from writing the last rollout of a group to reading the group, at a steady rate of rollouts."""
+    """Measure milliseconds from writing a group's last rollout to reading the group, at a steady rate of rollouts."""
     sent: dict[str, float] = {}
     seen: dict[str, float] = {}
     begun, count = time.monotonic(), 0

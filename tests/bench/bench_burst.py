@@ -1,15 +1,15 @@
-"""Memory under a burst: what each role holds at most while it works off a backlog, and off ten and thirty times it.
+"""Memory under a burst: peak memory of each role while it processes a backlog, and one ten and thirty times as long.
 
-A role is started on a backlog that lies in the log already, and asked for its peak of resident memory (VmHWM) when it
-has done with it; the peak of the same role on a handful of records is taken off each. Where ten times the backlog takes
-more than the backlog, thirty times tells what has its bound in between from what grows on. One JSON line a role, and
-one that says what a sink that stands still costs those who write:
+The log already contains the backlog when the role starts. The figure is the peak of the role's resident memory (VmHWM)
+after the backlog, minus the peak of the same role on a few records. If ten times the backlog takes more memory than the
+backlog, the thirty-fold backlog shows whether the memory is bounded or keeps growing. The output is one JSON line for
+each role, and one line with the cost of a stopped sink for the writers:
 
     python tests/bench/bench_burst.py --bootstrap HOST:PORT [--megabytes 32] [--factors 10 30] [--role sink]
 
-The bounds are the settings': `kafka.read_ahead_bytes`, `stream.buffer_records`, `sink.flush_bytes`,
-`trainer.read_ahead_bytes` and `trainer.max_waiting_batches`. The bench sets them low, so that a short backlog passes
-them by far. The feeder's backlog is the history of a run, all of which it reads; what it holds of it are names.
+The bounds are settings: `kafka.read_ahead_bytes`, `stream.buffer_records`, `sink.flush_bytes`,
+`trainer.read_ahead_bytes` and `trainer.max_waiting_batches`. The bench sets them low, so that a short backlog is far
+above them. The feeder's backlog is the history of a run. It reads all of it and keeps only names.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TOKENS = 7_000
 RECORD_BYTES = 9 * TOKENS
 READ_AHEAD = 8 * 2**20
 NOISE = 2**20
-"""By so many bytes the peaks of one role on one backlog differ."""
+"""Difference between the peaks of one role on one backlog, in bytes."""
 SECOND_US = 1_000_000
 DEADLINE_S = 240.0
 JOIN: dict[str, Any] = {
@@ -72,9 +72,9 @@ JOIN: dict[str, Any] = {
     "done_ttl_s": 100.0,
     "bot_max_events": 1_000_000,
 }
-"""Event times that a bench can wait for: what is remembered is a hundred seconds' worth."""
+"""Event times short enough for a bench; the state covers a hundred seconds."""
 BATCHES = {"min_members": 8, "max_members": 8, "done_ttl_s": 100.0}
-"""As many members as `BATCH_MEMBERS`; what is remembered is a hundred seconds' worth."""
+"""As many members as `BATCH_MEMBERS`; the state covers a hundred seconds."""
 HANDFUL = 8
 SINK = """
 import json, sys
@@ -116,21 +116,21 @@ sys.stdin.read()
 STEP_GROUPS = 8
 """Groups of a step in the feeder's history."""
 GROUP_ROLLOUTS = 2
-"""Rollouts of a group that the trainer learns from."""
+"""Rollouts of a group in the trainer's backlog."""
 TRAINED_TOKENS = 1_000
 BATCH_MEMBERS = 8
 TRAINER_STEPS = 6
 Work = Callable[[KafkaSettings, int, Path], int]
-"""Works off a backlog of so many records in an empty directory; the role's peak in bytes."""
+"""Processes a backlog of this many records in an empty directory and returns the role's peak in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A role, and the backlog that it works off."""
+    """A role and the backlog that it processes."""
 
     work: Work
     per_megabyte: float = 2**20 / RECORD_BYTES
-    """Records for each megabyte asked for: fewer than fit into it where they are small."""
+    """Records for each megabyte of `--megabytes`. For small records, fewer than would fit into a megabyte."""
     handful: int = HANDFUL
 
 
@@ -150,8 +150,8 @@ def main() -> None:
 
 
 def burst(role: Role, options: argparse.Namespace) -> dict[str, Any]:
-    """Peaks of one role, MiB: on a handful of records, and what the backlogs add to that, each also as a ratio to the
-    next shorter one."""
+    """Return the peaks of one role in MiB: on a few records, and the increase for each backlog, also as a ratio to the
+    next shorter backlog."""
     plain = int(options.megabytes * role.per_megabyte)
     counts = [plain, *(factor * plain for factor in options.factors)]
     base, *peaks = (peak(role, options.bootstrap, count) for count in (role.handful, *counts))
@@ -165,12 +165,12 @@ def burst(role: Role, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratios(peaks: Sequence[int]) -> list[float | None]:
-    """Each to the one before it; None where that is too small to tell."""
+    """Return the ratio of each peak to the one before it; None if that one is too small to compare."""
     return [round(longer / shorter, 2) if shorter >= NOISE else None for shorter, longer in pairwise(peaks)]
 
 
 def peak(role: Role, bootstrap: str, count: int) -> int:
-    """Peak of a role that begins with `count` records in the log, in bytes."""
+    """Return the peak of a role that starts with `count` records in the log, in bytes."""
     kafka = fresh_topics(bootstrap, f"burst-{uuid.uuid4().hex[:8]}.", PARTITIONS)
     kafka = kafka.model_copy(update={"read_ahead_bytes": READ_AHEAD, "write_ahead_bytes": READ_AHEAD})
     with tempfile.TemporaryDirectory() as directory:
@@ -178,14 +178,14 @@ def peak(role: Role, bootstrap: str, count: int) -> int:
 
 
 def segment(number: int) -> Segment:
-    """Tokens that do not compress."""
+    """Make tokens that do not compress."""
     generator = np.random.default_rng(number)
     ids = generator.integers(0, 2**32, TOKENS, dtype=np.uint32).astype("<u4").tobytes()
     return Segment(TOKENS, ids, b"\x01" * TOKENS, ids, [VersionSpan(1, 0, TOKENS)])
 
 
 def write_rollouts(kafka: KafkaSettings, numbers: range) -> None:
-    """Groups of one, a second of event time apart, so that what a stage has to remember is the same for any backlog."""
+    """Write groups of one rollout, a second of event time apart, so that a longer backlog needs no larger state."""
     begun = now_us() - len(numbers) * SECOND_US
     with RecordProducer(kafka, "bench") as producer:
         for place, number in enumerate(numbers):
@@ -194,7 +194,7 @@ def write_rollouts(kafka: KafkaSettings, numbers: range) -> None:
 
 
 def write_interactions(kafka: KafkaSettings, count: int) -> None:
-    """Answers a second of event time apart, each with a thumb: one topic is a thousand times denser than the other."""
+    """Write answers, a second of event time apart, and thumbs: one topic is a thousand times denser than the other."""
     begun = now_us() - (count + 60) * SECOND_US
     with RecordProducer(kafka, "bench") as producer:
         for number in range(count):
@@ -209,7 +209,7 @@ def write_interactions(kafka: KafkaSettings, count: int) -> None:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any] | None) -> None:
-    """Raises when the process ends or time is up first."""
+    """Wait until the condition is true. Raises TimeoutError if the process ends or the deadline passes before."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         if process is None or process.poll() is not None or time.monotonic() > deadline:
@@ -218,7 +218,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any] | Non
 
 
 def of_stream(processor: ProcessorName, output: Topic, kafka: KafkaSettings, count: int, directory: Path) -> int:
-    """A stream worker until it has written so many outputs."""
+    """Run a stream worker until it has written this many outputs, and return its peak."""
     seen: set[bytes | None] = set()
     rules = {"join": JOIN, "batches": BATCHES}
     options: dict[str, Any] = {"buffer_records": 100, "max_batch": 50, "done_ttl_s": 60.0}
@@ -236,19 +236,19 @@ def of_stream(processor: ProcessorName, output: Topic, kafka: KafkaSettings, cou
 
 
 def of_assembly(kafka: KafkaSettings, count: int, directory: Path) -> int:
-    """Group assembly."""
+    """Measure group assembly."""
     write_rollouts(kafka, range(count))
     return of_stream(ProcessorName.ASSEMBLY, Topic.GROUPS, kafka, count, directory)
 
 
 def of_join(kafka: KafkaSettings, count: int, directory: Path) -> int:
-    """The feedback join."""
+    """Measure the feedback join."""
     write_interactions(kafka, count)
     return of_stream(ProcessorName.JOIN, Topic.OUTCOMES, kafka, count, directory)
 
 
 def of_batches(kafka: KafkaSettings, count: int, directory: Path) -> int:
-    """Online batches of outcomes a second of event time apart."""
+    """Measure online batches, on outcomes one second of event time apart."""
     begun = now_us() - count * SECOND_US
     with RecordProducer(kafka, "bench") as producer:
         for number in range(count):
@@ -259,7 +259,7 @@ def of_batches(kafka: KafkaSettings, count: int, directory: Path) -> int:
 
 
 def of_feeder(kafka: KafkaSettings, count: int, _directory: Path) -> int:
-    """The task feeder on the history of a run of so many groups, which is over."""
+    """Measure the task feeder on the history of a finished run of this many groups."""
     steps = count // STEP_GROUPS
     with RecordProducer(kafka, "bench") as producer:
         producer.send(Topic.MANIFESTS, manifest(0), key="main")
@@ -277,25 +277,25 @@ def of_feeder(kafka: KafkaSettings, count: int, _directory: Path) -> int:
 
 
 def task(name: str) -> Task:
-    """A task whose payload is its own."""
+    """Make a task with a payload of its own."""
     payload = json.dumps({"ledger": name, "entries": list(range(40))})
     return Task(name, name, RUN_ID, "ledger", payload, Mode.TRAIN, 2, 4, 0, 0, SECOND_US, issued_version=0)
 
 
 def closed(name: str) -> Group:
-    """Its group, which can be trained on."""
+    """Make the task's group, which can be trained on."""
     members = [member_of(make_rollout(name, place, float(place), size=2), 0, place) for place in range(2)]
     return make_group(name, members)
 
 
 def of_trainer(kafka: KafkaSettings, count: int, directory: Path) -> int:
-    """The trainer on a backlog of groups, all of which it could learn from, until it has taken its steps."""
+    """Measure the trainer on a backlog of groups that it can all train on, until it has taken its steps."""
     write_groups(kafka, range(count // GROUP_ROLLOUTS))
     return train(kafka, directory)
 
 
 def of_trainer_unused(kafka: KafkaSettings, count: int, directory: Path) -> int:
-    """The trainer on a backlog of groups that it cannot learn from, and the few behind them that it can."""
+    """Measure the trainer on a backlog of groups that it cannot train on, followed by the few that it can."""
     useless = count // GROUP_ROLLOUTS
     write_groups(kafka, range(useless), useless=True)
     write_groups(kafka, range(useless, useless + TRAINER_STEPS * GROUP_ROLLOUTS))
@@ -303,7 +303,7 @@ def of_trainer_unused(kafka: KafkaSettings, count: int, directory: Path) -> int:
 
 
 def write_groups(kafka: KafkaSettings, numbers: range, *, useless: bool = False) -> None:
-    """Groups of rollouts with equal rewards, or with different ones."""
+    """Write groups of rollouts with different rewards, or with equal rewards if `useless`."""
     with RecordProducer(kafka, "bench") as producer, LogReader(kafka, [Topic.ROLLOUTS]) as reader:
         following = {partition: end for (_, partition), end in reader.end_offsets().items()}
         for number in numbers:
@@ -319,7 +319,7 @@ def write_groups(kafka: KafkaSettings, numbers: range, *, useless: bool = False)
 
 
 def train(kafka: KafkaSettings, directory: Path) -> int:
-    """A trainer of a tiny model until it has taken its steps, so far apart that it could read on meanwhile."""
+    """Run a trainer of a tiny model until it has taken its steps, with enough time between them to read ahead."""
     tiny_model().to(torch.bfloat16).save_pretrained(directory / "model")
     of = {"run_id": "run", "groups_per_step": GROUP_ROLLOUTS, "max_steps": TRAINER_STEPS, "max_policy_lag": 100}
     settings = {
@@ -333,7 +333,7 @@ def train(kafka: KafkaSettings, directory: Path) -> int:
 
 
 def until_done(program: str, settings: Sequence[Any]) -> int:
-    """Peak of a role's process that says when it has done, in bytes."""
+    """Run a role until it prints that it is done, and return the peak of its process in bytes."""
     command = [sys.executable, "-c", program, json.dumps(settings)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -344,7 +344,7 @@ def until_done(program: str, settings: Sequence[Any]) -> int:
 
 @contextmanager
 def sink_process(kafka: KafkaSettings, directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], SinkSettings]]:
-    """A sink, ended with SIGTERM."""
+    """Run a sink and end it with SIGTERM."""
     options: dict[str, Any] = {"path": str(directory / "engine"), "http_port": 0, "flush_bytes": READ_AHEAD}
     process = subprocess.Popen([sys.executable, "-c", SINK, json.dumps([kafka.model_dump(), options])])
     try:
@@ -356,14 +356,14 @@ def sink_process(kafka: KafkaSettings, directory: Path) -> Iterator[tuple[subpro
 
 
 def rows(settings: SinkSettings) -> int:
-    """Rollouts in the tables; 0 before the sink has said where it answers."""
+    """Return the number of rollouts in the tables; 0 until the sink has published its address."""
     if read_state(settings.directory) is None:
         return 0
     return int(ask(settings, "SELECT count() FROM rollouts").rows[0][0])
 
 
 def of_sink(kafka: KafkaSettings, count: int, directory: Path) -> int:
-    """The ClickHouse sink, with its embedded engine."""
+    """Measure the ClickHouse sink, with its embedded engine."""
     write_rollouts(kafka, range(count))
     with sink_process(kafka, directory) as (process, settings):
         wait_for(lambda: rows(settings) >= count, process)
@@ -371,7 +371,7 @@ def of_sink(kafka: KafkaSettings, count: int, directory: Path) -> int:
 
 
 def of_reader(kafka: KafkaSettings, count: int, _directory: Path) -> int:
-    """A bare reader of the log: the part that every role has."""
+    """Measure a bare reader of the log, the part that every role contains."""
     write_rollouts(kafka, range(count))
     command = [sys.executable, "-c", READER, json.dumps(kafka.model_dump())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -394,7 +394,7 @@ ROLES: dict[str, Role] = {
 
 
 def slow_sink(bootstrap: str, count: int = 150, rounds: int = 4) -> dict[str, Any]:
-    """Seconds in which so many rollouts are acknowledged, in turn while a sink runs and while it stands still."""
+    """Measure the seconds until this many rollouts are acknowledged, alternately with a running and a stopped sink."""
     kafka = fresh_topics(bootstrap, f"burst-{uuid.uuid4().hex[:8]}.", PARTITIONS)
     took: dict[int, list[float]] = {signal.SIGCONT: [], signal.SIGSTOP: []}
     written = HANDFUL
@@ -402,7 +402,7 @@ def slow_sink(bootstrap: str, count: int = 150, rounds: int = 4) -> dict[str, An
         write_rollouts(kafka, range(written))
         wait_for(lambda: rows(settings) >= HANDFUL, process)
         for turn in range(2 * rounds):
-            # A, B, B, A: neither gains from what the one before it left behind.
+            # A, B, B, A: neither one profits from the state that the round before it left.
             for number in sorted(took, reverse=bool(turn % 2)):
                 process.send_signal(number)
                 took[number].append(timed(kafka, range(written, written + count)))
@@ -420,7 +420,7 @@ def slow_sink(bootstrap: str, count: int = 150, rounds: int = 4) -> dict[str, An
 
 
 def timed(kafka: KafkaSettings, numbers: range) -> float:
-    """Seconds of writing rollouts until all are acknowledged."""
+    """Return the seconds to write rollouts until all are acknowledged."""
     begun = time.monotonic()
     write_rollouts(kafka, numbers)
     return time.monotonic() - begun

@@ -1,9 +1,9 @@
-"""What a conversation costs in the completion layer, one JSON line a figure: `python tests/bench/bench_chat.py`.
+"""Cost of a conversation in the completion layer, one JSON line per figure: `python tests/bench/bench_chat.py`.
 
-An episode is a conversation of 1, 4 or 16 turns whose turns are given: its requests are checked and rendered, its
-turns read and kept, as `RolloutPolicy` does around a replica. `episodes_per_s` is per second of processor time, and
-the best of `--rounds`; `ids` counts those of the finished context. With `--model DIR`, of a checkpoint's own tokenizer
-and template, else of a byte-level tokenizer with the built-in one.
+An episode is a conversation of 1, 4 or 16 given turns. Its requests are checked and rendered, its turns read and
+stored, as `RolloutPolicy` does around a replica. `episodes_per_s` is per second of processor time, the best of
+`--rounds`; `ids` counts the ids of the finished context. With `--model DIR`, the tokenizer and template are those of
+the checkpoint, otherwise a byte-level tokenizer with the built-in template.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GROUP = 8
 
 
 def byte_level() -> ChatFormat:
-    """One token a byte, and the built-in template."""
+    """Return a format with one token per byte and the built-in template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,7 +42,7 @@ def byte_level() -> ChatFormat:
 
 
 def episode(chat: ChatFormat, number: int, turns: int, tools: Tools) -> int:
-    """Play one; the ids of its context."""
+    """Play one episode and return the number of ids of its context."""
     contexts = Contexts[None](chat)
     task = f"How much is {number // GROUP} sacks of rye at 17 a sack, and what remains of 1000?"
     messages: list[Message] = [{"role": "system", "content": "You are a miller."}, {"role": "user", "content": task}]

@@ -1,11 +1,11 @@
 """Figures of the delta codec, JSON lines: `bench_delta.py sizes | small | pairs | coders | speed | memory | recency`.
 And of a trainer that publishes its deltas: `bench_delta.py beside [--model DIR]`.
 
-Sizes are wire bytes for each changed element, all headers and digests in, beside the bounds of `kernels.bounds` and the
-formats of `kernels.comparison` in the same run; the learning rate that made a density is beside it. Speeds are GB of
-dense weights for each second of processor time of one core, beside numpy's memcpy of the same bytes in the same
-process. Weights are those of `synthetic`, or of `checkpoint_pairs`, whose output `pairs` and `recency` take. Fireworks'
-codec is measured where `--arc-python` names an interpreter that has it, by `arc_codec`.
+Sizes are wire bytes for each changed element, with all headers and digests, next to the bounds of `kernels.bounds`, the
+formats of `kernels.comparison` in the same run and the learning rate that gave the density. Speeds are GB of dense
+weights per second of processor time of one core, next to numpy's memcpy of the same bytes in the same process. Weights
+come from `synthetic` or `checkpoint_pairs`; `pairs` and `recency` read the output of the latter. Fireworks' codec is
+measured, with `arc_codec`, if `--arc-python` names an interpreter that has it.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ LEARNING_RATES = {
     "float16": (3e-8, 1e-7, 3e-7, 7e-7),
     "float8_e4m3fn": (5e-6, 1.6e-5, 5e-5, 1e-4),
 }
-"""Of synthetic steps: those that change 0.3 to 6 % of the elements of each type."""
+"""Learning rates of synthetic steps; they change 0.3 to 6 % of the elements of each type."""
 BLOCK_SIZES = (1 << 20, 1 << 22, 1 << 24)
 MODEL_MATRICES = (1, 4, 16)
 SMALL_MODELS = ((128, 192), (256, 96), (512, 48), (1024, 16))
-"""Side of each matrix, and how many there are."""
+"""Side of each matrix, and the number of matrices."""
 MEGA = 1e6
 GIGA = 1e9
 
 
 def gb_per_second(n_bytes: int, work: Callable[[], object], runs: int) -> float:
-    """Median throughput of `work` over `n_bytes`, by processor time, after one run to warm up."""
+    """Return the median throughput of `work` over `n_bytes`, by processor time, after one run to warm up."""
     work()
     seconds = []
     for _ in range(runs):
@@ -72,7 +72,7 @@ def gb_per_second(n_bytes: int, work: Callable[[], object], runs: int) -> float:
 
 
 def report_size(figure: str, result: DeltaReport, **told: object) -> None:
-    """One line for each element type of a comparison."""
+    """Print one line for each element type of a comparison."""
     speeds = {"encode_gb_s": result.encode_gb_per_second, "apply_gb_s": result.apply_gb_per_second}
     for dtype, size in result.by_dtype.items():
         per_changed = max(1, size.changed)
@@ -94,7 +94,7 @@ def report_size(figure: str, result: DeltaReport, **told: object) -> None:
 
 
 def report_against(result: DeltaReport, others: Iterable[dict[str, Any]], **told: object) -> None:
-    """One line for each other format, of all element types together."""
+    """Print one line for each other format, for all element types together."""
     total = result.total
     for other in (*map(asdict, result.against), *others):
         say(
@@ -111,7 +111,7 @@ def report_against(result: DeltaReport, others: Iterable[dict[str, Any]], **told
 
 
 def arc(python: Path | None, base: Path, target: Path) -> Iterator[dict[str, Any]]:
-    """What Fireworks' codec takes for two files; nothing, and a word on it, without an interpreter that has it."""
+    """Measure Fireworks' codec on two files. Without an interpreter that has it, print a line that says so."""
     if python is None:
         say("against", format="fireworks arc_v3", left_out="no --arc-python was given")
         return
@@ -133,7 +133,7 @@ def save_change(change: TensorChange, directory: Path) -> tuple[Path, Path]:
 
 
 def measure_sizes(chosen: argparse.Namespace) -> None:
-    """Synthetic steps of one matrix against the bounds and, with `--against`, the other formats."""
+    """Compare synthetic steps of one matrix with the bounds and, with `--against`, with the other formats."""
     for dtype in chosen.dtypes:
         for learning_rate in LEARNING_RATES[dtype]:
             told = {"data": "synthetic", "lr": learning_rate}
@@ -147,7 +147,7 @@ def measure_sizes(chosen: argparse.Namespace) -> None:
 
 
 def measure_small(chosen: argparse.Namespace) -> None:
-    """Synthetic steps of models of many small matrices, which share blocks, beside a block for each of them."""
+    """Measure synthetic steps of models of many small matrices that share blocks, compared with one block for each."""
     for dtype in chosen.dtypes:
         for learning_rate in LEARNING_RATES[dtype]:
             for side, matrices in SMALL_MODELS:
@@ -171,12 +171,12 @@ def measure_small(chosen: argparse.Namespace) -> None:
 
 
 def _named(change: TensorChange, number: int) -> TensorChange:
-    """The change of a matrix of a model's layer `number`."""
+    """Name the change after a matrix of the model's layer `number`."""
     return change._replace(name=f"model.layers.{number}.mlp.up_proj.weight")
 
 
 def measure_pairs(chosen: argparse.Namespace) -> None:
-    """The same of checkpoint pairs from real gradient steps."""
+    """Measure the sizes of checkpoint pairs from real gradient steps."""
     for pair in map(json.loads, chosen.pairs.read_text("utf-8").splitlines()):
         for served in chosen.dtypes:
             base, target = Path(pair["base"][served]), Path(pair["target"][served])
@@ -191,7 +191,7 @@ def measure_pairs(chosen: argparse.Namespace) -> None:
 
 
 def measure_coders(chosen: argparse.Namespace) -> None:
-    """Every entropy coder, and both digests, on the same synthetic steps."""
+    """Measure every entropy coder, and both digests, on the same synthetic steps."""
     for dtype in chosen.dtypes:
         for learning_rate in LEARNING_RATES[dtype]:
             change = synthetic_change(dtype, learning_rate, chosen.rows, chosen.columns, chosen.seed)
@@ -204,7 +204,7 @@ def measure_coders(chosen: argparse.Namespace) -> None:
 
 
 def measure_speed(chosen: argparse.Namespace) -> None:
-    """Encode, decode, guard and apply of one synthetic matrix, beside memcpy and the fingerprint alone."""
+    """Time encode, decode, guard and apply of one synthetic matrix, and memcpy and the fingerprint alone."""
     for dtype in chosen.dtypes:
         for learning_rate in LEARNING_RATES[dtype]:
             change = synthetic_change(dtype, learning_rate, chosen.rows, chosen.columns, chosen.seed)
@@ -245,7 +245,7 @@ def _speed_of(change: TensorChange, learning_rate: float, runs: int) -> None:
 
 
 def measure_memory(chosen: argparse.Namespace) -> None:
-    """Peak memory beyond the weights and processor time, for some block sizes and for three sizes of model."""
+    """Measure processor time and peak memory beyond the weights, for several block sizes and three model sizes."""
     points = [(block, 4) for block in BLOCK_SIZES] + [(BLOCK_ELEMENTS, matrices) for matrices in MODEL_MATRICES]
     for block, matrices in dict.fromkeys(points):
         arguments = ["--rows", chosen.rows, "--columns", chosen.columns, "--seed", chosen.seed]
@@ -254,7 +254,7 @@ def measure_memory(chosen: argparse.Namespace) -> None:
 
 
 def measure_memory_point(chosen: argparse.Namespace) -> None:
-    """One point of `memory`, in a process of its own."""
+    """Measure one point of `memory`, in its own process."""
     learning_rate = LEARNING_RATES["bfloat16"][1]
     settings = CodecSettings(block_elements=chosen.block)
     first = synthetic_change("bfloat16", learning_rate, chosen.rows, chosen.columns, chosen.seed)
@@ -288,14 +288,14 @@ def measure_memory_point(chosen: argparse.Namespace) -> None:
 
 
 def _reset_peak() -> int:
-    """Resident bytes now, from which the peak is counted anew; what the allocator holds back of freed memory is not."""
+    """Release the freed memory that the allocator holds, reset the peak to the resident bytes, and return it."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", "utf-8")
     return peak_bytes()
 
 
 def measure_recency(chosen: argparse.Namespace) -> None:
-    """What a memory of recent moves saves below the exponent-class bound, on synthetic and on real steps."""
+    """Measure how far a memory of recent changes lowers the exponent-class bound, on synthetic and on real steps."""
     for dtype in chosen.dtypes:
         for learning_rate in LEARNING_RATES[dtype][1:3]:
             steps = synthetic_steps(dtype, learning_rate, chosen.rows, chosen.columns, chosen.seed)
@@ -330,11 +330,11 @@ def _report_recency(versions: Iterable[Iterable[TensorChange]], steps: int, **to
 
 
 def measure_beside(chosen: argparse.Namespace) -> None:
-    """Seconds and peak memory of a trainer's round, with the version before published first, beside it, or not in it.
+    """Measure time and memory of a trainer's round that publishes the parent first, during the step, or not.
 
-    The three take turns in one run of `--model`, or of random weights in the shape of SmolLM2, with a broker of its
-    own. `waited_s` is what the loop waited of `publish_s`; `cost_s`, which says less on a busy machine, is how much
-    longer a round took than one without a publication. All are medians.
+    The kinds alternate in one run of `--model`, or of random weights in the shape of SmolLM2, with a broker of its own.
+    `waited_s` is the part of `publish_s` that the loop waited. `cost_s` is how much longer a round took than one
+    without a publication; it is less reliable on a busy machine. All figures are medians.
     """
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         bootstrap = stack.enter_context(log_at(None, Path(directory, "stack")))
@@ -387,7 +387,7 @@ def measure_beside(chosen: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure what the command line asks for and print."""
+    """Measure the figures that the command line selects and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     for name, measure in COMMANDS.items():

@@ -1,11 +1,11 @@
-"""Episodes with an instant model, one JSON line a figure: `python tests/bench/bench_episodes.py [--only NAME …]`.
+"""Episodes with an instant model, one JSON line per figure: `python tests/bench/bench_episodes.py [--only NAME …]`.
 
-`episodes_per_s` is per second of processor time of this process and its children, the client of an endpoint included.
+`episodes_per_s` is per second of processor time of this process and its children, including the endpoint's client.
 
-- `native`: 1, 4, 16 and 50 turns in process, and over the agents' endpoint beside a bare aiohttp server with the same
-  client (`yardstick`);
-- `reasoning_gym`: chain_sum in the loop, and countdown in a process of its own;
-- `verifiers`: a taskset of 1 and of 3 turns; `program`: an agent program of its own, nearly all of it Python's start;
+- `native`: 1, 4, 16 and 50 turns in process, and over the agents' endpoint, compared with a bare aiohttp server with
+  the same client (`yardstick`);
+- `reasoning_gym`: chain_sum in the loop, and countdown in its own process;
+- `verifiers`: a taskset of 1 and of 3 turns; `program`: an agent program, most of whose time is Python's start;
 - `at_once`: wall seconds of 1,000 episodes of two turns that all begin before the first one ends, and memory;
 - `memory`: resident MiB of the worker and of the environment's process after 2,000 and after `--episodes`.
 """
@@ -67,7 +67,7 @@ def used() -> float:
 
 
 async def rate(episode: Episode, count: int) -> float:
-    """Episodes a second of processor time."""
+    """Measure the episodes per second of processor time."""
 
     async def worker(numbers: Iterator[int]) -> None:
         for _ in numbers:
@@ -171,7 +171,7 @@ async def program() -> None:
 
 
 async def hosted() -> tuple[Environment, Episode, psutil.Process]:
-    """An environment of one turn in a process of its own, an episode of it, and the process."""
+    """Start an environment of one turn in its own process; return it, an episode of it, and the process."""
     name = "reasoning_gym:countdown"
     environment = await open_environment(EnvironmentEntry(name=name), {}, RolloutSettings())
     task = environment_task(environment, name, next(environment.tasks(TaskQuery(0))))

@@ -1,8 +1,8 @@
-"""The six faults of the weight log and what a replica says of each, one JSON line a fault.
+"""The six faults of the weight log and a replica's report on each, one JSON line per fault.
 
     python tests/bench/bench_faults.py [--bootstrap HOST:PORT]
 
-Without an address a broker of the local stack is started for the time. The stories are those of the tests.
+Without an address, a broker of the local stack is started for this run. The stories are those of the tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidemill.schemas.config import KafkaSettings
 
 
 def tell(fault: str, bootstrap: str, directory: Path) -> None:
-    """Print what happened."""
+    """Play one fault and print the result."""
     site = Site(KafkaSettings(bootstrap=bootstrap, topic_prefix=f"faults-{uuid.uuid4().hex[:8]}."), directory)
     begun = time.monotonic()
     try:
@@ -35,7 +35,6 @@ def tell(fault: str, bootstrap: str, directory: Path) -> None:
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description="Six faults of the weight log, refused and healed.")
     parser.add_argument("--bootstrap", default="")
     arguments = parser.parse_args()

@@ -1,15 +1,15 @@
-"""What checks, signatures and HTTP cost, one JSON line a figure: `python tests/bench/bench_feedback.py`.
+"""Cost of checks, signatures and HTTP, one JSON line per figure: `python tests/bench/bench_feedback.py`.
 
-Each way writes the same records under the same keys into the same partitions of a local broker, and has them
-acknowledged; the ways take turns, and a figure is the median of the rounds.
+Each way writes the same records with the same keys into the same partitions of a local broker and waits for the
+acknowledgements. The ways alternate, and a figure is the median of the rounds.
 
-- `raw`: a confluent-kafka producer with the same settings, which is given the encoded records.
+- `raw`: a confluent-kafka producer with the same settings, which gets the encoded records.
 - `sdk`: `FeedbackProducer.send` from one thread: tokens verified, values checked, records encoded, partition computed.
 - `sdk_asyncio`: `AsyncFeedbackProducer.send`, awaited in groups.
 - `gateway_batch`, `gateway_single`: HTTP to a gateway process, from `--clients` connections of this process.
 
-`ratio` is to `raw` of the same run; `p50_ms` and `p95_ms` are of one request until its answer. The gateway, its clients
-and the broker share the machine's processors.
+`ratio` is relative to `raw` of the same run; `p50_ms` and `p95_ms` are the times of one request until its answer. The
+gateway, its clients and the broker share the machine's processors.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from tidemill.schemas.log.producer import partition_of
 
 KEY = "k" * 64
 SINGLE_SHARE = 10
-"""One event a request is so much slower that a tenth of the events measure it."""
+"""One event per request is so much slower that a tenth of the events is enough."""
 START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Events, the seconds that they took, and each request's seconds."""
+    """Number of events, their total seconds, and the seconds of each request."""
 
     events: int
     seconds: float
@@ -66,7 +66,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The events of a run, and where they go."""
+    """The events of a run, and the settings to send them with."""
 
     kafka: KafkaSettings
     product: ProductSettings
@@ -163,7 +163,7 @@ async def post_all(url: str, bodies: list[bytes], events: int, clients: int) -> 
 
 @contextmanager
 def gateway(load: Load) -> Iterator[str]:
-    """A gateway process whose caps nobody meets."""
+    """Run a gateway process with caps that the load does not reach."""
     port = free_port()
     environment = {
         **os.environ,

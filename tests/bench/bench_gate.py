@@ -1,10 +1,10 @@
-"""The gate's operating figures: false alarms, power, the price of evidence, and the two reward hacks.
+"""The gate's operating figures: false alarms, power, the cost of evidence, and the two reward hacks.
 
     python tests/bench/bench_gate.py [--runs 2000] [--users 800] [--only aa|users|power|cost|hacks]
 
-One JSON line a figure. Alarms are counted over simulated tests that are looked at after every user; beside the gate's
-betting stand, on the same data, a two-sample t-test as for a single look, and a mixture SPRT with a plugged-in variance
-(both one of the usual ways), so that what the method buys can be seen.
+One JSON line per figure. Alarms are counted over simulated tests that are checked after every user. For comparison with
+the gate's betting, the same data are tested with a two-sample t-test made for a single check and with a mixture SPRT
+with an estimated variance; both are in common use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Draw = Callable[[np.random.Generator, int], np.ndarray]
 
 
 def bet(arms: Sequence[int], values: np.ndarray, share: float, side: Side) -> int | None:
-    """Users after which the evidence is there; None when it never is. Rewards in [-1, 1]."""
+    """Return the number of users until there is evidence; None if there never is. Rewards are in [-1, 1]."""
     capital = Capital(0.0, side)
     two = TwoArms(share, difference(2.0), (capital,))
     for number, (arm, value) in enumerate(zip(arms, values, strict=True)):
@@ -46,7 +46,7 @@ def bet(arms: Sequence[int], values: np.ndarray, share: float, side: Side) -> in
 
 
 def mixture_sprt(candidate: np.ndarray, baseline: np.ndarray) -> int | None:
-    """Pairs after which a two-sided mixture SPRT of their differences says so, the variance estimated as it goes."""
+    """Return the pairs until a two-sided mixture SPRT of their differences alarms, with a running variance estimate."""
     pairs = min(len(candidate), len(baseline))
     apart, n = candidate[:pairs] - baseline[:pairs], np.arange(1, pairs + 1)
     mean = np.cumsum(apart) / n
@@ -62,7 +62,7 @@ def thumbs(chance: float) -> Draw:
 
 
 def rare(chance: float) -> Draw:
-    """No thumb but now and then a bad one."""
+    """Draw no thumb in most cases, and a bad one with the given chance."""
     return lambda random, n: np.where(random.random(n) < chance, -1.0, 0.0)
 
 
@@ -88,7 +88,7 @@ def false_alarms(runs: int, users: int) -> None:
 
 
 def clustering(runs: int, people: int = 60, answers: int = 8) -> None:
-    """A/A with users who differ in taste: by user, as the gate does it, and answer by answer."""
+    """Run A/A tests with users of different taste: by user, as the gate does, and answer by answer."""
     random, counted = np.random.default_rng(5), {"by_user": 0, "by_answer": 0}
     for _ in range(runs):
         taste = np.where(random.random(people) < 0.5, 0.8, 0.2)
@@ -102,7 +102,7 @@ def clustering(runs: int, people: int = 60, answers: int = 8) -> None:
 
 
 def power(runs: int) -> None:
-    """Thumbs up `high` against `low`, blocks of one and one: measured, exact, and the formula's bound."""
+    """Compare thumbs up `high` with `low`, in blocks of one and one: measured, exact, and the formula's bound."""
     for high, low, users in ((0.6, 0.5, 1200), (0.7, 0.5, 400), (0.8, 0.5, 200), (0.9, 0.5, 120)):
         random, stops = np.random.default_rng(9), []
         for _ in range(runs):
@@ -130,7 +130,7 @@ def power(runs: int) -> None:
 
 
 def cost(outcomes: int = 20_000) -> None:
-    """Microseconds of CPU an outcome, through the whole machine; beside an update of one capital alone."""
+    """Measure microseconds of CPU per outcome in the whole machine, and for an update of one capital alone."""
     product = Product(QUICK.model_copy(update={"min_users": 10 * outcomes, "outcomes_per_user": 4}))
     product.start()
     began = time.process_time()

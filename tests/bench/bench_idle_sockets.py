@@ -1,14 +1,14 @@
-"""What good clients of the feedback gateway notice of many that send nothing or slowly, one JSON line a figure.
+"""Effect on good clients of the feedback gateway of many clients that send nothing or slowly, one JSON line per figure.
 
     python tests/bench/bench_idle_sockets.py [--sockets 2000] [--seconds 10] [--bootstrap HOST:PORT]
 
-The gateway's application stands under uvicorn's own protocol with a bound of 512 connections (`plain`, the baseline)
-and under Tidemill's with its default settings (`bounded`), each with no other sockets and with `--sockets` of them from
-the same address: a third says nothing, a third sends a header and a third a body, a byte a second. Who is closed comes
-again after 5 s. Half of the good clients keep their connection, half open one for each request; each sends an event and
-rests for 50 ms. `answered` and `failed` count their requests, `p50_ms` and `p99_ms` are of those answered with 202.
+The gateway's application runs on uvicorn's own protocol with a limit of 512 connections (`plain`, the baseline) and on
+Tidemill's with its default settings (`bounded`), each without other sockets and with `--sockets` of them from the same
+address: a third sends nothing, a third a header and a third a body, one byte a second. A closed client reconnects after
+5 s. Half of the good clients keep their connection, half open one for each request; each sends an event and then waits
+50 ms. `answered` and `failed` count their requests, `p50_ms` and `p99_ms` are of those answered with 202.
 
-Gateway, sockets and good clients are a process each and share the machine's processors.
+Gateway, sockets and good clients are one process each and share the machine's processors.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ HEAD = (
     "content-type: application/json\r\ncontent-length: 1000\r\n"
 ).encode()
 BEGINNINGS = (b"", HEAD + b"x: ", HEAD + b"\r\n")
-"""What each third of the sockets sends at once; the last two go on byte by byte."""
+"""First bytes of each third of the sockets; the last two continue byte by byte."""
 
 
 def serve(kafka: KafkaSettings, kind: str, port: int) -> None:
-    """Be the gateway, until a signal."""
+    """Run the gateway until a signal."""
     settings = GatewaySettings(
         port=port, api_keys={"bench": hashlib.sha256(KEY.encode()).hexdigest()}, user_rate=1e9, user_burst=10**9,
         key_rate=1e9, key_burst=10**9, acknowledge_timeout_s=START_S,
@@ -74,7 +74,7 @@ def serve(kafka: KafkaSettings, kind: str, port: int) -> None:
 
 
 async def hold(port: int, sockets: int) -> None:
-    """Be the clients that send nothing or slowly; say so once each has connected, or has been closed."""
+    """Run the clients that send nothing or slowly; print a line when each has connected once."""
     begun, all_begun = 0, asyncio.Event()
 
     async def one(number: int) -> None:
@@ -106,7 +106,7 @@ async def hold(port: int, sockets: int) -> None:
 
 
 async def ask(url: str, seconds: float) -> tuple[list[float], int]:
-    """Be the good clients: the seconds of each answer with 202, and how many requests had another one or none."""
+    """Run the good clients; return the seconds of each answer with 202, and the number of other requests."""
     token = Signer(PRODUCT).sign("i-1", Pseudonyms(PRODUCT).of(USER))
     took: list[float] = []
     failed = 0
@@ -146,7 +146,7 @@ async def ask(url: str, seconds: float) -> tuple[list[float], int]:
 
 @contextmanager
 def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """This program in another part, while the context is entered."""
+    """Run this program in another role within the context."""
     process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
     try:
         yield process

@@ -1,15 +1,15 @@
-"""Different answers to one prompt in changing company, and logprobs of one group, with and without: JSON lines.
+"""Different answers to one prompt in a changing batch, and logprobs of one group, with and without: JSON lines.
 
     python tests/bench/bench_invariance.py [--runs 80] [--length 128] [--tokens 32] [--rounds 3] [--shapes 8x54+20]
 
 `invariance.answers`: a vLLM engine, in float32 and in bfloat16, answers one prompt `runs` times, greedily, among other
-prompts that change in number, length and place. `distinct` are its different answers, logprobs compared bit for bit,
-`distinct_tokens` those with different tokens, `max` the largest difference of logprobs in nats; `tokens_per_cpu_second`
-are sampled tokens of all requests for each second of processor time (one thread computes). `invariance.logprobs`: the
-trainer takes a step on one group among others that change in number and fork from it; `distinct` are the different
-logprobs of the group. `invariance.step`: sampled tokens of a step for each second of processor time, of rollouts with a
-shared prompt; the best of `rounds`. Each line with `batch_invariant` false is the control of the next one, measured in
-turn with it; `speed` is the median ratio to it.
+prompts that change in number, length and position. `distinct` counts different answers with logprobs compared bit for
+bit, `distinct_tokens` answers with different tokens, `max` is the largest difference of logprobs in nats;
+`tokens_per_cpu_second` are sampled tokens of all requests per second of processor time (one compute thread).
+`invariance.logprobs`: the trainer takes a step on one group among others that change in number and fork from it;
+`distinct` counts the different logprobs of the group. `invariance.step`: sampled tokens of a step per second of
+processor time, for rollouts with a shared prompt; the best of `rounds`. Each line with `batch_invariant` false is the
+control of the next one, measured alternately with it; `speed` is the median ratio to it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WAYS = (False, True)
 
 
 def make_model(directory: Path, options: argparse.Namespace) -> int:
-    """A random Qwen3; the words of its vocabulary."""
+    """Make a random Qwen3 and return the size of its vocabulary."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -48,7 +48,7 @@ def make_model(directory: Path, options: argparse.Namespace) -> int:
 
 
 def engine(directory: Path, dtype: str, words: int, options: argparse.Namespace) -> None:
-    """Lines about an engine; in a process of its own."""
+    """Print the lines about an engine; runs in its own process."""
     import invariance_driver as driver
 
     driver.engines.prepare_environment(1)
@@ -73,7 +73,7 @@ def learner_of(on: bool, options: argparse.Namespace, row_tokens: int = 1024) ->
 
 
 def forks(group: Any, places: Iterable[int]) -> list[Any]:
-    """Groups whose rollouts are those of `group` up to a place."""
+    """Make groups whose rollouts equal those of `group` up to a position."""
 
     def forked(rollout: Any, at: int) -> Any:
         (segment,) = rollout.segments
@@ -85,7 +85,7 @@ def forks(group: Any, places: Iterable[int]) -> list[Any]:
 
 
 def logprobs(options: argparse.Namespace) -> None:
-    """Lines about the logprobs of a group in changing company."""
+    """Print the lines about the logprobs of a group in a changing batch."""
     rollouts, prompt, answer = sizes(options.shapes[0])
     for on in WAYS:
         seen = set()
@@ -98,7 +98,7 @@ def logprobs(options: argparse.Namespace) -> None:
 
 
 def steps(shape: str, options: argparse.Namespace) -> None:
-    """Lines about the speed of a step."""
+    """Print the lines about the speed of a step."""
     learners = {on: learner_of(on, options) for on in WAYS}
     spent: dict[bool, list[float]] = {on: [] for on in WAYS}
     tokens = 0

@@ -1,13 +1,13 @@
-"""The feedback join: joins a second of both runners, beside a bare consume-produce loop.
+"""The feedback join: joins a second of both runners, compared with a bare consume-produce loop.
 
-One broker, one run, the same records; each contender is one process pinned to one core. One JSON line a figure:
+One broker, one run, the same records; each contender is one process pinned to one core. One JSON line per figure:
 
     python tests/bench/bench_join.py --bootstrap HOST:PORT
 
 A join is one interaction, without tokens, with one thumb; all of them are in the log before the contenders read.
-`transactional` and `faust` are the whole worker in that runner: both topics decided in one order of event time, state
-in a changelog, acknowledged outcomes. `loop` keeps a dict in memory, joins in the order of arrival and commits after a
-flush: the floor, without a state that survives a crash, and no order that a replay repeats.
+`transactional` and `faust` are the whole worker with that runner: both topics processed in one order of event time,
+state in a changelog, acknowledged outcomes. `loop` keeps a dict in memory, joins in the order of arrival and commits
+after a flush: the lower bound, without state that survives a crash or an order that a replay repeats.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SETTINGS = JoinSettings(settle_s=0.0, bot_max_events=1_000_000)
 
 
 def main() -> None:
-    """Measure every contender, or be one."""
+    """Measure every contender, or run as one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--joins", type=int, default=5000, help="interactions, each with one thumb")
     options = contended(parser, CONTENDERS, contend)
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(contender: str, bootstrap: str, joins: int) -> dict[str, float]:
-    """Joins a second from the first record read to the last outcome, and CPU time of the worker a join."""
+    """Measure joins a second from the first record read to the last outcome, and the worker's CPU time per join."""
     kafka = fresh_topics(bootstrap, f"bench-{uuid.uuid4().hex[:8]}.", PARTITIONS)
     producer = RecordProducer(kafka, "bench")
     with started(__file__, contender, kafka) as pid, LogReader(kafka, [Topic.OUTCOMES]) as reader:
@@ -71,7 +71,7 @@ def measure(contender: str, bootstrap: str, joins: int) -> dict[str, float]:
 
 
 def records(name: str, count: int) -> Iterator[tuple[Topic, str, str, Record, int]]:
-    """Topic, interaction, key, record and event time in microseconds: answers a millisecond apart, each with a vote."""
+    """Yield topic, interaction, key, record and event time in µs: answers one millisecond apart, each with a vote."""
     begun = now_us() - 60 * SECOND_US
     for number in range(count):
         interaction_id, served_at = f"{name}-{number}", begun + 1_000 * number
@@ -82,7 +82,7 @@ def records(name: str, count: int) -> Iterator[tuple[Topic, str, str, Record, in
 
 
 def send(producer: RecordProducer, written: list[tuple[Topic, str, str, Record, int]]) -> None:
-    """Write them where the product would."""
+    """Write the records to the partitions that the product would use."""
     for topic, interaction_id, key, record, at_us in written:
         partition = partition_of(interaction_id, PARTITIONS)
         producer.send(topic, record, key=key, partition=partition, timestamp_ms=to_ms(at_us))

@@ -1,18 +1,18 @@
 """Figures of the kernels, one JSON line each: `python tests/bench/bench_kernels.py`.
 
-With a GPU every kernel is first held against its twin on the CPU, byte for byte, and then timed beside `torch`'s copy
-of the same tensor in the same run. Without one the lines say so, and give the CPU twins beside numpy's copy.
+With a GPU, every kernel is first compared with its twin on the CPU, byte for byte, and then timed next to `torch`'s
+copy of the same tensor in the same run. Without a GPU, the lines say so, and time the CPU twins next to numpy's copy.
 
-    bytes       what the kernel must at least move: `old` and `new` of a comparison, and the indices that it writes; a
+    bytes       the least that the kernel must move: `old` and `new` of a comparison, and the indices that it writes; a
                 copy reads and writes, so it moves twice its tensor
-    gb_s        those bytes for each second, the median of some runs; `dense_gb_s`: the tensor's own bytes
-    of_copy     gb_s over the copy's
+    gb_s        those bytes per second, the median of several runs; `dense_gb_s`: the tensor's own bytes
+    of_copy     gb_s divided by the copy's
 
 `quantise` and `dequantise` of each block format read or write f4 values on one side and codes with scales on the other.
 
-On a GPU a run is timed by events around some launches, after the caches were overwritten. A kernel that waits for its
-result, as the comparison does for its count, is timed with its wait. `split_classes` is timed with and without the way
-of its streams to the host.
+On a GPU, a run is timed by events around several launches, after the caches were overwritten. For a kernel that waits
+for its result, as the comparison does for its count, the time includes the wait. `split_classes` is timed with and
+without the copy of its streams to the host.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ INDEX_BYTES = 8
 STREAM_BYTES = 8
 """A gap and a step."""
 CHECKED = 1_000_003
-"""Elements of the tensors that are compared with the CPU's results before anything is timed; no multiple of a tile."""
+"""Elements of the tensors that are compared with the CPU's results before the timing; not a multiple of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A block before and after a step of training, on the host."""
+    """A block before and after a training step, on the host."""
 
     kind: ElementType
     old: np.ndarray
@@ -66,7 +66,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kernel on given arrays: what it moves at least, and what it does."""
+    """One kernel on given arrays: the minimum bytes that it moves, and the call."""
 
     name: str
     n_bytes: int
@@ -74,12 +74,12 @@ class Work:
 
 
 def make_step(kind: ElementType, n: int, density: float, seed: int) -> Step:
-    """Patterns of Gaussian weights, of which about `density` move by a step up or down; small ones the more often."""
+    """Make patterns of Gaussian weights, about `density` of which move one step up or down, small ones more often."""
     generator = np.random.default_rng(seed)
     values = torch.from_numpy(generator.standard_normal(n, dtype=np.float32) * np.float32(0.02))
     typed = values.to(getattr(torch, kind.name)) if kind.exponent_bits else (values * 1600).to(torch.int8)
     old = typed.contiguous().view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[kind.bits.itemsize]).numpy()
-    # An update of one size crosses a rounding boundary with a chance that halves with each binade of the weight.
+    # The chance that an update of a given size crosses a rounding boundary halves with each binade of the weight.
     chance = 1 / np.maximum(np.abs(values.numpy()), np.float32(1e-6))
     moved = generator.random(n, dtype=np.float32) < chance * (density / chance.mean())
     up = generator.random(n, dtype=np.float32) < 0.5
@@ -90,7 +90,7 @@ def make_step(kind: ElementType, n: int, density: float, seed: int) -> Step:
 
 
 def works(kernels: KernelBackend, step: Step, place: Callable[[np.ndarray], Any]) -> Iterator[Work]:
-    """Every kernel on the arrays of a step, which `place` takes to where the backend works."""
+    """Yield every kernel on the arrays of a step; `place` moves them to the backend's device."""
     old, new, indices = place(step.old), place(step.new), place(step.indices)
     old_at, new_at, held = place(step.old[step.indices]), place(step.new[step.indices]), place(step.old.copy())
     dense, n, size = step.old.nbytes, len(step.indices), step.kind.bits.itemsize
@@ -113,7 +113,7 @@ def works(kernels: KernelBackend, step: Step, place: Callable[[np.ndarray], Any]
 
 
 def split_on_device(step: Step, place: Callable[[np.ndarray], Any]) -> Work:
-    """The class split without the way of its streams to the host."""
+    """Return the class split without the copy of its streams to the host."""
     from tidemill.kernels import triton_split
 
     at = step.indices
@@ -124,12 +124,12 @@ def split_on_device(step: Step, place: Callable[[np.ndarray], Any]) -> Work:
 
 
 def same(array: np.ndarray) -> np.ndarray:
-    """Where the CPU's kernels work."""
+    """Return the array unchanged: the CPU's kernels work on the host."""
     return array
 
 
 def as_arrays(made: Any) -> list[np.ndarray]:
-    """What a kernel gave, as host arrays to compare."""
+    """Convert a kernel's result to host arrays, for comparison."""
     if made is None:
         return []
     if isinstance(made, torch.Tensor):
@@ -153,7 +153,7 @@ def check(kernels: KernelBackend, step: Step, place: Callable[[np.ndarray], Any]
 
 
 def check_stream(step: Step, place: Callable[[np.ndarray], Any]) -> None:
-    """A delta of tensors on the GPU has the bytes of one of numpy arrays, and applies there. Raises AssertionError."""
+    """Check that a delta of GPU tensors equals that of numpy arrays, and applies on the GPU. Raises AssertionError."""
     expected = list(encode_delta(1, 0, [TensorChange("w", step.kind.name, step.old, step.new)]))
     held = place(step.old)
     found = list(encode_delta(1, 0, [TensorChange("w", step.kind.name, held, place(step.new))]))
@@ -164,7 +164,7 @@ def check_stream(step: Step, place: Callable[[np.ndarray], Any]) -> None:
 
 
 def check_far_offsets(kernels: KernelBackend) -> None:
-    """Elements beyond 2**32 in a tensor of bytes: compared, written, and counted in the fingerprint."""
+    """Check elements beyond 2**32 in a tensor of bytes: comparison, scatter and fingerprint."""
     n = (1 << 32) + 4099
     old, new = (torch.zeros(n, dtype=torch.uint8, device="cuda") for _ in range(2))
     places = torch.tensor([0, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, n - 1], device="cuda")
@@ -179,7 +179,7 @@ def check_far_offsets(kernels: KernelBackend) -> None:
 
 
 def quantise_works(values: torch.Tensor) -> Iterator[tuple[str, Work]]:
-    """Both ways of every block format, by its name, on f4 `values`, where these are."""
+    """Yield quantise and dequantise of every block format, with its name, on f4 `values` on their device."""
     for name, form in BLOCK_FORMATS.items():
         held = quantise(values, form)
         outer_bytes = 0 if held.outer is None else held.outer.nbytes
@@ -199,7 +199,7 @@ def check_block_formats(values: torch.Tensor) -> None:
 
 
 def measure_block_formats(device: str, values: torch.Tensor, timed: Callable[[Callable[[], object]], float]) -> None:
-    """Print the figure of each block format beside a copy of its values."""
+    """Print the figure of each block format next to a copy of its values."""
     target = torch.empty_like(values)
     copy_speed = 2 * values.nbytes / timed(lambda: target.copy_(values)) / 1e9
     for name, work in quantise_works(values):
@@ -210,14 +210,14 @@ def measure_block_formats(device: str, values: torch.Tensor, timed: Callable[[Ca
 
 
 def matrix(elements: int) -> torch.Tensor:
-    """f4: about so many Gaussian weights, in rows of 4096 at most."""
+    """Make about this many Gaussian f4 weights, in rows of at most 4096."""
     columns = min(4096, elements)
     values = torch.from_numpy(np.random.default_rng(0).standard_normal((elements // columns, columns), np.float32))
     return values.mul_(0.02)
 
 
 def seconds_on_gpu(run: Callable[[], object], runs: int, repeat: int, scratch: torch.Tensor) -> float:
-    """Median time of one launch, after two to compile and to warm up; caches are overwritten before each timing."""
+    """Return the median time of a launch after two warm-up launches. Caches are overwritten before each timing."""
     run()
     run()
     taken = []
@@ -235,7 +235,7 @@ def seconds_on_gpu(run: Callable[[], object], runs: int, repeat: int, scratch: t
 
 
 def seconds_on_cpu(run: Callable[[], object], runs: int) -> float:
-    """Median processor time of a single-threaded run, after one to compile and to warm up."""
+    """Return the median processor time of a single-threaded run, after one to compile and warm up."""
     run()
     taken = []
     for _ in range(runs):
@@ -246,7 +246,7 @@ def seconds_on_cpu(run: Callable[[], object], runs: int) -> float:
 
 
 def measure(device: str, todo: list[Work], step: Step, timed: Callable[[Callable[[], object]], float]) -> None:
-    """Print the figure of the copy, which comes first, and each kernel's beside it."""
+    """Print the figure of the copy, which comes first, and each kernel's relative to it."""
     copy_speed = 0.0
     for work in todo:
         seconds = timed(work.run)
@@ -320,7 +320,7 @@ def on_cpu(chosen: argparse.Namespace, reason: str) -> None:
 
 
 def main() -> None:
-    """Measure and print; exits with an error when a GPU is there and Triton does not run on it."""
+    """Measure and print. Exits with an error if there is a GPU but Triton does not run on it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, help="elements of a timed tensor (GPU: 2**27; CPU: 2**24)")
     parser.add_argument("--densities", type=float, nargs="+", default=[0.003, 0.01, 0.06], help="shares that change")

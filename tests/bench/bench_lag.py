@@ -1,16 +1,16 @@
-"""Mismatch by part over a run at several policy lags; what it learns by routing and by serving format: JSON lines.
+"""Mismatch by part over a run at several policy lags; rewards by routing and by serving format: JSON lines.
 
     python tests/bench/bench_lag.py [--models dense experts] [--lags 0 1 4] [--routings own replayed shuffled]
                                     [--formats bf16 nvfp4] [--seeds 0 1 2] [--steps 16] [--noise 0 0.05]
 
 The loop without a log: a vLLM engine samples answers to random prompts, the trainer takes a step on them, and the
-engine gets the weights of `lag` steps ago. A reward is the share of an answer's tokens that are in the first eighth of
-the vocabulary. With `noise` the engine's routers are not the trainer's: to each weight is added a random number of that
-many times the deviation of the weights, another one for each version. `lag.step`: the mismatch of one step, by part
-(`all`, `engines`, `staleness`, `lagged`: k3 and the largest difference of logprobs in nats), the shares of tokens and
-of layers routed otherwise, tokens that the correction cut, the mean reward. `lag.run`: the reward of each step, the
-mean of the last quarter, the mean k3. Routings are those of `trainer.routing`; a dense model has none. Formats are
-those of `trainer.serving_format`.
+engine gets the weights of `lag` steps ago. The reward is the share of an answer's tokens that are in the first eighth
+of the vocabulary. With `noise`, the engine's routers differ from the trainer's: each weight gets added noise of `noise`
+times the deviation of the weights, different for each version. `lag.step`: the mismatch of one step, by part (`all`,
+`engines`, `staleness`, `lagged`: k3 and the largest difference of logprobs in nats), the shares of tokens and of layers
+with another routing, tokens that the correction cut, the mean reward. `lag.run`: the reward of each step, the mean of
+the last quarter, the mean k3. Routings are those of `trainer.routing`; a dense model has none. Formats are those of
+`trainer.serving_format`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ View = dict[str, np.ndarray]
 
 
 def noisy(view: View, share: float, seed: int) -> View:
-    """The view with noise of `share` of their deviation on the routers' weights."""
+    """Return the view with noise on the routers' weights, of `share` of the weights' deviation."""
     import torch
 
     if not share:
@@ -67,7 +67,7 @@ class Sampler:
         self.held = view
 
     def groups(self, step: int, version: int) -> list[Any]:
-        """Groups of answers, with expert ids where the model has them."""
+        """Sample groups of answers, with expert ids if the model has experts."""
         from vllm import SamplingParams
 
         options, prompts = self.options, {}
@@ -89,7 +89,7 @@ class Sampler:
 
 
 def group_of(name: str, outputs: list[Any], version: int) -> Any:
-    """A group that can be trained on."""
+    """Make a group that can be trained on."""
     from conftest import make_trainable
     from families import segment_of
 
@@ -113,7 +113,7 @@ def group_of(name: str, outputs: list[Any], version: int) -> Any:
 
 
 def run(options: argparse.Namespace, directory: Path) -> None:
-    """One run; in a process of its own."""
+    """Do one run; runs in its own process."""
     import expert_driver
 
     expert_driver.engines.prepare_environment(1)
@@ -129,7 +129,7 @@ def run(options: argparse.Namespace, directory: Path) -> None:
         serving_format=options.format,
     )  # fmt: skip
     model = load_model(str(directory))
-    # The engine begins with the checkpoint, the trainer with what its format makes of it.
+    # The engine starts with the checkpoint, the trainer with the checkpoint in its serving format.
     sampler = Sampler(directory, serving_view(model), options)
     learner = Learner(model, settings, None)
     views = [serving_view(learner.model)]

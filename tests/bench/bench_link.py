@@ -1,16 +1,16 @@
-"""Weight versions over a shaped link, one JSON line a figure: `python tests/bench/bench_link.py` (Linux, as root).
+"""Weight versions over a shaped link, one JSON line per figure: `python tests/bench/bench_link.py` (Linux, as root).
 
-- `version`: seconds from the call that publishes a version to its delta decoded and checked in a region behind a link
-  of limited rate, beside 1.2 * bytes / rate + 1 s. `publish_seconds` of them are the call's own.
-- `link`: the versions over one link together, beside a plain TCP transfer of as many bytes over the same link, and what
-  the link carries while nothing is published, into the region and out of it. The region reads with a replica's default
-  settings.
-- `shards`: seconds to fetch and decode one delta in one shard and in four, and in four over as many connections, over
-  a link with delay, without and with loss. Nothing is read ahead: it is what a replica meets that fell behind.
+- `version`: seconds from the publishing call until the delta is decoded and checked in a region behind a link of
+  limited rate, compared with 1.2 * bytes / rate + 1 s. `publish_seconds` is the part of the call itself.
+- `link`: all versions over one link, compared with a plain TCP transfer of the same number of bytes over the same link,
+  and the traffic of the link while no version is published, into and out of the region. The region reads with a
+  replica's default settings.
+- `shards`: seconds to fetch and decode one delta in one shard and in four, and in four over four connections, over a
+  link with delay, without and with loss. Nothing is read ahead, as for a replica that is behind.
 
-The broker is this machine's; the region is a network namespace whose link is shaped by the kernel or, where it cannot,
-by a process that also takes its share of the processors. Times are of the wall clock: run it on a quiet machine, and
-twice after an installation, since the first delta of all compiles the kernels on both sides.
+The broker runs on this machine. The region is a network namespace whose link is shaped by the kernel or, if the kernel
+cannot, by a process that also uses processor time. Times are wall-clock times: run it on a quiet machine, and twice
+after an installation, since the first delta compiles the kernels on both sides.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CHUNK_BYTES = (1 << 20) - 4096
 IDLE_S = 5.0
 DEFAULTS = ReplicaSettings()
 PARTITIONS = 10
-"""The first number with which the keys of four shards lie in four of them."""
+"""The smallest number of partitions with which the keys of four shards are in four partitions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Place:
 
 @contextmanager
 def a_broker(directory: Path) -> Iterator[Place]:
-    """A hub without regions yet, and a broker that they will reach."""
+    """Start a hub without regions, and a broker that regions can reach."""
     with Regions() as regions:
         with socket.socket() as free:
             free.bind((regions.hub, 0))
@@ -89,7 +89,7 @@ def a_broker(directory: Path) -> Iterator[Place]:
 
 
 class Reader:
-    """A replica's reading half inside a region: joins version 0, then prepares every version and says when."""
+    """The reading half of a replica, in a region: joins version 0, then prepares every version and reports when."""
 
     def __init__(
         self,
@@ -110,19 +110,19 @@ class Reader:
         assert self.next()["ready"]
 
     def next(self) -> dict[str, Any]:
-        """The next version that it decoded."""
+        """Return the next version that it decoded."""
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the reader in the region ended with status {self._process.wait()}")
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.communicate()
 
 
 def read(config: dict[str, Any]) -> None:
-    """The program inside the region; ends when standard input does."""
+    """Run the program inside the region, until standard input ends."""
     kafka = KafkaSettings(bootstrap=config["bootstrap"], topic_prefix=config["topic_prefix"])
     state, mirror = ReplicaState(config["run_id"], "main"), Mirror()
     ended = threading.Event()
@@ -148,7 +148,7 @@ def read(config: dict[str, Any]) -> None:
 
 @contextmanager
 def staging(kafka: KafkaSettings, config: dict[str, Any]) -> Iterator[UpdateStaging]:
-    """Where deltas are fetched and decoded; what was published before is read only where it is asked for."""
+    """Open the fetching and decoding of deltas. A fetcher reads earlier deltas only when they are requested."""
     with (
         open_fetcher(kafka, TIMEOUT_S, config["connections"], "bench-link", DEFAULTS.fetch_bytes) as fetcher,
         closing(UpdateStaging(fetcher, Path(config["directory"]))) as made,
@@ -157,7 +157,7 @@ def staging(kafka: KafkaSettings, config: dict[str, Any]) -> Iterator[UpdateStag
 
 
 def plain_transfer(hub: str, region: Region, n_bytes: int) -> float:
-    """Seconds that so many bytes take over a plain TCP connection from the hub to the region, as the baseline."""
+    """Return the seconds for this many bytes over a plain TCP connection from hub to region, as the baseline."""
     program = "import socket, sys, time\nbegun = time.monotonic()\n"
     program += "with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as link:\n"
     program += "    while link.recv(1 << 16): pass\nprint(time.monotonic() - begun)\n"
@@ -173,7 +173,7 @@ def plain_transfer(hub: str, region: Region, n_bytes: int) -> float:
 
 
 def measure_rate(place: Place, link: LinkShape, elements: int, versions: int) -> None:
-    """Versions over a link of limited rate."""
+    """Measure versions over a link of limited rate."""
     rate = link.bits_per_second
     region = place.regions.add(f"rate{rate:.0f}", link)
     kafka, run = fresh(place), RunSettings(run_id="link")
@@ -202,12 +202,12 @@ def measure_rate(place: Place, link: LinkShape, elements: int, versions: int) ->
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One version that came over a link."""
+    """One version that arrived over a link."""
 
     n_bytes: int
     seconds: float
     ratio: float
-    """Of the seconds to their bound."""
+    """Measured seconds divided by the bound."""
 
 
 def arrival(publisher: WeightPublisher, version: int, bits: np.ndarray, reader: Reader, rate: float) -> Arrival:
@@ -225,26 +225,26 @@ def arrival(publisher: WeightPublisher, version: int, bits: np.ndarray, reader: 
 
 
 def bound_seconds(n_bytes: int, rate: float) -> float:
-    """The longest that a version may take over a link of so many bits a second."""
+    """Return the longest time that a version may take over a link of this many bits a second."""
     return 1.2 * 8 * n_bytes / rate + 1.0
 
 
 def idle_bits_per_second(region: Region) -> list[int]:
-    """What a link carries into its region and out of it while nothing is published."""
+    """Return the bits a second into and out of the region while no version is published."""
     before = carried(region)
     time.sleep(IDLE_S)
     return [round(8 * (now - then) / IDLE_S) for now, then in zip(carried(region), before, strict=True)]
 
 
 def carried(region: Region) -> list[int]:
-    """Bytes that came into the region and went out of it until now."""
+    """Return the bytes received and sent by the region so far."""
     lines = Path(f"/proc/{region.holder.pid}/net/dev").read_text().splitlines()[2:]
     devices = [line.split(":")[1].split() for line in lines if not line.strip().startswith("lo:")]
     return [sum(int(device[column]) for device in devices) for column in (0, 8)]
 
 
 def measure_shards(place: Place, link: LinkShape, elements: int, versions: int) -> None:
-    """The same deltas in one shard and in four, over one link."""
+    """Measure the same deltas in one shard and in four, over one link."""
     region = place.regions.add(f"delay{link.delay_ms:.0f}loss{100 * link.loss:.0f}", link)
     shape = (elements // 4 // 1024, 1024)
     random = np.random.default_rng(1)
@@ -274,13 +274,13 @@ def measure_shards(place: Place, link: LinkShape, elements: int, versions: int) 
 
 
 def replaced(bits: np.ndarray, random: np.random.Generator, density: float) -> np.ndarray:
-    """Patterns of which some are replaced by others that no codec can foresee."""
+    """Replace some patterns with random ones, which no codec can predict."""
     others = random.integers(0, 1 << 14, bits.shape, dtype=np.uint16)
     return np.where(random.random(bits.shape) < density, others, bits)
 
 
 def fresh(place: Place) -> KafkaSettings:
-    """New topics."""
+    """Create new topics."""
     kafka = place.kafka.model_copy(update={"topic_prefix": f"b{uuid.uuid4().hex[:8]}."})
     create_topics(kafka)
     return kafka

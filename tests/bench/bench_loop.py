@@ -1,8 +1,8 @@
 """Figures of the whole loop, from real runs of `tidemill demo --act one`: learning, its control, policy lag, overlap,
 learning with each serving format.
 
-Each run is one process tree with its own Kafka, vLLM and data directory; runs follow one another. One JSON line a
-figure, with everything needed beside it: seeds, learning rate, control, rollouts behind a rate.
+Each run is one process tree with its own Kafka, vLLM and data directory; runs follow one another. One JSON line per
+figure, with the values needed to interpret it: seeds, learning rate, control, rollouts on which a rate is based.
 
     python tests/bench/bench_loop.py learning --seeds 0 1 2
     python tests/bench/bench_loop.py control --seeds 0
@@ -39,12 +39,12 @@ FEW_EVALUATIONS = ("--set", "feed.eval_tasks=8", "--set", "feed.eval_every=0")
 
 
 def kept(summary: Summary) -> Summary:
-    """What a figure shows of a summary."""
+    """Return the part of a summary that a figure prints."""
     return {key: summary[key] for key in KEPT}
 
 
 def learning(options: argparse.Namespace) -> None:
-    """Held-out success before and after, by seed."""
+    """Measure held-out success before and after, by seed."""
     summaries = [run(options, f"seed-{seed}", seed) for seed in options.seeds]
     for summary in summaries:
         say("held_out_success", **kept(summary), **query(summary, PROCESSES))
@@ -53,20 +53,20 @@ def learning(options: argparse.Namespace) -> None:
 
 
 def control(options: argparse.Namespace) -> None:
-    """The same run with rewards permuted within each group."""
+    """Repeat the run with rewards permuted within each group."""
     for seed in options.seeds:
         say("shuffled_control", **kept(run(options, f"shuffled-{seed}", seed, "--shuffle-rewards")))
 
 
 def run(options: argparse.Namespace, name: str, seed: int, *arguments: str) -> Summary:
-    """One run with the shared options."""
+    """Do one run with the shared options."""
     steps = [] if options.steps is None else ["--steps", str(options.steps)]
     model = [] if options.model is None else ["--model", str(options.model)]
     return demonstration(options.data_dir, name, "--act", "one", "--seed", str(seed), *steps, *model, *arguments)
 
 
 def formats(options: argparse.Namespace) -> None:
-    """Learning with the serving weights in each format: the reward and the mismatch (k3) of every step."""
+    """Measure learning with the serving weights in each format: the reward and the mismatch (k3) of every step."""
     for form in options.formats:
         for seed in options.seeds:
             summary = run(options, f"{form}-{seed}", seed, "--set", f"trainer.serving_format={form}")
@@ -74,7 +74,7 @@ def formats(options: argparse.Namespace) -> None:
 
 
 def overlap(options: argparse.Namespace) -> None:
-    """Trainer-busy time with samplers busy, and samples per second, asynchronous against synchronous."""
+    """Measure the time in which trainer and samplers are busy, and samples per second, asynchronous and synchronous."""
     rates = {}
     for mode in ("async", "sync"):
         summary = run(options, mode, options.seeds[0], f"--{mode}", *FEW_EVALUATIONS)
@@ -85,7 +85,7 @@ def overlap(options: argparse.Namespace) -> None:
 
 
 def query(summary: Summary, sql: str) -> dict[str, Any]:
-    """The first row of a query on a run's tables."""
+    """Return the first row of a query on a run's tables."""
     answer = ask(SinkSettings(path=str(Path(summary["data_dir"]) / "clickhouse")), sql)
     return dict(zip(answer.columns, answer.rows[0], strict=True))
 
@@ -112,12 +112,12 @@ FROM train_steps
 
 
 def training_seconds(summary: Summary) -> float:
-    """From the first training rollout's start to the last step's end."""
+    """Return the time from the first training rollout's start to the last step's end."""
     return float(query(summary, TRAINING_SECONDS)["seconds"])
 
 
 def lag(options: argparse.Namespace) -> None:
-    """The policy-lag histogram under a bound of 3: trainer as it is, held back, with steps twice as frequent."""
+    """Measure policy lags under a bound of 3: normal trainer, slowed trainer, steps twice as frequent."""
     variants = {"as_is": [], "slowed": ["trainer.min_step_seconds=8"], "sped_up": ["run.groups_per_step=4"]}
     for name, changes in variants.items():
         assignments = [part for change in ["run.max_policy_lag=3", *changes] for part in ("--set", change)]
@@ -129,7 +129,6 @@ def lag(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = {"learning": learning, "control": control, "overlap": overlap, "lag": lag, "formats": formats}
     parser.add_argument("figure", choices=what)

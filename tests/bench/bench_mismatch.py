@@ -1,10 +1,10 @@
-"""What the measuring of the mismatch costs: share of a training step, and seconds by tokens, JSON lines.
+"""Cost of measuring the mismatch: share of a training step, and seconds by tokens, JSON lines.
 
     python tests/bench/bench_mismatch.py [--model DIR] [--shape 8x54+20] [--groups 4] [--steps 5] [--threads 1]
 
-`mismatch.step`: processor seconds of a step, of the record that is made of it, and of a step that scores the first row
-at older weights too; `share` is the record's part of a step, `older_share` what the scoring adds, spread over the steps
-between (`trainer.score_older_every`). `mismatch.measure`: the record alone, of so many tokens. The least of `--steps`.
+`mismatch.step`: processor seconds of a step, of the record about it, and of a step that also scores the first row at
+older weights. `share` is the record's part of a step, `older_share` the part of the scoring, spread over the steps
+between (`trainer.score_older_every`). `mismatch.measure`: the record alone, by tokens. The minimum of `--steps`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from measuring import say
 
 
 def step(options: argparse.Namespace) -> Any:
-    """One line about a step; the tokens that it trained."""
+    """Print one line about a step, and return the tokens that it trained."""
     from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
     from tidemill.trainer.mismatch import measure
     from tidemill.trainer.step import Learner

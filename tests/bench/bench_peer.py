@@ -1,12 +1,12 @@
-"""Tidemill's loop beside TRL's GRPOTrainer: the same model, tasks, grader and cores, one after the other.
+"""Tidemill's loop compared with TRL's GRPOTrainer: the same model, tasks, grader and cores, one after the other.
 
     python tests/bench/bench_peer.py --out peer.json
 
-TRL runs in a virtual environment of its own (`--venv`, made where it is missing, from the versions below). Both draw
+TRL runs in its own virtual environment (`--venv`, created if missing, from the versions below). Both draw
 `reasoning_gym:chain_sum` from the environment of this repository, with the same training questions, and are scored by
-its grader; both evaluate 512 held-out rollouts before and after, by the same sampler settings. Printed are, one JSON
-line each: rollouts a second of training, held-out success by rollouts trained, peak memory of all processes, and the
-curves over wall time.
+its grader; both evaluate 512 held-out rollouts before and after, with the same sampler settings. The figures, one JSON
+line each, are rollouts a second of training, held-out success by rollouts trained, peak memory of all processes, and
+the curves over wall time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def say(**values: object) -> None:
 
 
 def questions(seed: int) -> dict[str, list[dict[str, str]]]:
-    """Training and held-out questions of a seed, drawn as the feeder draws them: prompt and payload of each."""
+    """Draw training and held-out questions of a seed as the feeder does; return prompt and payload of each."""
     from tidemill.producers.environments.base import Split, TaskQuery, split_of
     from tidemill.producers.environments.find import environment_type
 
@@ -56,14 +56,14 @@ def questions(seed: int) -> dict[str, list[dict[str, str]]]:
 
 
 class Memory(threading.Thread):
-    """The most resident memory of this process's children, shared pages counted once a process."""
+    """Peak resident memory of this process's children; shared pages count once per process."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.most, self.ended = 0, threading.Event()
 
     def run(self) -> None:
-        # The kernel walks every page to answer: asked each second it took a tenth of a core.
+        # The kernel walks every page to answer: one query a second took a tenth of a core.
         while not self.ended.wait(10.0):
             total = 0
             for each in psutil.Process().children(recursive=True):
@@ -75,7 +75,7 @@ class Memory(threading.Thread):
 
 
 def timed(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
-    """Seconds and the peak memory in GiB of a command and its children. Raises CalledProcessError."""
+    """Return the seconds and peak memory in GiB of a command and its children. Raises CalledProcessError."""
     memory, began = Memory(), time.monotonic()
     memory.start()
     subprocess.run(command, check=True, env={**os.environ, **environment}, cwd=ROOT)

@@ -1,13 +1,13 @@
-"""The planner's memory beside trainers that take two steps and publish them, one JSON line a trainer and its parts.
+"""The planner's memory and that of trainers that take two steps and publish them, one JSON line per trainer.
 
     python tests/bench/bench_plan.py [--model small DIR] [--ranks 1 2 4] [--row-tokens 256] [--rows 4] [--checkpointed]
 
-Each rank is a process that torchrun started. It holds and does what a trainer on a CPU does: model, masters, moments,
-reference and older weights; steps, each beside the publication of the version before, to a broker that is started for
-it; a checkpoint. `measured_mb` is the most that was resident in the rank that held most, `imported_mb` before the model
-was there, `started_mb` when model and reference had been loaded; `planned_mb` is the sum of `compose/plan/memory.py`
-for rows of so many tokens, nearly all sampled, and `of_measured` the ratio of the two. `small` and `experts` are random
-models, dense and with experts.
+Each rank is a process that torchrun started. It holds and does the same as a trainer on a CPU: model, masters, moments,
+reference and older weights; steps, during each of which the version before is published to a broker that is started
+for it; a checkpoint. `measured_mb` is the peak resident memory of the rank with the highest one, `imported_mb` its peak
+before the model was loaded, `started_mb` after model and reference were loaded; `planned_mb` is the sum of
+`compose/plan/memory.py` (`parts_mb`) for rows of that many tokens, nearly all sampled, and `of_measured` their ratio.
+`small` and `experts` are random models, dense and with experts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEPS = 2
 
 
 def take_steps(directory: str, chosen: argparse.Namespace) -> None:
-    """Take steps on rollouts that fill rows, publish and store them, and print the most MiB that this rank held."""
+    """Take steps on rollouts that fill rows, publish and save them, and print this rank's peak memory in MiB."""
     import tidemill.trainer.run  # noqa: F401 - what the role imports is resident too
     from tidemill.kernels.weights.publish import WeightPublisher
     from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
@@ -86,7 +86,7 @@ def take_steps(directory: str, chosen: argparse.Namespace) -> None:
 
 
 def trainer_settings(directory: str, chosen: argparse.Namespace) -> Any:
-    """A trainer that keeps and publishes all that one can, with older weights in both of its steps."""
+    """Return settings of a trainer that keeps and publishes as much as possible, with older weights in both steps."""
     from tidemill.trainer.config import KlSettings, TrainerSettings
 
     return TrainerSettings(
@@ -100,7 +100,7 @@ def trainer_settings(directory: str, chosen: argparse.Namespace) -> Any:
 
 
 def long_group(rollouts: int, tokens: int, vocabulary: int, prompt: int) -> Any:
-    """A group of rollouts that share nothing and fill a row of so many tokens each, all after the prompt sampled."""
+    """Make a group of rollouts without common tokens, each of which fills a row and is sampled after its prompt."""
     from tidemill.schemas.records import Segment, VersionSpan
 
     group = make_trainable("g", tuple(float(n % 2) for n in range(rollouts)))
@@ -121,7 +121,7 @@ def long_group(rollouts: int, tokens: int, vocabulary: int, prompt: int) -> Any:
 
 
 def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: str, root: Path) -> None:
-    """Run a trainer of so many ranks, and print the peak of one beside the plan."""
+    """Run a trainer of this many ranks, and print the highest peak of a rank and the plan."""
     from tidemill.compose.plan.estimates import StepWork, delta_estimates
     from tidemill.compose.plan.memory import TrainerCase, trainer_bytes
     from tidemill.trainer.model_size import size_of_name
@@ -184,7 +184,7 @@ def compare_all(chosen: argparse.Namespace, bootstrap: str, root: Path) -> None:
 
 
 def main() -> None:
-    """Compare, with a broker of its own where none is named."""
+    """Compare, with a new broker if none is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=list(MADE), help="directories of models, small or experts")
     parser.add_argument("--row-tokens", type=int, default=256, help="tokens of each row")

@@ -1,16 +1,16 @@
-"""Serving formats: how far the trainer is from the engine, matched and not, and the bytes of a version. JSON lines.
+"""Serving formats: the trainer's distance from the engine, matched or not, and the bytes of a version. JSON lines.
 
     python tests/bench/bench_precision.py [--model data/models/smollm2] [--seeds 0] [--engines bfloat16] [--steps 3]
 
 `precision.mismatch`: a vLLM engine serves the model in the format `served` and samples; the trainer computes the
-logprobs of the same tokens in float32 with the weights of `trainer`, each format in turn; `matched` where both are one
-format. `k3` is the mean of r - log r - 1 with r the ratio of probabilities, `max` and `p99` are of |difference of
+logprobs of the same tokens in float32 with the weights of `trainer`, for each format; `matched` if both formats are
+equal. `k3` is the mean of r - log r - 1 with r the ratio of probabilities; `max` and `p99` are of |difference of
 logprobs| in nats.
 
-`precision.bytes`: the delta of a version, from optimizer steps on what the bf16 engine sampled, with the same masters
-in each format. `changed` is the share of bf16 values that differ; `bytes` is the delta of them, which travels; `bound`
-is its bound by exponent class (`kernels.bounds`). `code_bytes` is what the codes and scales themselves would take in
-the same codec, with `code_bound`. The first step is left out: in it AdamW moves every weight by a whole learning rate.
+`precision.bytes`: the delta of a version, from optimizer steps on the samples of the bf16 engine, with the same masters
+in each format. `changed` is the share of bf16 values that differ; `bytes` is their delta, which is sent; `bound` is its
+bound by exponent class (`kernels.bounds`). `code_bytes` is the size of the codes and scales in the same codec, with the
+bound `code_bound`. The first step is left out: in it AdamW changes every weight by a whole learning rate.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer")]
 
 FORMATS = ("bf16", "fp8_blocks", "mxfp8", "nvfp4")
 PROMPTS = 4
-"""Questions, each answered equally often: a group of rollouts."""
+"""Number of questions, each answered equally often: a group of rollouts."""
 
 
 def held_in(directory: Path, form: str) -> Any:
-    """The model of a checkpoint as the trainer holds it in a format."""
+    """Load the model of a checkpoint as the trainer holds it in a format."""
     from tidemill.trainer.choices import ServingFormat
     from tidemill.trainer.config import OptimizerSettings
     from tidemill.trainer.master import MasterWeights
@@ -50,7 +50,7 @@ def held_in(directory: Path, form: str) -> Any:
 
 
 def prompts_of(directory: Path, seed: int) -> list[list[int]]:
-    """Questions of two numbers, as token ids."""
+    """Make questions of two numbers, as token ids."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -60,7 +60,7 @@ def prompts_of(directory: Path, seed: int) -> list[list[int]]:
 
 
 def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) -> None:
-    """Sample from an engine; in a process of its own."""
+    """Sample from an engine; runs in its own process."""
     import engine_driver
 
     engine_driver.prepare_environment(1)
@@ -83,7 +83,7 @@ def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) 
 
 
 def sampled(directory: Path, dtype: str, options: argparse.Namespace, seed: int, out: Path) -> list[Any]:
-    """Prompt, answer and logprobs of each sequence of an engine."""
+    """Return prompt, answer and logprobs of each sequence of an engine."""
     command = [sys.executable, __file__, "--sample", str(directory), dtype, str(out), "--seed", str(seed)]
     sizes = ["--sequences", str(options.sequences), "--tokens", str(options.tokens), "--model", str(options.model)]
     subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
@@ -92,7 +92,7 @@ def sampled(directory: Path, dtype: str, options: argparse.Namespace, seed: int,
 
 
 def mismatch(options: argparse.Namespace, seed: int, root: Path) -> list[Any]:
-    """Every format served, against every format of the trainer; what the first engine sampled in bf16."""
+    """Compare every served format with every format of the trainer; return the first engine's samples in bf16."""
     import torch
     from families import OneSegment, segment_of
 
@@ -120,7 +120,7 @@ def mismatch(options: argparse.Namespace, seed: int, root: Path) -> list[Any]:
 
 
 def versions(learner: Any) -> Iterator[tuple[str, str, str, np.ndarray, str]]:
-    """Of every format and weight: format, weight, type of the patterns, patterns, and whether `values` or `codes`."""
+    """Yield for every format and weight: format, weight, type of the patterns, patterns, and `values` or `codes`."""
     import torch
 
     from tidemill.kernels.quantise import BLOCK_FORMATS, E2M1, dequantise, quantise
@@ -151,7 +151,7 @@ def versions(learner: Any) -> Iterator[tuple[str, str, str, np.ndarray, str]]:
 
 
 def version_bytes(options: argparse.Namespace, seed: int, sequences: list[Any]) -> None:
-    """The deltas of some steps in every format."""
+    """Measure the deltas of several steps in every format."""
     from conftest import make_trainable
     from families import segment_of
 
@@ -194,7 +194,6 @@ def version_bytes(options: argparse.Namespace, seed: int, sequences: list[Any]) 
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TESTS.parent / "data/models/smollm2", help="checkpoint directory")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the questions")

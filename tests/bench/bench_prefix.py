@@ -1,12 +1,12 @@
-"""A training step with and without sharing what the rollouts of a group have in common, JSON lines.
+"""A training step with and without sharing the common tokens of a group's rollouts, JSON lines.
 
     python tests/bench/bench_prefix.py [--model DIR] [--shapes 8x54+20 16x1000+100] [--groups 1] [--threads 2]
 
-Rollouts of a group have one prompt and random answers, so that the prompt is all there is to share. A step is forward,
-backward and optimizer. Each variant has a process of its own, and the two take their steps in turn, so that whatever
-else the machine does meets both. `seconds` and `cpu_s` are those of the quickest step; `held_mb` is resident before the
-first step, `peak_mb` at most. `prefix.ratio` has the ratios of these, and of `paired` the median ratio of processor
-times of steps that followed each other.
+Rollouts of a group have one prompt and random answers, so that only the prompt can be shared. A step is forward,
+backward and optimizer. Each variant has its own process, and the two take their steps alternately, so that other load
+on the machine affects both. `seconds` and `cpu_s` are those of the fastest step; `held_mb` is resident before the first
+step, `peak_mb` the maximum. `prefix.ratio` has the ratios of these values; its `paired` is the median ratio of the
+processor times of consecutive steps.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SHAPES = ("8x54+20", "16x1000+100")
 
 
 def sizes(shape: str) -> tuple[int, int, int]:
-    """Rollouts, tokens of the prompt and of an answer: "8x54+20"."""
+    """Parse "8x54+20": rollouts, tokens of the prompt, tokens of an answer."""
     rollouts, rest = shape.split("x")
     prompt, answer = rest.split("+")
     return int(rollouts), int(prompt), int(answer)
 
 
 def run_variant(options: argparse.Namespace) -> None:
-    """Make a step of one variant for each line of standard input; a line of what each took."""
+    """Take one step of a variant for each line of standard input, and print a line with its cost."""
     from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
     from tidemill.trainer.step import Learner
 
@@ -101,7 +101,7 @@ def groups_of(count: int, rollouts: int, prompt: int, answer: int, vocab: int) -
 
 
 def start(options: argparse.Namespace, shape: str, variant: str) -> subprocess.Popen[str]:
-    """A process of one variant, which makes a step for each line that it is given."""
+    """Start the process of one variant, which takes a step for each line on its standard input."""
     command = [sys.executable, __file__, "--variant", variant, "--shapes", shape, "--groups", str(options.groups)]
     command += ["--threads", str(options.threads), "--row-tokens", str(options.row_tokens)]
     command += ["--model", str(options.model)] if options.model else []
@@ -110,7 +110,7 @@ def start(options: argparse.Namespace, shape: str, variant: str) -> subprocess.P
 
 
 def step_of(process: subprocess.Popen[str]) -> dict[str, float]:
-    """What one more step of a variant took."""
+    """Have a variant take one more step and return its cost."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -122,7 +122,7 @@ def step_of(process: subprocess.Popen[str]) -> dict[str, float]:
 
 
 def compare(options: argparse.Namespace, shape: str) -> None:
-    """One line for each variant of a shape, and one of their ratios."""
+    """Print one line for each variant of a shape, and one with their ratios."""
     seen: dict[str, list[dict[str, float]]] = {"plain": [], "shared": []}
     processes = {variant: start(options, shape, variant) for variant in seen}
     try:
@@ -146,7 +146,6 @@ def compare(options: argparse.Namespace, shape: str) -> None:
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint; else a random model of SmolLM2-135M's shape")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="rollouts x prompt + answer, in tokens")

@@ -1,8 +1,8 @@
 """Figures of learning from users, from real runs of `tidemill demo --act two`: satisfaction, its control, latency.
 
 All runs start from one model: `--model DIRECTORY`, or one that the first run makes (mid-training and the first act).
-Each run is one process tree with its own Kafka, vLLM and data directory; runs follow one another. One JSON line a
-figure, with everything needed beside it: seed, control, answers behind a rate, learning rate.
+Each run is one process tree with its own Kafka, vLLM and data directory; runs follow one another. One JSON line per
+figure, with the values needed to interpret it: seed, control, answers on which a rate is based, learning rate.
 
     python tests/bench/bench_real_time.py learning --seeds 0 1 2
     python tests/bench/bench_real_time.py control --seeds 0
@@ -30,7 +30,7 @@ KEPT = (
 
 
 def learnt_model(options: argparse.Namespace) -> Path:
-    """The model that users meet: the given one, or the newest anchor of a first act."""
+    """Return the model that the users get: the given one, or the newest anchor of a first act."""
     if options.model is not None:
         return options.model
     model = options.data_dir / "model"
@@ -43,14 +43,14 @@ def learnt_model(options: argparse.Namespace) -> Path:
 
 
 def runs(options: argparse.Namespace, name: str, *arguments: str) -> list[Summary]:
-    """One second act a seed, from one model."""
+    """Run one second act for each seed, from one model."""
     model = learnt_model(options)
     more = ["--act", "two", "--model", str(model), *arguments, *options.demo]
     return [demonstration(options.data_dir, f"{name}-{seed}", "--seed", str(seed), *more) for seed in options.seeds]
 
 
 def learning(options: argparse.Namespace) -> None:
-    """Held-out users' satisfaction and the simulated skill, before and after, by seed."""
+    """Measure held-out users' satisfaction and the simulated skill, before and after, by seed."""
     summaries = runs(options, "learning")
     for summary in summaries:
         say("satisfaction", **{key: summary[key] for key in KEPT})
@@ -61,13 +61,12 @@ def learning(options: argparse.Namespace) -> None:
 
 
 def control(options: argparse.Namespace) -> None:
-    """The same run with users' votes exchanged among each other."""
+    """Repeat the run with votes exchanged between users."""
     for summary in runs(options, "control", "--shuffle-thumbs"):
         say("shuffled_thumbs", **{key: summary[key] for key in KEPT})
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = {"learning": learning, "control": control}
     parser.add_argument("figure", choices=what)

@@ -1,12 +1,12 @@
 """Replay of a whole demonstration, twice: the same groups, byte for byte, and the same steps, bit for bit.
 
-One demonstration of the simulated loop is run to its end (or one that has ended is named), its Kafka is started again
-over its data, and everything is asked of `tidemill replay` as an operator would. One JSON line a figure:
+One demonstration of the simulated loop is run to its end (or a finished one is given), its Kafka is started again on
+its data, and all figures come from `tidemill replay`, as an operator would run it. One JSON line per figure:
 
-- `replay.groups`: group assembly over the log, against what the log recorded, and two replays against each other;
-- `replay.steps`: every optimizer step made again, twice, against the recorded fingerprints;
-- `replay.changed_rule`: the same with one line of the assembly rule changed: the first group that comes out different;
-- `replay.deadline`, `replay.staleness`: counterfactuals without a change of code.
+- `replay.groups`: group assembly over the log, compared with the recorded groups, and two replays with each other;
+- `replay.steps`: every optimizer step taken again, twice, compared with the recorded fingerprints;
+- `replay.changed_rule`: the same with one line of the assembly rule changed: the first group that differs;
+- `replay.deadline`, `replay.staleness`: counterfactuals without a code change.
 
     python tests/bench/bench_replay.py --seed 0 --steps 6
     python tests/bench/bench_replay.py --demo DIRECTORY --last 12
@@ -36,12 +36,12 @@ SMALL = (
     "run.groups_per_step=8",
     "run.skip_no_signal=false",
 )
-"""A demonstration that is quick: nothing here is about how much is learnt."""
+"""Settings of a fast demonstration: no figure here depends on how much is learnt."""
 
 LEFT_S = 3.0
-"""What the earlier deadline leaves of a task's time."""
+"""Time that a task has with the earlier deadline."""
 CHANGED_LINE = "group_assembly._mean = lambda rewards, least: max((r for r in rewards if r is not None), default=None)"
-"""The assembly rule with one line changed: a group's best reward in the place of its mean."""
+"""The assembly rule with one line changed: a group's best reward instead of its mean."""
 CHANGED_RULE = f"""
 from tidemill.compose.cli import main
 from tidemill.streams.assembly import group_assembly
@@ -51,7 +51,6 @@ main()
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of the demonstration")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of the demonstration")
@@ -71,7 +70,7 @@ def main() -> None:
 
 
 def played(data_dir: Path, seed: int, steps: int) -> Path:
-    """Run a demonstration; its directory."""
+    """Run a demonstration and return its directory."""
     data_dir.mkdir(parents=True, exist_ok=True)
     assignments = [part for setting in SMALL for part in ("--set", setting)]
     options = ("--act", "one", "--seed", str(seed), "--steps", str(steps), *assignments)
@@ -85,7 +84,7 @@ class Replay:
         self._common = ["--config", str(config), "--bootstrap", bootstrap]
 
     def ask(self, *arguments: object, program: tuple[str, ...] = ("-m", "tidemill.compose.cli")) -> dict[str, Any]:
-        """The JSON document of a command, with the seconds that it took."""
+        """Return the JSON document of a command, with the seconds that it took."""
         begun = time.monotonic()
         command = [sys.executable, *program, "replay", *map(str, arguments), "--json", *self._common]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -94,12 +93,12 @@ class Replay:
         return {**json.loads(done.stdout), "command_seconds": round(time.monotonic() - begun, 1)}
 
     def changed(self, *arguments: object) -> dict[str, Any]:
-        """The same with the changed line."""
+        """Return the document of the command with the changed line."""
         return self.ask(*arguments, program=("-c", CHANGED_RULE))
 
 
 def figures(replay: Replay, last: int | None, shift_s: float) -> Iterator[dict[str, Any]]:
-    """Every figure of a log."""
+    """Yield every figure of a log."""
     prefixes = [f"bench-{uuid.uuid4().hex[:8]}." for _ in range(3)]
     first, second = (replay.ask("stage", "assembly", "--into", prefix) for prefix in prefixes[:2])
     same = replay.ask("diff", *prefixes[:2], "--topic", "groups")
@@ -150,17 +149,17 @@ def figures(replay: Replay, last: int | None, shift_s: float) -> Iterator[dict[s
 
 
 def named(first: dict[str, Any], second: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Two replays with the names under which a figure tells of them."""
+    """Return two replays with the names that a figure uses for them."""
     return ("once", first), ("twice", second)
 
 
 def counts(found: dict[str, Any]) -> dict[str, Any]:
-    """How many records came out the same and otherwise."""
+    """Count the equal and the different records."""
     return {name: found[name] for name in ("total", "identical", "changed", "only_there", "only_here")}
 
 
 def first_of(found: dict[str, Any]) -> dict[str, Any] | None:
-    """The first record that differs: its name, where it lies, and the fields that differ."""
+    """Return the first record that differs: its name, its position, and the fields that differ."""
     first = found["first"]
     return first and {**{name: first[name] for name in ("name", "kind", "there")}, "fields": first["fields"][:3]}
 

@@ -1,18 +1,18 @@
-"""What a weight update costs a replica, in one run on one machine: one JSON line a figure.
+"""Cost of a weight update for a replica, in one run on one machine: one JSON line per figure.
 
     python tests/bench/bench_replica.py [--parameters 100e6] [--density 0.01] [--versions 20] [--requests 8]
 
-A replica's engine (AsyncLLM, its core a process of its own, fp32) decodes requests without end. Meanwhile versions of
-a random bf16 Qwen3 arrive as encoded deltas and go the replica's way: decoded and checked against a mirror, staged in
-the engine core, written between two steps, proved. The same weights are then written in full, and reloaded from
-safetensors by vLLM's own `reload_weights`. No Kafka is needed. Times are wall times: read them beside each other.
+A replica's engine (AsyncLLM in fp32, with its core in a separate process) decodes requests continuously. Meanwhile
+versions of a random bf16 Qwen3 arrive as encoded deltas and are processed as in a replica: decoded and checked against
+a mirror, staged in the engine core, written between two steps, proved. The same weights are then written in full, and
+reloaded from safetensors by vLLM's own `reload_weights`. No Kafka is needed. Compare the wall times only to each other.
 
     python tests/bench/bench_replica.py --topology dense:tensor_parallel=2 [DIR:tensor_parallel=3 ...] [--versions 50]
 
-takes that many versions on engines of several ranks instead, `versions` of them while requests run, and one more; one
-JSON line an engine. A model is `dense` or `experts` (random, tiny), `fused` (the same experts under the names that
-transformers has in memory) or a directory. `unproved` counts versions whose live weights have another fingerprint than
-the version's, `wrong_tokens` those whose version span is not the one that a rank computed them with; both must be 0.
+This takes the versions on engines of several ranks instead: `versions` of them while requests run, and one more; one
+JSON line per engine. A model is `dense` or `experts` (random, tiny), `fused` (the same experts under the in-memory
+names of transformers) or a directory. `unproved` counts versions whose live weights have another fingerprint than the
+version; `wrong_tokens` counts tokens that a rank computed with another version than their span says. Both must be 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tidemill.kernels.weights.mirror import ElementChange
 
 
 def beside(name: str) -> Any:
-    """A program of the replica's tests, as a module."""
+    """Load a program of the replica's tests as a module."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "consumers" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -70,11 +70,11 @@ class Figures:
     values: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, figure: str, milliseconds: float) -> None:
-        """Note one value."""
+        """Add one value."""
         self.values.setdefault(figure, []).append(milliseconds)
 
     def timed(self, figure: str, call: Callable[[], Any]) -> Any:
-        """Note how long a call takes."""
+        """Make a call and add its time."""
         begun = time.perf_counter()
         result = call()
         self.add(figure, 1e3 * (time.perf_counter() - begun))
@@ -93,7 +93,7 @@ class Figures:
 
 
 class Load:
-    """Keeps a number of requests running, and knows the longest time that one of them waited for a token."""
+    """Keeps a number of requests running and measures the longest time that one of them waited for a token."""
 
     def __init__(self, engine: Any, requests: int) -> None:
         self._engine = engine
@@ -113,7 +113,7 @@ class Load:
                 self.tokens, last = self.tokens + 1, now
 
     async def until(self, tokens: int) -> None:
-        """Wait until so many more tokens have been sampled."""
+        """Wait until this many more tokens have been sampled."""
         wanted = self.tokens + tokens
         while self.tokens < wanted:
             await asyncio.wait(self._tasks, timeout=0.01, return_when=asyncio.FIRST_EXCEPTION)
@@ -128,7 +128,7 @@ class Load:
 
 
 class Chain:
-    """Versions of a checkpoint: what a trainer encodes, and the mirror that a replica checks it against."""
+    """Versions of a checkpoint: the trainer's deltas, and the mirror against which a replica checks them."""
 
     def __init__(self, base: Path, density: float) -> None:
         self._specs, self._density = specs_of(map_checkpoint(base)), density
@@ -139,16 +139,16 @@ class Chain:
 
     @property
     def n_elements(self) -> int:
-        """Elements of a version."""
+        """Number of elements of a version."""
         return sum(bits.size for bits in self._mirror.values())
 
     def computed(self) -> Any:
-        """The mirror's fingerprint, from its elements."""
+        """Compute the mirror's fingerprint from its elements."""
         found = (fingerprint(bits, TensorKey.of(name)) for name, bits in self._mirror.items())
         return sum(found, start=ZERO)
 
     def encode(self) -> list[bytes]:
-        """The next version as a delta: a share of the elements, by one step of the last place."""
+        """Encode the next version as a delta: a share of the elements changes in the last bit."""
         self.version += 1
         changes = (TensorChange(s.name, s.dtype, *self._step(self._mirror[s.name])) for s in self._specs)
         return list(encode_delta(self.version, self.version - 1, changes))
@@ -157,25 +157,25 @@ class Chain:
         return bits, bits ^ (self._random.random(bits.size, dtype=np.float32) < self._density).astype(np.uint16)
 
     def decode(self, pieces: list[bytes]) -> list[Any]:
-        """The checked changes of a delta."""
+        """Decode and check the changes of a delta."""
         blocks = decode_delta(pieces, self.version, self.version - 1)
         return [change for block in blocks for change in resolve_all(block, self._mirror)]
 
     def commit(self, changes: list[Any]) -> None:
-        """The mirror becomes the version."""
+        """Apply the changes to the mirror."""
         for change in changes:
             apply_change(change, self._mirror[change.name])
             self.fingerprint += change.target - change.base
 
     def save(self, directory: Path) -> Path:
-        """The version as safetensors."""
+        """Save the version as safetensors."""
         weights = {s.name: Weight(s.dtype, self._mirror[s.name].reshape(s.shape)) for s in self._specs}
         save_checkpoint(directory, weights)
         return directory
 
 
 async def follow(engine: Any, chain: Chain, load: Load, figures: Figures, measured: bool) -> None:
-    """Bring one version to the engine, the replica's way."""
+    """Bring one version to the engine, as a replica does."""
     notes = figures if measured else Figures({})
     pieces = await asyncio.to_thread(notes.timed, "encode, in the trainer", chain.encode)
     load.longest_ms = 0.0
@@ -228,7 +228,7 @@ async def measure(arguments: argparse.Namespace, root: Path) -> None:
 
 
 async def rewrite(engine: Any, chain: Chain, load: Load, figures: Figures, whole: Path, times: int) -> None:
-    """Write the last version in full, ours and vLLM's way."""
+    """Write the last version in full, with Tidemill and with vLLM."""
     for _ in range(times):
         applied = await engine.load(whole, chain.version)
         figures.add("pause of a full write", applied.pause_ms)
@@ -243,7 +243,7 @@ async def rewrite(engine: Any, chain: Chain, load: Load, figures: Figures, whole
 
 
 async def on_ranks(ranks: Any, arguments: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """Take versions on one engine of several ranks: what its line says."""
+    """Take versions on one engine of several ranks and return the values of its line."""
     topology, versions = arguments.topology[0], arguments.versions
     model, _, given = topology.partition(":")
     chosen = {key: int(value) for key, _, value in (each.partition("=") for each in given.split(","))}
@@ -262,7 +262,7 @@ async def on_ranks(ranks: Any, arguments: argparse.Namespace, root: Path) -> dic
     engine = await ranks.start(base, settings, specs)
     chain, rounds = ranks.Versions(engine, views), []
     for first in range(0, versions, ranks.MOVES):
-        # Each round has requests of its own, which are shorter than the models' context.
+        # Each round starts its own requests, which are shorter than the models' context.
         moves = min(ranks.MOVES, versions - first)
         rounds.append(await ranks.under_load(engine, chain, moves, first=ranks.REQUESTS * len(rounds)))
     objections = [each for found in rounds for each in found["objections"]]
@@ -287,7 +287,7 @@ async def on_ranks(ranks: Any, arguments: argparse.Namespace, root: Path) -> dic
 
 
 def make_model(parameters: int, directory: Path) -> Path:
-    """A random Qwen3 with at least so many parameters, tied, its hidden size a multiple of 64."""
+    """Make a random Qwen3 with at least this many parameters, tied, its hidden size a multiple of 64."""
     hidden = next(h for h in range(64, 1 << 14, 64) if 13 * LAYERS * h * h + VOCABULARY * h >= parameters)
     size = {"hidden_size": hidden, "num_hidden_layers": LAYERS, "intermediate_size": 3 * hidden}
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64}
@@ -296,7 +296,7 @@ def make_model(parameters: int, directory: Path) -> Path:
 
 
 def _rss_mb() -> dict[str, int]:
-    """Resident memory of the server and of its engine core."""
+    """Return the resident memory of the server and of its engine core."""
     server = psutil.Process()
     (core,) = server.children()
     return {"server": server.memory_info().rss >> 20, "core": core.memory_info().rss >> 20}
@@ -315,12 +315,12 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if len(arguments.topology or ()) > 1:
-        # vLLM reads its environment once, and a process ends with its engines.
+        # vLLM reads its environment once, and the process ends with its engines.
         command = [sys.executable, __file__, "--versions", str(arguments.versions)]
         command += ["--density", str(arguments.density), "--topology"]
         sys.exit(max(subprocess.run([*command, one]).returncode for one in arguments.topology))
     prepare_environment(1)
-    # The engine core is a fork of this process, and a fork that has lost its compute threads waits for them.
+    # The engine core is a fork of this process. A fork would wait for the compute threads that it does not have.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
         if not arguments.topology:

@@ -1,17 +1,17 @@
-"""How far the trainer is from the engine on a mixture of experts, by routing: JSON lines.
+"""The trainer's distance from the engine on a mixture of experts, by routing: JSON lines.
 
     python tests/bench/bench_routing.py [--figures mismatch capture] [--seeds 0 1 2] [--sequences 16] [--tokens 96]
                                         [--layers 4] [--experts 8]
 
-A vLLM engine samples from a random Qwen3-MoE, in bfloat16 and in float32, and says which experts each token was sent
-to; the trainer computes the logprobs of the same tokens. `routing.mismatch` is the distance of the two: `own`, the
-trainer's routers choose; `replayed`, the sampler's experts are taken; `shuffled`, as a control, those of other tokens.
-`engine twice` is the engine against itself, which computes the sampled sequences again as prompts. `k3` is the mean of
-r - log r - 1 with r the ratio of probabilities, `max` and `p99` are of |difference of logprobs| in nats; `otherwise` is
-the share of (token, layer) pairs for which the routers' own choice is another than the sampler's. `routing.bytes` are
-the bytes of expert ids a token, beside those of the rollout's own arrays. `routing.capture`: tokens that an engine
-samples in a second of processor time, by itself and keeping expert ids, in turn; the best of `--rounds`, and the
-median ratio.
+A vLLM engine samples from a random Qwen3-MoE, in bfloat16 and in float32, and reports the experts of each token; the
+trainer computes the logprobs of the same tokens. `routing.mismatch` is the distance between the two: `own`, with the
+choice of the trainer's routers; `replayed`, with the sampler's experts; `shuffled`, as a control, with those of other
+tokens. `engine twice` is the engine compared with itself, when it computes the sampled sequences again as prompts.
+`k3` is the mean of r - log r - 1 with r the ratio of probabilities, `max` and `p99` are of |difference of logprobs| in
+nats; `otherwise` is the share of (token, layer) pairs for which the routers' own choice differs from the sampler's.
+`routing.bytes` are the bytes of expert ids per token, next to those of the rollout's own arrays. `routing.capture`:
+tokens that an engine samples per second of processor time, without and with recording of expert ids, alternately; the
+best of `--rounds`, and the median ratio.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROMPT = 32
 
 
 def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) -> None:
-    """Sample from an engine, and have it compute the same sequences again; in a process of its own."""
+    """Sample from an engine, and compute the same sequences again with it; runs in its own process."""
     import expert_driver
 
     expert_driver.engines.prepare_environment(1)
@@ -65,7 +65,7 @@ def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) 
 
 
 def capture(directory: Path, dtype: str, options: argparse.Namespace) -> None:
-    """Lines about the speed of an engine with and without expert ids; in a process of its own."""
+    """Print lines about the speed of an engine with and without expert ids; runs in its own process."""
     import expert_driver
 
     expert_driver.engines.prepare_environment(1)
@@ -86,7 +86,7 @@ def capture(directory: Path, dtype: str, options: argparse.Namespace) -> None:
             while made.engine.has_unfinished_requests():
                 made.engine.step()
             spent[number, int(on)] = time.process_time() - begun
-    # The first round warms up.
+    # The first round is a warm-up.
     for on, seconds in zip(kinds, spent[1:].T, strict=True):
         say("routing.capture", seed=options.seed, engine=dtype, expert_ids=on,
             tokens_per_cpu_second=options.sequences * options.tokens / float(seconds.min()),
@@ -94,7 +94,7 @@ def capture(directory: Path, dtype: str, options: argparse.Namespace) -> None:
 
 
 def figures(apart: np.ndarray, otherwise: float) -> dict[str, float]:
-    """Of differences of logprobs (trainer minus engine)."""
+    """Compute the figures of differences of logprobs (trainer minus engine)."""
     size = np.abs(apart)
     k3 = np.expm1(apart) - apart
     return {"k3": float(k3.mean()), "max": float(size.max()), "p99": float(np.quantile(size, 0.99)),
@@ -102,7 +102,7 @@ def figures(apart: np.ndarray, otherwise: float) -> dict[str, float]:
 
 
 def trained(directory: Path, dtype: str, routing: str, sampled: Any) -> dict[str, float]:
-    """The trainer's distance from what was sampled."""
+    """Compute the trainer's distance from the samples."""
     import torch
     from families import OneSegment, segment_of
 
@@ -127,7 +127,7 @@ def trained(directory: Path, dtype: str, routing: str, sampled: Any) -> dict[str
 
 
 def compare(options: argparse.Namespace, seed: int, root: Path) -> None:
-    """All routings of one model."""
+    """Compare all routings of one model."""
     from families import make_model
 
     model = make_model(
@@ -150,7 +150,7 @@ def compare(options: argparse.Namespace, seed: int, root: Path) -> None:
 
 
 def mismatch(directory: Path, engine: str, seed: int, sampled: dict[str, np.ndarray]) -> None:
-    """All routings, against what an engine sampled."""
+    """Compare all routings with the samples of an engine."""
     twice = (sampled["logprobs again"] - sampled["logprobs"]).reshape(-1)
     sets = [np.sort(sampled[name], -1) for name in ("ids", "ids again")]
     otherwise = float((sets[0] != sets[1]).any(-1).mean())
@@ -163,7 +163,6 @@ def mismatch(directory: Path, engine: str, seed: int, sampled: dict[str, np.ndar
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", nargs="+", default=["mismatch", "capture"], choices=["mismatch", "capture"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="models to make, and what they say")

@@ -1,12 +1,12 @@
-"""Serving through updates: what clients of the router see while versions are published, promoted and applied.
+"""Serving during updates: gaps that clients of the router see while versions are published, promoted and applied.
 
     python tests/bench/bench_serving.py [--bootstrap HOST:PORT]
 
 One replica, one router, clients that stream answers. Quiet phases and phases with updates alternate in one run; in the
 latter each version is published, promoted, applied and proved before the next one. A gap is the time between two
-chunks of one answer as the client reads them. The trainer's encoding shares this machine's cores with the replica, so
-that a third kind of phase publishes versions that are not promoted: what it costs beside a quiet phase is the
-trainer's, not the update's. One JSON line a figure.
+chunks of one answer as the client reads them. The trainer's encoding uses the same cores as the replica. Therefore a
+third kind of phase publishes versions without promoting them: its cost compared with a quiet phase is the trainer's,
+not the update's. One JSON line per figure.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ async def _one(served: Served, phase: str) -> None:
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bootstrap", default=os.environ.get("TIDEMILL_KAFKA__BOOTSTRAP"))
     parser.add_argument("--clients", type=int, default=4)

@@ -1,15 +1,15 @@
-"""How quick the page is in a real browser, beside its bare queries, and what it costs the sink.
+"""How fast the page is in a real browser, compared with its bare queries, and what it costs the sink.
 
     python tests/bench/bench_view.py views [--rollouts 1000 1000000] [--times 20] [--seed 0]
     python tests/bench/bench_view.py cost [--rollouts 1000 1000000] [--periods 8] [--seconds 20] [--seed 0]
 
-One JSON line a figure, over tables of so many rollouts, filled by INSERT SELECT. `views`: each view in a browser
-without a cache, from a page that has just started and keeps no answer (`cold`) and from one that others look at
-(`first`), and by a click (`click`), from the request until every panel in sight is drawn; the first row that leads on
-(`follow`); the bytes of a first load; and each of the view's queries asked of the engine itself (`queries`).
-`cost`: rows a second and CPU a row of the sink's write path, in periods with and without a browser on the view Run, by
-turns; `lost` is the share of the rows a second that the watched periods lack, and `lost_by_pair` that of each two
-periods that follow one another.
+One JSON line per figure, over tables of the given number of rollouts, filled by INSERT SELECT.
+`views`: time from the request until every visible panel is drawn, for each view, in a browser without a cache: from a
+page that has just started and has no cached answers (`cold`), from a page in use (`first`), after a click on the view's
+link (`click`) and after a click on its first row with a link (`follow`); the bytes of a first load; the time of each of
+the view's queries sent directly to the engine (`queries`).
+`cost`: rows a second and CPU a row of the sink's write path, in alternating periods with and without a browser on Run.
+`lost` is the share of rows a second that watched periods lose, `lost_by_pair` the same for each consecutive pair.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ MEMBER = f"concat({GROUP.format('number')}, '/', toString(i))"
 
 
 def fill(client: Any, rollouts: int, seed: int) -> None:
-    """The tables of a run: groups of 8, 32 groups a step, 200 tokens a rollout, two replicas, a tenth held out.
+    """Fill the tables of a run: groups of 8, 32 groups a step, 200 tokens a rollout, two replicas, a tenth held out.
 
-    Which rollouts failed, and what the others earned, is drawn from the seed.
+    The seed decides which rollouts fail and the rewards of the others.
     """
     groups = rollouts // MEMBERS
     steps = max(1, groups // GROUPS_A_STEP)
@@ -218,9 +218,9 @@ def shares(milliseconds: list[float]) -> dict[str, float]:
 
 @contextmanager
 def opened(folder: Path, rollouts: int, seed: int) -> Iterator[tuple[Any, Writer, str, Browser]]:
-    """Filled tables that this process has open, the address of their engine, and a browser.
+    """Open filled tables in this process; yields them, the address of their engine, and a browser.
 
-    The tables are a copy of those in the parent of `folder`, which are made at the first time.
+    The tables are copied from the parent of `folder`. They are made there if they do not exist.
     """
     sink = SinkSettings(path=str(folder / "tables"), http_port=0)
     kept = folder.parent / f"tables-{rollouts}-{seed}"
@@ -253,12 +253,12 @@ def opened(folder: Path, rollouts: int, seed: int) -> Iterator[tuple[Any, Writer
 
 
 def page_over(folder: Path) -> AbstractContextManager[tuple[str, object]]:
-    """A page that has just started."""
+    """Start a page."""
     return serving(folder / "view.log", "--set", f"sink.path={folder / 'tables'}")
 
 
 def timed(act: Callable[[], object]) -> float:
-    """Milliseconds."""
+    """Return the milliseconds that a call takes."""
     began = time.perf_counter()
     act()
     return (time.perf_counter() - began) * 1000
@@ -317,7 +317,7 @@ def wire_bytes(request: Request) -> int:
 
 
 def bare_ms(engine: str, name: str, times: int) -> dict[str, float]:
-    """The times of a panel's query, asked of the engine itself."""
+    """Time a panel's query, sent directly to the engine."""
     panel = panels()[name]
     parameters = {"default_format": "JSONCompact", **{f"param_{one}": "" for one in panel.parameters}}
     asked = [timed(lambda: httpx.post(engine, params=parameters, content=panel.sql, timeout=60)) for _ in range(times)]
@@ -332,7 +332,7 @@ def measure_cost(rollouts: int, seed: int, periods: int, seconds: float, folder:
         made = flush_of(4000, seed)
         offset = 10**9
         found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-        for period in range(-1, periods):  # The first one warms up, and does not count.
+        for period in range(-1, periods):  # The first period is a warm-up and is not counted.
             watched = period % 4 in (1, 2)
             look = look_with(browser)
             if watched:

@@ -1,9 +1,8 @@
 """Figures of the rollout worker, one JSON line each: `python tests/bench/bench_worker.py --bootstrap HOST:PORT`.
 
 - requests: CPU microseconds of one completion request with aiohttp and with httpx, same loopback server, same run;
-- episodes: episodes for each second of the worker's own processor time and of wall time, five turns an episode, against
-  a replica that answers after `--turn-ms` and samples nothing, with each turn recorded and without. The replica is a
-  process of its own.
+- episodes: episodes per second of the worker's own processor time and of wall time, five turns an episode, with each
+  turn recorded and without. The replica is a separate process that answers after `--turn-ms` and samples nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def turn(tokenizer: Tokenizer, text: str) -> bytes:
 
 
 class Replica(asyncio.Protocol):
-    """Answers by the number of messages in the prompt: system, user, and two for each turn so far."""
+    """Selects its answer by the number of messages in the prompt: system, user, and two for each turn so far."""
 
     def __init__(self, tokenizer: Tokenizer, delay_s: float) -> None:
         self.marker = f" {tokenizer.token_to_id(BEGIN)},".encode()

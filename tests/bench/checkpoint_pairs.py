@@ -1,10 +1,10 @@
 """Consecutive checkpoints from real gradient steps, to measure deltas on: `checkpoint_pairs.py MODEL OUT`.
 
 A model's fp32 weights take AdamW steps on real text, the documentation of the installed Python packages, either to
-predict the next token or, for an encoder, to find a passage's neighbour among others. After some steps that let the
-moments settle, each learning rate in turn takes some steps, and every version on the way is written as it would be
-served: in bfloat16, in float16, and with matrices in float8_e4m3fn under a power-of-two scale that the first version
-fixed for each. One JSON line tells of each step which two versions it joins and its loss and learning rate.
+predict the next token or, for an encoder, to find a passage's neighbour among others. After several steps in which the
+moments settle, each learning rate takes several steps, one rate after the other, and every version is written as it
+would be served: in bfloat16, in float16, and with matrices in float8_e4m3fn with a power-of-two scale that the first
+version fixed for each. One JSON line per step names its two versions, its loss and its learning rate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Loss = Callable[[PreTrainedModel, torch.Tensor], torch.Tensor]
 
 
 def documentation() -> Iterator[str]:
-    """What the installed packages say of themselves, a package at a time, in the order of their names."""
+    """Yield the descriptions of the installed packages, one package at a time, ordered by name."""
     for metadata in sorted(Path(sysconfig.get_paths()["purelib"]).glob("*.dist-info/METADATA")):
         _, _, text = metadata.read_text("utf-8", errors="replace").partition("\n\n")
         if len(text) > 2000:
@@ -37,7 +37,7 @@ def documentation() -> Iterator[str]:
 
 
 def batches(model: Path, rows: int, tokens: int) -> Iterator[torch.Tensor]:
-    """Token numbers i8[rows, tokens]; rows 2k and 2k + 1 follow one another in the text. Starts over at the end."""
+    """Yield token numbers i8[rows, tokens]; row 2k + 1 follows row 2k in the text. Starts again at the end."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     while True:
         for text in documentation():
@@ -48,20 +48,20 @@ def batches(model: Path, rows: int, tokens: int) -> Iterator[torch.Tensor]:
 
 
 def next_token_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each token after the first of its row."""
+    """Return the cross-entropy of each token after the first of its row."""
     logits = model(input_ids=tokens).logits[:, :-1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def neighbour_loss(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of finding each even row's successor among all odd rows, by the cosine of their mean states."""
+    """Return the cross-entropy of finding each even row's successor among all odd rows, by cosine of mean states."""
     states = torch.nn.functional.normalize(model(input_ids=tokens).last_hidden_state.mean(dim=1), dim=-1)
     likeness = states[0::2] @ states[1::2].T / TEMPERATURE
     return torch.nn.functional.cross_entropy(likeness, torch.arange(likeness.shape[0]))
 
 
 def load(model: Path, objective: str) -> tuple[PreTrainedModel, Loss]:
-    """A checkpoint directory's model in fp32, and the loss to train it on."""
+    """Load the model of a checkpoint directory in fp32, and the loss for its training."""
     if objective == "neighbour":
         return AutoModel.from_pretrained(model, dtype=torch.float32), neighbour_loss
     config = AutoConfig.from_pretrained(model)
@@ -71,7 +71,7 @@ def load(model: Path, objective: str) -> tuple[PreTrainedModel, Loss]:
 
 
 class ServedView:
-    """Writes a model's weights as safetensors in the types that they are served in, a tensor at a time."""
+    """Writes a model's weights as safetensors in the types of serving, one tensor at a time."""
 
     def __init__(self, model: PreTrainedModel, directory: Path) -> None:
         self._weights = dict(model.named_parameters())
@@ -86,7 +86,7 @@ class ServedView:
             write_safetensors(path, self._weights, lambda name, served=served: self._cast(name, served))
 
     def path(self, version: int, served: str) -> Path:
-        """Where a view of a version lies."""
+        """Path of a view of a version."""
         return self._directory / f"{version:03d}" / f"{served}.safetensors"
 
     def _cast(self, name: str, served: str) -> torch.Tensor:
@@ -97,7 +97,7 @@ class ServedView:
 
 
 def write_safetensors(path: Path, names: dict[str, torch.Tensor], cast: Callable[[str], torch.Tensor]) -> None:
-    """Write `cast(name)` of every name to one file, holding one tensor at a time."""
+    """Write `cast(name)` of every name to one file, with one tensor at a time in memory."""
     header, end = {}, 0
     for name in names:
         tensor = cast(name)
@@ -112,7 +112,7 @@ def write_safetensors(path: Path, names: dict[str, torch.Tensor], cast: Callable
 
 
 def train(chosen: argparse.Namespace) -> None:
-    """Take the steps, write the versions and tell of them."""
+    """Take the steps, write the versions and print a line for each step."""
     torch.manual_seed(chosen.seed)
     model, loss_of = load(chosen.model, chosen.objective)
     view = ServedView(model, chosen.out)
@@ -150,7 +150,6 @@ def _told(
 
 
 def main() -> None:
-    """Read what to do from the command line and do it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="checkpoint directory with config.json, weights and tokenizer")
     parser.add_argument("out", type=Path, help="folder for the versions, made if it is not there")

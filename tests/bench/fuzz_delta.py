@@ -1,15 +1,15 @@
 """Hostile bytes by the million: `python tests/bench/fuzz_delta.py --inputs 1000000 --seed 0`, one JSON line a decoder.
 
-Valid blocks of every encoding and coder, and such that several tensors share, are damaged (bits, bytes, lengths, header
-fields, pieces of other blocks) and sealed again with a right digest, as a hostile writer would; the container is
-damaged as a whole. Each must end in a DeltaError, or in exactly the weights that the undamaged block makes. Inputs run
-in a process of their own: one that dies, or does not come back, is counted and the run goes on after the input that did
-it.
+Valid blocks of every encoding and coder, and blocks that several tensors share, are damaged (bits, bytes, lengths,
+header fields, pieces of other blocks) and get a correct digest again, as a hostile writer would do. The container is
+damaged as a whole. Each input must end in a DeltaError, or in exactly the weights that the undamaged block makes.
+Inputs run in their own process: if it crashes or hangs, this is counted and the run continues after the input that
+caused it.
 
     refused     ended in a DeltaError
     accepted    made exactly the right weights
     wrong       made other weights
-    escaped     raised anything else
+    escaped     raised another exception
     crashed     ended the process
     hung        took more than a minute
 """
@@ -60,21 +60,21 @@ TELLING = (0, 1, 2, 0x7F, 0x80, 0x81, 0xFE, 0xFF)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A valid block, or a valid delta of one tensor, with the weights that it leads from and to."""
+    """A valid block, or a valid delta of one tensor, with its old and new weights."""
 
     data: bytes
     old: Bits
     new: Bits
     other: int = 0
-    """So many elements at the front are those of another tensor."""
+    """Number of elements at the front that belong to another tensor."""
 
     def tensors(self, bits: Bits) -> dict[str, Bits]:
-        """Weights by name, of which `bits` are the patterns."""
+        """Split the patterns `bits` into weights by name."""
         return {OTHER_NAME: bits[: self.other], NAME: bits[self.other :]} if self.other else {NAME: bits}
 
 
 def samples(decoder: str) -> list[Sample]:
-    """Valid inputs of one decoder."""
+    """Make valid inputs for one decoder."""
     generator = np.random.default_rng(7)
     return [_sample(decoder, dtype, n, generator) for dtype in DTYPES for n in (64, 700, 12000)]
 
@@ -99,7 +99,7 @@ def _sample(decoder: str, dtype: str, n: int, generator: np.random.Generator) ->
 
 
 def _shared_block(sample: Sample, dtype: str) -> Sample:
-    """The sample with a block of both its tensors."""
+    """Return the sample with a block of both its tensors."""
     sample.new[0] = sample.old[0] ^ 1
     old, new, encoder = sample.tensors(sample.old), sample.tensors(sample.new), DeltaEncoder()
     blocks = [block for name in old for block in encoder.add(name, dtype, old[name], new[name])]
@@ -108,7 +108,7 @@ def _shared_block(sample: Sample, dtype: str) -> Sample:
 
 
 def damaged(decoder: str, valid: list[Sample], seed: int) -> tuple[bytes, Sample]:
-    """Input number `seed` of a decoder: damaged bytes, and the sample that they were."""
+    """Make input number `seed` of a decoder: damaged bytes, and the sample from which they were made."""
     chance = random.Random(f"{decoder} {seed}")
     sample, other = chance.choice(valid), chance.choice(valid)
     if decoder == "container":
@@ -167,7 +167,7 @@ def _damaged_header(chance: random.Random, header: BlockHeader) -> BlockHeader:
 
 
 def judge(decoder: str, data: bytes, sample: Sample) -> str:
-    """What became of an input: one of `COUNTS`."""
+    """Decode an input and return its result, one of `COUNTS`."""
     held = sample.old.copy()
     try:
         blocks = list(decode_delta([data], 1, 0) if decoder == "container" else decode_blocks(data))
@@ -183,9 +183,9 @@ def judge(decoder: str, data: bytes, sample: Sample) -> str:
 
 
 def run(decoder: str, inputs: int, seed: int, on_progress: Callable[[int], None]) -> dict[str, int]:
-    """Judge inputs `seed` to `seed + inputs` of a decoder in processes of their own; how many ended in which way.
+    """Judge inputs `seed` to `seed + inputs` of a decoder in separate processes, and count the results.
 
-    An interrupt ends the run early; what was judged until then counts.
+    An interrupt ends the run early; the inputs judged before it count.
     """
     context = multiprocessing.get_context("fork")
     shared = context.Array("q", len(COUNTS) + 1, lock=False)
@@ -208,7 +208,7 @@ def run(decoder: str, inputs: int, seed: int, on_progress: Callable[[int], None]
 def _watch(
     worker: multiprocessing.process.BaseProcess, shared: Sequence[int], on_progress: Callable[[int], None], seed: int
 ) -> bool:
-    """Wait for the end of a worker; whether it had to be ended."""
+    """Wait for the end of a worker. Return whether it hung and was killed."""
     last, since = -1, time.monotonic()
     while worker.is_alive():
         worker.join(0.5)

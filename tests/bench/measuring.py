@@ -1,6 +1,6 @@
-"""What benchmarks share: a JSON line a figure, a log and a demonstration to measure, the peak of a process.
+"""Common parts of the benchmarks: JSON lines, a log and a demonstration to measure, the peak memory of a process.
 
-Import this before what stands in `tests`, whose folder it makes known.
+Import this before the modules of `tests`, since it adds that folder to the import path.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ UP_S = 60.0
 
 
 def say(figure: str, **values: object) -> None:
-    """Print one JSON line; numbers with four significant digits."""
+    """Print one JSON line; floats have four significant digits."""
     rounded = {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in values.items()}
     print(json.dumps({"figure": figure, **rounded}), flush=True)
 
 
 @contextmanager
 def log_at(bootstrap: str | None, data_dir: Path) -> Iterator[str]:
-    """The given address, or that of a broker of the local stack over `data_dir` for the length of the context."""
+    """Yield the given address, or that of a broker of the local stack on `data_dir`, which runs within the context."""
     if bootstrap:
         yield bootstrap
         return
@@ -48,20 +48,20 @@ def log_at(bootstrap: str | None, data_dir: Path) -> Iterator[str]:
 
 @contextmanager
 def scratch_log(bootstrap: str | None) -> Iterator[tuple[str, Path]]:
-    """`log_at` with its data in a directory of the context's own; the address, and that directory."""
+    """Call `log_at` with a temporary directory; yields the address and the directory."""
     scratch = tempfile.TemporaryDirectory(prefix="tidemill-bench-")
     with scratch as root, log_at(bootstrap, Path(root, "stack")) as address:
         yield address, Path(root)
 
 
 def relay(*arguments: str) -> None:
-    """Run the benchmark that was started once more, with these arguments, and print the figures that it says."""
+    """Run this benchmark again with these arguments, and print its figures."""
     done = subprocess.run([sys.executable, sys.argv[0], *arguments], check=True, stdout=subprocess.PIPE, text=True)
     print("\n".join(line for line in done.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
 
 
 def demonstration(data_dir: Path, name: str, *arguments: str) -> dict[str, Any]:
-    """Run one, with NAME.log and NAME.json in `data_dir`; its summary."""
+    """Run a demonstration with NAME.log and NAME.json in `data_dir`, and return its summary."""
     output = data_dir / f"{name}.json"
     command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--json", str(output)]
     with (data_dir / f"{name}.log").open("wb") as log:
@@ -70,7 +70,7 @@ def demonstration(data_dir: Path, name: str, *arguments: str) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A port that nothing listens at."""
+    """Return a port on which no process listens."""
     with bind("127.0.0.1", 0, "port") as free:
         return free.getsockname()[1]
 
@@ -90,6 +90,6 @@ async def until_up(url: str, process: subprocess.Popen[Any]) -> None:
 
 
 def peak_bytes(pid: int | str = "self") -> int:
-    """The most resident memory of a process so far. Its `ru_maxrss` begins with that of the process before it."""
+    """Peak resident memory of a process so far. `ru_maxrss` would start with that of the process before it."""
     lines = Path(f"/proc/{pid}/status").read_text("utf-8").splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) << 10

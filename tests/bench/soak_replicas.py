@@ -1,11 +1,11 @@
-"""Many versions under random SIGKILLs of the replicas: in the end every proof is of the trainer's weights.
+"""Many versions under random SIGKILLs of the replicas: at the end, every proof must be of the trainer's weights.
 
     python tests/bench/soak_replicas.py [--versions 200] [--kills 12] [--replicas 2] [--seed 1] [--interval 1.0]
 
-A trainer publishes versions of a tiny model at an even pace and waits for nobody. At versions drawn from the seed a
-replica drawn from the seed is killed with SIGKILL and started again at once: it joins from the cheapest anchor, deltas
-and skip-deltas. The replicas alternate between an fp32 and a bf16 engine. One JSON line at the end: `unequal` counts
-the acknowledged proofs and the final live fingerprints that are not the trainer's, and must be 0.
+A trainer publishes versions of a tiny model at a constant rate and does not wait for replicas. The seed selects
+versions and replicas: at such a version the replica is killed with SIGKILL and started again at once; it joins from the
+cheapest anchor, deltas and skip-deltas. The replicas alternate between an fp32 and a bf16 engine. One JSON line at the
+end: `unequal` counts the acknowledged proofs and the final live fingerprints that are not the trainer's, and must be 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 class Fleet:
-    """The replicas of the soak, some of which die."""
+    """The replicas of the soak test, some of which are killed."""
 
     def __init__(self, settings: KafkaSettings, root: Path, n_replicas: int) -> None:
         self._settings, self._root = settings, root
@@ -46,13 +46,13 @@ class Fleet:
         self.running[number] = self._start(number)
 
     def end(self) -> None:
-        """Kill them all."""
+        """Kill all replicas."""
         for replica in self.running:
             replica.kill()
 
 
 def soak(arguments: argparse.Namespace, settings: KafkaSettings, root: Path) -> dict[str, Any]:
-    """Run it; what the JSON line says."""
+    """Run the test and return the values of the JSON line."""
     chosen = random.Random(arguments.seed)
     kills = Counter(chosen.randrange(1, arguments.versions) for _ in range(arguments.kills))
     trainer = Trainer(settings, root, PublishSettings(anchor_every=20, skips=(8,)))
@@ -94,7 +94,6 @@ def _result(
 
 
 def main() -> None:
-    """See the module's docstring."""
     parser = argparse.ArgumentParser(description="Replicas under random SIGKILLs prove the trainer's weights.")
     parser.add_argument("--versions", type=int, default=200)
     parser.add_argument("--kills", type=int, default=12)

@@ -1,10 +1,10 @@
-"""Play every offered member of an installed family where it runs: in the loop, or in its process.
+"""Play every offered member of an installed family where it normally runs: in the loop, or in its own process.
 
     python tests/bench/sweep_environments.py reasoning_gym [--tasks 20] [--only chain_sum] [--answer-s 10]
 
-One JSON line a member: how it is isolated; milliseconds to draw a task, and to play one with an instant policy that
-says hostile things; the rewards that were given; the episodes that failed, with their reasons; and whether an episode
-after those still ends in a score. A last line counts members that draw, play and go on.
+One JSON line per member: its isolation; milliseconds to draw a task, and to play one with an instant policy that gives
+hostile answers; the rewards; the failed episodes, with their reasons; and whether a later episode still ends in a
+score. A last line counts the members that draw, play and continue.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HOSTILE = (
     "__import__('os')._exit(1)",
     "__import__('time').sleep(3600)",
 )
-"""What the policy says, bare and between answer tags."""
+"""Answers of the policy, bare and between answer tags."""
 
 
 async def played(environment: Any, task: Any, text: str, limit_s: float) -> Score | str:

@@ -1,9 +1,9 @@
-"""Synthetic weights in training: fp32 masters that Adam moves, and the patterns that they are served in.
+"""Synthetic weights in training: fp32 masters changed by Adam, and the patterns in which they are served.
 
 A matrix is Gaussian with log-normal row scales. Its gradient is noise of unit variance, so that Adam's second moment
-has settled at one and a step is the learning rate times the first moment (decay 0.9): what a weight moves by is about a
-quarter of the learning rate and alike from step to step. A served weight changes when its master crosses a rounding
-boundary, the more often the smaller it is.
+has settled at one and a step is the learning rate times the first moment (decay 0.9): a weight moves by about a
+quarter of the learning rate, and similarly in consecutive steps. A served weight changes when its master crosses a
+rounding boundary; small weights do so more often.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATTERNS = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float8_e4
 
 
 def fp8_scale(largest: float) -> float:
-    """The power of two that brings `largest` into float8_e4m3fn's range and leaves it as much of it as it can."""
+    """Return the largest power of two that keeps `largest` within float8_e4m3fn's range."""
     return 2.0 ** math.floor(math.log2(FP8_LARGEST / largest)) if largest else 1.0
 
 
@@ -38,13 +38,13 @@ class SyntheticMatrix:
         self._fp8_scale = fp8_scale(float(np.abs(self._master).max()))
 
     def step(self, learning_rate: float) -> None:
-        """Move the masters."""
+        """Move the masters by one step."""
         self._moment *= np.float32(BETA)
         self._moment += np.float32(1 - BETA) * self._normal(*self._master.shape)
         self._master += np.float32(learning_rate) * self._moment
 
     def served(self, dtype: str) -> Bits:
-        """The patterns of a served type, flat."""
+        """Return the patterns of a served type, flat."""
         kind = getattr(torch, dtype)
         scale = self._fp8_scale if kind == torch.float8_e4m3fn else 1.0
         bits: Bits = (torch.from_numpy(self._master) * scale).to(kind).view(torch.uint8).numpy().view(PATTERNS[kind])
@@ -55,12 +55,12 @@ class SyntheticMatrix:
 
 
 def synthetic_change(dtype: str, learning_rate: float, rows: int, columns: int, seed: int) -> TensorChange:
-    """One step of one matrix."""
+    """Return one step of one matrix."""
     return next(synthetic_steps(dtype, learning_rate, rows, columns, seed))
 
 
 def synthetic_steps(dtype: str, learning_rate: float, rows: int, columns: int, seed: int) -> Iterator[TensorChange]:
-    """One matrix, step after step, without end."""
+    """Yield the steps of one matrix, without end."""
     matrix = SyntheticMatrix(rows, columns, seed)
     before = matrix.served(dtype)
     while True:

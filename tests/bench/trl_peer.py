@@ -1,4 +1,4 @@
-"""The TRL side of `bench_peer.py`; it runs in a virtual environment that has TRL and not Tidemill.
+"""The TRL side of `bench_peer.py`. It runs in a virtual environment that has TRL but not Tidemill.
 
 python trl_peer.py MODEL QUESTIONS OUT SEED STEPS LEARNING_RATE TOKENS EVERY
 """
@@ -19,11 +19,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 GROUP, GROUPS = 8, 8
 EVALUATED = 512
-"""Held-out rollouts of an evaluation."""
+"""Number of held-out rollouts of an evaluation."""
 
 
 def solved(text: str, payload: str) -> float:
-    """1 when the last number of an answer is the right one: chain_sum's own score, read by `last_number`."""
+    """Return 1 if the last number of an answer is correct: chain_sum's own score, with `last_number`."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
     return float(bool(numbers) and numbers[-1] == json.loads(payload)["answer"])
 
