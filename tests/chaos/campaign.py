@@ -1,4 +1,4 @@
-"""One run under one storm, from an empty log to a verdict: what happened, what it cost, what is wrong."""
+"""One run under one storm, from an empty log to a verdict: the events, the repeated work and the errors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tidemill.schemas.log.reader import LogReader
 
 BROKER_FAULTS = frozenset({FaultKind.BROKER_KILL, FaultKind.BROKER_PAUSE})
 OFFENDERS = 10
-"""Of what was lost or done twice, so much is named."""
+"""The greatest number of lost or repeated items that a result names."""
 CALM_STEPS = 2
-"""Steps of a run after the last fault's, in which what the storm left must be made good."""
+"""Steps after that of the last fault, in which the run must recover from the storm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to let loose on what."""
+    """The settings of a run under a storm."""
 
     directory: Path
     seed: int
@@ -40,24 +40,24 @@ class Order:
     model: Path | None
     counts: dict[FaultKind, int]
     roles: Sequence[str] = ()
-    """Whom the faults of roles fall on; empty: every role."""
+    """The roles that the faults hit; empty: every role."""
     brokers: int = 1
     gap_s: float = 6.0
     longest_s: float = math.inf
-    """No fault comes later; the run still goes on to its end."""
+    """No fault is injected later; the run still continues to its end."""
     stall_s: float = 420.0
-    """A run in which for so long no step is made and no fault comes is wedged."""
+    """A run without a step and without a fault for this many seconds is wedged."""
     plan: Path | None = None
-    """A storm that was recorded, instead of one drawn from the seed."""
+    """A recorded storm, used instead of one drawn from the seed."""
     changes: Sequence[str] = ()
     in_order: bool = False
-    """The deterministic mode: the weights are a function of the log, and are compared with an undisturbed trainer's."""
+    """The deterministic mode: weights depend only on the log, and are compared with those of an undisturbed trainer."""
     act: Act = Act.ONE
     ranks: int = 1
     """Ranks of the trainer, and of each replica's engine (tensor parallel)."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be. Raises ValueError."""
+        """Raise ValueError for settings that exclude each other."""
         if self.ranks == 1 and self.counts.get(FaultKind.RANK_KILL):
             raise ValueError("a rank is killed where there are several: give --ranks 2")
         if self.in_order and self.ranks > 1:
@@ -68,43 +68,43 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a run under a storm came to."""
+    """The result of a run under a storm."""
 
     storm: Storm
     endured: Endured
     audit: Answer
     again: Answer
     chains: Chains | None
-    """None where the run was not in the deterministic mode."""
+    """None if the run was not in the deterministic mode."""
     sink_rows_twice: int
     brokers: int
     ranks: int
     directory: Path
     told: Noted
-    """What users were told; nothing in a run without users."""
+    """The answers and acknowledgements that users received; empty in a run without users."""
     act: Act
 
     @property
     def clean(self) -> bool:
-        """Nothing lost, nothing twice, and every step made again gives the recorded weights."""
+        """Whether nothing is lost or done twice, and every step computed again gives the recorded weights."""
         wrong = self.lost() or self.twice() or self.endured.tally.repeated.groups_changed or self.sink_rows_twice
         equal = self.again.clean and (self.chains is None or self.chains.equal)
         return self.audit.clean and equal and not wrong
 
     def lost(self) -> list[str]:
-        """Rollouts that were asked for and never came, and what users were told and the log does not have."""
+        """Return the requested rollouts without a record, and what users received that is not in the log."""
         tally = self.endured.tally
         rollouts = [f"rollout {index} of {task} was asked for and has no record" for task, index in tally.lost()]
         return [*rollouts, *tally.product.lost(self.told.served, self.told.acknowledged)]
 
     def twice(self) -> list[str]:
-        """What more than one step trained on, what counts twice, and what stands in the log in two ways."""
+        """Return what more than one step trained on, what counts twice, and what the log contains with two contents."""
         tally = self.endured.tally
         return [*(f"group {group} was trained twice" for group in tally.twice()), *tally.product.twice()]
 
 
 def storm_of(order: Order, settings: TidemillSettings) -> Storm:
-    """The storm to let loose. Raises ValueError for targets that the run does not have."""
+    """Return the storm of an order. Raises ValueError for targets that the run does not have."""
     course = course_of(settings)
     names = course.roles
     nodes = [f"broker-{node + 1}" for node in range(order.brokers)]
@@ -120,7 +120,7 @@ def storm_of(order: Order, settings: TidemillSettings) -> Storm:
 
 
 def paced(settings: TidemillSettings, storm: Storm) -> TidemillSettings:
-    """Settings with which the loop does not outrun the storm: a step takes as long as its faults' delays together."""
+    """Return settings with which the loop does not end before the storm: a step takes the sum of its faults' delays."""
     needed = sum(fault.delay_s for fault in storm.faults) / max(1, steps_of(settings))
     held_back = max(settings.trainer.min_step_seconds, round(needed, 3))
     trainer = settings.trainer.model_copy(update={"min_step_seconds": held_back})
@@ -135,7 +135,7 @@ def _targets(kind: FaultKind, course: Course, chosen: Sequence[str], nodes: Sequ
 
 
 def endure(order: Order, say: Say) -> Verdict:
-    """Run it to its end and judge it. Raises Wedged, CrashLoop, RoleDied, StackError, ValueError."""
+    """Run an order to its end and return the verdict. Raises Wedged, CrashLoop, RoleDied, StackError, ValueError."""
     settings = settings_for(
         order.directory, order.act, steps=order.steps, seed=order.seed, model=order.model,
         changes=(f"replica.tensor_parallel={order.ranks}", *order.changes), in_order=order.in_order,
@@ -179,7 +179,7 @@ def _weather(site: Site, supervisor: Supervisor, storm: Storm, order: Order, say
 
 
 def figures(verdict: Verdict) -> list[dict[str, Any]]:
-    """One document a figure."""
+    """Return one document for each figure."""
     endured, tally = verdict.endured, verdict.endured.tally
     repeated = {
         "tasks": tally.repeated.tasks,
@@ -222,7 +222,7 @@ def figures(verdict: Verdict) -> list[dict[str, Any]]:
 
 
 def _product(verdict: Verdict) -> dict[str, Any]:
-    """What users did and what came of it."""
+    """Return the figure of the product: what users did, and its results."""
     product, told = verdict.endured.tally.product, verdict.told
     ends = {reason or "rewarded": count for reason, count in sorted(product.endings.items())}
     return {
@@ -235,12 +235,12 @@ def _product(verdict: Verdict) -> dict[str, Any]:
 
 
 def _came(endured: Endured) -> Mapping[FaultKind, Mapping[str, int]]:
-    """Faults that met what they were meant for, by kind and target."""
+    """Count the faults that hit their target, by kind and target."""
     return counted(Storm(0, tuple(struck.fault for struck in endured.struck if struck.hit)))
 
 
 def _audited(answer: Answer) -> dict[str, Any]:
-    """What the audit counted, and the checks that did not pass."""
+    """Return the counts of the audit, and the checks that did not pass."""
     if answer.document is None:
         return {"said": answer.text}
     kept = {name: answer.document[name] for name in ("states", "open", "repeated", "records")}
@@ -248,7 +248,7 @@ def _audited(answer: Answer) -> dict[str, Any]:
 
 
 def recovery(endured: Endured) -> dict[str, dict[str, dict[str, Any]]]:
-    """Seconds from a fault (its end, where it lasts) to the role's first progress, by kind of fault and role."""
+    """Return the seconds from a fault (from its end, if it lasts) to the role's first progress, by fault and role."""
     found = endured.tally.recoveries
     by_kind: dict[str, dict[str, dict[str, Any]]] = {}
     for (kind, role), seconds in sorted(found.seconds.items()):

@@ -1,7 +1,7 @@
-"""What a run under a storm is made of: the roles of an act of the demonstration, and how that act ends.
+"""The parts of a run under a storm: the roles of an act of the demonstration, and how that act ends.
 
-The roles, their arguments and their settings are the demonstration's own; only sizes are changed, so that a step is
-quick. Act two has the feedback gateway beside, over which the simulated users send half of their signals.
+The roles, their arguments and their settings are those of the demonstration; only sizes are changed, so that a step is
+quick. Act two also runs the feedback gateway, over which the simulated users send half of their signals.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EVERY_STEP = (
     "corpus.documents=3000",
     "midtrain.steps=80",
 )
-"""Steps take seconds, and checkpoints and anchors are written often enough to be hit."""
+"""Steps take seconds, and checkpoints and anchors are frequent, so that faults hit them."""
 SIMULATED = (
     "run.groups_per_step=4",
     "run.max_policy_lag=4",
@@ -57,7 +57,7 @@ FROM_USERS = (
     "gateway.user_rate=1000",
     "gateway.user_burst=1000",
 )
-"""A quick second act with slower users, whom the gateway's caps do not meet."""
+"""A quick second act with slower users, who do not reach the rate limits of the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +69,24 @@ class Course:
     trainer: str
     feeder: str
     must_end: frozenset[str]
-    """Roles that end by themselves when their work is done: then the run is over."""
+    """Roles that end by themselves when their work is done. The run is over when they have ended."""
     keeps_files: frozenset[str]
-    """Roles that a full disk can hit: they alone write to one."""
+    """Roles that a full disk can hit: only these write to a disk."""
     on_ranks: frozenset[str]
-    """Roles that may be of several ranks."""
+    """Roles that may have several ranks."""
     later: frozenset[str]
-    """Roles that begin when a version is served to everyone."""
+    """Roles that are started when the stable pool serves a version."""
     config_name: str
-    """The settings file by which the run is audited and its steps are made again."""
+    """The settings file that the audit and the replay of the steps use."""
 
     @property
     def renamed(self) -> dict[str, str]:
-        """The names of the trainer and the feeder, by the names that they have in the simulated loop."""
+        """The names of trainer and feeder in this act, by their names in the simulated loop."""
         return {TRAIN: self.trainer, FEED: self.feeder}
 
 
 def course_of(settings: TidemillSettings) -> Course:
-    """The course of the act that the settings name."""
+    """Return the course of the act that the settings name."""
     if settings.demo.act is Act.TWO:
         return Course(
             act=Act.TWO,
@@ -94,7 +94,7 @@ def course_of(settings: TidemillSettings) -> Course:
                    GATEWAY, USERS, SINK),
             trainer=TRAIN_ONLINE,
             feeder=FEED_ONLINE,
-            # The feeder benches what comes after the last step as well, and has no end of its own.
+            # The feeder also benches versions after the last step, and never ends by itself.
             must_end=frozenset({TRAIN_ONLINE}),
             keeps_files=frozenset({TRAIN_ONLINE, SINK}),
             on_ranks=frozenset({TRAIN_ONLINE, STABLE, CANARY}),
@@ -117,17 +117,17 @@ def course_of(settings: TidemillSettings) -> Course:
 
 
 def assignments_of(act: Act) -> tuple[str, ...]:
-    """The settings of an act that are not the demonstration's."""
+    """Return the settings of an act that differ from the demonstration's."""
     return (*EVERY_STEP, *(FROM_USERS if act is Act.TWO else SIMULATED))
 
 
 def steps_of(settings: TidemillSettings) -> int:
-    """Optimizer steps of the run."""
+    """Return the number of optimizer steps of the run."""
     return settings.demo.online_batches if settings.demo.act is Act.TWO else settings.run.max_steps
 
 
 def on_ranks(ranks: int) -> tuple[str, ...]:
-    """The command line as a program of so many ranks, by torchrun."""
+    """Return the program that runs the command line on `ranks` ranks, by torchrun if there are several."""
     several = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     return TIDEMILL if ranks == 1 else (*several, *TIDEMILL)
 
@@ -135,7 +135,7 @@ def on_ranks(ranks: int) -> tuple[str, ...]:
 def specs_of(
     plan: DemoPlan, course: Course, environments: Mapping[str, Mapping[str, str]], ranks: int
 ) -> tuple[RoleSpec, ...]:
-    """How each role is started; `environments` have what each finds in its environment beside its keys.
+    """Return how each role is started; `environments` contains the variables of each role except its keys.
 
     Args:
         ranks: of the trainer.

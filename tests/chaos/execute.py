@@ -1,8 +1,8 @@
-"""Lets a storm loose on a run and sees the run to its end.
+"""Runs a storm on a run, until the run ends.
 
-One loop on one thread: it reads the log, starts again what ended, takes back what has lasted long enough, and lets the
-next fault come when its step is in the log and its delay is over. It waits for nothing else, and gives up when the run
-makes no step for too long.
+One loop on one thread: it reads the log, restarts the roles that ended, ends the faults whose time is over, and
+injects the next fault when its step is in the log and its delay is over. It waits for nothing else, and fails if the
+run takes no step for too long.
 """
 
 from __future__ import annotations
@@ -42,50 +42,50 @@ READ = (
 )
 POLL_S = 0.1
 ITSELF = "itself"
-"""Kind of recovery of a role that ended by itself."""
+"""The kind of recovery for a role that ended by itself."""
 DISK_HIT_S = 240.0
-"""A full disk that no role has run into by then is emptied again."""
+"""A full disk is freed after this time if its role has not failed because of it."""
 SINK_ASKED_EVERY_S = 1.0
 OPERATOR = "chaos"
 
 
 class Wedged(RuntimeError):
-    """The run stopped making steps; the message says who did what last."""
+    """Raised when the run takes no more steps; the message names what each role did last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A fault that came, and what was seen of it."""
+    """A fault that was injected, and its observed effect."""
 
     fault: Fault
     at_s: float
-    """When it came, in seconds since the epoch."""
+    """When it was injected, in seconds since the epoch."""
     step: int
-    """Steps in the log by then."""
+    """Steps in the log at that time."""
     hit: bool
-    """Whether it met a running process; a full disk also has to be run into."""
+    """Whether the process ran; for a full disk, whether the role also failed to write."""
     at_work: bool
-    """Whether the role had written anything in this life; False while it starts, and for brokers and the sink."""
+    """Whether the process had written anything since its start; False for brokers and the sink."""
 
 
 @dataclass(slots=True)
 class Endured:
-    """A run that went through a storm to its end."""
+    """The observations of a run under a storm, up to its end."""
 
     struck: list[Struck] = field(default_factory=list)
     left_out: int = 0
-    """Faults of the storm that did not come, because it had lasted long enough."""
+    """Faults of the storm that were not injected, because its time was over."""
     ended: list[Ended] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     train_starts_s: list[float] = field(default_factory=list)
-    """When the lives of the trainer began."""
+    """Start times of the trainer's processes."""
     running: frozenset[str] = frozenset()
     """Roles that ran after the last step and the last fault; some of them may have had nothing left to write."""
     seconds: float = 0.0
-    """Until the last step was taken and the last fault had come."""
+    """Time until the last step was taken and the last fault was over."""
 
     def by_itself(self) -> list[Ended]:
-        """Lives that ended although nobody killed them, but for roles that were done."""
+        """Return the processes that ended without being killed and before their work was done."""
         return [ended for ended in self.ended if ended.by_itself and ended.status != 0]
 
 
@@ -93,8 +93,8 @@ class Execution:
     """One storm on one site.
 
     Args:
-        longest_s: no fault comes later; the run still goes on to its end.
-        stall_s: a run in which for so long no step is made and no fault comes is wedged.
+        longest_s: no fault is injected later; the run still continues to its end.
+        stall_s: a run without a step and without a fault for this many seconds is wedged.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class Execution:
         self._ids = count()
         self._cut: set[str] = set()
         self._full: dict[str, tuple[int, float]] = {}
-        """Roles whose disk is full, with the place of the fault in what struck and the time until which it lasts."""
+        """Roles whose disk is full, with the index of the fault in `Endured.struck` and the time at which it ends."""
         self._tables = SinkTables(SinkSettings(path=str(site.plan.sink_directory)))
         self._sink_asked = 0.0
         self._moved = time.monotonic()
         self.result = Endured(tally=Tally(renamed=site.course.renamed))
 
     def run(self) -> Endured:
-        """Go on until the storm is over and the run has ended. Raises Wedged, CrashLoop, StackError."""
+        """Run until the storm is over and the run has ended. Raises Wedged, CrashLoop, StackError."""
         began = time.monotonic()
         while not self._over():
             self._listen()
@@ -146,7 +146,7 @@ class Execution:
         return self.result
 
     def keep(self) -> None:
-        """Keep the roles that are left alive while something is waited for."""
+        """Restart roles that ended, while the caller waits for something."""
         self._mend()
 
     def stop(self) -> None:
@@ -158,7 +158,7 @@ class Execution:
         return not waiting and self._course.must_end <= self._keeper.done
 
     def _let_users_go(self) -> None:
-        """Nobody asks any more, and everything that was begun comes to its end. Raises Wedged."""
+        """Stop the users and the feeder, and wait until all started work has ended. Raises Wedged."""
         for name in (USERS, self._course.feeder):
             self._keeper.retire(name)
         since = time.monotonic()
@@ -172,10 +172,10 @@ class Execution:
                 )
 
     def _still_open(self) -> list[str]:
-        """Groups that were asked for and answers that were recorded which have no end."""
+        """Return the requested groups and the recorded interactions that have not ended."""
         tally = self.result.tally
         if not (tally.open_groups() or tally.product.unended()):
-            # What was written while nothing was known to be open counts as well.
+            # Records written since the last read may have opened something.
             for located in self._reader.read_to_end():
                 tally.observe(located)
         return [*sorted(tally.open_groups()), *tally.product.unended()]
@@ -193,7 +193,7 @@ class Execution:
             self._say(f"step {tally.step}, {len(self.result.struck)} faults, {len(self._left)} to come")
 
     def _open_the_doors(self) -> None:
-        """Give users the first version, and let them in when it is served."""
+        """Promote the first version, and start the users when it is served."""
         tally = self.result.tally
         if not self._promoted and 0 in tally.versions:
             self._promoted = True
@@ -206,7 +206,7 @@ class Execution:
         self._say(f"  {name} is back after {seconds:.1f} s")
 
     def _ask_sink(self) -> None:
-        """The sink's progress is not in the log but in its tables."""
+        """Read the sink's progress from its tables: the log does not contain it."""
         waits = SINK in self.result.tally.recoveries.under_way()
         if not waits or time.monotonic() < self._sink_asked + SINK_ASKED_EVERY_S:
             return
@@ -231,7 +231,7 @@ class Execution:
                 self._fallen(ended.name, FaultKind.DISK)
 
     def _under(self, name: str) -> str:
-        """The kind of fault that a role is under now; empty for none."""
+        """Return the kind of fault that lasts for a role now; empty for none."""
         if name in self._full:
             return FaultKind.DISK
         return FaultKind.PARTITION if name in self._cut else ""
@@ -256,7 +256,7 @@ class Execution:
             return
         waits = fault.kind is FaultKind.RANK_KILL and fault.target not in self._keeper.done
         if waits and len(self._keeper.ranks(fault.target)) < 2:
-            # It takes a role far longer to come back than faults are apart.
+            # A restart takes a role far longer than the time between faults.
             return
         self._left.pop(0)
         self._earliest, self._moved = 0.0, now
@@ -298,7 +298,7 @@ class Execution:
                 return True
 
     def _fallen(self, name: str, kind: str) -> None:
-        """Measure how long a role takes to come back, if it had begun: before, it may only have had nothing to do."""
+        """Measure how long a role takes to recover, if it had written anything: otherwise it may only have no work."""
         if name == SINK or self.result.tally.written[name]:
             self.result.tally.recoveries.begin(name, kind, time.time())
 

@@ -1,7 +1,7 @@
-"""The control of the chaos tests: a rollout worker that commits a task's offset when it begins it. It loses rollouts.
+"""The control of the chaos tests: a rollout worker that loses rollouts, as it commits a task's offset at its beginning.
 
-Everything else is the worker's own; only its book of offsets calls a task done at once. It takes the command line's
-arguments: `python hasty_worker.py rollout --config FILE`.
+Everything else is the code of the real worker. It takes the arguments of the command line:
+`python hasty_worker.py rollout --config FILE`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class HastyTracker(OffsetTracker):
     """Offsets that may be committed before the work is done."""
 
     def begin(self, partition: Partition, offset: int) -> bool:
-        """As the tracker's, and finished at once."""
+        """Begin an offset and finish it at once."""
         begun = super().begin(partition, offset)
         self.finish(partition, offset)
         return begun

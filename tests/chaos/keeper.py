@@ -1,8 +1,8 @@
-"""The roles of a run as a process manager would keep them, and what can be done to each.
+"""Keeps the roles of a run alive, like a process manager, and injects faults into them.
 
-A role that ends without having been asked to is started again at once, whatever the reason; one that keeps ending by
-itself soon after is a crash loop, which is an error. What a killed role leaves of its
-process group is taken along before the next life begins. Each life has a log file of its own.
+A role that ends without a request is started again at once, for any reason; a role that repeatedly ends by itself
+soon after its start is a crash loop, which is an error. Remaining processes of a killed role's process group are
+killed before the role is started again. Each process of a role has its own log file.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import psutil
 from tidemill.compose.processes import TIDEMILL, Role, Supervisor
 
 MOST_CRASHES = 6
-"""Short lives of a role, each ended by itself, that make a crash loop."""
+"""More processes of a role in a row that end early by themselves are a crash loop."""
 HEALTHY_S = 45.0
-"""A longer life is none of them."""
+"""A process that ran longer did not end early."""
 BACKOFF_S = 1.0
-"""A role that ended by itself waits so long for its next life, and longer with each further end."""
+"""Wait before a restart of a role that ended by itself; it grows with each further end."""
 TRACKER = "resource_tracker"
-"""What the processes have in their command line that Python starts beside ranks with shared memory."""
+"""Text in the command line of the helper processes that Python starts for ranks with shared memory."""
 DISK_MARGIN = 16 * 1024
-"""Bytes that a role may still write to its own log when its disk is full: it is to say what is wrong."""
+"""Bytes that a role may still write to its own log when its disk is full, so that it can report the error."""
 
 
 class CrashLoop(RuntimeError):
-    """A role ends again and again by itself; the message holds the end of its log."""
+    """Raised if a role repeatedly ends by itself; the message contains the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """How a role is started."""
+    """The command that starts a role."""
 
     name: str
     arguments: Sequence[str]
@@ -51,17 +51,17 @@ class RoleSpec:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A life of a role that ended."""
+    """A process of a role that ended."""
 
     name: str
     status: int
-    """As the system says it: below 0 for a signal."""
+    """Exit status; below 0 for a signal."""
     by_itself: bool
-    """Nobody killed it."""
+    """Whether it ended without being killed."""
     last_words: str
     """The last line of its log."""
     during: str = ""
-    """The kind of fault that lasted when it ended; empty when none did."""
+    """The kind of fault that lasted when it ended; empty if none did."""
 
 
 @dataclass(slots=True)
@@ -70,20 +70,20 @@ class _Kept:
     life: int = 0
     role: Role | None = None
     doomed: bool = False
-    """It was killed by us and not yet seen to have ended."""
+    """Whether the keeper killed it and has not yet seen its end."""
     crashes: int = 0
     not_before: float = 0.0
     began: float = 0.0
     began_s: float = 0.0
     full: bool = False
-    """Its disk is full, in this life and the next ones."""
+    """Whether its disk is full, for this process and the next ones."""
 
 
 class Keeper:
-    """Keeps roles alive over a supervisor.
+    """Keeps roles alive, with a supervisor.
 
     Args:
-        may_end: roles that are done when they end with status 0.
+        may_end: roles whose work is done when they end with status 0.
         later: roles that wait for `let_begin`.
     """
 
@@ -98,12 +98,12 @@ class Keeper:
         """Roles that ended because their work was done."""
         self.lives: Counter[str] = Counter()
         self.starts_s: defaultdict[str, list[float]] = defaultdict(list)
-        """When the lives of each role began, in seconds since the epoch."""
+        """When the processes of each role were started, in seconds since the epoch."""
 
     def mend(self, excused: Collection[str] = ()) -> list[Ended]:
-        """Start what does not run; what ended since the last call.
+        """Start the roles that do not run, and return the processes that ended since the last call.
 
-        Raises CrashLoop, but for roles in `excused`, which have a reason to end by themselves.
+        Raises CrashLoop, except for roles in `excused`, which have a reason to end by themselves.
         """
         found = [ended for kept in self._kept.values() if (ended := self._reap(kept)) is not None]
         for ended in found:
@@ -117,18 +117,18 @@ class Keeper:
         return found
 
     def let_begin(self, name: str) -> None:
-        """A role that was to begin later may begin."""
+        """Allow a role of `later` to start."""
         self._later.discard(name)
 
     def kill(self, name: str) -> bool:
-        """SIGKILL to the role's process; whether one ran."""
+        """Send SIGKILL to the role's process; return whether one ran."""
         kept = self._kept[name]
         sent = self._signal(kept, signal.SIGKILL)
         kept.doomed |= sent
         return sent
 
     def kill_rank(self, name: str, number: int) -> bool:
-        """SIGKILL to one of the role's ranks; whether it had several."""
+        """Send SIGKILL to one of the role's ranks; return whether it had several."""
         ranks = self.ranks(name)
         if len(ranks) < 2:
             return False
@@ -137,7 +137,7 @@ class Keeper:
         return True
 
     def ranks(self, name: str) -> list[psutil.Process]:
-        """The last processes of a role's tree; none while it ends, because one of them was killed."""
+        """Return the ranks of a role: its processes without children; none while the role ends after a kill."""
         kept, found = self._kept[name], list[psutil.Process]()
         if kept.doomed or kept.role is None or kept.role.process.poll() is not None:
             return found
@@ -148,42 +148,42 @@ class Keeper:
         return found
 
     def pause(self, name: str) -> bool:
-        """SIGSTOP; whether a process ran."""
+        """Send SIGSTOP; return whether a process ran."""
         return self._signal(self._kept[name], signal.SIGSTOP)
 
     def go_on(self, name: str) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self._signal(self._kept[name], signal.SIGCONT)
 
     def fill_disk(self, name: str) -> None:
-        """No file of the role's may grow beyond what its log needs for last words, until `free_disk`, however often it
-        is started again."""
+        """Let the role's files grow no further, except its log for the last error, until `free_disk`; restarts do not
+        end this."""
         kept = self._kept[name]
         kept.full = True
         _allow_growth(kept)
 
     def free_disk(self, name: str) -> None:
-        """Take `fill_disk` back."""
+        """End the effect of `fill_disk`."""
         kept = self._kept[name]
         kept.full = False
         _allow_growth(kept)
 
     def pid(self, name: str) -> int | None:
-        """The process of a role; None while it has none."""
+        """Return the process id of a role; None while it has none."""
         role = self._kept[name].role
         return role.process.pid if role is not None else None
 
     def began_s(self, name: str) -> float:
-        """When the role's last life began, in seconds since the epoch; infinite for what is no role."""
+        """Return when the role's last process was started, in seconds since the epoch; infinite if it is not a role."""
         return self._kept[name].began_s if name in self._kept else math.inf
 
     def stop(self) -> None:
-        """Ask every role to end, and start none again."""
+        """Ask every role to end, and restart none."""
         for name in reversed(self._kept):
             self.retire(name)
 
     def retire(self, name: str) -> None:
-        """Ask a role to end, and do not start it again."""
+        """Ask a role to end, and do not restart it."""
         kept = self._kept[name]
         if kept.role is not None:
             self._supervisor.stop(kept.role.name)
@@ -210,7 +210,7 @@ class Keeper:
         role = kept.role
         if role is None or (status := role.process.poll()) is None:
             return None
-        # Stopping what has ended takes its orphans along.
+        # Stopping an ended role also kills its orphans.
         self._supervisor.stop(role.name, grace_s=0)
         kept.role, doomed, kept.doomed = None, kept.doomed, False
         name = kept.spec.name
@@ -225,7 +225,7 @@ class Keeper:
 
 
 def _allow_growth(kept: _Kept) -> None:
-    """Limit the size of a role's files as its disk has it."""
+    """Set the limit on the size of a role's files: limited if its disk is full."""
     role = kept.role
     if role is None or role.process.poll() is not None:
         return

@@ -1,11 +1,11 @@
 """The network between one role and the brokers, which can be cut.
 
-Each role reaches the brokers at a loopback address of its own, where a link listens on the brokers' ports. A broker
-answers metadata requests with its own address; in every answer the link puts its own in its place, which has the same
-length, so that a client never learns of another way. While a link is cut nothing passes in either direction and the
-connections stay open, as when packets are lost; afterwards what waited goes on, as TCP would have it.
+Each role reaches the brokers at its own loopback address, where a link listens on the brokers' ports. A broker answers
+metadata requests with its own address; in every answer, the link replaces this address by its own, which has the same
+length, so that a client never learns the broker's address. While a link is cut, no data passes in either direction and
+the connections stay open, as when packets are lost; afterwards the delayed data is sent, as with TCP.
 
-Only Linux gives the whole of 127.0.0.0/8 to the loopback interface without being asked.
+Only Linux assigns the whole of 127.0.0.0/8 to the loopback interface by default.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LENGTH = struct.Struct(">I")
 PORT = struct.Struct(">I")
 CHUNK = 1 << 16
 MOST_LINKS = 98
-"""Addresses 127.0.0.2 to 127.0.9.9 with one digit in each place are as long as the brokers' own, which an answer's
-length depends on."""
+"""Addresses from 127.0.0.2 to 127.0.9.9 with one digit in each place are as long as the brokers' address, so that an
+answer keeps its length."""
 
 
 def own_address(number: int) -> str:
-    """The loopback address of link `number`. Raises ValueError beyond the last."""
+    """Return the loopback address of link `number`. Raises ValueError beyond the last."""
     if not 0 <= number < MOST_LINKS:
         raise ValueError(f"link {number}: there are addresses for {MOST_LINKS} links")
     third, fourth = divmod(number + 2, 10)
@@ -38,7 +38,7 @@ def own_address(number: int) -> str:
 
 
 def readdressed(answer: bytes, ports: Sequence[int], address: str) -> bytes:
-    """A broker's answer with `address` for the brokers' own, wherever that stands before one of their ports."""
+    """Return a broker's answer with `address` instead of the brokers' address, before each of their ports."""
     for port in ports:
         tail = PORT.pack(port)
         answer = answer.replace(HOST.encode() + tail, address.encode() + tail)
@@ -46,7 +46,7 @@ def readdressed(answer: bytes, ports: Sequence[int], address: str) -> bytes:
 
 
 class Link:
-    """One role's way to the brokers. Its methods run on the loop of `Links`."""
+    """The connection of one role to the brokers. Its methods run on the loop of `Links`."""
 
     def __init__(self, address: str, ports: Sequence[int]) -> None:
         self.address = address
@@ -57,20 +57,20 @@ class Link:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> None:
-        """Take connections. Raises OSError when the address cannot be had."""
+        """Accept connections. Raises OSError if the address cannot be bound."""
         for port in self._ports:
             self._servers.append(await asyncio.start_server(self._accept(port), self.address, port))
 
     def cut(self) -> None:
-        """Let nothing pass."""
+        """Stop all data in both directions."""
         self._open.clear()
 
     def heal(self) -> None:
-        """Let everything pass, what waited first."""
+        """Let data pass again, delayed data first."""
         self._open.set()
 
     async def close(self) -> None:
-        """Give the addresses back."""
+        """Release the addresses."""
         for server in self._servers:
             server.close()
         for task in list(self._tasks):
@@ -82,7 +82,7 @@ class Link:
             task = asyncio.current_task()
             assert task is not None
             self._tasks.add(task)
-            # A role that is killed, or a broker that is, resets its connections: that is what this is for.
+            # A killed role or broker resets its connections; these tests do that on purpose.
             with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
                 await self._connect(port, reader, writer)
             self._tasks.discard(task)
@@ -123,7 +123,7 @@ class Link:
 
 
 class Links:
-    """The links of all roles, on a thread of their own.
+    """The links of all roles, on one separate thread.
 
     Args:
         ports: of the brokers.
@@ -150,7 +150,7 @@ class Links:
         self._loop.close()
 
     def bootstrap(self, role: str) -> str:
-        """The addresses at which a role reaches the brokers."""
+        """Return the addresses at which a role reaches the brokers."""
         return ",".join(f"{self._links[role].address}:{port}" for port in self._ports)
 
     def cut(self, role: str) -> None:
@@ -158,7 +158,7 @@ class Links:
         self._loop.call_soon_threadsafe(self._links[role].cut)
 
     def heal(self, role: str) -> None:
-        """Take `cut` back."""
+        """Undo `cut`."""
         self._loop.call_soon_threadsafe(self._links[role].heal)
 
     async def _listen(self) -> None:

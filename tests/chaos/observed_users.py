@@ -1,9 +1,9 @@
-"""The simulated users of a storm: the demonstration's own, who note what they were told and send again what was not.
+"""The simulated users of a storm: the users of the demonstration, who also write notes and send signals again.
 
-What holds: a line is written for each answer that reached a user and for each signal that was acknowledged, after it
-was, so that the log has to have everything that stands there. A signal is sent again under its own id until it is
-acknowledged, as the SDK and the gateway ask for; one in two goes over HTTP to the gateway. It takes the command line's
-arguments: `python observed_users.py users simulate --config FILE`.
+Invariants: a line is written for each answer that reached a user and for each acknowledged signal, after the fact, so
+that the log must contain everything in the notes. A signal is sent again with the same id until it is acknowledged, as
+the SDK and the gateway require; one in two is sent over HTTP to the gateway. It takes the arguments of the command
+line: `python observed_users.py users simulate --config FILE`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ACCEPTED, REFUSED = 202, frozenset({400, 401, 403, 413, 415, 422})
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What users were told in all their lives."""
+    """The answers and acknowledgements that users received, in all processes of their role."""
 
     served: frozenset[str]
     """Interactions whose answers reached a user."""
@@ -37,7 +37,7 @@ class Noted:
 
 
 def noted(path: Path) -> Noted:
-    """The notes in a file; a line that a kill broke off is none."""
+    """Read the notes in a file, except a line that a kill left incomplete."""
     told: dict[str, set[str]] = {SERVED: set(), ACKNOWLEDGED: set()}
     text = path.read_text("utf-8", errors="replace") if path.exists() else ""
     for line in text.splitlines():
@@ -48,19 +48,19 @@ def noted(path: Path) -> Noted:
 
 
 def note(what: str, name: str) -> None:
-    """Append a line, which is with the system when this returns."""
-    # One write of a short line to a file opened for appending: a kill loses it whole or leaves it whole.
+    """Append a line; the operating system has it when this returns."""
+    # One write of a short line to a file opened for appending: after a kill, all of the line is there, or nothing.
     with Path(os.environ[NOTES]).open("ab", buffering=0) as file:
         file.write(json.dumps([what, name]).encode() + b"\n")
 
 
 def interaction_of(token: str) -> str:
-    """The interaction that a signed token is of; the signature is the product's to check."""
+    """Return the interaction of a signed token, without a check of the signature: the product checks it."""
     return token.rpartition(".")[0]
 
 
 def _use() -> None:
-    """Put the observed product in the place of the users' own."""
+    """Replace the product class of the users by the observed one."""
     from tidemill.compose.demo.simulated_users import role
     from tidemill.compose.demo.simulated_users.people import ServedTurn
     from tidemill.compose.demo.simulated_users.role import UserReport
@@ -71,7 +71,7 @@ def _use() -> None:
     plain = role.ServedProduct
 
     class ObservedProduct(plain):  # type: ignore[misc, valid-type]  # a class held in a variable, to be replaced
-        """The product of the users, with notes."""
+        """The product of the users, which also writes notes."""
 
         async def complete(self, messages: Sequence[Message], tools: Sequence[Tool], **asked: Any) -> ServedTurn:
             served: ServedTurn = await plain.complete(self, messages, tools, **asked)
@@ -96,7 +96,7 @@ def _use() -> None:
 
 
 async def _over_http(report: Any) -> bool:
-    """Whether the gateway acknowledged a signal. Raises RuntimeError where it will never."""
+    """Send a signal; return whether the gateway acknowledged it. Raises RuntimeError if the gateway refuses it."""
     body = {
         "interaction": report.interaction,
         "kind": report.kind.value,

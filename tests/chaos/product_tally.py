@@ -1,6 +1,6 @@
-"""What a run's log says of its users: which answers and signals it has, how each ended, what was done twice.
+"""Counts what a run's log contains about users: answers and signals, how each ended, and what was done twice.
 
-A pure fold. It judges by the topics alone and on its own: the audit of `consumers/ledger` is not asked.
+A pure fold. It uses only the topics, independently of the audit in `consumers/ledger`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class Again:
-    """Records that the log holds more than once, all copies the same."""
+    """Records that the log contains more than once, with equal copies."""
 
     interactions: int = 0
     feedback: int = 0
-    """Signals sent again under their own id."""
+    """Signals sent again with the same id."""
     outcomes: int = 0
     batches: int = 0
 
@@ -48,15 +48,15 @@ class ProductTally:
     outcomes: dict[tuple[str, int], bytes] = field(default_factory=dict)
     """By interaction and revision."""
     endings: Counter[str] = field(default_factory=Counter)
-    """Interactions by why they are not trained on; those with a reward under ''."""
+    """Interactions by the reason for their exclusion; those with a reward under ''."""
     batches: dict[str, bytes] = field(default_factory=dict)
     decisions: Counter[str] = field(default_factory=Counter)
     """By verdict."""
     changed: list[str] = field(default_factory=list)
-    """What stands in the log again with another content."""
+    """What the log contains again with different content."""
     _signals_used: list[str] = field(default_factory=list)
     _members: dict[Place, list[str]] = field(default_factory=dict)
-    """Interactions of each batch, corrections aside."""
+    """Interactions of each batch, without corrections."""
     _trained: Counter[str] = field(default_factory=Counter)
     _steps: set[int] = field(default_factory=set)
     _last_said: dict[int | None, tuple[GateVerdict, float]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class ProductTally:
     _waiting: list[TrainStep] = field(default_factory=list)
 
     def observe(self, located: ConsumedRecord) -> None:
-        """Take one record."""
+        """Add one record."""
         value = located.value or b""
         match located.record:
             case Interaction() as made:
@@ -90,11 +90,11 @@ class ProductTally:
                 pass
 
     def unended(self) -> list[str]:
-        """Answers that were recorded and have no outcome."""
+        """Return the recorded interactions without an outcome."""
         return [name for name in self.interactions if (name, 0) not in self.outcomes]
 
     def lost(self, served: Set[str], acknowledged: Set[str]) -> list[str]:
-        """Answers and signals that are gone, and answers that never ended.
+        """Return the answers and signals that are missing in the log, and the interactions without an end.
 
         Args:
             served: interactions whose answers reached a user.
@@ -105,14 +105,14 @@ class ProductTally:
         return [*answers, *signals, *(f"interaction {name} never ended" for name in self.unended())]
 
     def twice(self) -> list[str]:
-        """What was done twice: records that say two things, answers and signals that count twice, and decisions that
-        were taken again."""
+        """Return what was done twice: records with two contents, answers and signals that count twice, and repeated
+        decisions."""
         self._train()
         trained = [f"interaction {name} was trained {n} times" for name, n in self._trained.items() if n > 1]
         return [*self.changed, *self._signals_used, *trained, *self._said_again]
 
     def trained(self) -> int:
-        """Interactions that a step trained on."""
+        """Return the number of interactions that a step trained on."""
         self._train()
         return len(self._trained)
 
@@ -134,13 +134,13 @@ class ProductTally:
     def _decision(self, decision: GateDecision) -> None:
         said = decision.verdict, decision.numbers.get(CANARY_SHARE, 0.0)
         self.decisions[decision.verdict.value] += 1
-        # A version may be tried again when something was decided about it in between.
+        # A version may be tried again if there was another decision about it in between.
         if self._last_said.get(decision.version) == said:
             self._said_again.append(f"the gate decided twice to {decision.verdict.value} {decision.version}")
         self._last_said[decision.version] = said
 
     def _train(self) -> None:
-        """Count what the steps trained on. Topics are read in any order: a batch may come after its step."""
+        """Count what the steps trained on. Topics are read in any order: a batch may be read after its step."""
         for step in self._waiting:
             gone = {one.group_id for one in step.exclusions if one.topic == Topic.INTERACTIONS}
             for place in step.inputs:

@@ -1,8 +1,8 @@
-"""Each broker of a stack killed in turn, then paused in turn, while a producer, a consumer and group assembly work.
+"""Kills each broker of a stack in turn, then pauses each, while a producer, a consumer and group assembly work.
 
 Every record is acknowledged by the log (`acks=all`, two replicas at least) before the next is sent, so that the longest
-gap between two acknowledgements is the stall that a writer sees. Then the log is read: what was acknowledged must be
-there, once; the consumer must have seen it; every group must have been assembled whole.
+gap between two acknowledgements is the stall that a writer sees. Then the log is read: each acknowledged record must be
+there once, the consumer must have received it, and every group must be complete.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ PARTITIONS = 6
 STEADY_S = 4.0
 """Undisturbed time before each kill."""
 DOWN_S = 15.0
-"""How long each broker is gone."""
+"""How long each broker is down."""
 IN_SYNC_S = 90.0
 ASSEMBLED_S = 120.0
 POLL_S = 0.2
 KINDS = (FaultKind.BROKER_KILL, FaultKind.BROKER_PAUSE)
 QUIET = {"log_level": "0"}
-"""Clients whose broker is killed on purpose need not tell."""
+"""The clients' logs are off, because their brokers are killed on purpose."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(slots=True)
 class Load:
-    """A producer and a consumer at work on threads of their own."""
+    """A producer and a consumer, each on its own thread."""
 
     kafka: KafkaSettings
     acked: list[tuple[float, str]] = field(default_factory=list)
@@ -66,24 +66,24 @@ class Load:
     _threads: dict[str, threading.Thread] = field(default_factory=dict)
 
     def start(self) -> None:
-        """Begin."""
+        """Start both threads."""
         for name, work in (("writer", self._write), ("reader", self._read)):
             self._threads[name] = threading.Thread(target=self._guarded, args=(work,), name=f"chaos-{name}")
             self._threads[name].start()
 
     def stop_writing(self) -> None:
-        """End the producer after the group under way."""
+        """Stop the producer after the current group."""
         self._stop_writing.set()
         self._threads["writer"].join()
 
     def stop(self) -> None:
-        """End both."""
+        """Stop both threads."""
         self.stop_writing()
         self._stop_reading.set()
         self._threads["reader"].join()
 
     def check(self) -> None:
-        """Raise what ended a thread."""
+        """Raise the error that ended a thread, if there is one."""
         if self.errors:
             raise self.errors[0]
 
@@ -117,7 +117,7 @@ class Load:
         try:
             member.commit(offsets)
         except KafkaException as error:
-            # As a rollout worker: while its group moves to another broker, a later commit says more than this one.
+            # As in a rollout worker: while its group moves to another broker, a later commit replaces this one.
             if error.args[0].code() not in REBALANCING:
                 raise
             self.commits_refused += 1
@@ -125,26 +125,26 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One broker, killed or paused, and returned."""
+    """One broker that was killed or paused, and returned."""
 
     kind: FaultKind
     node: int
     write_stall_s: float
-    """Longest gap between acknowledgements, from the fault until it was in sync again."""
+    """Longest gap between acknowledgements, from the fault until the broker was in sync again."""
     read_stall_s: float
-    """Longest time that the consumer heard nothing in that time."""
+    """Longest time without a record for the consumer, in the same period."""
     in_sync_s: float
-    """From its return until every partition had all replicas."""
+    """Time from the broker's return until every partition had all replicas in sync."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rolled:
-    """What came of it."""
+    """The result for all brokers."""
 
     brokers: int
     turns: list[Turn]
     acknowledged: int
-    """Rollouts."""
+    """Number of acknowledged rollouts."""
     lost: list[str]
     twice: list[str]
     not_consumed: list[str]
@@ -156,12 +156,12 @@ class Rolled:
 
     @property
     def clean(self) -> bool:
-        """Nothing lost and nothing wrong."""
+        """Whether nothing is lost and nothing is wrong."""
         return not (self.lost or self.twice or self.not_consumed or self.groups_missing or self.groups_wrong)
 
 
 def roll(directory: Path, count: int, say: Say, kinds: Sequence[FaultKind] = KINDS) -> Rolled:
-    """Take each of `count` brokers away and bring it back, one after the other, in each of the ways."""
+    """Take down each of `count` brokers and bring it back, one after the other, with each kind of fault."""
     home = directory / f"brokers-{time.strftime('%Y%m%d-%H%M%S')}"
     home.mkdir(parents=True)
     with brokers_in(home / "kafka", count, say) as brokers:
@@ -183,7 +183,7 @@ def roll(directory: Path, count: int, say: Say, kinds: Sequence[FaultKind] = KIN
 
 
 def rolled_figures(rolled: Rolled) -> list[dict[str, Any]]:
-    """One document a figure."""
+    """Return one document for each figure."""
     return [
         *(
             {"figure": "broker_returned", "kind": turn.kind, "brokers": rolled.brokers, "broker": turn.node,
@@ -262,7 +262,7 @@ def _judge(kafka: KafkaSettings, load: Load, supervisor: Supervisor, turns: list
                 groups.setdefault(group.group_id, group)
             return wanted <= groups.keys() and ids <= load.consumed
 
-        # What is missing in the end is in the verdict.
+        # The verdict contains what is still missing at the end.
         with suppress(AssertionError):
             _wait(assembled, load, supervisor, ASSEMBLED_S, "")
     with LogReader(kafka, [Topic.ROLLOUTS], client_id="chaos-rollouts") as reader:

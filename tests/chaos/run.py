@@ -1,6 +1,6 @@
-"""Lets a storm of faults loose on the simulated loop, or on learning from users, then audits what it left.
+"""Runs a storm of faults on the simulated loop, or on learning from users, then audits the log.
 
-Prints one JSON line a figure.
+Prints one JSON line for each figure.
 
     python -m tests.chaos.run --seed 7 --kills 100 --steps 40
     python -m tests.chaos.run --seed 3 --kills 20 --pauses 7 --partitions 7 --disks 2 --json storm-3.json
@@ -10,10 +10,10 @@ Prints one JSON line a figure.
     python -m tests.chaos.run --plan data/chaos/.../storm.json
     python -m tests.chaos.run brokers --brokers 3
 
-The first word may be `storm` (the default) or `brokers`: each broker of a stack killed and returned in turn, then
-paused in turn, under acknowledged load. Each life of a role begins from the source tree as it then is: change nothing
-in it while a storm lasts, or run a copy. Progress goes to standard error. Exit status 1 when anything was lost, done
-twice or is not equal.
+The first word may be `storm` (the default) or `brokers`: each broker of a stack is killed and restarted in turn, then
+paused in turn, under acknowledged load. Each process of a role is started from the current source tree: do not change
+it while a storm lasts, or run a copy. Progress is written to standard error. The exit status is 1 if anything was lost,
+done twice or is not equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the running sink has in its tables, asked over HTTP alone: opening its directory would be a fault of our own."""
+"""Reads the tables of the running sink, only over HTTP: to open its directory would itself be a fault."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ INSERTED = (
 
 
 class SinkTables:
-    """The tables of the sink whose directory this is."""
+    """The tables of the sink with the given settings."""
 
     def __init__(self, sink: SinkSettings) -> None:
         self._directory = sink.directory
         # A loopback address: no proxy, and no certificates to load.
         self._client = httpx.Client(timeout=ANSWER_S, trust_env=False, verify=False)
         self._refusal = ""
-        """Why there was no answer last."""
+        """Why the last query had no answer."""
 
     def written_at(self, pid: int | None) -> float:
-        """When the sink of that process wrote last, in seconds since the epoch, rounded down; 0 when it has not, or
-        does not answer. Rounded up, what it wrote just before a fault would pass for what it wrote after it."""
+        """Return when the sink with this process id wrote last, in seconds since the epoch, rounded down; 0 if it has
+        not, or does not answer. If it were rounded up, a write just before a fault would count as one after it."""
         state = read_state(self._directory)
         rows = self._rows(INSERTED) if state is not None and state.pid == pid else None
         return float(rows[0][0]) if rows else 0.0
 
     def rows_twice(self, alive: Callable[[], object]) -> int:
-        """Rows of any table that are there more than once; `alive` is called meanwhile. Raises TimeoutError."""
+        """Count repeated rows in all tables; `alive` is called during the wait. Raises TimeoutError."""
         found, deadline = 0, time.monotonic() + DRAIN_S
         for table in tables().values():
             counted = f"SELECT count() - uniqExact(_topic, _partition, _offset) FROM {table.name}"
@@ -54,7 +54,7 @@ class SinkTables:
         return found
 
     def drain(self, settings: TidemillSettings, alive: Callable[[], object]) -> None:
-        """Wait until the log is written to its end as it is now; `alive` is called meanwhile. Raises TimeoutError."""
+        """Wait for the sink to reach the present end of the log; meanwhile call `alive`. Raises TimeoutError."""
         names = Names(settings.kafka.topic_prefix)
         with LogReader(settings.kafka, CATALOGUE, start="end", client_id="chaos-ends") as reader:
             ends = {(names.of(topic), str(partition)): end for (topic, partition), end in reader.end_offsets().items()}
@@ -70,7 +70,7 @@ class SinkTables:
         return {(topic, partition): int(offset) for topic, partition, offset in rows or []}
 
     def _rows(self, sql: str) -> list[list[str]] | None:
-        """Rows of text; None when nobody answers, as between two lives of the sink."""
+        """Return rows of text; None if the sink does not answer, as during its restart."""
         state = read_state(self._directory)
         if state is None:
             self._refusal = "it does not run"

@@ -1,6 +1,6 @@
-"""Where a storm is let loose: a local stack of one or three brokers, the demonstration's plan, and its roles.
+"""The site of a storm: a local stack of one or three brokers, the demonstration's plan, and its roles.
 
-Each role reaches the brokers by a link of its own.
+Each role reaches the brokers through its own link.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def settings_for(
     changes: Sequence[str] = (),
     in_order: bool = False,
 ) -> TidemillSettings:
-    """Settings of a run below `directory`; `changes` are assignments SECTION.KEY=VALUE that win."""
+    """Return the settings of a run below `directory`; `changes` are assignments SECTION.KEY=VALUE with priority."""
     flags = given(
         run__seed=seed,
         run__max_steps=steps if act is Act.ONE else None,
@@ -62,7 +62,7 @@ def settings_for(
 
 
 class Brokers:
-    """The brokers of a stack, to kill, pause and bring back. Node numbers count from 1."""
+    """The brokers of a stack, with methods to kill, pause and restart them. Node numbers start at 1."""
 
     def __init__(self, settings: StackSettings) -> None:
         self._stack = LocalStack(settings)
@@ -72,47 +72,47 @@ class Brokers:
         self.bootstrap = ""
 
     def up(self, say: Callable[[str], None]) -> None:
-        """Start what is down, and wait until all serve."""
+        """Start the brokers that are down, and wait until all serve."""
         status = self._stack.up(say)
         self.bootstrap = status.bootstrap
         self._pids = {node.node_id: node.pid for node in status.nodes if node.pid is not None}
 
     @property
     def ports(self) -> list[int]:
-        """One a broker."""
+        """The port of each broker."""
         return [int(address.rpartition(":")[2]) for address in self.bootstrap.split(",")]
 
     def kill(self, node: int) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         os.kill(self._pids[node], signal.SIGKILL)
 
     def bring_back(self) -> None:
-        """Start what is down, beside what else goes on; `check` tells when that failed."""
+        """Start the brokers that are down, in the background; `check` raises the error if that failed."""
         thread = threading.Thread(target=self._up, name="chaos-brokers")
         thread.start()
         self._returning.append(thread)
 
     def pause(self, node: int) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
         os.kill(self._pids[node], signal.SIGSTOP)
 
     def go_on(self, node: int) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         os.kill(self._pids[node], signal.SIGCONT)
 
     def check(self) -> None:
-        """Raise what kept a broker from coming back."""
+        """Raise the error of a broker that could not be restarted, if there is one."""
         if self._failed:
             raise self._failed[0]
 
     def settle(self) -> None:
-        """Wait until every broker that was brought back serves. Raises what kept one from it."""
+        """Wait until every restarted broker serves. Raises the error of one that could not be restarted."""
         for thread in self._returning:
             thread.join()
         self.check()
 
     def down(self) -> None:
-        """Stop them all, paused ones too."""
+        """Stop all brokers, including paused ones."""
         for thread in self._returning:
             thread.join()
         for node in self._stack.status().nodes:
@@ -129,7 +129,7 @@ class Brokers:
 
 @contextmanager
 def brokers_in(directory: Path, count: int, say: Callable[[str], None]) -> Iterator[Brokers]:
-    """A stack of its own for the length of the block."""
+    """Run a separate stack for the duration of the block."""
     brokers = Brokers(StackSettings(data_dir=directory, brokers=count, heap_mb=HEAP_MB))
     try:
         brokers.up(say)
@@ -140,7 +140,7 @@ def brokers_in(directory: Path, count: int, say: Callable[[str], None]) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A run that is ready to begin."""
+    """A run that is ready to start."""
 
     plan: DemoPlan
     course: Course
@@ -150,18 +150,18 @@ class Site:
 
     @property
     def config(self) -> Path:
-        """The settings file of the trainer, and of most other roles."""
+        """The settings file of the trainer and of most other roles."""
         return self.plan.directory / self.course.config_name
 
     @property
     def settings(self) -> TidemillSettings:
-        """The run's settings, with the brokers' own address."""
+        """The run's settings, with the address of the brokers themselves."""
         return self.plan.settings
 
 
 @contextmanager
 def site_of(settings: TidemillSettings, brokers: int, say: Callable[[str], None], ranks: int = 1) -> Iterator[Site]:
-    """Brokers, links and a plan; the topics are there, no role runs. The trainer is to have so many ranks."""
+    """Set up brokers, links, topics and a plan, without running roles. The trainer will have `ranks` ranks."""
     plan, course = DemoPlan.of(settings), course_of(settings)
     with brokers_in(plan.directory / "kafka", brokers, say) as stack, Links(stack.ports, course.roles) as links:
         kafka = with_address(settings.kafka, stack.bootstrap).model_copy(update={"replication_factor": brokers})
@@ -173,7 +173,7 @@ def site_of(settings: TidemillSettings, brokers: int, say: Callable[[str], None]
 
 
 def _share_tasks(kafka: KafkaSettings) -> None:
-    """Tasks, and what became of them, in several partitions whatever the others have: every worker is to have some."""
+    """Create the topics of tasks and progress, in all modes with several partitions, so that every worker has some."""
     names = Names(kafka.topic_prefix)
     new = [
         NewTopic(names.of(topic), PARTITIONS, replication_factor=kafka.replication_factor,
@@ -186,16 +186,16 @@ def _share_tasks(kafka: KafkaSettings) -> None:
 
 
 def _environments(plan: DemoPlan, course: Course, links: Links) -> dict[str, dict[str, str]]:
-    """What each role finds in its environment: its own way to the brokers, and where to keep scratch files."""
+    """Return the environment variables of each role: its address of the brokers and a directory for temporary files."""
     scratch = plan.directory / "tmp"
     scratch.mkdir(exist_ok=True)
-    # The engine's sockets stay out of it: the path of one may have 107 characters at most.
+    # The engine's sockets are in another directory: the path of a socket may have 107 characters at most.
     kept = {"TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": tempfile.gettempdir()}
     return {name: {"TIDEMILL_KAFKA__BOOTSTRAP": links.bootstrap(name), **kept} for name in course.roles}
 
 
 def make_model(site: Site, supervisor: Supervisor, say: Callable[[str], None]) -> None:
-    """Mid-train the tiny model that the run starts from, where none was given. Raises RoleDied."""
+    """Mid-train the tiny model that the run starts from, if none was given. Raises RoleDied."""
     if site.settings.demo.model:
         return
     for name, command in (("documents", ("documents",)), ("midtrain", ("train", "--phase", "midtrain"))):

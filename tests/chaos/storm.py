@@ -1,9 +1,9 @@
-"""A storm: which faults befall which roles and brokers when, drawn from a seed before anything runs.
+"""A storm: which faults hit which roles and brokers, and when; drawn from a seed before anything runs.
 
-What it keeps true: the same seed and shape give the same storm, on any machine; each kind of fault falls on its
-targets evenly, to within one; a storm is written to a file as it is, and read back equal. The moment of a fault is a
-step of the run and a delay after it, not a time: a slow machine gets the same storm, and a storm cannot outrun the loop
-that it falls on.
+Invariants: the same seed and shape give the same storm, on any machine; the counts of a kind of fault on its targets
+differ by at most one; a storm that is written to a file is read back equal. The moment of a fault is a step of the run
+and a delay after it, not a time: a slow machine gets the same storm, and a storm is never ahead of the loop that it
+hits.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from pathlib import Path
 
 
 class FaultKind(StrEnum):
-    """What is done to a target."""
+    """Kinds of faults."""
 
     KILL = "kill"
-    """SIGKILL; whoever supervises the role starts it again."""
+    """SIGKILL; the role's process manager starts it again."""
     RANK_KILL = "rank-kill"
-    """SIGKILL of one rank of a role that has several; the others notice, the role ends and is started again."""
+    """SIGKILL of one rank of a role with several; the others detect it, the role ends and is started again."""
     PAUSE = "pause"
-    """SIGSTOP, and SIGCONT a while later."""
+    """SIGSTOP, and SIGCONT some time later."""
     PARTITION = "partition"
-    """Nothing passes between the role and the brokers for a while, in either direction; connections stay open."""
+    """No data passes between the role and the brokers for some time, in either direction; connections stay open."""
     DISK = "disk"
-    """No file may grow (a quota that is used up), until the role ends and is started again."""
+    """No file may grow (a used-up quota), until the role ends and is started again."""
     BROKER_KILL = "broker-kill"
-    """SIGKILL of a broker, which is started again a while later."""
+    """SIGKILL of a broker, which is started again some time later."""
     BROKER_PAUSE = "broker-pause"
-    """SIGSTOP of a broker, and SIGCONT a while later."""
+    """SIGSTOP of a broker, and SIGCONT some time later."""
 
 
 LASTING = frozenset({FaultKind.PAUSE, FaultKind.PARTITION, FaultKind.BROKER_KILL, FaultKind.BROKER_PAUSE})
-"""Faults that go on for a time of their own."""
+"""Faults with a duration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +47,41 @@ class Fault:
     number: int
     kind: FaultKind
     target: str
-    """Name of a role, or `broker-N`."""
+    """The name of a role, or `broker-N`."""
     after_step: int
-    """It waits for this optimizer step in the log."""
+    """The fault waits for this optimizer step in the log."""
     delay_s: float
-    """Seconds after that, and after the fault before it."""
+    """Seconds after that step and after the previous fault."""
     lasts_s: float
-    """Seconds until it is taken back; 0 for a fault that ends by itself."""
+    """Seconds until it is undone; 0 for a fault that ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How often one kind of fault comes, on whom, and for how long."""
+    """The number, the targets and the duration of one kind of fault."""
 
     kind: FaultKind
     count: int
     targets: Sequence[str]
     seconds: tuple[float, float] = (2.0, 12.0)
-    """Shortest and longest, for the kinds that last."""
+    """Shortest and longest duration, for the kinds that last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Storm:
-    """Faults in their order, with the seed that they were drawn from."""
+    """Faults in order, with the seed that they were drawn from."""
 
     seed: int
     faults: tuple[Fault, ...]
 
     def save(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the storm as JSON."""
         document = {"seed": self.seed, "faults": [asdict(fault) for fault in self.faults]}
         path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Storm:
-        """Read what `save` wrote. Raises ValueError for a file that holds no storm."""
+        """Read a file that `save` wrote. Raises ValueError if it contains no storm."""
         try:
             document = json.loads(path.read_text("utf-8"))
             faults = [Fault(**{**each, "kind": FaultKind(each["kind"])}) for each in document["faults"]]
@@ -93,14 +93,14 @@ class Storm:
 
 
 def draw(seed: int, shares: Sequence[Share], *, last_step: int, gap_s: float) -> Storm:
-    """The storm of a seed.
+    """Return the storm of a seed.
 
     Args:
-        last_step: the faults are spread over the steps from 1 to this one, evenly. Each waits for its step: before the
-            first there is nothing to lose.
-        gap_s: longest delay of a fault after its step and after the fault before it, in seconds.
+        last_step: the faults are spread evenly over the steps from 1 to this one. Each waits for its step: before the
+            first step, the run has nothing to lose.
+        gap_s: longest delay of a fault after its step and after the previous fault, in seconds.
 
-    Raises ValueError for a share with faults and nobody to bear them.
+    Raises ValueError for a share with faults and without targets.
     """
     chance = random.Random(seed)
     drawn = [(share, target) for share in shares for target in _targets(share, chance)]
@@ -120,7 +120,7 @@ def draw(seed: int, shares: Sequence[Share], *, last_step: int, gap_s: float) ->
 
 
 def counted(storm: Storm) -> Mapping[FaultKind, Mapping[str, int]]:
-    """Faults by kind and target."""
+    """Count faults by kind and target."""
     found: dict[FaultKind, dict[str, int]] = {}
     for fault in storm.faults:
         targets = found.setdefault(fault.kind, {})
@@ -129,7 +129,7 @@ def counted(storm: Storm) -> Mapping[FaultKind, Mapping[str, int]]:
 
 
 def _targets(share: Share, chance: random.Random) -> list[str]:
-    """`share.count` targets, each as often as any other to within one, which of them comes once more at random."""
+    """Return `share.count` targets; their counts differ by at most one, and those with one more are random."""
     if share.count and not share.targets:
         raise ValueError(f"{share.count} faults of kind {share.kind}, and nobody to bear them")
     rounds = -(-share.count // len(share.targets)) if share.targets else 0

@@ -1,9 +1,9 @@
-"""The table of the faults that were tried and what came of them, made from the results of test runs.
+"""The table of the faults that were tried and their outcome, made from the results of test runs.
 
     python -m tests.chaos.table RESULT.json... > tests/chaos/FAULTS.md
 
-The results are what `python -m tests.chaos.run --json` writes. The second table needs no results: each fault that the
-audit has to find is planted in a small sound log here and now, and audited.
+`python -m tests.chaos.run --json` writes the results. The second table needs no results: each fault that the audit
+must find is planted in a small sound log when the table is made, and the log is audited.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEANT = {
 NAMES = frozenset(kind.value for kind in FaultKind)
 WORKS_LIKE = {"feed-online": "feed", "rollout-online": "rollout", "train-online": "train", "stable": "replica",
               "canary": "replica"}  # fmt: skip
-"""Roles of act two by the role of act one that runs the same code."""
+"""The role of act one that runs the same code, by the role of act two."""
 NOTICED = {
     FaultKind.KILL: {
         "feed": "process manager; no new tasks",
@@ -70,15 +70,15 @@ class Row:
 
     times: int = 0
     clean: int = 0
-    """Of these, in runs whose verdict was clean."""
+    """Faults in runs with a clean verdict."""
     ended: int = 0
-    """Lives that ended by themselves, for want of what the fault took away."""
+    """Processes that ended by themselves because of the fault."""
     seconds: list[float] = field(default_factory=list)
     repeated: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
 def document(results: Iterable[Result]) -> str:
-    """The whole document. Raises ValueError for what is no result."""
+    """Return the whole document. Raises ValueError if an input is not a result."""
     results = list(results)
     storms = [result for result in results if _find(result, "storm")]
     rolled = [result for result in results if _find(result, "brokers_in_turn")]
@@ -96,7 +96,7 @@ def document(results: Iterable[Result]) -> str:
 
 
 def kind_of(target: str) -> str:
-    """`rollout` of `rollout-1`, `broker` of `broker-3`."""
+    """Return the kind of a target: `rollout` for `rollout-1`, `broker` for `broker-3`."""
     return target.rpartition("-")[0] if target[-1:].isdigit() else target
 
 

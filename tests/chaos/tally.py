@@ -1,4 +1,4 @@
-"""What a run's log says of the faults it went through: who came back when, and what was done twice. A pure fold."""
+"""Counts the effects of faults in a run's log: when each role recovered, and what was done twice. A pure fold."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ JOIN, BATCHES, GATE, ROUTE, GATEWAY, USERS = "join", "batches", "gate", "route",
 
 
 def author(topic: Topic, record: Record | None) -> str | None:
-    """The role that wrote a record; None when the record does not tell."""
+    """Return the role that wrote a record; None if the record does not name it."""
     match record:
         case Tick():
             return STREAM if topic is Topic.ROLLOUTS else None
@@ -65,22 +65,22 @@ def author(topic: Topic, record: Record | None) -> str | None:
 
 @dataclass(slots=True)
 class Recoveries:
-    """From each fault of a role to the first thing that it did afterwards."""
+    """Recovery times: from each fault of a role to its first progress afterwards."""
 
     seconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    """By kind of fault and role: one number a fault that the role came back from."""
+    """By kind of fault and role: one number for each fault from which the role recovered."""
     cut_short: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By kind and role: faults before whose end another one came; not measured."""
+    """By kind and role: recoveries that another fault interrupted; their time is not measured."""
     _since: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def begin(self, role: str, kind: str, at_s: float) -> None:
-        """A role was hit, or was let go on, at `at_s`."""
+        """Note that a role was hit, or was resumed, at `at_s`."""
         if role in self._since:
             self.cut_short[self._since[role][1], role] += 1
         self._since[role] = (at_s, kind)
 
     def progress(self, role: str, at_s: float) -> float | None:
-        """A role did something at `at_s`; how many seconds the recovery took that this ended, None if it ended none."""
+        """Note progress of a role at `at_s`; return the seconds of the recovery that it ends, None if it ends none."""
         since, kind = self._since.get(role, (at_s, ""))
         if at_s <= since:
             return None
@@ -89,39 +89,39 @@ class Recoveries:
         return at_s - since
 
     def under_way(self) -> set[str]:
-        """Roles that are not back."""
+        """Return the roles that have not recovered."""
         return set(self._since)
 
 
 @dataclass(slots=True)
 class Repeated:
-    """Work that the log holds twice."""
+    """Work that the log contains twice."""
 
     tasks: int = 0
     dispatched: Counter[str] = field(default_factory=Counter)
-    """Rollouts begun again, by the worker that did."""
+    """Rollouts begun again, by worker."""
     resumed: Counter[str] = field(default_factory=Counter)
-    """Of these, those that went on from a recorded turn."""
+    """Rollouts among these that continued from a recorded turn."""
     rollouts: Counter[str] = field(default_factory=Counter)
-    """Rollouts written again, by the worker that did."""
+    """Rollouts written again, by worker."""
     rollout_tokens: int = 0
     groups: int = 0
     groups_changed: int = 0
-    """Groups written again with another content."""
+    """Groups written again with different content."""
     plans: int = 0
-    """Plans of a step that another plan of it replaced."""
+    """Step plans that another plan of the same step replaced."""
     steps: int = 0
     manifests: int = 0
     joins: Counter[str] = field(default_factory=Counter)
-    """Times that a replica loaded a whole version after its first, by replica."""
+    """How often a replica loaded a whole version after its first, by replica."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """The run as its log tells it."""
+    """The counts of a run, from its log."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """What authors are called in this run."""
+    """Names of authors in this run, by their usual names."""
     recoveries: Recoveries = field(default_factory=Recoveries)
     repeated: Repeated = field(default_factory=Repeated)
     product: ProductTally = field(default_factory=ProductTally)
@@ -132,9 +132,9 @@ class Tally:
     step: int = 0
     step_at_s: float = 0.0
     fingerprints: dict[int, str] = field(default_factory=dict)
-    """Of the weights after each step."""
+    """Fingerprints of the weights after each step."""
     versions: set[int] = field(default_factory=set)
-    """Those that are published."""
+    """Published versions."""
     rollouts: set[str] = field(default_factory=set)
     groups: dict[str, bytes] = field(default_factory=dict)
     trained: Counter[str] = field(default_factory=Counter)
@@ -149,7 +149,7 @@ class Tally:
     _lives: dict[str, set[str]] = field(default_factory=dict)
 
     def observe(self, located: ConsumedRecord) -> tuple[str, float] | None:
-        """Take one record; the role that it shows to be back, if it does, and after how many seconds."""
+        """Add one record; return the role whose recovery it shows and the seconds that it took, or None."""
         record, at_s = located.record, located.timestamp_ms / 1e3
         self.product.observe(located)
         said = author(located.topic, record)
@@ -163,20 +163,20 @@ class Tally:
         return None if took is None else (name, took)
 
     def lost(self) -> list[tuple[str, int]]:
-        """Rollouts, by task and place in the group, that were asked for and have no record, not even of a failure."""
+        """Return the requested rollouts, by task and index in the group, without a record, even of a failure."""
         asked = ((task, index) for task, size in self._tasks.items() for index in range(size))
         return [each for each in asked if each not in self._played]
 
     def open_groups(self) -> set[str]:
-        """Groups that were asked for and are not assembled."""
+        """Return the requested groups that are not assembled."""
         return self._asked - self.groups.keys()
 
     def twice(self) -> list[str]:
-        """Groups that more than one step trained on."""
+        """Return the groups that more than one step trained on."""
         return [group for group, times in self.trained.items() if times > 1]
 
     def begun_again(self, starts_s: Sequence[float]) -> int:
-        """Steps between whose plan and whose record a trainer was started: it took them on the same inputs again."""
+        """Count the steps with a start of the trainer between plan and record: it took them again, on equal inputs."""
         spans = [(self._plans[step], at_s) for step, at_s in self._recorded.items() if step in self._plans]
         return sum(any(planned < start < recorded for start in starts_s) for planned, recorded in spans)
 

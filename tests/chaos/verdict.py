@@ -1,8 +1,8 @@
-"""What is asked of a run that went through a storm: the audit, the steps made again, the same run without the storm.
+"""The checks of a run after a storm: the audit, the replay of its steps, and the same run without the storm.
 
-The audit and the replay are the operator's own commands, run as an operator would. In the deterministic mode
-(`trainer.in_order`, one partition) the weights are a function of the groups and their rollouts, so that a trainer that
-nobody disturbs must make, over a copy of the two topics, the chain of versions that the disturbed one made.
+The audit and the replay are the operator's commands, run in the same way as by an operator. In the deterministic mode
+(`trainer.in_order`, one partition) the weights depend only on the groups and their rollouts, so that an undisturbed
+trainer must make, from a copy of the two topics, the same chain of versions as the disturbed one.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command said."""
+    """The result of a command."""
 
     status: int
     document: dict[str, Any] | None
-    """Its JSON; None where it printed none."""
+    """The JSON that it printed; None if it printed none."""
     text: str
-    """The end of everything that it printed."""
+    """The end of its whole output."""
 
     @property
     def clean(self) -> bool:
-        """Whether it ended well."""
+        """Whether its exit status was 0."""
         return self.status == 0
 
 
 def tidemill(*arguments: str, ranks: int = 1) -> Answer:
-    """Run a command of the command line to its end, on so many ranks."""
+    """Run a command of the command line to its end, on `ranks` ranks."""
     command = [sys.executable, *on_ranks(ranks), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     return Answer(done.returncode, _json(done.stdout), (done.stdout + done.stderr)[-4000:])
 
 
 def audit(config: Path, last: int) -> Answer:
-    """`tidemill audit` of a run that is over with step `last`: every rollout and answer must have its one end."""
+    """Run `tidemill audit` for a run that ended with step `last`: each rollout and answer must have exactly one end."""
     return tidemill("audit", "--config", str(config), "--set", f"run.max_steps={last}", "--json", "--complete")
 
 
 def steps_again(config: Path, last: int, ranks: int) -> Answer:
-    """Every step of the run made again from its recorded inputs, undisturbed, on as many ranks as the trainer had."""
+    """Replay every step of the run from its recorded inputs, undisturbed, on as many ranks as the trainer had."""
     return tidemill("replay", "steps", f"1..{last}", "--config", str(config), "--json", ranks=ranks)
 
 
@@ -83,16 +83,16 @@ class Chains:
     disturbed: dict[int, str]
     undisturbed: dict[int, str]
     said: str
-    """The end of what the undisturbed trainer printed."""
+    """The end of the undisturbed trainer's output."""
 
     @property
     def equal(self) -> bool:
-        """Whether both made the same versions, bit for bit, and there were any."""
+        """Whether both made the same versions, bit for bit, and at least one."""
         return bool(self.disturbed) and self.disturbed == self.undisturbed
 
 
 def train_undisturbed(settings: TidemillSettings, config: Path, steps: dict[int, str], say: Say) -> Chains:
-    """Train over a copy of what the run trained on, to the same last step.
+    """Train on a copy of the data that the run trained on, to the same last step.
 
     Args:
         config: the settings file of the run.
@@ -115,14 +115,14 @@ def train_undisturbed(settings: TidemillSettings, config: Path, steps: dict[int,
 
 
 def _incarnation(kafka: KafkaSettings) -> str:
-    """That of the run's versions: rollouts are trained only in the incarnation that they were sampled in."""
+    """Return the incarnation of the run: rollouts are trained only in the incarnation in which they were sampled."""
     with LogReader(kafka, [Topic.MANIFESTS], client_id="chaos-incarnation") as reader:
         return next(each.record.incarnation for each in reader.read_to_end() if isinstance(each.record, Manifest))
 
 
 def _copy(source: KafkaSettings, target: KafkaSettings, topic: Topic) -> int:
-    """Copy a topic byte by byte to the same offsets, which groups name their rollouts by. Raises RuntimeError where
-    the source has gaps."""
+    """Copy a topic byte by byte to the same offsets, because groups refer to rollouts by offset. Raises RuntimeError
+    if the source has gaps."""
     names, copies = Names(source.topic_prefix), Names(target.topic_prefix)
     consumer = Consumer(consumer_settings(source, "chaos-copy", "chaos-copy"))
     producer = Producer(producer_settings(target, "chaos-copy"))

@@ -1,4 +1,4 @@
-"""The helpers of the system tests are modules beside them."""
+"""Fixtures of the system tests; their helpers are modules in the same folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from demonstration import SMALL, STEPS, Finished, run_demonstration
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A demonstration of the simulated loop that has ended, each of whose roles was killed after a first step.
+    """A finished demonstration of the simulated loop; each role was killed after a first step.
 
-    Its model is where users' tests begin. Its versions hold values of NVFP4; those of the demonstrations that begin
-    with its model hold any values of bf16.
+    The tests with users start from its model. Its versions contain NVFP4 values; the versions of demonstrations that
+    start from its model contain any bf16 values.
     """
     settings, directory = [*SMALL, "trainer.serving_format=nvfp4"], tmp_path_factory.mktemp("demo")
     return run_demonstration(directory, settings, "--act", "one", "--steps", str(STEPS), kill_after="s  step [1-3]  ")

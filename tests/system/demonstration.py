@@ -1,4 +1,4 @@
-"""Demonstrations as processes, run for tests and looked at from outside."""
+"""Runs demonstrations as processes for tests, and inspects them from outside."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ SMALL = [
     f"feed.group_size={GROUP_SIZE}",
     "run.skip_no_signal=false",
     "trainer.publish.anchor_every=3",
-    # Threads that wait for each other keep the cores from what runs beside.
+    # Threads that wait for each other would use the cores of other tests that run at the same time.
     "midtrain.threads=1",
     "demo.start_timeout_s=600",
     "demo.stall_timeout_s=600",
-    # A replica that is killed may take minutes to come back, where other tests run beside; its episodes wait for it.
+    # A killed replica may take minutes to restart if other tests run at the same time; its episodes wait for it.
     "feed.deadline_s=600",
     "feed.eval_deadline_s=600",
     "rollout.episode_timeout_s=600",
 ]
-"""A demonstration that is quick, and whose model answers now and then."""
+"""Settings of a quick demonstration, whose model sometimes answers."""
 TIMEOUT_S = 2400.0
-"""Of a test, whose time has that of up to two demonstrations in it: other tests run beside them."""
+"""Limit of one test, which may wait for two demonstrations while other tests run at the same time."""
 LOOK_S = 2.0
 
 ABOUT_USERS = {
@@ -58,7 +58,7 @@ ABOUT_USERS = {
     "selection",
     "signal_coverage",
 }
-"""The named queries that have nothing to tell of a run without users."""
+"""The named queries that return no rows for a run without users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Finished:
     """Remote TCP addresses by role, seen while it ran."""
     commands: set[str]
     killed: set[str]
-    """Roles that were killed while it ran."""
+    """Roles killed while it ran."""
     said: str
     """Its standard output and standard error."""
     processes_left: list[str]
@@ -84,7 +84,7 @@ class Finished:
         return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
 
     def sampled_and_trained_alike(self) -> bool:
-        """Whether tokens sampled at the first version have the trainer's logprobs."""
+        """Return whether tokens sampled at the first version have the trainer's logprobs."""
         (row,) = self.rows("SELECT metrics['mismatch/max_abs_dlogp'] AS worst FROM train_steps WHERE step = 1")
         return row["worst"] < 1e-3
 
@@ -100,10 +100,10 @@ def demo_command(data_dir: Path, settings: Sequence[str], *arguments: str) -> li
 
 
 def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str, kill_after: str = "") -> Finished:
-    """Run one to its end, looking at its processes meanwhile.
+    """Run a demonstration to its end and inspect its processes meanwhile.
 
     Args:
-        kill_after: once what the demonstration said matches this, every role that runs is killed.
+        kill_after: a pattern; when the demonstration's output matches it, every running role is killed.
     """
     output, log = data_dir / "summary.json", data_dir / "demo.log"
     command = demo_command(data_dir, settings, "--json", str(output), *arguments)
@@ -140,7 +140,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def role_of(process: psutil.Process) -> str:
-    """The command of a Tidemill process; empty for any other, and for one that has just ended."""
+    """Return the command of a Tidemill process; empty for other processes, and for one that has just ended."""
     try:
         words = process.cmdline()
     except psutil.NoSuchProcess:

@@ -1,9 +1,9 @@
-"""Replicas without an engine, one in each region: everything of a replica but vLLM, over arrays in memory.
+"""Replicas without vLLM, one in each region: the other code of a replica, with arrays in memory as the engine.
 
     python region_followers.py CONFIG
 
-CONFIG is JSON: the log's address as the regions see it, topic prefix, run, a directory, and for each region the process
-that holds its namespace. The program is loaded once and forks into each region. Standard input's end ends them.
+CONFIG is JSON: the log's address for the regions, topic prefix, run, a directory, and for each region the process that
+keeps its namespace open. The program is loaded once and forks into each region. The end of standard input ends them.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class ArrayEngine:
         return Applied(0.0, 0.0, 0.0, 0)
 
     async def load(self, directory: Path, version: int) -> Applied:
-        """Overwrite everything."""
+        """Overwrite all elements."""
         self._read(directory)
         return Applied(0.0, 0.0, 0.0, 0)
 
     async def undo(self) -> None:
-        """Take the last `apply` back."""
+        """Undo the last `apply`."""
         for name, indices, bits in self._undo:
             self._live[name][indices] = bits
 
@@ -126,7 +126,7 @@ def _child(config: dict[str, Any], region: str, holder: int) -> None:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Run the replicas; see the module's docstring."""
     config = json.loads(sys.argv[1])
     children = {}
     for region, holder in config["regions"].items():

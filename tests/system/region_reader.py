@@ -1,5 +1,5 @@
-"""Reads one delta chunk inside a region and says how long it took: region_reader.py CONFIG, a JSON object with
-`kafka`, the settings of the log, and `deadline_s`."""
+"""Reads one delta chunk inside a region and prints the seconds that it took: region_reader.py CONFIG, a JSON object
+with `kafka`, the settings of the log, and `deadline_s`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidemill.schemas.log.reader import LogReader
 
 
 def main() -> None:
-    """Read until the chunk is here, or fail."""
+    """Read until the chunk arrives, or fail after the deadline."""
     config = json.loads(sys.argv[1])
     begun = time.monotonic()
     with LogReader(KafkaSettings(**config["kafka"]), [Topic.DELTAS], client_id="region-reader") as reader:

@@ -1,6 +1,6 @@
 """A served model under product traffic: a stable replica and a router as processes, and clients that stream answers.
 
-Shared by the system test and the benchmark of serving through updates.
+Used by the system test and by the benchmark of serving during updates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKENS = 48
 
 
 class RouterProcess:
-    """`tidemill route` before one stable replica."""
+    """A process of `tidemill route` in front of one stable replica."""
 
     def __init__(self, settings: KafkaSettings, root: Path, replica: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -69,27 +69,27 @@ class RouterProcess:
         raise TimeoutError(self._log.read_text()[-4000:])
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process and wait for its end."""
         self.process.kill()
         self.process.wait()
 
 
 @dataclass
 class Load:
-    """Clients that stream one answer after the other, and what each of them met."""
+    """Clients that stream one answer after the other, and their measurements."""
 
     session: aiohttp.ClientSession
     phase: str = "quiet"
-    """What the gaps are counted under."""
+    """The phase under which gaps are counted now."""
     gaps_ms: dict[str, list[float]] = field(default_factory=dict)
-    """Times between two tokens of an answer, by the phase that they ended in."""
+    """Times between two tokens of an answer, by the phase in which they ended."""
     failures: list[str] = field(default_factory=list)
     interactions: list[str] = field(default_factory=list)
-    """Ids of the answers that came whole."""
+    """Ids of the complete answers."""
     ended: bool = False
 
     async def client(self, number: int) -> None:
-        """One user who asks again and again."""
+        """Send requests as one user until the load ends."""
         while not self.ended:
             body = {"prompt": f"t{5 + number} t6 t7", "max_tokens": TOKENS, "ignore_eos": True, "stream": True,
                     "user": f"user-{number}"}  # fmt: skip
@@ -119,7 +119,7 @@ class Load:
         return now
 
     async def until(self, answers: int) -> None:
-        """Wait until so many more answers have come whole, or one has failed."""
+        """Wait until this many more answers are complete, or one has failed."""
         wanted = len(self.interactions) + answers
         while len(self.interactions) < wanted and not self.failures:
             await asyncio.sleep(0.01)
@@ -127,7 +127,7 @@ class Load:
 
 @dataclass
 class Served:
-    """Everything that runs."""
+    """The running parts: trainer, acknowledgements and load."""
 
     settings: KafkaSettings
     trainer: Trainer
@@ -145,14 +145,14 @@ class Served:
         await asyncio.to_thread(step)
 
     def recorded(self) -> list[Interaction]:
-        """Every interaction in the log."""
+        """Return every interaction in the log."""
         with LogReader(self.settings, [Topic.INTERACTIONS]) as reader:
             return [located.record for located in reader.read_to_end() if isinstance(located.record, Interaction)]
 
 
 @asynccontextmanager
 async def serving(settings: KafkaSettings, root: Path, clients: int) -> AsyncIterator[Served]:
-    """A trainer, a stable replica, a router and so many clients, whose first answers have come."""
+    """Run a trainer, a stable replica, a router and `clients` clients, which have received their first answers."""
     trainer = await asyncio.to_thread(Trainer, settings, root)
     acks, replica, router = Acks(settings), RoleProcess(settings, root, REPLICA, pool="stable"), None
     try:

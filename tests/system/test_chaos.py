@@ -1,6 +1,6 @@
-"""Chaos: a short storm over learning from users, real Kafka, real vLLM; and the parts that a long one is made of.
+"""Chaos: a short storm on learning from users, with real Kafka and vLLM; and unit tests of the parts of a storm.
 
-The long storms are `python -m tests.chaos.run`; what they came to is in `tests/chaos/FAULTS.md`.
+Long storms are run with `python -m tests.chaos.run`; their results are in `tests/chaos/FAULTS.md`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ SHARES = st.lists(
 
 
 @given(seed=st.integers(0, 2**32), shares=SHARES, last_step=st.integers(1, 60), gap_s=st.floats(0, 30))
-def test_a_storm_is_its_seeds_and_falls_evenly(tmp_path_factory, seed, shares, last_step, gap_s):
+def test_a_seed_gives_one_storm_that_hits_targets_evenly(tmp_path_factory, seed, shares, last_step, gap_s):
     storm = draw(seed, shares, last_step=last_step, gap_s=gap_s)
     assert storm == draw(seed, shares, last_step=last_step, gap_s=gap_s)
     assert Counter(fault.kind for fault in storm.faults) == Counter({s.kind: s.count for s in shares if s.count})
@@ -91,12 +91,12 @@ def test_a_storm_is_its_seeds_and_falls_evenly(tmp_path_factory, seed, shares, l
     assert Storm.load(path) == storm
 
 
-def test_two_seeds_are_two_storms():
+def test_two_seeds_give_different_storms():
     shares = [Share(FaultKind.KILL, 30, ROLES)]
     assert draw(1, shares, last_step=9, gap_s=5) != draw(2, shares, last_step=9, gap_s=5)
 
 
-def test_a_storm_needs_somebody_to_fall_on():
+def test_a_storm_without_targets_is_refused():
     with pytest.raises(ValueError, match="nobody to bear them"):
         draw(1, [Share(FaultKind.DISK, 1, [])], last_step=9, gap_s=5)
 
@@ -109,7 +109,7 @@ def test_a_file_that_holds_no_storm_is_refused(tmp_path: Path, text: str):
         Storm.load(path)
 
 
-# -- what the log says ----------------------------------------------------------------------------------------------
+# -- what the log contains ------------------------------------------------------------------------------------------
 
 
 def test_a_recovery_is_from_the_last_fault_to_the_first_progress_after_it():
@@ -127,7 +127,7 @@ def test_a_recovery_is_from_the_last_fault_to_the_first_progress_after_it():
     )
 
 
-def test_what_was_asked_for_and_never_came_is_lost():
+def test_requested_rollouts_without_a_record_are_lost():
     tally = Tally()
     for offset, record in enumerate([a_task(0), a_task(1)]):
         tally.observe(ConsumedRecord(Topic.TASKS, 0, offset, 1000, b"", b"", record, ""))
@@ -135,7 +135,7 @@ def test_what_was_asked_for_and_never_came_is_lost():
 
 
 def told(records: Iterable[r.Record]) -> ProductTally:
-    """What records of a product say, in their order."""
+    """Return the tally of a product's records, in their order."""
     log, tally = WrittenLog(), ProductTally()
     for record in records:
         key = feedback_key(record.interaction_id, record.event_id) if isinstance(record, r.Feedback) else None
@@ -145,7 +145,7 @@ def told(records: Iterable[r.Record]) -> ProductTally:
     return tally
 
 
-def test_records_that_stand_there_twice_and_say_the_same_are_done_once():
+def test_equal_copies_of_a_record_count_once():
     tally = told(product_run())
     assert tally.twice() == [] and tally.trained() == 1
     again = tally.again
@@ -153,7 +153,7 @@ def test_records_that_stand_there_twice_and_say_the_same_are_done_once():
     assert tally.endings == {"": 4, "no_signal": 1, "bot": 1} and tally.decisions == {"canary": 1, "promote": 1}
 
 
-def test_what_a_user_was_told_and_the_log_has_not_is_lost():
+def test_what_a_user_received_and_the_log_lacks_is_lost():
     tally = told(product_run())
     assert tally.lost({"i0"}, {"i0/e0"}) == ["interaction i5 never ended"]
     assert tally.lost({"i0", "gone"}, {"i0/e0", "i0/gone"}) == [
@@ -164,7 +164,7 @@ def test_what_a_user_was_told_and_the_log_has_not_is_lost():
 
 
 def _again(records: list[r.Record], kind: type[T], **changes: Any) -> list[r.Record]:
-    """The records and, once more, the first of a kind with other contents."""
+    """Return the records and a copy of the first of a kind with changed contents."""
     return [*records, replace(next(one for one in records if isinstance(one, kind)), **changes)]
 
 
@@ -180,12 +180,12 @@ FOUND_TWICE = {
 
 
 @pytest.mark.parametrize("said", FOUND_TWICE)
-def test_what_is_done_twice_is_found(said: str):
+def test_repeated_work_is_found(said: str):
     (found,) = told(FOUND_TWICE[said](product_run())).twice()
     assert said in found
 
 
-def test_notes_of_users_are_read_but_for_a_line_that_a_kill_broke_off(tmp_path: Path):
+def test_notes_are_read_except_a_line_that_a_kill_left_incomplete(tmp_path: Path):
     path = tmp_path / "notes"
     assert noted(path) == Noted(frozenset(), frozenset())
     path.write_text(f'["{SERVED}", "i"]\n["{ACKNOWLEDGED}", "i/e"]\n["{SERVED}", "bro')
@@ -201,7 +201,7 @@ def test_notes_of_users_are_read_but_for_a_line_that_a_kill_broke_off(tmp_path: 
     other=st.integers(1024, 65535),
     number=st.integers(0, MOST_LINKS - 1),
 )
-def test_an_answer_keeps_its_length_and_everything_but_the_brokers_address(text, port, other, number):
+def test_an_answer_keeps_its_length_and_changes_only_in_the_brokers_address(text, port, other, number):
     place = b"127.0.0.1" + port.to_bytes(4, "big")
     answer = b"a" + place + b"127.0.0.1" + (other if other != port else 1).to_bytes(4, "big")
     changed = readdressed(answer, [port], own_address(number))
@@ -209,7 +209,7 @@ def test_an_answer_keeps_its_length_and_everything_but_the_brokers_address(text,
     assert changed == b"a" + own_address(number).encode() + answer[10:]
 
 
-def test_there_are_no_more_links_than_addresses_of_the_same_length():
+def test_the_number_of_links_is_that_of_addresses_of_equal_length():
     assert len({own_address(number) for number in range(MOST_LINKS)}) == MOST_LINKS
     with pytest.raises(ValueError, match=f"{MOST_LINKS} links"):
         own_address(MOST_LINKS)
@@ -217,7 +217,7 @@ def test_there_are_no_more_links_than_addresses_of_the_same_length():
 
 @contextmanager
 def echo_broker() -> Iterator[int]:
-    """Answers every frame with itself."""
+    """Run a server that answers every frame with the same bytes."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -236,7 +236,7 @@ def echo_broker() -> Iterator[int]:
         thread.join()
 
 
-def test_nothing_passes_a_link_that_is_cut_and_everything_once_it_is_healed():
+def test_a_cut_link_delays_all_data_until_it_is_healed():
     frame = (6).to_bytes(4, "big") + b"record"
     with (
         echo_broker() as port,
@@ -260,7 +260,7 @@ def test_nothing_passes_a_link_that_is_cut_and_everything_once_it_is_healed():
 
 @pytest.fixture
 def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Keeper]]:
-    """Makes keepers of commands, which need no log to end."""
+    """Make keepers of commands that end without a log."""
     monkeypatch.setattr(keeping, "BACKOFF_S", 0.01)
     monkeypatch.setattr(keeping, "MOST_CRASHES", 1)
     with Supervisor(tmp_path / "logs") as supervisor:
@@ -273,13 +273,13 @@ def ended(keeper: Keeper) -> Ended:
     return found[0]
 
 
-def test_a_role_that_is_done_is_left_alone(keep):
+def test_a_role_that_is_done_is_not_restarted(keep):
     keeper = keep("--help")
     assert (ended(keeper).status, keeper.done) == (0, {"role"})
     assert keeper.mend() == [] and keeper.lives["role"] == 1
 
 
-def test_a_killed_rank_ends_the_role_and_that_is_no_crash(tmp_path):
+def test_a_killed_rank_ends_the_role_and_is_not_a_crash(tmp_path):
     rank = [sys.executable, "-c", "import signal; signal.pause()"]
     role = f"import subprocess; own = [subprocess.Popen({rank}) for _ in range(2)]; status = own[1].wait()"
     with Supervisor(tmp_path / "logs") as supervisor:
@@ -292,7 +292,7 @@ def test_a_killed_rank_ends_the_role_and_that_is_no_crash(tmp_path):
         assert ended(keeper) == Ended("role", signal.SIGKILL, by_itself=False, last_words="")
 
 
-def test_ranks_are_killed_where_there_are_several(tmp_path):
+def test_ranks_are_killed_only_in_roles_with_several(tmp_path):
     with pytest.raises(ValueError, match="--ranks 2"):
         Order(tmp_path, 1, 4, None, {FaultKind.RANK_KILL: 1})
     order = Order(tmp_path, 1, 4, None, {FaultKind.RANK_KILL: 4}, ranks=2)
@@ -301,7 +301,7 @@ def test_ranks_are_killed_where_there_are_several(tmp_path):
     assert targets == {"train": 2, "replica-0": 2}
 
 
-def test_a_killed_role_is_started_again_and_that_is_no_crash(keep):
+def test_a_killed_role_is_started_again_and_this_is_not_a_crash(keep):
     keeper = keep("feed", "--bootstrap", "127.0.0.1:1")
     for life in (1, 2, 3):
         keeper.mend()
@@ -317,7 +317,7 @@ def test_a_role_that_keeps_ending_by_itself_is_a_crash_loop(keep):
             assert ended(keeper).by_itself
 
 
-def test_a_role_whose_disk_is_full_can_write_no_more(keep, tmp_path: Path):
+def test_a_role_with_a_full_disk_cannot_write(keep, tmp_path: Path):
     keeper = keep("feed", "--bootstrap", "127.0.0.1:1")
     keeper.mend()
     assert largest_file(keeper) == "unlimited"
@@ -336,7 +336,7 @@ def largest_file(keeper: Keeper) -> str:
     return line.split()[3]
 
 
-def test_a_role_that_is_to_begin_later_waits_and_one_that_is_retired_stays_away(keep):
+def test_a_later_role_waits_and_a_retired_role_is_not_restarted(keep):
     keeper = keep("feed", "--bootstrap", "127.0.0.1:1", later=["role"])
     keeper.mend()
     assert keeper.pid("role") is None and not keeper.kill("role")
@@ -353,13 +353,13 @@ def test_a_role_that_is_to_begin_later_waits_and_one_that_is_retired_stays_away(
 STEPS = 2
 FELL = ("train-online", "join", "batches", "gate", "rollout-online", "feed-online", "stream", "route", "gateway",
         "users", "sink")  # fmt: skip
-"""All roles of a run that learns from users but its replicas, which take a minute to start: long storms kill them."""
+"""All roles of a run that learns from users, except replicas: these take a minute to start; long storms kill them."""
 FAULTS = {FaultKind.KILL: len(FELL), FaultKind.PAUSE: 1, FaultKind.PARTITION: 1, FaultKind.DISK: 1}
 
 
 @pytest.fixture(scope="module")
 def endured(finished, tmp_path_factory: pytest.TempPathFactory) -> Verdict:
-    """A run in which each of these was killed, and three were hit otherwise."""
+    """A run in which each role of `FELL` was killed, and three were hit by other faults."""
     order = Order(
         directory=tmp_path_factory.mktemp("chaos"),
         seed=10,
@@ -383,21 +383,21 @@ def test_kill_anything_at_any_time_and_nothing_is_lost_or_done_twice(endured: Ve
     assert (endured.endured.tally.repeated.groups_changed, endured.sink_rows_twice) == (0, 0)
 
 
-def test_users_were_served_and_learnt_from(endured: Verdict):
+def test_the_run_served_users_and_learnt_from_them(endured: Verdict):
     product, told = endured.endured.tally.product, endured.told
     assert told.served and told.acknowledged, "nothing is lost where nobody was told anything"
     assert product.trained() >= STEPS * 2 and {"", "no_consent", "no_signal"} <= product.endings.keys()
     assert {"canary", "promote"} <= product.decisions.keys()
 
 
-def test_every_role_came_back(endured: Verdict):
-    """A role that never wrote again runs, and the run may have ended before it had anything to do."""
+def test_every_role_recovered(endured: Verdict):
+    """A role that wrote nothing after its fault must still run: the run may have ended before it had any work."""
     back = {role for _, role in endured.endured.tally.recoveries.seconds}
     assert back | endured.endured.running >= set(FELL)
     assert back >= {"train-online", "sink"}
 
 
-def test_a_full_disk_ends_a_role_and_it_goes_on(endured: Verdict):
+def test_a_full_disk_ends_a_role_once(endured: Verdict):
     met = [
         struck.fault.target for struck in endured.endured.struck if struck.fault.kind is FaultKind.DISK and struck.hit
     ]
@@ -405,7 +405,7 @@ def test_a_full_disk_ends_a_role_and_it_goes_on(endured: Verdict):
     assert [ended.name for ended in endured.endured.by_itself() if ended.during == FaultKind.DISK] == met
 
 
-def test_every_step_made_again_undisturbed_gives_the_weights_that_were_recorded(endured: Verdict):
+def test_every_replayed_step_gives_the_recorded_weights(endured: Verdict):
     assert sorted(endured.endured.tally.fingerprints) == list(range(1, STEPS + 1))
     assert endured.again.clean, endured.again.text
 
@@ -432,7 +432,7 @@ def a_task(number: int) -> Task:
 
 @dataclass
 class Bench:
-    """A log with tasks, a replica that can be told to wait, group assembly, and a worker to kill."""
+    """A log with tasks, a replica whose answers can be delayed, group assembly, and a worker to kill."""
 
     kafka: KafkaSettings
     config: Path
@@ -457,7 +457,7 @@ class Bench:
             producer.send_acked(Topic.TASKS, [(f"run/train/{n}", a_task(n)) for n in numbers])
 
     def played(self) -> set[str]:
-        """Tasks with all their rollouts."""
+        """Return the tasks whose rollouts are all in the log."""
         with LogReader(self.kafka, [Topic.ROLLOUTS]) as reader:
             found = {r.record.rollout_id: r.record for r in reader.read_to_end() if isinstance(r.record, Rollout)}
         counts = Counter(record.task_id for record in found.values())
@@ -506,7 +506,7 @@ def bench(request, kafka, tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("bench", [False, True], indirect=True, ids=["the worker", "a hasty worker"])
 @pytest.mark.timeout(TIMEOUT_S)
-def test_the_audit_finds_what_a_worker_loses_that_commits_too_early(bench: Bench):
+def test_the_audit_finds_rollouts_that_an_early_commit_loses(bench: Bench):
     released = threading.Event()
 
     async def wait(request: dict, number: int) -> web.StreamResponse:

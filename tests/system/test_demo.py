@@ -1,7 +1,7 @@
-"""The whole loop from one command: real Kafka, real vLLM, every role a process of its own.
+"""The whole loop from one command: real Kafka, real vLLM, every role in its own process.
 
-One short demonstration, whose roles are all killed once, is looked at from many sides: its summary, its sockets while
-it runs, its tables, and what it leaves behind.
+The tests check one short demonstration in which every role is killed once: its summary, its sockets while it runs, its
+tables, and its processes after the end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tidemill.consumers.sink.query import named_queries, parameters_of, sql_of
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
-def test_the_summary_holds_what_scripts_need(finished: Finished):
+def test_the_summary_contains_what_scripts_need(finished: Finished):
     summary = finished.summary
     assert summary["versions"] == STEPS
     assert summary["fingerprints_equal"] is True
@@ -47,12 +47,12 @@ def test_the_summary_holds_what_scripts_need(finished: Finished):
     assert summary["learning_rate"] > 0 and 0 < summary["delta_density"]["p50"] <= 1
 
 
-def test_every_role_is_a_process_of_its_own_and_comes_back_when_it_is_killed(finished: Finished):
+def test_every_role_is_a_separate_process_and_is_restarted_when_killed(finished: Finished):
     assert finished.killed == {"sink", "view", "train", "serve", "stream", "rollout", "feed"} <= finished.commands
     assert finished.said.count("was killed by SIGKILL: it is started again in 1 s") >= len(finished.killed)
 
 
-def test_no_sockets_between_roles_but_the_broker_and_the_replicas(finished: Finished):
+def test_roles_connect_only_to_the_broker_and_the_replicas(finished: Finished):
     settings = (Path(finished.summary["data_dir"]) / "settings.toml").read_text()
     seen = set().union(*(addresses for role, addresses in finished.connections.items() if role != "serve"))
     foreign = {address for address in seen if f'"{address}"' not in settings and f'//{address}"' not in settings}
@@ -69,10 +69,10 @@ def test_every_rollout_has_one_ending_and_no_held_out_task_was_trained(finished:
     assert finished.rows(shared) == [{"n": 0}]
 
 
-def test_the_tables_hold_what_the_topics_held(finished: Finished):
+def test_the_tables_contain_the_records_of_the_topics(finished: Finished):
     (steps,) = finished.rows("SELECT count() AS n, max(version) AS newest FROM train_steps")
     assert steps == {"n": STEPS, "newest": STEPS}
-    # A worker that was killed may have written a rollout again, at another place of the log.
+    # A worker that was killed may have written a rollout again, at another offset.
     (rollouts,) = finished.rows("SELECT count() AS n, countDistinct(_partition, _offset) AS places FROM rollouts")
     assert rollouts["n"] == rollouts["places"] >= finished.summary["rollouts_trained"]
 
@@ -80,7 +80,7 @@ def test_the_tables_hold_what_the_topics_held(finished: Finished):
 @pytest.mark.parametrize("name", sorted(named_queries().keys() - ABOUT_USERS))
 def test_the_named_queries_answer(finished: Finished, name: str):
     rows = finished.rows(name)
-    # A sound run has nothing to tell in some; those with parameters may ask for one record, which is not named here.
+    # Some queries have no rows in a sound run; those with parameters may need the name of a record, not given here.
     quiet = ("failures", "log_gaps", "log_dead_letters", "log_results", "refusals")
     assert rows or name in quiet or parameters_of(sql_of(name))
 
@@ -96,7 +96,7 @@ def test_nothing_is_left_running(finished: Finished):
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_demonstration_that_is_ended_early_leaves_nothing_running(tmp_path: Path, sent: signal.Signals, status: int):
     with (tmp_path / "demo.log").open("wb") as stream:
-        # A shell's background jobs ignore the interrupt, and what they start inherits that.
+        # A shell's background jobs ignore the interrupt, and their child processes inherit that.
         process = subprocess.Popen(
             demo_command(tmp_path, SMALL),
             stdout=stream,

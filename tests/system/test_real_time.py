@@ -1,7 +1,7 @@
-"""Learning from users, from one command: users, router, join, batches, gate and two pools, each a process of its own.
+"""Learning from users, from one command: users, router, join, batches, gate and two pools, each in its own process.
 
-One short second act is played from the model that a short first act made. Its log is then opened again, as an operator
-would who asks afterwards which thumb changed which version.
+One short second act starts from the model of a short first act. Its log is then opened again, as by an operator who
+wants to know afterwards which thumb changed which version.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def played(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Fini
 
 @pytest.fixture(scope="module")
 def log(played: Finished) -> Iterator[KafkaSettings]:
-    """The demonstration's own log, opened again after its end."""
+    """The log of the demonstration, opened again after its end."""
     stack = LocalStack(StackSettings(data_dir=played.directory / "kafka", heap_mb=320))
     try:
         yield KafkaSettings(bootstrap=stack.up(print).bootstrap)
@@ -109,7 +109,7 @@ def test_every_interaction_has_exactly_one_end(records: dict[type, list[Record]]
     assert set(served) == set(ends) and set(ends.values()) == {1}
 
 
-def test_nothing_is_learnt_from_who_did_not_consent(records: dict[type, list[Record]]):
+def test_nothing_is_learnt_from_users_without_consent(records: dict[type, list[Record]]):
     refused = {r.interaction_id for r in records[Interaction] if not r.consent}
     learnt = {member.interaction_id for batch in records[OnlineBatch] for member in batch.members}
     assert refused and learnt and not refused & learnt
@@ -125,14 +125,14 @@ def test_each_batch_has_one_version_and_ends_once(records: dict[type, list[Recor
     assert len(trained) >= BATCHES and set(trained.values()) == {1}
 
 
-def test_stable_serves_only_what_was_promoted(records: dict[type, list[Record]]):
+def test_stable_serves_only_promoted_versions(records: dict[type, list[Record]]):
     promoted = {d.version for d in records[GateDecision] if d.verdict is GateVerdict.PROMOTE}
     served = {r.version_max for r in records[Interaction] if r.arm == "stable" and r.version_max >= 0}
     proved = {a.version for a in records[WeightAck] if a.replica_id == "stable-0" and a.status is AckStatus.PROVED}
     assert len(promoted) >= 2 and served <= promoted and proved <= promoted
 
 
-def test_a_thumb_can_be_followed_to_the_replica_that_serves_what_it_taught(
+def test_a_thumb_is_traced_to_the_replica_that_serves_the_trained_version(
     played: Finished, log: KafkaSettings, records: dict[type, list[Record]]
 ):
     promoted = [d.version for d in records[GateDecision] if d.verdict is GateVerdict.PROMOTE]
@@ -150,7 +150,7 @@ def test_a_thumb_can_be_followed_to_the_replica_that_serves_what_it_taught(
 
 
 def a_thumb_that_taught(newest: int, records: dict[type, list[Record]]) -> Feedback:
-    """A vote in a batch from which a promoted version was made."""
+    """Return a vote in a batch from which a promoted version was trained."""
     steps = {step.version: step for step in records[TrainStep]}
     names = {place.group_id for place in steps[newest].inputs}
     members = {m.interaction_id for batch in records[OnlineBatch] if batch.batch_id in names for m in batch.members}
@@ -159,7 +159,7 @@ def a_thumb_that_taught(newest: int, records: dict[type, list[Record]]) -> Feedb
     return votes[0]
 
 
-def test_the_roles_are_processes_of_their_own_and_meet_in_the_log(played: Finished):
+def test_the_roles_are_separate_processes_and_connect_only_to_addresses_in_the_settings(played: Finished):
     assert {"train", "serve", "route", "stream", "gate", "rollout", "feed", "users"} <= played.commands
     settings = "".join(path.read_text() for path in played.directory.glob("settings*.toml"))
     seen = set().union(*(addresses for role, addresses in played.connections.items() if role not in ("serve", "route")))
@@ -168,7 +168,7 @@ def test_the_roles_are_processes_of_their_own_and_meet_in_the_log(played: Finish
 
 
 def test_sampled_tokens_agree_with_the_trainer_at_the_same_version(played: Finished):
-    """Of versions with any values of bf16."""
+    """Tests versions with any bf16 values."""
     assert played.sampled_and_trained_alike()
 
 

@@ -1,5 +1,5 @@
-"""Replicas in three regions behind links of their own, a near, a far and lossy, and a thin one: the broker is all they
-share. And the links themselves: what goes in comes out in order, late, thinned and slowed as asked.
+"""Replicas in three regions behind separate links (near, far with loss, and thin) share only the broker. The links
+themselves are tested too: packets leave in order, with the configured delay, loss and rate.
 """
 
 from __future__ import annotations
@@ -45,42 +45,42 @@ SHAPES = {
 }
 VERSIONS = 5
 MOST_VERSIONS = 20
-"""Published at the most, where a slow machine keeps the near region as late as the thin link keeps its own."""
+"""The greatest number of versions, if a slow machine delays the near region as much as the thin link delays its own."""
 SIZE = (512, 1024)
 DENSITY = 0.16
 
 
 @dataclass
 class Followed:
-    """What the replicas said so far, by region."""
+    """The records of the replicas so far, by region."""
 
     acks: dict[str, list[WeightAck]] = field(default_factory=dict)
     lags: dict[str, list[int]] = field(default_factory=dict)
 
     def observe(self, record: object) -> None:
-        """Take a record of `weights.acks` or `staleness` in."""
+        """Add a record of `weights.acks` or `staleness`."""
         if isinstance(record, WeightAck):
             self.acks.setdefault(record.region, []).append(record)
         elif isinstance(record, Staleness) and record.stage == "serve":
             self.lags.setdefault(record.region, []).append(record.lag[0].lag)
 
     def serving(self, region: str) -> int:
-        """The version that a region serves; -1 before the first."""
+        """Return the version that a region serves; -1 before the first."""
         return self.acks[region][-1].serving_version if region in self.acks else -1
 
 
 @dataclass(frozen=True)
 class Hub:
-    """The hub of the regions, and a broker that they reach."""
+    """The hub of the regions, and a broker that they can reach."""
 
     regions: Regions
     bootstrap: str
     """The broker's address on this host."""
     outside: tuple[str, int]
-    """The one that the regions use."""
+    """The broker's address in the regions."""
 
     def topics(self, **settings: float) -> KafkaSettings:
-        """Topics of a test's own."""
+        """Create topics for one test."""
         prefix = f"t{uuid.uuid4().hex[:12]}."
         made = KafkaSettings(bootstrap=self.bootstrap, topic_prefix=prefix, partitions=2, **settings)
         create_topics(made)
@@ -89,7 +89,7 @@ class Hub:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Hub]:
-    """A hub without regions yet. Where this machine can make no namespaces, the test is skipped."""
+    """A hub without regions. The test is skipped if this machine cannot make namespaces."""
     if reason := why_not():
         pytest.skip(reason)
     with Regions() as regions:
@@ -106,7 +106,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Hub]
 
 @contextmanager
 def followers(config: dict[str, object]) -> Iterator[subprocess.Popen[str]]:
-    """The replicas of all regions; they must have ended well."""
+    """Run the replicas of all regions; they must end with status 0."""
     process = subprocess.Popen(
         [sys.executable, str(HERE / "region_followers.py"), json.dumps(config)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -121,7 +121,7 @@ def followers(config: dict[str, object]) -> Iterator[subprocess.Popen[str]]:
 
 
 def until(condition: Callable[[], bool], log: LogReader, followed: Followed, process: subprocess.Popen[str]) -> None:
-    """Read what the replicas say until a condition holds."""
+    """Read the replicas' records until a condition holds."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, f"not reached in time: {followed}"
@@ -131,14 +131,14 @@ def until(condition: Callable[[], bool], log: LogReader, followed: Followed, pro
 
 
 def weights(previous: np.ndarray | None, seed: int) -> np.ndarray:
-    """bf16 patterns, some of them replaced by others that no codec can foresee."""
+    """Return bf16 patterns, some of them replaced by random ones that no codec can predict."""
     random = np.random.default_rng(seed)
     if previous is None:
         return random.integers(0, 1 << 14, SIZE, dtype=np.uint16)
     return np.where(random.random(SIZE) < DENSITY, random.integers(0, 1 << 14, SIZE, dtype=np.uint16), previous)
 
 
-def test_regions_follow_through_the_broker_alone(hub: Hub, tmp_path: Path):
+def test_regions_follow_only_through_the_broker(hub: Hub, tmp_path: Path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     print(f"links are shaped by {hub.regions.backend}")
@@ -152,7 +152,7 @@ def test_regions_follow_through_the_broker_alone(hub: Hub, tmp_path: Path):
         assert all(ack.status is not AckStatus.REFUSED for ack in followed.acks[name]), name
         assert followed.lags[name][-1] == 0, name
         assert remotes[name] == {hub.outside}, name
-    # The next version was published as soon as the near region served the last one: it is never behind.
+    # Each version was published as soon as the near region served the previous one: it is never behind.
     assert max(followed.lags["near"]) == 0
     assert max(followed.lags["thin"]) > 0
     sent = sum(manifest.delta_bytes for manifest in manifests)
@@ -162,8 +162,8 @@ def test_regions_follow_through_the_broker_alone(hub: Hub, tmp_path: Path):
         assert carried["far"]["down"]["lost"] + carried["far"]["up"]["lost"] > 0
 
 
-def test_a_chunk_comes_over_a_link_that_is_slower_than_the_looks_for_stalls(hub: Hub):
-    """A look is due every 3 s and waits 2 s for its answer, the chunk takes more than 5 s."""
+def test_a_chunk_arrives_over_a_link_slower_than_the_stall_checks(hub: Hub):
+    """A stall check is due every 3 s and waits 2 s for its answer; the chunk takes more than 5 s."""
     rate = 1.5e6
     payload = bytes(np.random.default_rng(0).integers(0, 256, (1 << 20) - 4096, np.uint8))
     region = hub.regions.add("slow", LinkShape(delay_ms=5.0, bits_per_second=rate))
@@ -183,7 +183,7 @@ def publish_and_follow(
 ) -> tuple[list[Manifest], Followed, float, dict[str, set[tuple[str, int]]]]:
     """Publish at the pace of the near region until every region serves the head.
 
-    Returns the manifests, what was said, the seconds from the first delta on, and whom each region talked to.
+    Returns the manifests, the replicas' records, the seconds since the first delta, and the peers of each region.
     """
     run = RunSettings(run_id="regions")
     settings = PublishSettings(anchor_every=1000, anchor_bytes_ratio=1000.0)
@@ -249,7 +249,7 @@ def test_a_link_keeps_order_delay_and_rate(packets, delay_ms, rate, loss):
     assert loss or not counts.lost
 
 
-def test_a_full_queue_drops_what_comes():
+def test_a_full_queue_drops_further_packets():
     direction = Direction(LinkShape(bits_per_second=8e3, queue_ms=100), seed=0)
     for _ in range(10):
         direction.offer(bytes(50), 0.0)
@@ -257,7 +257,7 @@ def test_a_full_queue_drops_what_comes():
     assert direction.next_at() is None
 
 
-def test_a_thousand_packets_take_as_long_as_the_rate_says():
+def test_a_thousand_packets_take_the_time_of_the_rate():
     direction = Direction(LinkShape(bits_per_second=1e6, queue_ms=1e6, delay_ms=30), seed=0)
     for _ in range(1000):
         direction.offer(bytes(1250), 0.0)

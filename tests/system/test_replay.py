@@ -1,6 +1,6 @@
-"""A demonstration that has ended, asked again from its log: the same groups, the same weights; other rules are found.
+"""A finished demonstration, replayed from its log: the groups and weights are the same; a changed rule is detected.
 
-Its trainer and its vLLM replica had versions with values of NVFP4: weights of few bits from one end to the other.
+The versions of its trainer and its vLLM replica have NVFP4 values: weights of few bits in both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 @pytest.fixture(scope="module")
 def common(finished: Finished) -> Iterator[list[str]]:
-    """The options by which the log of the demonstration is found, its Kafka started again over its data."""
+    """The options that select the log of the demonstration; its Kafka is started again on its data."""
     stack = LocalStack(StackSettings(data_dir=finished.directory / "kafka", heap_mb=320))
     try:
         address = stack.up().bootstrap
@@ -60,7 +60,7 @@ def test_with_another_rule_the_first_group_that_changed_is_named(common: list[st
 
 
 def magnitudes(finished: Finished, name: str) -> int:
-    """The most distinct sizes among 16 values of a row that stand together, of a weight of the newest anchor."""
+    """Return the greatest number of distinct magnitudes in 16 neighbouring values of a weight in the newest anchor."""
     bits = dict(anchor_weights(str(finished.newest_anchor())))[name].bits
     return max(len(np.unique(block)) for block in (bits & 0x7FFF).reshape(-1, 16))
 
@@ -69,19 +69,19 @@ def test_every_version_is_proved_and_its_weights_have_few_values(finished: Finis
     proofs = finished.rows("SELECT version, status, fingerprint = expected_fingerprint AS same FROM weights_acks")
     served = {row["version"] for row in proofs}
     assert all(row["same"] for row in proofs), proofs
-    # A replica that was killed takes up with the newest version.
+    # A replica that was killed resumes with the newest version.
     assert {0, STEPS} <= served <= set(range(STEPS + 1))
     assert finished.summary["fingerprints_equal"] and finished.summary["audit_sound"]
     assert not finished.summary["refusals"]
     (log,) = finished.directory.rglob("logs/replica-0.log")
     assert "serving version 0 (values of nvfp4, dequantised)" in log.read_text()
-    # E2M1 has eight sizes; the table of the embeddings stays as it was.
+    # E2M1 has eight magnitudes; the embeddings are not rounded to it.
     assert magnitudes(finished, "model.layers.0.self_attn.q_proj.weight") <= 8
     assert magnitudes(finished, "model.embed_tokens.weight") > 8
 
 
 def test_the_trainer_computes_with_the_values_that_are_served(finished: Finished, common: list[str]):
-    """The control are the same steps by a trainer that computes with what it would serve in bf16."""
+    """The control is the same step by a trainer that computes with the weights that it would serve in bf16."""
     (step,) = finished.rows("SELECT metrics['mismatch/k3'] AS k3 FROM train_steps WHERE step = 1")
     versions = ask(common, "weights", "log")["versions"]
     assert [row["serving_format"] for row in versions] == ["nvfp4"] * (STEPS + 1)

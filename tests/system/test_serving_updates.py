@@ -1,4 +1,4 @@
-"""Users never notice an update: twenty versions are published and promoted while answers are being streamed."""
+"""Users never notice an update: twenty versions are published and promoted while answers are streamed."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ UPDATES = 20
 
 
 @pytest.mark.timeout(1500)
-def test_twenty_updates_under_load_fail_nobody_and_every_answer_is_recorded(kafka, topic_prefix, tmp_path):
+def test_twenty_updates_under_load_fail_no_request_and_every_answer_is_recorded(kafka, topic_prefix, tmp_path):
     settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
     load, recorded = asyncio.run(updated_under_load(settings, tmp_path))
     assert load.failures == []

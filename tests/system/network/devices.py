@@ -1,4 +1,4 @@
-"""Network namespaces and TUN devices by system calls alone, so that no tool need be installed. Linux, as root."""
+"""Network namespaces and TUN devices, only by system calls, so that no tool must be installed. Linux, as root."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def new_namespace() -> None:
-    """Move this thread's process into a fresh network namespace whose loopback is up. Raises OSError."""
+    """Move this thread's process into a new network namespace whose loopback is up. Raises OSError."""
     _call("unshare", CLONE_NEWNET)
     bring_up("lo")
 
@@ -38,9 +38,9 @@ def enter_namespace(pid: int) -> None:
 
 
 def open_tun(name: str, address: str, peer: str) -> int:
-    """A point-to-point TUN device in this namespace, up, with a route to `peer`; its file descriptor.
+    """Open a point-to-point TUN device in this namespace, up, with a route to `peer`; return its file descriptor.
 
-    Raises OSError. The device goes when the descriptor is closed.
+    Raises OSError. The device is deleted when the descriptor is closed.
     """
     handle = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK)
     try:

@@ -1,12 +1,11 @@
-"""A hub and regions: each region a network namespace of its own that reaches the hub over one shaped link, and nobody
-else.
+"""A hub and regions: each region is a separate network namespace that reaches only the hub, over one shaped link.
+
+Raises `Unavailable` if this machine cannot make namespaces.
 
     with Regions() as regions:
         thin = regions.add("thin", LinkShape(bits_per_second=2e6))
         regions.hub                # address at which the regions find the hub
         thin.start([...])          # a process inside the region
-
-Raises `Unavailable` where this machine cannot make namespaces.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from network.devices import DEVICE
 from network.shape import LinkShape
 
 BENCHMARK_NETWORKS = [f"198.{18 + i // 256}.{i % 256}" for i in range(512)]
-"""RFC 2544 sets these addresses aside for tests of networks: nothing else answers there."""
+"""RFC 2544 reserves these addresses for tests of networks: no other host answers there."""
 HERE = Path(__file__).resolve().parent
 STOP_S = 10.0
 
@@ -39,7 +38,7 @@ class Unavailable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One network namespace, held by the process of its link."""
+    """One network namespace, kept open by the process of its link."""
 
     name: str
     address: str
@@ -52,7 +51,7 @@ class Region:
         return subprocess.Popen([*before, *command], **options)
 
     def remote_addresses(self) -> set[tuple[str, int]]:
-        """(address, port) of everything outside the region that a socket inside it is connected to now."""
+        """Return (address, port) of all peers outside the region to which its sockets are connected now."""
         found = set()
         for protocol in ("tcp", "udp"):
             for line in Path(f"/proc/{self.holder.pid}/net/{protocol}").read_text().splitlines()[1:]:
@@ -63,7 +62,7 @@ class Region:
         return found
 
     def close(self) -> dict[str, Any]:
-        """Take the link down; what it carried, by direction (empty where the kernel counted)."""
+        """Take the link down; return what it carried, by direction (empty with netem)."""
         try:
             output, _ = self.holder.communicate(timeout=STOP_S)
         except subprocess.TimeoutExpired:
@@ -73,7 +72,7 @@ class Region:
 
 
 class Regions:
-    """The hub's network and its links, a context manager. `backend`: None chooses netem where the kernel has it."""
+    """The hub's network and its links, a context manager. `backend`: None chooses netem if the kernel has it."""
 
     def __init__(self, backend: str | None = None) -> None:
         reason = why_not()
@@ -83,11 +82,11 @@ class Regions:
         self._network = _free_network()
         self.hub = f"{self._network}.1"
         self._regions: list[Region] = []
-        # Keeps the hub's address there for servers to bind before the first link is up.
+        # Keeps the hub's address available, so that servers can bind it before the first link is up.
         self._anchor = self.add("hub", LinkShape())
 
     def add(self, name: str, shape: LinkShape) -> Region:
-        """A region behind a new link."""
+        """Add a region behind a new link."""
         number = len(self._regions) + 2
         address = f"{self._network}.{number}"
         device = f"tm{os.getpid() % 100_000}n{number}"
@@ -118,7 +117,7 @@ class Regions:
 
 
 def why_not() -> str:
-    """Why this machine cannot make namespaces and links; empty when it can."""
+    """Return why this machine cannot make namespaces and links; empty if it can."""
     if sys.platform != "linux" or os.geteuid():
         return "network namespaces need Linux and root"
     done = subprocess.run(
@@ -131,7 +130,7 @@ def why_not() -> str:
 
 
 def has_netem() -> bool:
-    """Whether the kernel shapes traffic by itself; asked in a namespace of its own."""
+    """Return whether the kernel can shape traffic; tested in a separate namespace."""
     if not (shutil.which("tc") and shutil.which("ip") and shutil.which("nsenter")):
         return False
     program = "import subprocess, sys; from network.devices import new_namespace; new_namespace(); "

@@ -1,7 +1,7 @@
-"""What a link does to packets, as pure logic: rate, queue, loss and delay of one direction.
+"""The effect of a link on packets, as pure logic: rate, queue, loss and delay of one direction.
 
-Keeps true: packets leave in the order they came in, none before its time; the same seed drops the same packets; what is
-queued never takes longer than the queue's limit at the link's rate.
+Invariants: packets leave in the order of their arrival, none before its time; the same seed drops the same packets; a
+packet waits in the queue no longer than `queue_ms`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class LinkShape:
     """How a link treats the packets of each of its two directions."""
 
     delay_ms: float = 0.0
-    """One way."""
+    """Delay in one direction."""
     loss: float = 0.0
     """Share of packets that are dropped at random, 0 to 1."""
     bits_per_second: float = 0.0
     """Rate; 0 for no limit."""
     queue_ms: float = 250.0
-    """How much a full queue adds to the delay; packets beyond it are dropped, as a router's are."""
+    """The delay that a full queue adds; further packets are dropped, as by a router."""
     seed: int = 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class LinkShape:
 
 @dataclass(slots=True)
 class Counts:
-    """What one direction carried."""
+    """Packet counts of one direction."""
 
     packets: int = 0
     n_bytes: int = 0
@@ -42,7 +42,7 @@ class Counts:
 
 
 class Direction:
-    """One direction of a link. Times in seconds of any one clock."""
+    """One direction of a link. Times are in seconds of any one clock."""
 
     def __init__(self, shape: LinkShape, seed: int) -> None:
         self._shape = shape
@@ -52,7 +52,7 @@ class Direction:
         self.counts = Counts()
 
     def offer(self, packet: bytes, now: float) -> None:
-        """A packet enters the link, or is dropped."""
+        """Put a packet into the link, or drop it."""
         if self._random.random() < self._shape.loss:
             self.counts.lost += 1
             return
@@ -65,7 +65,7 @@ class Direction:
         self._waiting.append((self._sent_at + self._shape.delay_ms / 1e3, packet))
 
     def due(self, now: float) -> list[bytes]:
-        """Packets whose time to leave has come, in order."""
+        """Remove and return the packets that leave the link by `now`, in order."""
         ready = []
         while self._waiting and self._waiting[0][0] <= now:
             packet = self._waiting.popleft()[1]
@@ -75,5 +75,5 @@ class Direction:
         return ready
 
     def next_at(self) -> float | None:
-        """When the next packet leaves; None while none waits."""
+        """Return when the next packet leaves; None while none waits."""
         return self._waiting[0][0] if self._waiting else None

@@ -1,9 +1,9 @@
-"""One link as a process: it holds the region's network namespace, and its end of the link goes when it ends.
+"""One link as a process: it keeps the region's network namespace open, and the link exists until it ends.
 
     python shaper.py BACKEND NAME ADDRESS PEER SHAPE
 
 BACKEND is `userspace` or `netem`, ADDRESS the hub's end, PEER the region's, SHAPE the JSON of a `LinkShape`. It prints
-`ready` once packets pass, ends when its standard input does, and prints what the link carried.
+`ready` once packets pass, ends when its standard input ends, and then prints the packet counts of the link.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from network.shape import Direction, LinkShape
 
 MTU_BYTES = 1 << 16
 BATCH = 64
-"""Packets read from one device before the other has its turn."""
+"""Packets read from one device before the other is read."""
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Run one link; see the module's docstring."""
     backend, name, address, peer, shape = sys.argv[1:6]
     run = {"userspace": userspace, "netem": netem}[backend]
     print(json.dumps(run(name, address, peer, LinkShape(**json.loads(shape)))), flush=True)
@@ -50,7 +50,7 @@ def userspace(name: str, address: str, peer: str, shape: LinkShape) -> dict[str,
 
 
 def _wait(devices: list[int], *directions: Direction) -> list[int]:
-    """Descriptors that can be read, as soon as there is one or a packet is due."""
+    """Wait for input or a due packet; return the descriptors that can be read."""
     due = [at for at in (direction.next_at() for direction in directions) if at is not None]
     timeout = max(0.0, min(due) - time.monotonic()) if due else None
     return select.select([0, *devices], [], [], timeout)[0]
