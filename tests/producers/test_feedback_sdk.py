@@ -127,7 +127,7 @@ def test_a_log_that_does_not_answer_costs_no_more_than_the_deadline():
         assert feedback.counts.accepted == 0
 
 
-def test_a_topic_that_does_not_exist_says_how_to_create_it(kafka, topic_prefix):
+def test_the_error_for_a_missing_topic_says_how_to_create_it(kafka, topic_prefix):
     absent = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
     with (
         FeedbackProducer(absent, PRODUCT, deadline_s=20) as feedback,

@@ -565,7 +565,7 @@ def test_unknown_environments_and_options_are_refused(entry, error, reason):
         asyncio.run(feeder.opened(run, RolloutSettings()))
 
 
-def test_two_environments_of_one_name_are_refused():
+def test_two_environments_with_one_name_are_refused():
     with pytest.raises(ValueError, match="two environments are named 'ledger'"):
         RunSettings(environments=[{"name": "ledger"}, {"name": "ledger"}])
     assert len(RunSettings(environments=[{"name": "ledger"}, {"name": "ledger", "label": "hard"}]).environments) == 2
