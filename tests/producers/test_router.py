@@ -116,7 +116,7 @@ async def test_the_user_is_recorded_as_a_pseudonym_and_not_sent_to_the_replica()
 
 
 @pytest.mark.parametrize(("said", "recorded"), [("yes", True), ("no", False), (None, True)])
-async def test_consent_comes_with_the_request_or_from_the_settings(said, recorded):
+async def test_consent_is_from_the_request_or_the_settings(said, recorded):
     async with rig(consent_default=True) as router:
         await router.asked(ASK, **({"x_tidemill_consent": said} if said else {}))
         assert router.outbox.written[0].consent is recorded

@@ -208,7 +208,7 @@ async def test_a_refusal_by_the_template_is_returned_with_its_reason():
         assert (await router.asked(CHAT, PATH))[0] == 200
 
 
-async def test_without_a_chat_template_completions_are_served_and_chat_says_why(tmp_path):
+async def test_without_a_chat_template_completions_are_served_and_chat_is_refused_with_a_reason(tmp_path):
     BYTES.save(str(tmp_path / "tokenizer.json"))
 
     async with rig() as router:

@@ -451,7 +451,7 @@ class RaisesWhenOpened(Environment):
 
 
 class OddVersion(Hostile):
-    """Declares what cannot be."""
+    """Declares an isolation that does not exist."""
 
     isolation = "thread"
 

@@ -52,7 +52,7 @@ class Solver:
 
 @settings(max_examples=10, deadline=None)
 @given(SEEDS, SEEDS, st.integers(2, 6))
-def test_no_question_is_on_both_sides(train_seed, eval_seed, entries):
+def test_no_question_is_in_both_splits(train_seed, eval_seed, entries):
     environment = LedgerEnvironment(LedgerOptions(entries=entries))
     drawn = [
         {draft.asks for draft in islice(environment.tasks(TaskQuery(seed)), 100) if split_of(draft.asks) is split}

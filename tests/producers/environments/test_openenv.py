@@ -243,7 +243,7 @@ def test_observations_as_text():
         drawn(opened(server, observation_field="text"))
 
 
-def test_a_system_message_comes_first(server):
+def test_a_system_message_is_first(server):
     environment = opened(server, system="Be brief.")
     (draft,) = drawn(environment)
     _, policy = played(environment, draft, number_of(draft))

@@ -240,7 +240,7 @@ def test_tasks_are_the_same_for_the_same_seed():
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "lcm", "tower_of_hanoi", "coin_flip"])
-def test_no_question_is_on_both_sides(name):
+def test_no_question_is_in_both_splits(name):
     sides = {split: set() for split in Split}
     for seed in (0, 1, 1_000_000):
         for environment in (opened(name), opened(name, answer="last_line", prompt="Say it.")):

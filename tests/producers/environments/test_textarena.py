@@ -240,7 +240,7 @@ class Endless:
         return None, {0: {"invalid_move": False}}
 
 
-def test_no_opening_is_on_both_sides():
+def test_no_opening_is_in_both_splits():
     for name in ("Sudoku-v0", "FrozenLake-v0", "Blackjack-v0", "GuessTheNumber-v0", "Mastermind-v0", "Minesweeper-v0"):
         sides, environment = {split: set() for split in Split}, opened(name)
         for seed in (0, 1):

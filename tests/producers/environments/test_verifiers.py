@@ -180,7 +180,7 @@ async def test_tools_of_a_server_that_all_tasks_share() -> None:
         assert len(context.turns) == 4 and context.tools[0]["function"]["name"] == "calc_add"
         results = [m["content"] for m in policy.conversation if m["role"] == "tool"]
         assert "no tool 'calc_divide'" in results[0] and "valid" in results[1] and results[2].isdigit()
-    # A conversation that fills the context is scored without more turns.
+    # A conversation that fills the context is scored without further turns.
     score, policy = await one(environment, calculator, tasks[0], max_context_tokens=560)
     assert by_name(score) == {"correct": (0.0, 1.0)} and policy.full and not policy.failure, score
     assert score.metrics["calls"] < 3

@@ -299,7 +299,7 @@ def test_records_of_other_runs_and_branches_are_ignored():
     assert world.issue() == []
 
 
-def test_only_the_named_replicas_are_waited_for_and_followed():
+def test_the_feeder_waits_for_and_follows_only_the_named_replicas():
     world = World(FEED.model_copy(update={"replica_ids": ["canary"], "eval_every": 1}))
     world.write(manifest(0), replace(ack(0), replica_id="stable"))
     assert world.issue() == []
@@ -312,7 +312,7 @@ def test_only_the_named_replicas_are_waited_for_and_followed():
     assert "eval-during/v1/0" in stages(world.issue())
 
 
-def test_an_evaluation_that_never_closes_is_not_waited_for(caplog):
+def test_the_feeder_does_not_wait_for_an_evaluation_that_never_closes(caplog):
     world = World()
     world.write(manifest(0), ack(0))
     before = world.issue()
@@ -363,7 +363,7 @@ def test_evaluation_only():
     assert world.done()
 
 
-def test_the_topics_that_are_waited_for():
+def test_the_topics_that_the_feeder_waits_for():
     world = World()
     assert world.state.waiting_for() == {Topic.MANIFESTS, Topic.ACKS}
     world.write(manifest(0))
