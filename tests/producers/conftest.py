@@ -1,4 +1,4 @@
-"""A replica that answers as told: the HTTP side of the producers' tests. It samples nothing."""
+"""A fake replica over HTTP, with configurable answers, and shared fixtures. The replica samples nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ END = CHATML_TOKENS[-1]
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """What `async def` tests run on."""
+    """The backend of `async def` tests."""
     return "asyncio"
 
 
@@ -32,12 +32,12 @@ Answer = Callable[[dict, int], Awaitable[web.StreamResponse]]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, and one for each of ChatML's."""
+    """Return a tokenizer with one token per byte and one per special token of ChatML."""
     return agents.byte_tokenizer(CHATML_TOKENS)
 
 
 def solution(context: str) -> str:
-    """The right next turn of a ledger episode."""
+    """Return the correct next turn of a ledger episode."""
     prompt, *results = context.split("<|im_start|>tool\n")
     entries = [(kind, int(amount)) for kind, amount in re.findall(r"(credit|debit) (\d+)", prompt)]
     total = sum(amount if kind == "credit" else -amount for kind, amount in entries[: len(results)])
@@ -62,7 +62,7 @@ def completion_body(token_ids, logprobs=None, versions=None, finish_reason="stop
 
 
 class FakeReplica:
-    """Serves on a loopback port from a thread of its own; `answer(request, number)` may be replaced at any time."""
+    """Serves on a loopback port from its own thread; `answer(request, number)` may be replaced at any time."""
 
     def __init__(self, tokenizer: Tokenizer, replica_id: str) -> None:
         self.tokenizer = tokenizer
@@ -90,7 +90,7 @@ class FakeReplica:
         assert ready.wait(60)
 
     def stop(self) -> None:
-        """Close the port and cut what is in flight."""
+        """Close the port and cut requests in flight."""
         if self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(60)
@@ -132,7 +132,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
-    """A checkpoint directory as far as the chat format goes."""
+    """A checkpoint directory with only the files of the chat format."""
     directory = tmp_path_factory.mktemp("checkpoint")
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(chatml())
@@ -146,14 +146,14 @@ def chat(tokenizer_dir: Path) -> ChatFormat:
 
 @pytest.fixture(scope="module")
 def texts(chat, tokenizer):
-    """The chat format, with a way to read ids as text."""
+    """The chat format, with a function that decodes ids to text."""
     chat.token_text = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
     return chat
 
 
 @pytest.fixture
 def new_replica(tokenizer: Tokenizer) -> Iterator[Callable[[str], FakeReplica]]:
-    """Makes started fake replicas; they are gone after the test."""
+    """Start fake replicas; stop them after the test."""
     made: list[FakeReplica] = []
 
     def make(replica_id: str = "r1") -> FakeReplica:
@@ -169,14 +169,14 @@ def new_replica(tokenizer: Tokenizer) -> Iterator[Callable[[str], FakeReplica]]:
 
 @pytest.fixture
 def bodies() -> Callable[..., dict]:
-    """Makes a replica's answer."""
+    """A function that makes a replica's answer."""
     return completion_body
 
 
 @pytest.fixture(scope="session")
 def stalling(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[StallingLog]:
-    """A broker that can be made to stall."""
+    """A broker that a test can stall."""
     with stalling_log(tmp_path_factory.mktemp("stalling")) as log:
         yield log
-        # A client that a test let go of lives until it is collected, and would complain of the broker that goes.
+        # Collect the clients that tests dropped: a live one would log errors when the broker stops.
         gc.collect()

@@ -1,4 +1,4 @@
-"""What the feedback tests share: keys, tokens, reading the topic back, and a broker that can be made to stall."""
+"""Shared by the feedback tests: keys, tokens, reading the topic, and a broker that a test can stall."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pseudonym(user: str | None = "ann") -> str:
 
 
 def token(interaction_id: str = "i-1", user: str | None = "ann", product: ProductSettings = PRODUCT) -> str:
-    """What the router answers a user with."""
+    """Return the interaction token that the router returns to a user."""
     return Signer(product).sign(interaction_id, Pseudonyms(product).of(user))
 
 
@@ -45,14 +45,14 @@ def topics_of(bootstrap: str, prefix: str) -> KafkaSettings:
 
 
 def written(settings: KafkaSettings) -> list[ConsumedRecord]:
-    """Every feedback record of the topic, in the order of each partition."""
+    """Return every feedback record of the topic, in order within each partition."""
     with LogReader(settings, [Topic.FEEDBACK]) as reader:
         return list(reader.read_to_end(DEADLINE_S))
 
 
 @dataclass(frozen=True, slots=True)
 class StallingLog:
-    """A broker of its own that stops answering, its connections open, while `stalled` is entered."""
+    """A separate broker. Within `stalled` it does not answer, but its connections stay open."""
 
     settings: KafkaSettings
     pid: int
@@ -60,7 +60,7 @@ class StallingLog:
     def _stands_still(self) -> bool:
         try:
             states = [stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")]
-        except OSError:  # A thread ended meanwhile.
+        except OSError:  # A thread has ended since the listing.
             return False
         return set(states) == {"T"}
 
@@ -68,7 +68,7 @@ class StallingLog:
     def stalled(self) -> Iterator[None]:
         os.kill(self.pid, signal.SIGSTOP)
         try:
-            # Its threads stop one by one, and one that still runs may answer.
+            # Its threads stop one by one; a thread that still runs may answer.
             until(self._stands_still, "the broker has stopped", DEADLINE_S)
             yield
         finally:

@@ -1,4 +1,4 @@
-"""A router over replicas that answer as told, in one event loop: what the router's tests share."""
+"""Shared by the router's tests: a router over fake replicas with configurable answers, in one event loop."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ Told = Callable[["FakeReplica", web.Request, dict], Awaitable[web.StreamResponse
 
 
 def chat_format(tokenizer: Tokenizer = BYTES, source: str | None = None, **settings: Any) -> ChatFormat:
-    """A tokenizer with a chat template, the built-in one unless another is given."""
+    """Return the chat format of a tokenizer, with the built-in template unless `source` is given."""
     template = ChatTemplate(source or chatml(), {}, special_texts(tokenizer), ChatSettings(**settings))
     return ChatFormat(tokenizer, template, [tokenizer.token_to_id(END)])
 
 
 def decision(verdict: str, version: int | None = 1, share: float | None = None) -> GateDecision:
-    """A gate decision of the run's main branch."""
+    """Return a gate decision of the run's main branch."""
     numbers = {} if share is None else {"share": share}
     return build(
         GateDecision, run_id="r", verdict=GateVerdict(verdict), version=version, decided_by="gate", numbers=numbers
@@ -55,14 +55,14 @@ def decision(verdict: str, version: int | None = 1, share: float | None = None) 
 
 
 def interaction_of(*segments: Segment) -> Interaction:
-    """A served answer of these segments."""
+    """Return a served answer with these segments."""
     return build(Interaction, interaction_id="i1", run_id="r", segments=list(segments), version_min=-1, version_max=-1,
                  replica_id="r1", region="here", first_token_ms=1.0, latency_ms=2.0, served_at=3,
                  incarnation="life")  # fmt: skip
 
 
 class MemoryOutbox:
-    """Keeps what is written; `hold` makes it wait, `failing` makes it fail."""
+    """Keeps written records; `hold` makes a write wait, `failing` makes it fail."""
 
     def __init__(self) -> None:
         self.written: list[Interaction] = []
@@ -71,7 +71,7 @@ class MemoryOutbox:
         self.asked = asyncio.Event()
 
     async def write(self, key: str, record: Interaction) -> None:
-        """As `Outbox.write`."""
+        """Do as `Outbox.write`."""
         self.asked.set()
         if self.hold is not None:
             await self.hold.wait()
@@ -83,14 +83,14 @@ class MemoryOutbox:
 
 @dataclass
 class FakeReplica:
-    """Answers `TOKENS`, one a chunk, in vLLM's shape with Tidemill's additions."""
+    """Answers with `TOKENS`, one per chunk, in vLLM's format with Tidemill's additions."""
 
     replica_id: str = "r1"
     address: str = ""
     requests: list[dict] = field(default_factory=list)
     told: Told | None = None
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
-    """Every chunk after the first waits for it; set unless a test clears it."""
+    """Set unless a test clears it. While it is clear, no chunk after the second is sent."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -137,19 +137,19 @@ class FakeReplica:
 
 
 def prompt_of(body: dict) -> list[int]:
-    """The token ids of a request's prompt; those of every text are `PROMPT`."""
+    """Return the token ids of a request's prompt: `PROMPT` for any text."""
     return body["prompt"] if isinstance(body["prompt"], list) else PROMPT
 
 
 def logprobs_of(tokens: list[int], body: dict) -> dict:
-    """Logprobs as vLLM writes them; the byte before a token is the next likely one."""
+    """Return logprobs in vLLM's format; the second most likely token is the byte before the sampled one."""
     likely = [{f"token_id:{token}": -0.5, f"token_id:{token - 1}": -1.5} for token in tokens]
     told = {"token_logprobs": [-0.5] * len(tokens), "tokens": [f"token_id:{token}" for token in tokens]}
     return {**told, "top_logprobs": likely} if body["logprobs"] else told
 
 
 def chunks(body: dict) -> list[dict]:
-    """The documents of a streamed answer: version 4 samples two tokens, version 5 the last."""
+    """Return the documents of a streamed answer: version 4 samples two tokens, version 5 the last."""
     spans = [[[4, 0, 1]], None, [[4, 0, 2], [5, 2, 3]]]
     found = []
     for place, token in enumerate(TOKENS):
@@ -173,25 +173,25 @@ class Rig:
     replicas: list[FakeReplica]
 
     def post(self, body: dict | bytes, path: str = "/v1/completions", **headers: str) -> Any:
-        """A request of the product; `headers` with underscores for dashes."""
+        """Send a request of the product; the names of `headers` have underscores for dashes."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.session.post(path, data=data, headers={"authorization": f"Bearer {KEY}", **named})
 
     async def asked(self, body: dict | bytes, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
-        """Status and JSON of an answer."""
+        """Return the status and JSON of an answer."""
         async with self.post(body, path, **headers) as response:
             return response.status, await response.json()
 
     async def streamed(self, body: dict, path: str = "/v1/completions", **headers: str) -> list[Any]:
-        """The documents of a streamed answer; its end mark too."""
+        """Return the documents of a streamed answer, with its end mark."""
         async with self.post({**body, "stream": True}, path, **headers) as response:
             assert response.status == 200, await response.text()
             return events(await response.text())
 
 
 def events(text: str) -> list[Any]:
-    """The documents of server-sent events, and "[DONE]" as it is."""
+    """Return the documents of server-sent events, and "[DONE]" as text."""
     found = [one.removeprefix("data: ") for one in text.split("\n\n") if one]
     return [json.loads(one) if one.startswith("{") else one for one in found]
 
@@ -200,7 +200,7 @@ def events(text: str) -> list[Any]:
 async def rig(
     stable: int = 1, canary: int = 0, told: Told | None = None, chat: ChatFormat | None = None, **settings: Any
 ) -> AsyncIterator[Rig]:
-    """A router over so many replicas of each pool, with a chat format of its own or the bytes' ChatML."""
+    """Run a router over `stable` and `canary` replicas, with the given chat format or ChatML over bytes."""
     async with AsyncExitStack() as stack:
         replicas = [FakeReplica(f"{'s' if n < stable else 'c'}{n}", told=told) for n in range(stable + canary)]
         for replica in replicas:

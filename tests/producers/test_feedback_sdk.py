@@ -1,4 +1,4 @@
-"""The SDK against a real log: delivered once, in its interaction's partition, and nobody waits longer than he said."""
+"""The SDK against a real log: one delivery, in the interaction's partition, and no call waits beyond its deadline."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def settings(kafka, topic_prefix) -> KafkaSettings:
     return topics_of(kafka.bootstrap, topic_prefix)
 
 
-def test_what_is_sent_is_written_as_it_was_meant(settings: KafkaSettings):
+def test_a_sent_signal_is_written_unchanged(settings: KafkaSettings):
     with FeedbackProducer(settings, PRODUCT, source="shop") as feedback:
         up = feedback.thumbs_up(token(), user="ann")
         down = feedback.thumbs_down(token(), user="ann", corrects=up, observed_at=now_us())
@@ -66,7 +66,7 @@ def test_what_is_sent_is_written_as_it_was_meant(settings: KafkaSettings):
     assert {(r.interaction_id, r.user_id, r.source) for r in records} == {("i-1", pseudonym(), "shop")}
 
 
-def test_each_signal_lies_under_its_own_key_in_its_interactions_partition(settings: KafkaSettings):
+def test_each_signal_has_its_own_key_and_is_in_its_interactions_partition(settings: KafkaSettings):
     with FeedbackProducer(settings, PRODUCT) as feedback:
         for number in range(40):
             feedback.thumbs_up(token(f"i-{number}"), user="ann")
@@ -118,7 +118,7 @@ def test_threads_share_a_producer_and_nothing_is_lost_or_doubled(settings: Kafka
     assert seen == Counter({f"t{thread}-{number}": 1 for thread in range(8) for number in range(100)})
 
 
-def test_a_log_that_is_not_there_costs_no_more_than_the_deadline():
+def test_a_log_that_does_not_answer_costs_no_more_than_the_deadline():
     with FeedbackProducer(NOWHERE, PRODUCT, deadline_s=0.3) as feedback:
         begun = time.monotonic()
         with pytest.raises(LogUnreachable, match="within the deadline"):
@@ -127,7 +127,7 @@ def test_a_log_that_is_not_there_costs_no_more_than_the_deadline():
         assert feedback.counts.accepted == 0
 
 
-def test_a_topic_that_does_not_exist_says_how_to_create_it(kafka, topic_prefix):
+def test_the_error_for_a_missing_topic_says_how_to_create_it(kafka, topic_prefix):
     absent = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
     with (
         FeedbackProducer(absent, PRODUCT, deadline_s=20) as feedback,
@@ -136,7 +136,7 @@ def test_a_topic_that_does_not_exist_says_how_to_create_it(kafka, topic_prefix):
         feedback.thumbs_up(token(), user="ann")
 
 
-def test_a_full_queue_is_an_error_within_the_deadline_and_nothing_taken_is_lost(stalling: StallingLog):
+def test_a_full_queue_is_an_error_within_the_deadline_and_no_accepted_signal_is_lost(stalling: StallingLog):
     with FeedbackProducer(stalling.settings, PRODUCT, deadline_s=0.4, max_queued=10) as feedback:
         taken = {feedback.thumbs_up(token("full"), user="ann", event_id="before")}
         feedback.flush()
@@ -162,7 +162,7 @@ def test_a_retry_of_the_client_writes_nothing_twice(stalling: StallingLog):
             with stalling.stalled():
                 for number in range(20):
                     feedback.thumbs_up(token("retried"), user="ann", event_id=f"{round_number}-{number}")
-                # Longer than the request's timeout: the client takes the broker for gone and sends the batch again.
+                # Longer than the request's timeout: the client assumes a lost broker and sends the batch again.
                 with pytest.raises(FeedbackNotDelivered, match="not acknowledged within"):
                     feedback.flush(2.5)
             feedback.flush(DEADLINE_S)
@@ -171,7 +171,7 @@ def test_a_retry_of_the_client_writes_nothing_twice(stalling: StallingLog):
     assert len(seen) == 61 and set(seen.values()) == {1}
 
 
-def test_a_signal_that_the_log_never_took_is_reported_and_raised(stalling: StallingLog):
+def test_a_signal_that_was_not_written_is_reported_and_raised(stalling: StallingLog):
     failures: list[FailedEvent] = []
     told = threading.Event()
 
@@ -199,7 +199,7 @@ def test_a_signal_that_the_log_never_took_is_reported_and_raised(stalling: Stall
     feedback.close()
 
 
-def test_what_is_not_acknowledged_when_it_closes_has_failed(stalling: StallingLog):
+def test_a_signal_not_acknowledged_at_close_has_failed(stalling: StallingLog):
     feedback = FeedbackProducer(stalling.settings, PRODUCT)
     feedback.thumbs_up(token("closing"), user="ann")
     feedback.flush()
@@ -231,7 +231,7 @@ def test_the_end_of_a_process_flushes(settings: KafkaSettings):
     assert len(written(settings)) == 50
 
 
-def test_a_producer_made_before_a_fork_says_so(settings: KafkaSettings):
+def test_a_producer_made_before_a_fork_raises_an_error(settings: KafkaSettings):
     with FeedbackProducer(settings, PRODUCT) as feedback:
         child = os.fork()
         if child == 0:
@@ -253,7 +253,7 @@ def test_a_producer_needs_keys_brokers_and_a_name():
         FeedbackProducer(NOWHERE, PRODUCT, source="a b")
 
 
-async def test_what_is_awaited_is_in_the_log(settings: KafkaSettings):
+async def test_an_awaited_signal_is_in_the_log(settings: KafkaSettings):
     async with AsyncFeedbackProducer(settings, PRODUCT) as feedback:
         up = await feedback.thumbs_up(token(), user="ann")
         assert [f.record.event_id for f in await asyncio.to_thread(written, settings)] == [up]
@@ -266,7 +266,7 @@ async def test_what_is_awaited_is_in_the_log(settings: KafkaSettings):
     assert len(written(settings)) == 202
 
 
-async def test_awaiting_blocks_nobody_else_and_ends_by_the_deadline(stalling: StallingLog):
+async def test_awaiting_does_not_block_other_tasks_and_ends_by_the_deadline(stalling: StallingLog):
     async def ticks(until: asyncio.Event) -> float:
         longest, last = 0.0, time.monotonic()
         while not until.is_set():
@@ -288,13 +288,13 @@ async def test_awaiting_blocks_nobody_else_and_ends_by_the_deadline(stalling: St
     assert {"a0", "a1", "a2"} < found and not {"a3", "a4"} & found
 
 
-async def test_awaiting_a_log_that_is_not_there_ends_by_the_deadline():
+async def test_awaiting_a_log_that_does_not_answer_ends_by_the_deadline():
     begun = time.monotonic()
     async with AsyncFeedbackProducer(NOWHERE, PRODUCT, deadline_s=0.3) as feedback:
         sends = [feedback.thumbs_up(token(f"i-{n}"), user="ann") for n in range(200)]
         ended = await asyncio.gather(*sends, return_exceptions=True)
         assert {type(error) for error in ended} == {LogUnreachable}
-    assert time.monotonic() - begun < 30  # one after the other they would take a minute
+    assert time.monotonic() - begun < 30  # sequentially they would take a minute
 
 
 def test_the_sdk_installs_without_the_rest():
@@ -306,7 +306,7 @@ def test_the_sdk_installs_without_the_rest():
 
 
 def examples() -> list[str]:
-    """The indented pieces of the module's docstring that can be run."""
+    """Return the executable indented blocks of the module's docstring."""
     import tidemill.producers.feedback as module
 
     text = (module.__doc__ or "").splitlines()
@@ -325,7 +325,7 @@ def test_the_quickstart_runs_as_it_is_printed(settings: KafkaSettings, monkeypat
     found = examples()
     assert len(found) == 2 and all(len(code.splitlines()) <= 11 for code in found)
     for code in found:
-        # The address is the reader's own; here it is the test's broker and its topics.
+        # Replace the placeholder address with the test's broker and topics.
         assert '"kafka:9092"' in code
         exec(code.replace('"kafka:9092"', "kafka"), {"token": token(user="ann@example.com"), "kafka": settings})
     kinds = Counter((f.record.kind.value, f.record.value) for f in written(settings))

@@ -1,4 +1,4 @@
-"""A report is checked at once: what is accepted becomes the right record, what is wrong is said to be."""
+"""A report is checked at once: a valid one becomes the right record, an invalid one is refused with a reason."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def make(now_us: int = NOW, **changed: Any) -> Feedback:
     return MAKER.make("test", now_us, **{**SIGNAL, **changed})
 
 
-def test_a_good_report_becomes_the_record_it_means():
+def test_a_valid_report_becomes_the_right_record():
     record = make(event_id="e-1", corrects="e-0", observed_at=NOW - 5)
     assert record == Feedback("e-1", "i-1", pseudonym(), SignalKind.THUMB, 1.0, NOW - 5, "test", "e-0")
     assert isinstance(record.value, float)
     assert make().observed_at == NOW
 
 
-def test_no_name_of_the_user_is_in_the_record():
+def test_the_record_does_not_contain_the_users_name():
     assert "ann" not in repr(make()) and token() not in repr(make())
 
 
@@ -44,7 +44,7 @@ def test_every_kind_can_be_reported(kind: SignalKind):
         assert make(kind=given_kind, value=value).kind is kind
 
 
-def test_who_was_not_named_when_he_was_served_is_not_named_in_feedback():
+def test_a_user_who_was_not_named_when_served_is_not_named_in_feedback():
     assert make(interaction=token(user=None), user=None).user_id == ""
     with pytest.raises(NotServed):
         make(interaction=token(user=None), user="ann")
@@ -82,7 +82,7 @@ def test_who_was_not_named_when_he_was_served_is_not_named_in_feedback():
         ("observed_at", True, "not bool"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_field(field: str, value: object, said: str):
+def test_an_error_names_its_field(field: str, value: object, said: str):
     with pytest.raises(BadFeedback, match=said) as refused:
         make(**{field: value})
     assert refused.value.field == field
@@ -104,7 +104,7 @@ def test_what_is_wrong_is_said_with_its_field(field: str, value: object, said: s
         {"interaction": None},
     ],
 )
-def test_nobody_votes_on_what_he_was_not_served(changed: dict[str, Any]):
+def test_a_user_cannot_vote_on_an_answer_that_was_not_served_to_them(changed: dict[str, Any]):
     with pytest.raises(NotServed) as refused:
         make(**changed)
     assert refused.value.field == "interaction"
@@ -120,7 +120,7 @@ def test_a_withdrawal_has_no_value():
     assert record.value is None and record.corrects == "e-0"
 
 
-def test_times_at_the_ends_are_taken():
+def test_times_at_the_limits_are_accepted():
     for moment in (NOW + 60_000_000, NOW - round(PRODUCT.max_feedback_age_s * 1e6)):
         assert make(observed_at=moment).observed_at == moment
 
@@ -155,6 +155,6 @@ def test_a_source_has_a_plain_name(source: str):
         check_source(source)
 
 
-def test_without_keys_nothing_is_made():
+def test_without_keys_no_record_is_made():
     with pytest.raises(KeysMissing):
         FeedbackMaker(ProductSettings())

@@ -1,4 +1,4 @@
-"""The gateway over real sockets and a real log: what it takes is in the log, and what each attack gets."""
+"""The gateway over real sockets and a real log: accepted events are in the log, attacks are refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def client(log_settings: KafkaSettings) -> Iterator[httpx.Client]:
 
 
 def event(interaction_id: str = "i-1", served: str | None = "ann", **changes: object) -> dict:
-    """An event of who was served the interaction, but for the changes."""
+    """Return an event of the user to whom the interaction was served, with these changes."""
     base = {"interaction": token(interaction_id, served), "kind": "thumb", "value": 1, "user": served}
     return {**base, "event_id": "e-1", **changes}
 
@@ -85,7 +85,7 @@ def problem(response: httpx.Response, status: int) -> str:
     return response.json()["detail"]
 
 
-def test_what_is_answered_with_202_is_in_the_log(client: httpx.Client, log_settings: KafkaSettings):
+def test_an_event_answered_with_202_is_in_the_log(client: httpx.Client, log_settings: KafkaSettings):
     answer = client.post("/v1/feedback", json=event("taken", observed_at="2026-11-21T12:00:00.250+02:00"))
     assert (answer.status_code, answer.json()) == (202, {"event_id": "e-1"})
     record = of(log_settings, "taken")[0]
@@ -101,7 +101,7 @@ def test_an_event_sent_again_has_the_same_answer_and_the_same_key(client: httpx.
     assert len({f.key for f in written(log_settings) if f.record.interaction_id == "again"}) == 1
 
 
-def test_a_withdrawal_and_nobody_are_taken(client: httpx.Client, log_settings: KafkaSettings):
+def test_a_withdrawal_and_an_event_without_a_user_are_accepted(client: httpx.Client, log_settings: KafkaSettings):
     back = event("back", value=None, corrects="e-1", event_id="e-2")
     assert client.post("/v1/feedback", json=back).status_code == 202
     assert client.post("/v1/feedback", json=event("nobody", None)).status_code == 202
@@ -109,7 +109,7 @@ def test_a_withdrawal_and_nobody_are_taken(client: httpx.Client, log_settings: K
     assert of(log_settings, "nobody")[0].user_id == ""
 
 
-def test_a_batch_takes_and_refuses_each_event_by_itself(client: httpx.Client, log_settings: KafkaSettings):
+def test_a_batch_accepts_or_refuses_each_event_separately(client: httpx.Client, log_settings: KafkaSettings):
     events = [
         event("mixed", event_id="good-1"),
         event("mixed", event_id="stolen", user="bob"),
@@ -147,7 +147,7 @@ def test_a_whole_batch_is_in_the_log(client: httpx.Client, log_settings: KafkaSe
         ({"events": [{}], "more": 1}, "more: Extra inputs"),
     ],
 )
-def test_a_batch_that_is_none_is_refused(client: httpx.Client, body: object, said: str):
+def test_an_invalid_batch_is_refused(client: httpx.Client, body: object, said: str):
     assert said in problem(client.post("/v1/feedback/batch", json=body), 422)
 
 
@@ -194,14 +194,14 @@ def test_forged_and_stolen_interactions_are_refused(client: httpx.Client, log_se
         ({"x" * 5000: 1}, "Extra inputs"),
     ],
 )
-def test_an_event_that_says_what_it_cannot_is_refused(client: httpx.Client, changes: dict, said: str):
+def test_an_invalid_event_is_refused(client: httpx.Client, changes: dict, said: str):
     assert said in problem(client.post("/v1/feedback", content=json.dumps(event(**changes)), headers=JSON), 422)
 
 
 JSON = {"Content-Type": "application/json"}
 
 
-def test_many_faults_are_told_in_few_words(client: httpx.Client):
+def test_many_faults_are_reported_in_a_short_answer(client: httpx.Client):
     body = {f"k{n}": n for n in range(10_000)}
     assert "and " in problem(client.post("/v1/feedback", json=body), 422)
 
@@ -209,7 +209,7 @@ def test_many_faults_are_told_in_few_words(client: httpx.Client):
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[" * 100_000, b'{"value": NaN}', b'{"a": 1, "a": 2}', b"\xff", b"9" * 9000]
 )
-def test_what_is_no_json_is_refused(client: httpx.Client, body: bytes):
+def test_a_body_that_is_not_json_is_refused(client: httpx.Client, body: bytes):
     problem(client.post("/v1/feedback", content=body, headers=JSON), 400)
     problem(client.post("/v1/feedback/batch", content=body, headers=JSON), 400)
 
@@ -228,20 +228,20 @@ def test_numbers_out_of_range_are_refused(client: httpx.Client):
         {"Content-Type": "application/json", "Content-Encoding": "gzip"},
     ],
 )
-def test_another_kind_of_body_is_refused(client: httpx.Client, headers: dict):
+def test_another_content_type_is_refused(client: httpx.Client, headers: dict):
     problem(client.post("/v1/feedback", content=json.dumps(event()), headers=headers), 415)
 
 
 @pytest.mark.parametrize("value", ["", "Bearer", f"Basic {KEY}", f"Bearer {KEY[:-1]}", f"Bearer {KEY}k", KEY,
                                    f"Bearer {HASHES['shop']}", "Bearer é", "Bearer " + "k" * 8000])  # fmt: skip
-def test_who_has_no_key_is_refused(client: httpx.Client, value: str):
+def test_a_request_without_a_known_key_is_refused(client: httpx.Client, value: str):
     for path in ("/v1/feedback", "/v1/feedback/batch"):
         answer = client.post(path, content=b"{", headers={**JSON, "Authorization": value.encode()})
         assert "known API key" in problem(answer, 401)
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_the_body_of_who_has_no_key_is_not_waited_for(client: httpx.Client):
+def test_without_a_known_key_the_gateway_does_not_wait_for_the_body(client: httpx.Client):
     with closing(raw(client)) as connection:
         connection.sendall(head("Content-Length: 1000").replace(KEY.encode(), b"unknown"))
         assert b" 401 " in read_to_end(connection).splitlines()[0]
@@ -269,7 +269,7 @@ def test_each_key_has_its_name_in_the_records(client: httpx.Client, log_settings
         ("POST", "/metrics", 405),
     ],
 )
-def test_other_paths_and_methods_lead_nowhere(client: httpx.Client, method: str, path: str, status: int):
+def test_other_paths_and_methods_are_refused(client: httpx.Client, method: str, path: str, status: int):
     with closing(raw(client)) as connection:
         lines = [f"{method} {path} HTTP/1.1", "Host: gateway", f"Authorization: Bearer {KEY}", "Connection: close"]
         connection.sendall("\r\n".join([*lines, "", ""]).encode())
@@ -293,12 +293,12 @@ def read_to_end(connection: socket.socket) -> bytes:
         while chunk := connection.recv(65_536):
             found += chunk
     except ConnectionResetError:
-        # It closed while this side was still sending.
+        # The server closed the connection while this side was still sending.
         return bytes(found)
     return bytes(found)
 
 
-def test_a_body_that_says_it_is_too_long_is_not_waited_for(client: httpx.Client):
+def test_a_body_whose_declared_length_is_too_long_is_refused_at_once(client: httpx.Client):
     with closing(raw(client)) as connection:
         connection.sendall(head(f"Content-Length: {10**12}"))
         assert b" 413 " in read_to_end(connection).splitlines()[0]
@@ -307,7 +307,7 @@ def test_a_body_that_says_it_is_too_long_is_not_waited_for(client: httpx.Client)
         assert b" 413 " in read_to_end(connection).splitlines()[0]
 
 
-def test_a_body_that_turns_out_too_long_is_cut_while_it_is_read(client: httpx.Client):
+def test_a_chunked_body_that_is_too_long_is_cut_while_it_is_read(client: httpx.Client):
     chunk = b"10000\r\n" + b"[" * 65_536 + b"\r\n"
     sent = 0
     with closing(raw(client)) as connection:
@@ -323,7 +323,7 @@ def test_a_body_that_turns_out_too_long_is_cut_while_it_is_read(client: httpx.Cl
     assert not answer or b" 413 " in answer.splitlines()[0]
 
 
-def test_a_body_that_never_comes_is_not_waited_for(log_settings: KafkaSettings):
+def test_a_body_that_does_not_arrive_ends_in_a_timeout(log_settings: KafkaSettings):
     with serving(log_settings, FREE.model_copy(update={"http": HttpSettings(body_timeout_s=0.5)})) as client:
         slow = [raw(client) for _ in range(20)]
         for connection in slow:
@@ -335,7 +335,7 @@ def test_a_body_that_never_comes_is_not_waited_for(log_settings: KafkaSettings):
                 assert b" 408 " in answer.splitlines()[0] and b"within 0.5 s" in answer
 
 
-def test_those_who_send_nothing_or_slowly_keep_nobody_out(log_settings: KafkaSettings):
+def test_idle_and_slow_connections_do_not_block_other_clients(log_settings: KafkaSettings):
     patient = HttpSettings(max_connections=100, header_timeout_s=DEADLINE_S, body_timeout_s=DEADLINE_S)
     begun = (b"", b"POST /v1/feed", head("Content-Length: 100") + b'{"interac')
     with serving(log_settings, FREE.model_copy(update={"http": patient})) as client, ExitStack() as open_ones:
@@ -345,14 +345,14 @@ def test_those_who_send_nothing_or_slowly_keep_nobody_out(log_settings: KafkaSet
                 assert client.post("/v1/feedback", json=event("beside-idle-ones")).status_code == 202
 
 
-def test_what_is_no_http_is_refused(client: httpx.Client):
+def test_bytes_that_are_not_http_are_refused(client: httpx.Client):
     for noise in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
         b"GET / HTTP/9.9\r\n\r\n",
         b"x" * 200_000,
     ):
         answer = b""
-        # The server may hang up before the noise has ended.
+        # The server may close the connection before all bytes are sent.
         with closing(raw(client)) as connection, suppress(OSError):
             connection.sendall(noise + b"\r\n\r\n")
             connection.shutdown(socket.SHUT_WR)
@@ -361,7 +361,7 @@ def test_what_is_no_http_is_refused(client: httpx.Client):
     assert client.get("/healthz").status_code == 200
 
 
-def test_a_flood_from_one_key_is_capped_and_the_other_key_goes_on(log_settings: KafkaSettings):
+def test_a_flood_from_one_key_is_capped_and_the_other_key_is_still_served(log_settings: KafkaSettings):
     capped = FREE.model_copy(update={"key_rate": 0.5, "key_burst": 20, "max_batch": 20})
     with serving(log_settings, capped) as client:
         events = [event("flood", event_id=f"e{n}") for n in range(15)]
@@ -369,14 +369,14 @@ def test_a_flood_from_one_key_is_capped_and_the_other_key_goes_on(log_settings: 
         refused = client.post("/v1/feedback/batch", json={"events": events})
         assert "sends more than 0.5 events per second" in problem(refused, 429)
         assert 1 <= int(refused.headers["retry-after"]) <= 30
-        # What is malformed counts too, or a flood of it would be free.
+        # Malformed events count too; otherwise a flood of them would be free.
         answers = [client.post("/v1/feedback", content=b"{", headers=JSON).status_code for _ in range(30)]
         assert answers[0] == 400 and answers[-1] == 429 and answers == sorted(answers)
         other = {"Authorization": f"Bearer {OTHER_KEY}"}
         assert client.post("/v1/feedback/batch", json={"events": events}, headers=other).status_code == 202
 
 
-def test_a_flood_in_one_users_name_is_capped_and_other_users_go_on(log_settings: KafkaSettings):
+def test_a_flood_in_one_users_name_is_capped_and_other_users_are_still_served(log_settings: KafkaSettings):
     capped = FREE.model_copy(update={"user_rate": 0.01, "user_burst": 5})
     with serving(log_settings, capped) as client:
         events = [event(f"u{n}", event_id="e") for n in range(8)] + [event("u9", "bob")]
@@ -386,14 +386,14 @@ def test_a_flood_in_one_users_name_is_capped_and_other_users_go_on(log_settings:
         assert results[5]["retry_after_s"] > 1 and "one user" in results[5]["detail"]
         single = client.post("/v1/feedback", json=event("u9"))
         assert "one user" in problem(single, 429) and int(single.headers["retry-after"]) > 1
-        # A stranger with Bob's name and no token of Bob's uses up nothing of Bob's.
+        # A stranger with Bob's name but without Bob's token uses nothing of Bob's rate.
         for _ in range(10):
             assert client.post("/v1/feedback", json=event("u9", "eve", user="bob")).status_code == 403
         for number in range(4):
             assert client.post("/v1/feedback", json=event("u9", "bob", event_id=f"b{number}")).status_code == 202
 
 
-def test_replays_are_one_event_to_whoever_reads_by_key(client: httpx.Client, log_settings: KafkaSettings):
+def test_replays_of_an_event_have_one_key(client: httpx.Client, log_settings: KafkaSettings):
     body = event("replayed")
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda _: client.post("/v1/feedback", json=body).status_code, range(50)))
@@ -402,7 +402,7 @@ def test_replays_are_one_event_to_whoever_reads_by_key(client: httpx.Client, log
 
 
 def retry_until_taken(client: httpx.Client, body: dict) -> None:
-    """What a client does with 503."""
+    """Send the event again after each 503, as a client does."""
     deadline = time.monotonic() + 2 * DEADLINE_S
     while (status := client.post("/v1/feedback", json=body).status_code) != 202:
         assert status == 503 and time.monotonic() < deadline
@@ -428,7 +428,7 @@ def test_a_stalled_log_is_503_and_the_retry_counts_once(stalling: StallingLog):
     assert keys == {f"stalled/{name}".encode() for name in ["e-1", "s9", *(f"s{n}" for n in range(8))]}
 
 
-def test_without_a_log_it_says_so_and_takes_nothing():
+def test_without_a_log_the_gateway_reports_it_and_accepts_nothing():
     settings = FREE.model_copy(update={"acknowledge_timeout_s": 0.5})
     with serving(KafkaSettings(bootstrap=NOWHERE), settings) as client:
         health = client.get("/healthz")
@@ -438,7 +438,7 @@ def test_without_a_log_it_says_so_and_takes_nothing():
         assert client.get("/metrics").status_code == 200
 
 
-def test_a_log_without_the_topic_says_so(kafka, topic_prefix):
+def test_a_log_without_the_topic_is_reported(kafka, topic_prefix):
     with serving(KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)) as client:
         assert "tidemill topics --create" in client.get("/healthz").json()["detail"]
         problem(client.post("/v1/feedback", json=event()), 503)
@@ -464,7 +464,7 @@ def test_health_and_metrics(client: httpx.Client):
     assert "/no/such/path" not in client.get("/metrics").text
 
 
-def test_the_api_page_describes_what_is_taken(client: httpx.Client):
+def test_the_api_page_describes_the_accepted_requests(client: httpx.Client):
     assert client.get("/docs").status_code == 200
     schema = client.get("/openapi.json").json()
     operations = {path: schema["paths"][path]["post"] for path in ("/v1/feedback", "/v1/feedback/batch")}
@@ -476,12 +476,12 @@ def test_the_api_page_describes_what_is_taken(client: httpx.Client):
     assert {"FeedbackIn", "BatchIn", "SignalKind"} <= named
     examples = operations["/v1/feedback"]["requestBody"]["content"]["application/json"]["examples"]
     for example in examples.values():
-        # Right in everything but the signature, which nobody can publish.
+        # Valid except for the signature, which cannot be published.
         refused = client.post("/v1/feedback", json=example["value"])
         assert "not served to this user" in problem(refused, 403)
 
 
-def test_an_error_of_its_own_is_not_shown_to_the_client(client: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+def test_an_internal_error_is_not_shown_to_the_client(client: httpx.Client, monkeypatch: pytest.MonkeyPatch):
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a secret of the program")
 
@@ -489,7 +489,7 @@ def test_an_error_of_its_own_is_not_shown_to_the_client(client: httpx.Client, mo
     assert problem(client.post("/v1/feedback", json=event()), 500) == "an error of the gateway"
 
 
-def test_it_does_not_start_without_keys_or_at_a_taken_address(log_settings: KafkaSettings):
+def test_the_gateway_does_not_start_without_keys_or_at_an_address_in_use(log_settings: KafkaSettings):
     with pytest.raises(KeysMissing, match="openssl rand"):
         gateway_server(log_settings, ProductSettings(), FREE)
     with pytest.raises(ValueError, match=r"gateway.api_keys is empty.*openssl rand -hex 32.*sha256sum"):
@@ -507,7 +507,7 @@ def test_a_server_that_ends_by_itself_is_an_error(log_settings: KafkaSettings, m
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_role_ends_cleanly_and_keeps_what_it_took(log_settings: KafkaSettings, number: int):
+def test_the_role_ends_cleanly_and_accepted_events_are_in_the_log(log_settings: KafkaSettings, number: int):
     with closing(bind("127.0.0.1", 0, "gateway.port", 1)) as free:
         port = free.getsockname()[1]
     environment = {**os.environ, **PRODUCT.environment(), "TIDEMILL_GATEWAY__API_KEYS": json.dumps(HASHES)}
@@ -537,7 +537,7 @@ def test_the_role_ends_cleanly_and_keeps_what_it_took(log_settings: KafkaSetting
         _, said = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 0, said
         assert "Traceback" not in said and KEY not in said
-        # Later ones find the door closed.
+        # Later requests are refused.
         taken = {name for name, post in posts.items() if post.exception() is None and post.result().status_code == 202}
         assert "e0" in taken and taken <= {record.event_id for record in of(log_settings, interaction)}
     finally:

@@ -1,4 +1,4 @@
-"""The gateway's pure parts: rate caps, settings, and what JSON is."""
+"""The gateway's pure parts: rate caps, settings, and parsing of JSON."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_a_bucket_grants_its_burst_and_then_its_rate():
     assert buckets.take("ann", 3, 10.5) == 1.5
 
 
-def test_what_is_refused_takes_nothing():
+def test_a_refused_request_takes_no_tokens():
     buckets = TokenBuckets(rate=1.0, burst=2)
     buckets.take("ann", 1, 0.0)
     assert buckets.take("ann", 2, 0.0) == 1.0
     assert buckets.take("ann", 1, 0.0) == 0.0
 
 
-def test_a_bucket_holds_no_more_than_its_burst_however_long_it_was_left():
+def test_a_bucket_holds_no_more_than_its_burst_after_any_pause():
     buckets = TokenBuckets(rate=1.0, burst=10)
     buckets.take("ann", 10, 0.0)
     buckets.take("bob", 1, 0.0)
@@ -56,7 +56,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from([0.5, 1.0, 3.0]), st.integers(5, 8))
-def test_no_key_gets_more_than_burst_and_rate_in_any_span_and_waiting_as_told_is_enough(steps, rate, burst):
+def test_no_key_gets_more_than_burst_and_rate_in_any_span_and_the_returned_wait_is_enough(steps, rate, burst):
     buckets, now = TokenBuckets(rate, burst), 0.0
     granted: list[tuple[float, str, int]] = []
     for pause, key, count in steps:
@@ -74,7 +74,7 @@ def test_no_key_gets_more_than_burst_and_rate_in_any_span_and_waiting_as_told_is
                 assert total <= burst + rate * (mine[last][0] - mine[first][0]) + 1e-6
 
 
-def test_who_has_been_quiet_is_forgotten_and_who_has_not_is_remembered():
+def test_a_full_bucket_is_forgotten_and_a_used_one_is_kept():
     buckets = TokenBuckets(rate=1.0, burst=10)
     for number in range(1000):
         buckets.take(f"u{number}", 10, 0.0)
@@ -150,7 +150,7 @@ def test_json_is_read_as_it_is(tree):
 
 
 class CountedQueue:
-    """Stands where the queue does, and counts how often a broker is asked."""
+    """Replaces the queue, and counts the requests to the broker."""
 
     def __init__(self) -> None:
         self.asked = 0

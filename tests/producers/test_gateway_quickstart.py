@@ -1,4 +1,4 @@
-"""The gateway's printed commands, and those of docs/extend.md, run as they are printed."""
+"""The commands in the gateway's docstring and in docs/extend.md run as printed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXTEND = (Path(__file__).resolve().parents[2] / "docs/extend.md").read_text("utf
 
 
 def blocks() -> list[str]:
-    """The indented pieces of the module's docstring."""
+    """Return the indented blocks of the module's docstring."""
     found: list[list[str]] = [[]]
     for line in (module.__doc__ or "").splitlines():
         if line.startswith("    "):
@@ -50,12 +50,12 @@ def test_the_printed_keys_are_usable(monkeypatch):
 
 
 def of_the_page(named: str) -> str:
-    """The page's block of code that names something, without its first line, the language."""
+    """Return the page's code block that contains `named`, without its first line, the language."""
     (found,) = (block for block in EXTEND.split("```")[1::2] if named in block)
     return found.partition("\n")[2]
 
 
-def test_the_printed_requests_are_taken(kafka, topic_prefix):
+def test_the_printed_requests_are_accepted(kafka, topic_prefix):
     settings = topics_of(kafka.bootstrap, topic_prefix)
     key, ann = "k" * 64, token(user="ann@example.com")
     hashed = hashlib.sha256(key.encode()).hexdigest()
@@ -70,7 +70,7 @@ def test_the_printed_requests_are_taken(kafka, topic_prefix):
     assert {f.record.event_id for f in written(settings)} == {"click-1", "click-4711"}
 
 
-def test_the_printed_program_is_taken(kafka, topic_prefix, monkeypatch):
+def test_the_events_of_the_printed_program_are_accepted(kafka, topic_prefix, monkeypatch):
     settings = topics_of(kafka.bootstrap, topic_prefix)
     for name, value in PRODUCT.environment().items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""The router over HTTP: every answer is recorded before its end is given away, whatever the replicas and clients do."""
+"""The router over HTTP: each answer is recorded before its end is sent, also if replicas or clients fail."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 ASK = {"prompt": "hello", "max_tokens": 3, "user": "zoe", "metadata": {"session_id": "s1"}}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "user": "zoe"}
-# Not a name that hexadecimal digits could spell by chance.
+# Contains letters that are not hexadecimal digits, so that it cannot occur in a hash by chance.
 ZOE = Pseudonyms(PRODUCT).of("zoe")
 
 
@@ -85,7 +85,7 @@ async def test_a_streamed_answer_is_recorded_before_its_last_chunk(path, body):
         check_recorded(router.outbox.written[0], Signer(PRODUCT).verify(token, ZOE), body)
 
 
-async def test_a_slow_log_does_not_let_the_deadline_part_a_record_from_its_answer():
+async def test_a_deadline_during_a_slow_write_does_not_separate_a_record_from_its_answer():
     async with rig(request_timeout_s=3) as router:
         router.outbox.hold = asyncio.Event()
         asking = asyncio.create_task(router.asked(ASK))
@@ -95,7 +95,7 @@ async def test_a_slow_log_does_not_let_the_deadline_part_a_record_from_its_answe
         assert (await asking)[0] == 200 and len(router.outbox.written) == 1
 
 
-async def test_what_only_the_recording_needs_is_not_given_away():
+async def test_fields_needed_only_for_recording_are_not_sent_to_the_client():
     async with rig() as router:
         _, plain = await router.asked(ASK)
         _, full = await router.asked({**ASK, "logprobs": 0, "return_token_ids": True})
@@ -108,7 +108,7 @@ async def test_what_only_the_recording_needs_is_not_given_away():
     assert sent == [True] * 3 and router.replicas[0].requests[0]["logprobs"] == 0
 
 
-async def test_who_asks_is_pseudonymous_and_is_not_told_to_the_replica():
+async def test_the_user_is_recorded_as_a_pseudonym_and_not_sent_to_the_replica():
     async with rig() as router:
         await router.asked(ASK)
     (request,) = router.replicas[0].requests
@@ -116,7 +116,7 @@ async def test_who_asks_is_pseudonymous_and_is_not_told_to_the_replica():
 
 
 @pytest.mark.parametrize(("said", "recorded"), [("yes", True), ("no", False), (None, True)])
-async def test_consent_comes_with_the_request_or_from_the_settings(said, recorded):
+async def test_consent_is_from_the_request_or_the_settings(said, recorded):
     async with rig(consent_default=True) as router:
         await router.asked(ASK, **({"x_tidemill_consent": said} if said else {}))
         assert router.outbox.written[0].consent is recorded
@@ -150,7 +150,7 @@ BAD = [
 ]
 
 
-async def test_bad_requests_are_answered_in_openais_shape_and_reach_no_replica():
+async def test_bad_requests_are_answered_in_openais_format_and_reach_no_replica():
     async with rig(max_body_bytes=2000, max_prompt_tokens=10) as router:
         for body, headers, status, parameter in BAD:
             if isinstance(body, bytes):
@@ -162,7 +162,7 @@ async def test_bad_requests_are_answered_in_openais_shape_and_reach_no_replica()
         assert (await router.asked(ASK))[0] == 200
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for():
+async def test_a_body_that_does_not_arrive_ends_in_a_timeout():
     async def never():
         yield b'{"prompt"'
         await asyncio.sleep(30)
@@ -192,7 +192,7 @@ async def test_the_replicas_own_refusal_is_passed_on():
         )
 
 
-async def test_sampling_that_the_logprobs_do_not_describe_is_served_untrained_where_the_operator_wants_it():
+async def test_sampling_that_the_logprobs_do_not_describe_is_served_untrained_if_configured():
     async with rig(other_sampling="serve_untrained") as router:
         assert (await router.asked({**ASK, "temperature": 0}))[0] == 200
         (made,) = router.outbox.written
@@ -216,7 +216,7 @@ async def test_a_replica_that_fails_before_its_answer_is_replaced(stream):
         assert {made.replica_id for made in router.outbox.written} == {"s1"} and len(router.outbox.written) == 6
 
 
-async def test_a_stream_that_ends_before_it_begins_is_asked_for_elsewhere():
+async def test_a_stream_that_ends_before_its_first_chunk_is_requested_from_another_replica():
     async def told(replica, request, body):
         if replica.replica_id == "s1":
             return await replica.stream(request, body)
@@ -229,7 +229,7 @@ async def test_a_stream_that_ends_before_it_begins_is_asked_for_elsewhere():
         assert [made.replica_id for made in router.outbox.written] == ["s1"]
 
 
-async def test_a_single_replica_that_comes_back_is_waited_for():
+async def test_the_router_waits_for_a_single_replica_that_returns():
     async def told(replica, _request, body):
         return replica.whole(body) if len(replica.requests) > 2 else replica.json({}, 500)
 
@@ -243,7 +243,7 @@ async def test_without_a_replica_the_deadline_ends_the_wait():
         assert status == 504 and answer["error"]["type"] == "timeout_error" and router.outbox.written == []
 
 
-async def test_an_answer_that_breaks_off_is_recorded_as_failed_and_ends_with_an_error():
+async def test_an_interrupted_answer_is_recorded_as_failed_and_ends_with_an_error():
     async def told(replica, request, body):
         return await replica.stream(request, body, ends=False)
 
@@ -255,7 +255,7 @@ async def test_an_answer_that_breaks_off_is_recorded_as_failed_and_ends_with_an_
         assert made.segments[0].spans == [VersionSpan(4, 3, 5)]
 
 
-async def test_a_client_that_goes_away_leaves_a_record_and_ends_the_request_at_the_replica():
+async def test_a_client_that_disconnects_leaves_a_record_and_ends_the_request_at_the_replica():
     async with rig() as router:
         (replica,) = router.replicas
         replica.go_on.clear()
@@ -271,7 +271,7 @@ async def test_a_client_that_goes_away_leaves_a_record_and_ends_the_request_at_t
         await asyncio.wait_for(replica.aborted.wait(), 20)
 
 
-async def test_a_client_that_goes_away_before_an_answer_leaves_no_record():
+async def test_a_client_that_disconnects_before_an_answer_leaves_no_record():
     async def told(replica, _request, _body):
         try:
             await asyncio.sleep(60)
@@ -289,7 +289,7 @@ async def test_a_client_that_goes_away_before_an_answer_leaves_no_record():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_log_does_not_take_is_not_served(stream):
+async def test_an_answer_that_cannot_be_written_to_the_log_is_not_served(stream):
     async with rig(log_rest_s=600) as router:
         router.outbox.failing = True
         async with router.post({**ASK, "stream": stream}) as response:
@@ -307,7 +307,7 @@ async def test_what_the_log_does_not_take_is_not_served(stream):
             assert health.status == 200
 
 
-async def test_an_unrecorded_answer_is_served_without_an_interaction_where_the_operator_wants_it():
+async def test_an_unrecorded_answer_is_served_without_an_interaction_if_configured():
     async with rig(on_log_failure="serve_unrecorded") as router:
         router.outbox.failing = True
         for _ in range(2):
@@ -330,7 +330,7 @@ async def test_the_arm_recorded_is_the_pool_that_answered():
         assert (router.outbox.written[1].arm, router.outbox.written[1].propensity) == ("stable", 1.0)
 
 
-async def test_a_canary_pool_that_does_not_answer_is_stood_in_for_by_the_stable_one():
+async def test_the_stable_pool_answers_if_the_canary_pool_does_not():
     async def told(replica, _request, body):
         return replica.json({}, 500) if replica.replica_id == "c1" else replica.whole(body)
 
@@ -343,7 +343,7 @@ async def test_a_canary_pool_that_does_not_answer_is_stood_in_for_by_the_stable_
         assert {(one.arm, round(one.propensity, 9)) for one in made} == {("stable", 0.4), ("fallback", 0.6)}
 
 
-async def test_too_many_requests_at_once_are_turned_away():
+async def test_too_many_requests_at_once_are_refused():
     async with rig(max_concurrent_requests=2) as router:
         router.replicas[0].go_on.clear()
         held = [asyncio.create_task(router.streamed(ASK)) for _ in range(2)]
@@ -368,7 +368,7 @@ async def test_too_many_requests_at_once_are_turned_away():
         {"finish_reason": None},
     ],
 )
-async def test_an_answer_that_cannot_be_believed_is_never_trained(damage):
+async def test_an_inconsistent_answer_is_never_trained(damage):
     async def told(replica, _request, _body):
         choice = {"index": 0, "text": "abc", "logprobs": {"token_logprobs": [-0.5] * 3}, "token_ids": TOKENS,
                   "finish_reason": "stop", "weight_versions": [[4, 0, 3]], "prompt_token_ids": PROMPT}  # fmt: skip
@@ -404,7 +404,7 @@ async def test_an_invalid_list_of_models_is_the_replicas_fault(listed, monkeypat
 
 
 def test_the_chunks_of_the_fake_replica_are_those_of_a_real_one():
-    """Where a version begins is told, and the end: as `tests/consumers/test_replica_server.py` sees it."""
+    """A version is reported where it begins and at the end, as in `tests/consumers/test_replica_server.py`."""
     told = [choice["weight_versions"] for chunk in chunks({"prompt": PROMPT, "logprobs": 0})
             for choice in chunk["choices"] if "weight_versions" in choice]  # fmt: skip
     assert told == [[[4, 0, 1]], [[4, 0, 2], [5, 2, 3]]]

@@ -1,4 +1,4 @@
-"""Chat through the router: OpenAI's shape in and out, conversations that go on, and requests that cannot be served."""
+"""Chat through the router: OpenAI's format in and out, continued conversations, and refused requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(scenario):
 
 
 def saying(text, finish="stop"):
-    """A replica that says a text, whole, or a token an event."""
+    """Return a replica that answers with a text, whole or one token per event."""
     ids = BYTES.encode(text).ids
 
     async def told(replica, _request, body):
@@ -50,7 +50,7 @@ def saying(text, finish="stop"):
     return told
 
 
-async def test_a_whole_answer_has_openais_shape():
+async def test_a_whole_answer_has_openais_format():
     async with rig(told=saying("Hi.<|im_end|>")) as router:
         status, answer = await router.asked({**CHAT, "logprobs": True, "max_completion_tokens": 9}, PATH)
     prompt = chat_format().open([HELLO])
@@ -68,7 +68,7 @@ async def test_a_whole_answer_has_openais_shape():
     assert sent["stop_token_ids"] == [BYTES.token_to_id("<|im_end|>")] and "messages" not in sent
 
 
-async def test_a_stream_has_openais_shape():
+async def test_a_stream_has_openais_format():
     async with rig(told=saying("Hi.<|im_end|>")) as router:
         body = {**CHAT, "stream_options": {"include_usage": True}, "return_token_ids": True}
         *chunks, used, done = await router.streamed(body, PATH)
@@ -85,7 +85,7 @@ async def test_a_stream_has_openais_shape():
     assert "tidemill" in chunks[-1] and all("tidemill" not in chunk for chunk in chunks[:-1])
 
 
-async def test_likely_tokens_are_told_beside_the_sampled_ones():
+async def test_likely_tokens_are_returned_with_the_sampled_ones():
     async with rig() as router:
         _, answer = await router.asked({**CHAT, "logprobs": True, "top_logprobs": 2}, PATH)
         chunks = await router.streamed({**CHAT, "logprobs": True, "top_logprobs": 1}, PATH)
@@ -174,7 +174,7 @@ async def test_bad_chats_are_refused_by_name_and_the_next_good_one_is_served():
 
 
 @pytest.mark.parametrize("depth", [150, 400, 900, 100_000])
-async def test_what_is_nested_deeply_is_served_or_refused(depth):
+async def test_a_deeply_nested_chat_is_served_or_refused(depth):
     deep = '{"a":' * depth + "1" + "}" * depth
     tool = '{"type": "function", "function": {"name": "f", "parameters": ' + deep + "}}"
     call = '{"id": "1", "function": {"name": "f", "arguments": ' + deep + "}}"
@@ -198,7 +198,7 @@ async def test_content_cannot_spell_the_templates_tokens():
         assert prompt.count(BYTES.token_to_id(mark)) == plain.count(BYTES.token_to_id(mark))
 
 
-async def test_a_template_that_refuses_a_conversation_says_why():
+async def test_a_refusal_by_the_template_is_returned_with_its_reason():
     strict = "{% if messages[0].content == 'x' %}{{ raise_exception('no x, please') }}{% endif %}" + chatml()
 
     async with rig(chat=chat_format(source=strict)) as router:
@@ -208,7 +208,7 @@ async def test_a_template_that_refuses_a_conversation_says_why():
         assert (await router.asked(CHAT, PATH))[0] == 200
 
 
-async def test_without_a_chat_template_completions_are_served_and_chat_says_why(tmp_path):
+async def test_without_a_chat_template_completions_are_served_and_chat_is_refused_with_a_reason(tmp_path):
     BYTES.save(str(tmp_path / "tokenizer.json"))
 
     async with rig() as router:
@@ -222,7 +222,7 @@ async def test_without_a_chat_template_completions_are_served_and_chat_says_why(
 
 
 async def test_a_huge_conversation_is_refused_while_others_are_served():
-    """A megabyte takes a tokenizer a second: it is counted beside the event loop, which goes on meanwhile."""
+    """A tokenizer needs a second for a megabyte: the tokens are counted outside the event loop, which continues."""
 
     async with rig(max_body_bytes=2**24, max_prompt_tokens=1000) as router:
         huge = {"messages": [{"role": "user", "content": "spell it " * 100_000}]}
@@ -238,7 +238,7 @@ async def test_a_huge_conversation_is_refused_while_others_are_served():
         assert longest < 0.5 * (time.perf_counter() - began)
 
 
-async def test_calls_side_by_side_and_calls_given_up_do_not_end_a_conversation():
+async def test_concurrent_and_cancelled_calls_do_not_end_a_conversation():
     async with rig() as router:
         (replica,) = router.replicas
         _, first = await router.asked({**CHAT, "return_token_ids": True}, PATH)
@@ -257,14 +257,14 @@ async def test_calls_side_by_side_and_calls_given_up_do_not_end_a_conversation()
         assert len({tuple(sent["prompt"]) for sent in replica.requests[1:]}) == 1
 
 
-async def test_a_forgotten_conversation_is_rendered_anew():
+async def test_a_forgotten_conversation_is_rendered_again():
     async with rig(remembered_turns=1) as router:
         answers = [await router.asked({"messages": [{"role": "user", "content": each}]}, PATH) for each in "ab"]
         said = [answer["choices"][0]["message"] for _, answer in answers]
         for question, message in zip("ab", said, strict=True):
             messages = [{"role": "user", "content": question}, message, HELLO]
             assert (await router.asked({"messages": messages}, PATH))[0] == 200
-            # ChatML ends a turn that was cut off as it ends any other: the ids are the same either way.
+            # ChatML ends a turn that was cut off like any other: the ids are the same in both cases.
             assert router.replicas[0].requests[-1]["prompt"] == chat_format().open(messages)
 
 

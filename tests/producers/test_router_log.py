@@ -1,4 +1,4 @@
-"""The router as a process on a real Kafka: what it answers is in the log, what the gate decides reaches the users."""
+"""The router as a process on a real Kafka: its answers are in the log, the gate's decisions reach the users."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "user": "ada"}
 
 
 class ReplicaThread:
-    """Fake replicas in a thread of their own."""
+    """Fake replicas in their own thread."""
 
     def __init__(self, *replicas: FakeReplica) -> None:
         self._ready, self._loop, self._ended = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
@@ -132,7 +132,7 @@ def check_log(settings, tokens):
     assert [made.replica_id for made in records] == ["s0"] * 3 + ["c1"]
 
 
-async def test_a_log_that_does_not_answer_is_known_in_time_and_lets_the_process_go():
+async def test_a_log_that_does_not_answer_is_reported_in_time_and_the_process_can_end():
     began = time.monotonic()
     kafka, router = KafkaSettings(bootstrap="127.0.0.1:1"), RouterSettings(log_timeout_s=0.5)
     async with open_recorder(kafka, RUN, StoreSettings(root="unused"), router) as recorder:
@@ -150,7 +150,7 @@ def start(kafka: KafkaSettings, **router) -> None:
     run(kafka, RUN, StoreSettings(root="unused"), PRODUCT, chosen, ChatSettings(), stop)
 
 
-def test_it_does_not_start_without_keys_topics_or_its_port(settings):
+def test_the_router_does_not_start_without_keys_topics_or_its_port(settings):
     start(settings)
     with pytest.raises(ValueError, match="api_keys is empty"):
         start(settings, api_keys={})

@@ -1,4 +1,4 @@
-"""The router's pure parts: who is in the canary arm, what is asked, what an answer cut off anywhere amounts to."""
+"""The router's pure parts: which users are in the canary arm, requests, and answers that are cut off anywhere."""
 
 import json
 from dataclasses import replace
@@ -19,7 +19,7 @@ from tidemill.schemas.stored_object import claimed_interaction
 
 
 def after(*decisions) -> CanaryShare:
-    """What the decisions amount to; each is taken."""
+    """Return the canary share after these decisions; each is accepted."""
     canary = CanaryShare("r", "main")
     for one in decisions:
         assert canary.observe(one) == ""
@@ -62,7 +62,7 @@ def test_the_rejection_of_another_version_and_other_branches_leave_the_canary_al
     "bad", [decision("canary", 7), decision("canary", 7, 1.5), decision("canary", 7, float("nan")),
             decision("canary", None, 0.5)]
 )  # fmt: skip
-def test_a_canary_that_says_no_usable_share_gets_nobody(bad):
+def test_a_canary_decision_without_a_usable_share_gets_no_users(bad):
     canary = after(decision("canary", 6, 0.5))
     assert "share" in canary.observe(bad) and canary.share == 0.0
 
@@ -75,7 +75,7 @@ NAMES = ["prompt", "messages", "stream", "logprobs", "user", "metadata", "n", "t
 
 
 @given(st.sampled_from(list(RequestKind)), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
-def test_whatever_is_asked_is_forwarded_whole_or_refused(kind, asked):
+def test_any_request_is_forwarded_whole_or_refused(kind, asked):
     try:
         ask = parse(kind, json.dumps(asked).encode())
     except Refusal as refusal:
@@ -87,7 +87,7 @@ def test_whatever_is_asked_is_forwarded_whole_or_refused(kind, asked):
 
 
 @given(st.binary(max_size=40))
-def test_bytes_that_are_no_request_are_refused(body):
+def test_an_invalid_request_is_refused(body):
     with pytest.raises(Refusal):
         parse(RequestKind.CHAT, body)
 
@@ -110,7 +110,7 @@ def test_sampling_that_is_not_the_models_own_is_named(given_, named):
      ({"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "top_p": 0.5},
       "top_p 0.5, presence_penalty 1, frequency_penalty -0.5, repetition_penalty 1.1")],
 )  # fmt: skip
-def test_the_record_says_how_an_answer_was_sampled(given_, told):
+def test_the_record_contains_how_an_answer_was_sampled(given_, told):
     ask = parse(RequestKind.COMPLETION, json.dumps({"prompt": "x", **given_}).encode())
     sampling = sampling_of(ask)
     assert sampling.changes() == told
@@ -120,7 +120,7 @@ def test_the_record_says_how_an_answer_was_sampled(given_, told):
 
 @st.composite
 def answers(draw):
-    """An answer as a replica streams it: the versions of its tokens, and its chunks."""
+    """Draw an answer as a replica streams it: the versions of its tokens, and its chunks."""
     versions = sorted(draw(st.lists(st.integers(0, 3), min_size=1, max_size=12)))
     found, told = [], 0
     for place, _ in enumerate(versions):
@@ -163,7 +163,7 @@ def test_damage_is_refused_or_harmless(answer, damage, name, data):
     assert sum(span.end - span.start for span in segment.spans) == sum(segment.mask()) == len(collected.tokens)
 
 
-def test_tokens_without_versions_are_not_believed():
+def test_tokens_without_versions_are_refused():
     collected = CollectedChoice()
     collected.take({"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [-1]}, "finish_reason": "stop"}]})
     with pytest.raises(BadResponse, match="weight_versions"):
@@ -171,7 +171,7 @@ def test_tokens_without_versions_are_not_believed():
     assert collected.segment(trainable=False).mask().tolist() == [0]
 
 
-def test_a_large_interaction_leaves_its_segments_in_the_store_and_comes_back(tmp_path):
+def test_a_large_interaction_has_its_segments_in_the_store_and_is_read_back(tmp_path):
     collected = CollectedChoice()
     collected.take({"choices": [{"token_ids": [3] * 500, "logprobs": {"token_logprobs": [-1] * 500},
                                  "finish_reason": "stop", "weight_versions": [[2, 0, 500]]}]})  # fmt: skip

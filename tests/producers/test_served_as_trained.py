@@ -1,4 +1,4 @@
-"""Training and serving hold the same conversation: the ids that reach a replica, and the messages that come back."""
+"""Training and serving have equal conversations: the ids that reach a replica, and the returned messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOOLS = [
 
 
 def merging_tokenizer() -> Tokenizer:
-    """Bytes with merges, so that one text has many tokenisations, and ChatML's tokens."""
+    """Return a tokenizer of bytes with merges, so that a text has many tokenisations, and of ChatML's tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,7 +61,7 @@ CALLS = st.builds(
 
 @st.composite
 def sampled_turns(draw):
-    """Token ids as a model samples them: in its own tokenisation or another one, whole or cut off, or anything."""
+    """Draw token ids as a model may sample them: in the usual tokenisation or not, whole or cut off, or any ids."""
     text = "".join(draw(st.lists(WORDS | CALLS | st.sampled_from(["<think>", "</think>", "<tool_call>{"]), max_size=4)))
     pieces = [text] if draw(st.booleans()) else list(text)
     ids = [token for piece in pieces for token in TOKENIZER.encode(piece).ids]
@@ -76,7 +76,7 @@ CONVERSATIONS = st.tuples(
 
 
 class Training:
-    """A replica session of a rollout that says the given turns."""
+    """A replica session of a rollout that returns the given turns."""
 
     def __init__(self, turns):
         self.turns, self.identity, self.asked = list(turns), ReplicaIdentity("r1", "here"), []
@@ -89,7 +89,7 @@ class Training:
 
 
 def saying(turns, size):
-    """A replica over HTTP that says the same turns, streamed in chunks of `size` tokens."""
+    """Return a replica over HTTP that answers with these turns, streamed in chunks of `size` tokens."""
 
     async def told(replica, request, body):
         ids = turns[(len(replica.requests) - 1) % len(turns)]
@@ -111,7 +111,7 @@ def saying(turns, size):
 
 
 async def converse(turns, say):
-    """The conversation's messages, the model's own as `say(messages)` tells them; a call gets its result."""
+    """Return the conversation's messages; `say(messages)` returns the model's, and each tool call gets a result."""
     messages = [{"role": "system", "content": "be brief"}]
     for question, _ in turns:
         messages.append({"role": "user", "content": question})
@@ -126,7 +126,7 @@ async def converse(turns, say):
 
 
 async def trained(chat, turns, tools):
-    """The prompts of a rollout and its messages."""
+    """Return a rollout's prompts and messages."""
     session = Training([ids for _, ids in turns])
     policy = RolloutPolicy(chat, session, RolloutSettings(max_context_tokens=100_000, max_turn_tokens=1000), 100)
 
@@ -137,7 +137,7 @@ async def trained(chat, turns, tools):
 
 
 async def served(router, turns, tools, stream):
-    """The prompts that reach the router's replica, and the messages that reach its client."""
+    """Return the prompts that reach the router's replica, and the messages that reach its client."""
     asked = {**({"tools": tools} if tools else {}), "return_token_ids": True}
     before = len(router.replicas[0].requests)
 
@@ -155,7 +155,7 @@ async def served(router, turns, tools, stream):
 
 
 def collected(events):
-    """The message that a client puts together from a stream, as `openai` does."""
+    """Return the message that a client builds from a stream, as `openai` does."""
     *chunks, done = events
     assert done == "[DONE]"
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
@@ -192,8 +192,8 @@ def test_a_conversation_is_served_as_it_is_trained(name):
         runner.run(stack.aclose())
 
 
-def test_a_router_that_forgot_a_conversation_renders_it_anew():
-    """So the ids of the test above come from memory: rendering alone would lose a turn in another tokenisation."""
+def test_a_router_that_forgot_a_conversation_renders_it_again():
+    """Shows that the ids of the test above come from memory: rendering alone loses a turn in another tokenisation."""
     spelt = [token for letter in "hello there" for token in TOKENIZER.encode(letter).ids]
     turns, chat = [("a question", [*spelt, LAST]), ("another", [LAST])], FORMATS["chatml"]
 

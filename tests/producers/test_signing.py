@@ -1,4 +1,4 @@
-"""Keys, pseudonyms and signed interactions: what is accepted, what is refused, and what is never told."""
+"""Keys, pseudonyms and signed interactions: accepted and refused values, and secrets that are never printed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERACTIONS = st.text("abcXYZ019_-", min_size=1, max_size=64)
 
 
 @given(INTERACTIONS, st.text(max_size=40))
-def test_what_was_signed_is_verified_for_its_user_alone(interaction_id: str, pseudonym: str):
+def test_a_signed_token_is_verified_only_for_its_user(interaction_id: str, pseudonym: str):
     token = SIGNER.sign(interaction_id, pseudonym)
     assert len(token) <= LONGEST_TOKEN
     assert SIGNER.verify(token, pseudonym) == interaction_id
@@ -44,7 +44,7 @@ def test_any_other_text_is_refused_with_one_error(text: str):
 
 
 @pytest.mark.parametrize("token", [None, 7, b"a.b", "x" * 1_000_000, "a" * 64 + "." + "b" * 44])
-def test_what_is_no_token_is_refused(token):
+def test_a_value_that_is_not_a_token_is_refused(token):
     with pytest.raises(BadToken):
         SIGNER.verify(token, "user")
 
@@ -65,12 +65,12 @@ def test_the_first_key_signs_and_every_key_verifies():
 
 
 @pytest.mark.parametrize("interaction_id", ["", "a" * 65, "a.b", "a/b", "a\n", "é", "\x00tick/0"])
-def test_an_interaction_id_that_no_token_can_hold_is_not_signed(interaction_id: str):
+def test_an_interaction_id_that_does_not_fit_a_token_is_not_signed(interaction_id: str):
     with pytest.raises(ValueError, match="letters, digits"):
         SIGNER.sign(interaction_id, "u")
 
 
-def test_a_pseudonym_is_the_same_for_the_same_user_under_the_same_key_alone():
+def test_a_pseudonym_is_the_same_only_for_the_same_user_and_key():
     names = Pseudonyms(PRODUCT)
     assert names.of("ann@product") == names.of("ann@product") != names.of("bob@product")
     assert len(names.of("ann@product")) == 32
@@ -80,12 +80,12 @@ def test_a_pseudonym_is_the_same_for_the_same_user_under_the_same_key_alone():
 
 
 @pytest.mark.parametrize("user", ["", "u" * 513, "é" * 257, "\ud800", 7])
-def test_what_is_no_user_id_is_refused(user):
+def test_an_invalid_user_id_is_refused(user):
     with pytest.raises(BadUserId):
         Pseudonyms(PRODUCT).of(user)
 
 
-def test_without_keys_it_is_said_how_to_make_them():
+def test_without_keys_the_error_says_how_to_make_them():
     for product in (ProductSettings(), ProductSettings(signing_keys=(SecretStr(OLD),))):
         for part in (Signer, Pseudonyms):
             with pytest.raises(KeysMissing, match=r"pseudonym_key.*openssl rand -hex 32"):

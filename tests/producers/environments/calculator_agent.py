@@ -1,4 +1,4 @@
-"""An agent of your own: the `openai` client, tools of its own, as many calls as it likes. Its task is on stdin."""
+"""An agent program: the `openai` client, its own tools, any number of calls. It reads its task from stdin."""
 
 import json
 import sys

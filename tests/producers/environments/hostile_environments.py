@@ -1,4 +1,4 @@
-"""Environments that do what no environment should: imported by the processes that the tests of `process` start."""
+"""Environments that misbehave: imported by the processes that the tests of `process` start."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class HostileOptions(EnvironmentOptions):
 
 
 class Hostile(Environment):
-    """Does what the name of its task says: the payload is the name of a method, and may carry a word for it."""
+    """Runs the method that its task names: the payload is the method's name and, if present, its argument."""
 
     options_model = HostileOptions
     version = "hostile-7"
@@ -83,7 +83,7 @@ class Hostile(Environment):
         return score()
 
     async def waits(self, policy, _word):
-        """Never ends, and ends when it is told to."""
+        """Wait without end; end when cancelled."""
         await policy.chat([ASK])
         await asyncio.sleep(1e6)
 
@@ -112,7 +112,7 @@ class Hostile(Environment):
         await asyncio.sleep(1e6)
 
     async def works_in_a_thread(self, policy, _word):
-        """Keep a thread busy, without the lock for long."""
+        """Keep a thread busy that never holds the lock for long."""
 
         def work():
             while True:
@@ -122,7 +122,7 @@ class Hostile(Environment):
 
     async def hangs_in_a_thread(self, policy, _word):
         def work():
-            time.sleep(0.3)  # until the event loop waits
+            time.sleep(0.3)  # until the event loop is idle
             return eval("9**9**9**9")
 
         await policy.chat([ASK])
@@ -217,7 +217,7 @@ class Hostile(Environment):
         raise errors[word]
 
     async def swallows(self, policy, word):
-        """Report the errors of the policy in place of raising them."""
+        """Report the policy's errors instead of raising them."""
         seen = {}
         for text in word.split():
             try:
@@ -258,7 +258,7 @@ class Hostile(Environment):
         return score(float([reply.content for reply in replies] == [f"say {number}" for number in range(int(word))]))
 
     async def calls_later(self, policy, _word):
-        """Leave a task behind that calls when the episode is over, and say what came of the last one's."""
+        """Leave a task that calls the policy after the episode; report the result of the previous one's call."""
         path = Path("later")
         said = path.read_text() if path.exists() else ""
 
@@ -272,7 +272,7 @@ class Hostile(Environment):
         self.kept = asyncio.create_task(call())
         return score(1.0, **{said or "nothing": 1.0})
 
-    # It returns what is no score.
+    # It returns values that are not scores.
 
     async def returns(self, _policy, word):
         class Spiteful(dict):
@@ -319,7 +319,7 @@ class Hostile(Environment):
     # It starts processes.
 
     async def forks(self, _policy, word):
-        """Start a process that stays: a child, one that has lost its parent, or a program; the score is its id."""
+        """Start a process that keeps running: a child, an orphan, or a program; the score is its id."""
         if word == "program":
             program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1e6)"], start_new_session=True)
             return score(float(program.pid))
@@ -339,19 +339,19 @@ class Hostile(Environment):
             await policy.chat([{"role": "user", "content": "the copy"}])
         return score(float(copy))
 
-    # It looks around.
+    # It inspects its surroundings.
 
     async def tells(self, _policy, _word):
         environ = {f"variable {name}={value}": 0.0 for name, value in os.environ.items()}
         folders = {f"folder {os.getcwd()}": 0.0, f"temporary {tempfile.gettempdir()}": 0.0}
         opened = {}
         for number in os.listdir("/proc/self/fd"):
-            with suppress(FileNotFoundError):  # the folder's own
+            with suppress(FileNotFoundError):  # the descriptor of this listing
                 opened[f"descriptor {os.readlink(f'/proc/self/fd/{number}')}"] = 0.0
         return score(1.0, **environ, **folders, **opened, session=os.getsid(0), process=os.getpid())
 
     async def connects(self, policy, word):
-        """Try to open sockets of every kind; the metrics say what came of each."""
+        """Try to open sockets of every kind; the metrics contain the result of each."""
         seen = {}
         for name, attempt in {
             "port": lambda: socket.create_connection(("127.0.0.1", int(word)), timeout=5).close(),
@@ -451,7 +451,7 @@ class RaisesWhenOpened(Environment):
 
 
 class OddVersion(Hostile):
-    """Declares what cannot be."""
+    """Declares an isolation that does not exist."""
 
     isolation = "thread"
 

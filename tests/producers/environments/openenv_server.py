@@ -1,4 +1,4 @@
-"""A small server that speaks OpenEnv's protocol, in a thread of its own: it asks for a number, and faults as told."""
+"""A small server with OpenEnv's protocol, in its own thread: it asks for a number; a test can set its faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOOLS = [{"name": "look", "description": "See it.", "input_schema": {"type": "ob
 
 
 class OpenEnvServer:
-    """Use as a context manager; `faults` maps a kind of message to what is done in place of an answer."""
+    """A context manager; `faults` maps a kind of message to a function that runs instead of the answer."""
 
     def __init__(self, capacity=100, schema=SCHEMA, faults=None, seeded=True, tools=TOOLS):
         self.capacity, self.schema, self.seeded, self.tools = capacity, schema, seeded, tools

@@ -1,4 +1,4 @@
-"""The environment and the agent of docs/extend.md run as they stand."""
+"""The environment and the agent of docs/extend.md run unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_examples_are_as_short_as_they_say():
+def test_the_examples_have_at_most_the_stated_number_of_lines():
     assert len(CODE) == 2
     assert len([line for line in CODE[0].splitlines() if line.strip()]) <= 60
     assert len([line for line in CODE[1].splitlines() if line.strip()]) <= 30
@@ -66,14 +66,14 @@ def test_the_environment_is_shown(company):
     assert shown["rewards"] == [{"name": "right", "weight": 1.0}] and "find_order" in shown["prompt"]
 
 
-def test_a_broken_contract_is_told(company):
+def test_a_broken_contract_is_reported(company):
     broken = CODE[0].replace("Random(query.seed)", "Random()")
     (company / "my_company" / "broken.py").write_text(broken)
     result = CliRunner().invoke(app, ["env", "check", "my_company.broken:Support"])
     assert result.exit_code == 1 and "FAIL  tasks are deterministic" in result.output
 
 
-def test_the_settings_are_settings(company):
+def test_the_settings_in_the_docs_are_valid(company):
     for number, table in enumerate(TABLES):
         (company / f"{number}.toml").write_text(table)
         load_settings(company / f"{number}.toml")

@@ -1,4 +1,4 @@
-"""Environments by name: entry points, families, `module:object`; whatever cannot be loaded says why, alone."""
+"""Environments by name: entry points, families, `module:object`; a failed load has a reason and affects no other."""
 
 import asyncio
 import subprocess
@@ -100,7 +100,7 @@ def test_an_entry_point_is_an_environment(company):
     assert options_json(kind.open({"tickets": 4}).options) == '{"tickets":4}' and options_json(kind.options({})) == "{}"
 
 
-def test_anybodys_class_or_instance_is_an_environment():
+def test_a_class_or_instance_of_any_module_is_an_environment():
     assert environment_type("company_env:Support").open({}).options.tickets == 3
     instance = environment_type("company_env:support")
     assert instance.open({}).options.tickets == 5 and instance.open({}) is instance.open({})
@@ -136,7 +136,7 @@ def test_a_family_without_its_library_names_the_extra(company):
     assert refused("absent:x").startswith("absent:x: No module named 'no_such_library'; install tidemill[environments]")
 
 
-def test_names_that_are_none(company):
+def test_invalid_names_are_refused(company):
     company(support="company_env:Support")
     for name in (
         "",
@@ -168,19 +168,19 @@ def test_names_that_are_none(company):
         ("company_slip:x", "module company_slip does not import: AttributeError("),
     ],
 )
-def test_what_cannot_be_loaded_says_why(name, complaint):
+def test_an_object_that_cannot_be_loaded_has_a_reason(name, complaint):
     assert complaint in refused(name)
     assert environment_type("company_env:Support").open({})
 
 
-def test_an_entry_point_that_cannot_be_loaded_says_why(company):
+def test_an_entry_point_that_cannot_be_loaded_has_a_reason(company):
     company(broken="company_broken:x", number="company_env:number", gone="company_env:Gone")
     assert refused("broken") == "broken: company_broken:x does not import: ZeroDivisionError('at import')"
     assert refused("number") == "number is a int, not an Environment or an instance of one"
     assert "gone: company_env:Gone does not import: AttributeError" in refused("gone")
 
 
-def test_two_environments_of_one_name_are_refused(company):
+def test_two_environments_with_one_name_are_refused(company):
     company(support="company_env:Support")
     company(support="company_env:support")
     complaint = (
@@ -191,7 +191,7 @@ def test_two_environments_of_one_name_are_refused(company):
         list(listed())
 
 
-def test_one_environment_that_is_installed_twice_is_one(company):
+def test_an_environment_that_is_installed_twice_is_one(company):
     company(support="company_env:Support")
     company(support="company_env:Support")
     assert environment_type("support").open({})
@@ -203,13 +203,13 @@ def test_a_name_is_foreign_unless_it_is_installed(company):
     assert not is_foreign("firms:small") and not is_foreign("firms") and not is_foreign("a.b.c")
 
 
-def test_an_installed_name_goes_before_a_module(company):
+def test_an_installed_name_takes_precedence_over_a_module(company):
     company(company_env="company_env:Firms")
     assert environment_type("company_env:small").name == "firms:small"
     assert "is not offered" in refused("company_env:Support")
 
 
-def test_the_list_goes_on_after_what_cannot_be_loaded(company):
+def test_the_list_continues_after_entries_that_cannot_be_loaded(company):
     company(
         support="company_env:Support",
         firms="company_env:Firms",
@@ -233,7 +233,7 @@ def test_the_list_goes_on_after_what_cannot_be_loaded(company):
 
 
 @pytest.mark.parametrize(("name", "library"), [("reasoning_gym", "reasoning_gym"), ("textarena", "textarena")])
-def test_an_adapter_without_its_library_says_so(company, monkeypatch, name, library):
+def test_an_adapter_without_its_library_names_it(company, monkeypatch, name, library):
     family = {"reasoning_gym": "ReasoningGym", "textarena": "TextArena"}[name]
     company(**{name: f"tidemill.producers.environments.{name}:{family}"})
     for module in {library, *(each for each in sys.modules if each.startswith(f"{library}."))}:
@@ -253,7 +253,7 @@ def test_options_of_a_task_are_those_that_were_given():
 
 
 def test_the_installed_adapters_are_found_and_listed():
-    """In a process of its own: the entry points of this installation."""
+    """Runs in its own process, with the entry points of this installation."""
     script = (
         "from tidemill.producers.environments.find import environment_type, listed\n"
         "names = {each.name for each in listed() if not each.problem}\n"
@@ -264,7 +264,7 @@ def test_the_installed_adapters_are_found_and_listed():
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=300)
 
 
-def test_an_opened_environment_scores_what_it_cannot_rescore_as_not_finished():
+def test_a_conversation_that_an_environment_cannot_rescore_scores_as_not_finished():
     environment = environment_type("company_env:support").open({})
     assert isinstance(environment, Environment) and list(environment.tasks(TaskQuery(0))) == []
     score = asyncio.run(environment.cut_off(None, []))

@@ -42,7 +42,7 @@ def played(task, policy, environment=LEDGER):
 
 
 class Solver:
-    """Works a ledger without a slip."""
+    """A policy that solves a ledger without a mistake."""
 
     def __new__(cls, entries):
         import random
@@ -52,7 +52,7 @@ class Solver:
 
 @settings(max_examples=10, deadline=None)
 @given(SEEDS, SEEDS, st.integers(2, 6))
-def test_no_question_is_on_both_sides(train_seed, eval_seed, entries):
+def test_no_question_is_in_both_splits(train_seed, eval_seed, entries):
     environment = LedgerEnvironment(LedgerOptions(entries=entries))
     drawn = [
         {draft.asks for draft in islice(environment.tasks(TaskQuery(seed)), 100) if split_of(draft.asks) is split}
@@ -71,7 +71,7 @@ def test_a_query_always_draws_the_same_tasks(seed):
 
 @settings(max_examples=10, deadline=None)
 @given(SEEDS, st.integers(2, 120), st.integers(0, 4), st.integers(4, CEILING // 2))
-def test_difficulty_is_what_was_asked_for(seed, entries, spare, largest):
+def test_difficulty_follows_the_options(seed, entries, spare, largest):
     environment = LedgerEnvironment(LedgerOptions(entries=entries, spare_turns=spare, largest=largest))
     draft = next(environment.tasks(TaskQuery(seed)))
     ledger = parse_ledger(draft.payload)
@@ -92,7 +92,7 @@ def test_lengths_vary_when_asked_to():
     [{"entires": 4}, {"entries": 0}, {"entries": 100_000}, {"largest": 0}, {"largest": 26}, {"spare_turns": -1},
      {"entries": 3, "fewest_entries": 4}],
 )  # fmt: skip
-def test_options_that_make_no_sense_are_refused(options):
+def test_invalid_options_are_refused(options):
     with pytest.raises(ValidationError):
         LedgerOptions(**options)
 
@@ -133,12 +133,12 @@ def test_an_episode_of_fifty_turns_can_be_solved(entries):
     assert sum(message["role"] == "assistant" for message in policy.conversation) >= 50
 
 
-def test_a_wrong_answer_is_no_success_but_keeps_its_tool_use():
+def test_a_wrong_answer_fails_but_its_tool_use_counts():
     score = played(ledger_task([5]), ScriptedPolicy(["answer 6"], 10))
     assert not score.success and score.total == pytest.approx(0.1)
 
 
-def test_an_episode_without_an_answer_ends_with_its_turns():
+def test_an_episode_without_an_answer_ends_after_its_last_turn():
     policy = ScriptedPolicy([""], 10, arguments='{"a": 0, "b": 5}')
     assert not played(ledger_task([5], max_turns=3), policy).success
     assert len(policy.requests) == 3
@@ -150,14 +150,14 @@ def test_a_polite_closing_is_read_and_scores_the_same():
     assert closing({"content": "answer 5 thanks"}) == (5, True)
 
 
-def test_one_component_changes_alone():
+def test_an_extra_turn_changes_only_its_own_component():
     tidy = played(ledger_task([5]), ScriptedPolicy(["answer 5"], 10))
     untidy = played(ledger_task([5]), ScriptedPolicy(["what?", "answer 5"], 10))
     assert tidy.rewards[0] == untidy.rewards[0]
     assert (tidy.rewards[1].value, untidy.rewards[1].value) == (1.0, 0.5)
 
 
-def test_a_conversation_is_scored_again_as_it_was():
+def test_a_conversation_is_scored_again_with_the_same_score():
     policy = ScriptedPolicy(["what?", "answer 5"], 10)
     score = played(ledger_task([5]), policy)
     assert asyncio.run(LEDGER.rescore(ledger_task([5]), policy.conversation)) == score
@@ -178,7 +178,7 @@ HOSTILE = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(HOSTILE, min_size=1, max_size=5), st.none() | st.text(max_size=20))
-def test_whatever_a_model_writes_is_answered_and_deterministic(turns, arguments):
+def test_any_text_of_a_model_is_answered_deterministically(turns, arguments):
     outcomes = []
     for _ in range(2):
         policy = ScriptedPolicy(turns, 5, arguments)
@@ -192,7 +192,7 @@ def test_whatever_a_model_writes_is_answered_and_deterministic(turns, arguments)
     ["", "answer", "answer 1 2", "answer +1", "answer 1234567890", "answer 3 please", "answer 3  thanks", "thanks",
      "answer ٣", "add 1 2; answer 3", "the answer 3"],
 )  # fmt: skip
-def test_what_is_no_answer(text):
+def test_texts_that_are_not_an_answer(text):
     assert closing({"content": text}) is None
 
 
@@ -220,7 +220,7 @@ def test_every_fault_of_a_call_is_answered_in_the_conversation(name, arguments, 
     assert faults == said.startswith("error")
 
 
-def test_a_call_that_cannot_be_read_is_answered_as_well():
+def test_a_malformed_call_is_answered_too():
     messages, faults = CALCULATOR.answer(
         Reply({"role": "assistant", "content": "<tool_call>{"}, "stop", ("<tool_call>{",))
     )

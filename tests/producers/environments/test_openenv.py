@@ -1,4 +1,4 @@
-"""OpenEnv servers: their protocol over a small server, what they do wrong, and what each turn becomes."""
+"""OpenEnv servers: their protocol over a small server, their faults, and the action of each turn."""
 
 import asyncio
 import json
@@ -106,7 +106,7 @@ def test_a_full_context_keeps_the_rewards_so_far(server):
     assert score.total == -0.5 and score.success is False and score.metrics["done"] == 0.0
 
 
-def test_tasks_are_what_the_server_says_to_their_seed(server):
+def test_tasks_are_the_servers_first_observations_for_their_seeds(server):
     environment = opened(server)
     drafts = drawn(environment, 40)
     assert drawn(environment, 40) == drafts and drawn(environment, 2, seed=1) != drafts[:2]
@@ -120,7 +120,7 @@ async def test_tasks_are_drawn_within_a_running_loop(server):
     assert found == drawn(opened(server), 2)
 
 
-def test_numbered_tasks_come_once_each(server):
+def test_numbered_tasks_are_drawn_once_each(server):
     environment = opened(server, task_parameter="index", task_count=20, reset={"seed": 3, "split": "train"})
     parameters = [json.loads(draft.payload)["parameters"] for draft in drawn(environment, 100)]
     assert sorted(each["index"] for each in parameters) == list(range(20))
@@ -128,7 +128,7 @@ def test_numbered_tasks_come_once_each(server):
     assert [each["index"] for each in parameters] != list(range(20))
 
 
-def test_a_server_that_follows_no_seed_is_told_of():
+def test_a_server_that_ignores_seeds_is_reported():
     with OpenEnvServer(seeded=False) as server:
         draft = drawn(opened(server), 2)[1]
         assert "begins otherwise than when the task was drawn; set repeatable = false" in reason(
@@ -153,7 +153,7 @@ def test_a_turn_may_be_the_action_itself(server):
 
 
 class Caller:
-    """A policy that makes the calls of its script, then says a text."""
+    """A policy that makes the calls of its script and then returns a text."""
 
     def __init__(self, *turns, malformed=()):
         self._turns, self._malformed = list(turns), malformed
@@ -191,7 +191,7 @@ def test_tools_of_the_server_are_offered_and_called(server):
     assert score.total == 0.0 and score.metrics["steps"] == 1.0
 
 
-def test_a_text_beside_tools_ends_the_episode_or_is_an_action(server):
+def test_a_text_without_a_call_ends_the_episode_or_is_an_action(server):
     (draft,) = drawn(opened(server))
     ended = called(opened(server, turn="tools"), draft, Caller([("look", "{}")], "It is 7."))
     assert ended.metrics == {"steps": 1.0, "done": 1.0}
@@ -203,7 +203,7 @@ def test_a_malformed_call_is_answered(server):
     environment = opened(server, turn="tools")
     (draft,) = drawn(environment)
     policy = Caller("<tool_call>{", [("look", "{}")], malformed=("<tool_call>{",))
-    with pytest.raises(IndexError):  # the script is over
+    with pytest.raises(IndexError):  # the script has no more turns
         called(environment, draft, policy)
     assert policy.seen[2]["content"] == "error: this is no tool call that can be read: <tool_call>{"
 
@@ -224,7 +224,7 @@ def test_tools_that_cannot_be_offered_fail_the_rollout(tools, complaint):
         assert "the server's tools cannot be offered" in said and complaint in said
 
 
-def test_how_observations_are_shown():
+def test_observations_as_text():
     cases = [
         ({"text": "Hello", "metadata": {"a": 1}}, "", "Hello"),
         ({"metadata": {"question": "1 + 1"}}, "", '{"question": "1 + 1"}'),
@@ -243,14 +243,14 @@ def test_how_observations_are_shown():
         drawn(opened(server, observation_field="text"))
 
 
-def test_a_system_message_comes_first(server):
+def test_a_system_message_is_first(server):
     environment = opened(server, system="Be brief.")
     (draft,) = drawn(environment)
     _, policy = played(environment, draft, number_of(draft))
     assert [message["role"] for message in policy.conversation] == ["system", "user", "assistant"]
 
 
-def test_an_episode_that_begins_at_its_end_needs_no_turn():
+def test_an_episode_that_is_done_at_its_reset_needs_no_turn():
     with OpenEnvServer(faults={"reset": sending(observed({"text": "over"}, 1, True))}) as server:
         environment = opened(server)
         score, policy = played(environment, drawn(environment)[0], "x")
@@ -307,7 +307,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_server_that_does_not_answer_in_form_fails_the_rollout_alone(fault):
+def test_an_invalid_answer_of_the_server_fails_only_that_rollout(fault):
     act, complaint = FAULTS[fault]
     with OpenEnvServer(faults={"step": act}) as server:
         environment = opened(server, timeout_s=100)
@@ -319,7 +319,7 @@ def test_a_server_that_does_not_answer_in_form_fails_the_rollout_alone(fault):
         assert played(environment, draft, number_of(draft))[0].total == 1.0
 
 
-def test_a_text_that_is_refused_fails_the_rollout(server):
+def test_an_action_that_the_server_refuses_fails_the_rollout(server):
     (draft,) = drawn(opened(server))
     assert "the server refuses the action" in reason(opened(server, action_field="word"), draft, "1")
 
@@ -346,7 +346,7 @@ def test_a_server_that_is_down_fails_drawing_and_playing():
         drawn(environment)
 
 
-def test_a_server_that_accepts_and_says_nothing_fails():
+def test_a_server_that_accepts_and_sends_nothing_fails():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         environment = FAMILY.member(f"http://127.0.0.1:{silent.getsockname()[1]}").open({"timeout_s": 0.3})
         with pytest.raises(TaskError, match=r"no connection within 0\.3 s"):
@@ -397,7 +397,7 @@ def test_sessions_are_bounded_and_closed(server):
         assert own.open == 0
 
 
-def test_a_full_server_is_waited_for():
+def test_an_episode_waits_for_a_full_server():
     with OpenEnvServer(capacity=1) as server:
         environment = opened(server, sessions=4)
         drafts = drawn(environment, 4)
@@ -439,7 +439,7 @@ def test_names_are_addresses():
     assert [each.name for each in FAMILY.members()] == ["http://HOST:PORT"]
 
 
-def test_options_that_cannot_be_are_refused(server):
+def test_invalid_options_are_refused(server):
     assert options_json(opened(server, turns="3").options) == '{"timeout_s":20.0,"turns":3}'
     assert opened(server, action='{"a": [1]}', reset={"b": 2}).options.action == {"a": [1]}
     for options in (

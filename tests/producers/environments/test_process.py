@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what plays, what is bounded, and what hostile ones can do to the others."""
+"""Environments in their own processes: playing, limits, and the effect of hostile environments on others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NEVER_S = 120.0
 
 
 class FakePolicy:
-    """Answers at once, or as the last message asks for."""
+    """Answers at once, or as the last message requests."""
 
     def __init__(self, endpoint: Endpoint | None = None) -> None:
         self.calls: list[tuple] = []
@@ -89,7 +89,7 @@ async def start(name: str = HOSTILE, limits: RolloutSettings = LIMITS, network: 
 
 
 async def outcome(hosted, payload: str, policy=None):
-    """A score, or the error in its place."""
+    """Return the score or the error."""
     try:
         return await hosted.play(task(payload), policy or FakePolicy())
     except Exception as error:  # noqa: BLE001 - a test looks at it
@@ -97,7 +97,7 @@ async def outcome(hosted, payload: str, policy=None):
 
 
 def play_one(payload: str, limits: RolloutSettings = LIMITS, policy=None, **options):
-    """The outcome of an episode, after which another one is played as if nothing had been."""
+    """Return the outcome of an episode, and check that another one is played normally after it."""
 
     async def main():
         hosted = await start(limits=limits, **options)
@@ -112,7 +112,7 @@ def play_one(payload: str, limits: RolloutSettings = LIMITS, policy=None, **opti
 
 
 def with_bystanders(payload: str, limits: RolloutSettings, count: int = 12):
-    """The outcomes of an episode and of those beside it, which call the policy, wait, and begin again when lost."""
+    """Return the error of an episode next to others, which call the policy, wait, and start again if lost."""
 
     async def bystander(hosted):
         lost = 0
@@ -142,7 +142,7 @@ def with_bystanders(payload: str, limits: RolloutSettings, count: int = 12):
 
 
 def processes(folder: Path) -> list[psutil.Process]:
-    """Those that were started with this temporary folder."""
+    """Return the processes that were started with this temporary folder."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -155,19 +155,19 @@ def processes(folder: Path) -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch, caplog):
-    """A temporary folder of the test's own, in which nothing is left; nor is a process, nor a pending task."""
+    """A temporary folder for each test. After the test it is empty, and no process or pending task is left."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.syspath_prepend(Path(__file__).parent)
     yield folder
-    gc.collect()  # what was left behind shows at once
+    gc.collect()  # reports leftover tasks at once
     assert not processes(folder)
     assert not list(folder.iterdir())
     assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
 
 
-# What plays.
+# Playing.
 
 
 async def test_an_episode_is_played_in_another_process():
@@ -212,14 +212,14 @@ def test_a_policy_that_fails_raises_in_the_environment_as_itself():
     assert metrics == {"ContextFull: no room": 1.0, "BadMessage: odd": 1.0, "local": 4.0}
 
 
-async def test_an_environment_that_calls_on_after_a_failure_does_not_reach_the_worker():
+async def test_calls_after_a_failure_do_not_reach_the_worker():
     policy = FakePolicy()
 
     hosted = await start()
     playing = asyncio.create_task(hosted.play(task("calls_for_ever"), policy))
     while not (policy.calls or playing.done()):
         await asyncio.sleep(0.01)
-    await asyncio.wait([playing], timeout=0.5)  # What must not happen has no condition to wait for.
+    await asyncio.wait([playing], timeout=0.5)  # There is no condition to wait for: it must not happen.
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
@@ -262,7 +262,7 @@ async def test_an_episode_that_is_cancelled_here_is_cancelled_there():
     await hosted.close()
 
 
-async def test_an_episode_that_ignores_its_cancellation_gets_no_company(temporary):
+async def test_a_process_whose_episode_ignores_its_cancellation_gets_no_more_episodes(temporary):
     hosted = await start(limits=RolloutSettings(environment_timeout_s=0.3))
     policy = FakePolicy()
     stays = asyncio.create_task(outcome(hosted, "waits", policy))
@@ -270,7 +270,7 @@ async def test_an_episode_that_ignores_its_cancellation_gets_no_company(temporar
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await hosted.play(task("ignores_cancellation"), policy)
-    assert time.monotonic() - began < 60  # the caller waits for nothing
+    assert time.monotonic() - began < 60  # the caller does not wait for the episode
     first = hosted._processes[-1]
     while not first.retired:
         await asyncio.sleep(0.01)
@@ -306,7 +306,7 @@ async def test_an_episode_that_ignores_its_cancellation_gets_no_company(temporar
         ("ledger", {"entries": -1}, TaskError, "entries"),
     ],
 )
-def test_what_cannot_be_opened_says_why(name, options, kind, said, tmp_path, monkeypatch):
+def test_an_environment_that_cannot_be_opened_has_a_reason(name, options, kind, said, tmp_path, monkeypatch):
     texts = {
         "raises": "raise RuntimeError('broken on purpose')",
         "exits": "import sys; sys.exit(3)",
@@ -326,7 +326,7 @@ def test_what_cannot_be_opened_says_why(name, options, kind, said, tmp_path, mon
     assert type(raised.value) is kind
 
 
-async def test_processes_that_play_nothing_are_started_ever_more_slowly(tmp_path):
+async def test_processes_that_play_nothing_are_started_with_growing_delay(tmp_path):
     starts = tmp_path / "starts"
 
     hosted = await start(limits=SHORT, starts=str(starts))
@@ -341,8 +341,8 @@ async def test_processes_that_play_nothing_are_started_ever_more_slowly(tmp_path
     assert pauses[0] > 0.5 and pauses[1] > 1.0
 
 
-async def test_an_environment_that_was_closed_plays_no_more_and_draws_tasks():
-    """As the feeder uses it: opened and closed in an event loop of its own."""
+async def test_a_closed_environment_plays_no_episode_but_draws_tasks():
+    """As the feeder uses it: opened and closed in a separate event loop."""
 
     hosted = await start()
     await hosted.close()
@@ -409,14 +409,14 @@ def test_an_episode_that_hangs_fails_though_its_process_cannot_be_killed(monkeyp
     assert str(asyncio.run(main())) == f"environment {HOSTILE} hung: no answer within 2 s"
 
 
-async def test_what_was_scored_before_another_episode_hangs_is_kept():
+async def test_a_score_from_before_another_episode_hangs_is_kept():
     hosted = await start(limits=SHORT)
     replies = asyncio.Event()
 
     class Together(FakePolicy):
         async def chat(self, messages, **more):
             self.calls.append(messages)
-            if len(self.calls) == 5:  # the one that will hang is answered last, with the others
+            if len(self.calls) == 5:  # the episode that will hang is answered last, together with the others
                 replies.set()
                 await asyncio.sleep(0)
             await replies.wait()
@@ -431,7 +431,7 @@ async def test_what_was_scored_before_another_episode_hangs_is_kept():
     assert [each.total for each in scored] == [1.0] * 4
 
 
-async def test_a_busy_thread_is_not_blamed_for_the_loop():
+async def test_a_hang_of_the_loop_is_not_attributed_to_a_busy_thread():
     hosted = await start(limits=SHORT)
     working = asyncio.create_task(outcome(hosted, "works_in_a_thread"))
     await asyncio.sleep(0.2)
@@ -442,14 +442,14 @@ async def test_a_busy_thread_is_not_blamed_for_the_loop():
     assert type(working) is ProcessLost
 
 
-async def test_many_long_steps_are_no_hang():
+async def test_many_long_steps_are_not_a_hang():
     hosted = await start(limits=SHORT)
     found = await asyncio.gather(*(outcome(hosted, "long_step 0.3") for _ in range(8)))
     await hosted.close()
     assert {each.total for each in found} == {1.0}
 
 
-async def test_a_worker_that_stands_still_blames_nobody():
+async def test_a_stopped_worker_fails_no_episode():
     limits = RolloutSettings(environment_timeout_s=1.0)
     hosted = await start(limits=limits)
     playing = asyncio.create_task(outcome(hosted, "calls_side_by_side 2"))
@@ -486,7 +486,7 @@ def test_an_episode_that_ends_the_process_is_the_one_that_fails(payload, said):
         assert said in with_bystanders(payload, limits)
 
 
-async def test_a_process_that_ends_between_steps_is_nobodys_fault():
+async def test_the_end_of_a_process_between_steps_is_attributed_to_no_episode():
     hosted = await start()
     waiting = [asyncio.create_task(outcome(hosted, "waits")) for _ in range(3)]
     await hosted.play(task("dies_later 0.3"), FakePolicy())
@@ -508,18 +508,18 @@ async def test_a_process_whose_keeper_is_killed_ends(temporary):
     assert (await outcome(hosted, "good")).total == 2.0
     await hosted.close()
     assert "the keeper of its process ended with code -9" in str(found)
-    for folder in temporary.iterdir():  # nobody is left to remove it
+    for folder in temporary.iterdir():  # no process is left to remove it
         folder.rmdir()
 
 
 @pytest.mark.parametrize("word", ["garbage", "deep", "long"])
-def test_a_process_that_sends_what_is_no_message_is_given_up(word):
+def test_a_process_that_sends_an_invalid_message_is_lost(word):
     found = play_one(f"speaks_for_itself {word}")
     assert isinstance(found, ProcessLost)
     assert "no message that can be read" in str(found)
 
 
-# What comes of an episode.
+# The end of an episode.
 
 EPISODES = [
     ("calls_side_by_side 40", None, ""),
@@ -561,10 +561,10 @@ EPISODES = [
     ("returns spite", EnvironmentFailed, "no items"),
     ("returns large", EnvironmentFailed, "the score has 100,000,"),
 ]
-"""Payloads of episodes, and the error that each ends in: None for a score of 1."""
+"""Payloads of episodes, and the error with which each ends: None for a score of 1."""
 
 
-async def test_an_episode_fails_alone_whatever_it_raises_returns_or_sends():
+async def test_what_an_episode_raises_returns_or_sends_fails_only_that_episode():
     policies = [FakePolicy() for _ in EPISODES]
 
     hosted = await start()
@@ -599,7 +599,7 @@ async def test_processes_that_an_environment_started_end_with_it(end):
     assert not any(each.is_running() for each in started)
 
 
-async def test_a_forked_copy_of_the_process_ends_and_speaks_for_nobody():
+async def test_a_forked_copy_of_the_process_ends_and_sends_nothing():
     policy = FakePolicy()
 
     hosted = await start()
@@ -653,10 +653,10 @@ def test_a_worker_that_ends_leaves_no_process(number, payload, temporary):
     assert b"never" not in errors and b"ResourceWarning" not in errors
 
 
-# What a process sees.
+# Access of a process.
 
 
-def test_a_process_has_no_credentials_no_folder_and_no_descriptor_of_the_worker(monkeypatch, temporary):
+def test_a_process_has_no_credentials_folder_or_descriptor_of_the_worker(monkeypatch, temporary):
     secrets = {
         "AWS_SECRET_ACCESS_KEY": "k1",
         "TIDEMILL_KAFKA__PASSWORD": "k2",
@@ -690,7 +690,7 @@ def test_a_process_has_no_credentials_no_folder_and_no_descriptor_of_the_worker(
         ("hostile_environments:Online", False, False),
     ],
 )
-def test_the_network_is_closed_unless_it_is_asked_for(name, network, opened):
+def test_the_network_is_closed_unless_it_is_requested(name, network, opened):
     async def main(port):
         hosted = await start(name, network=network)
         offered = FakePolicy(Endpoint("http://127.0.0.1:1", "key"))
@@ -707,7 +707,7 @@ def test_the_network_is_closed_unless_it_is_asked_for(name, network, opened):
     offer = "endpoint http://127.0.0.1:1 key" if opened else "EnvironmentFailed: environment hostile_environments:"
     assert len([each for each in seen if each.startswith(offer)]) == 1
     reached = {name: value for name, value in seen.items() if " " not in name}
-    tried = ("port", "datagram", "local", "netlink", "program", "pair")  # names are looked up by datagrams
+    tried = ("port", "datagram", "local", "netlink", "program", "pair")  # name lookups use datagrams
     assert reached == {name: float(opened or name == "pair") for name in tried}
 
 
@@ -733,7 +733,7 @@ def hosted_tasks(name: str, limits: RolloutSettings = LIMITS, **options):
     return HostedEnvironment(f"hostile_environments:{name}", options, limits).tasks(TaskQuery(3))
 
 
-def test_tasks_are_drawn_in_a_process_of_their_own(temporary):
+def test_tasks_are_drawn_in_their_own_process(temporary):
     drafts = hosted_tasks("Hostile", size=10**9)
     assert not processes(temporary)
     first = list(islice(drafts, 50))
@@ -747,7 +747,7 @@ def test_tasks_are_drawn_in_a_process_of_their_own(temporary):
     assert len(list(hosted_tasks("Hostile", size=4))) == 4
 
 
-def test_tasks_come_in_one_order_whatever_hashes_the_worker_has():
+def test_the_order_of_tasks_does_not_depend_on_the_workers_hash_seed():
     orders = set()
     for _ in range(2):
         orders.add(tuple(draft.asks for draft in hosted_tasks("Unordered")))
@@ -769,7 +769,7 @@ def test_tasks_come_in_one_order_whatever_hashes_the_worker_has():
         ("large", "a task has 100,000,"),
     ],
 )
-def test_an_environment_that_cannot_draw_says_why(do, said):
+def test_an_environment_that_cannot_draw_tasks_has_a_reason(do, said):
     limits = RolloutSettings(environment_timeout_s=1.0 if do == "hangs" else 30.0, environment_memory_mb=1024)
     drafts = hosted_tasks("BadTasks", limits, do=do)
     assert next(drafts).payload == "1"
@@ -778,7 +778,7 @@ def test_an_environment_that_cannot_draw_says_why(do, said):
     assert said in str(raised.value)
 
 
-def test_an_environment_whose_tasks_do_not_begin_says_why():
+def test_an_environment_whose_tasks_do_not_begin_has_a_reason():
     with pytest.raises(TaskError, match="no tasks at all"):
         next(hosted_tasks("NoTasks", do="none"))
     with pytest.raises(UnknownEnvironment, match="has no Nothing"):
@@ -787,7 +787,7 @@ def test_an_environment_whose_tasks_do_not_begin_says_why():
         next(hosted_tasks("BadTasks"))
 
 
-def test_one_process_of_tasks_is_no_concern_of_another():
+def test_a_failed_process_of_tasks_does_not_affect_another():
     good = hosted_tasks("Hostile", size=10**9)
     bad = hosted_tasks("BadTasks", RolloutSettings(environment_timeout_s=0.3), do="hangs")
     next(good), next(bad)
@@ -813,7 +813,7 @@ def test_a_message_is_one_line_and_reads_back(frame):
     assert json.loads(line) == frame
 
 
-def test_a_message_at_the_limit_passes_and_one_above_it_does_not(monkeypatch):
+def test_a_message_at_the_size_limit_is_sent_and_one_above_it_is_not(monkeypatch):
     monkeypatch.setattr(spawning, "MESSAGE_BYTES", 100)
     assert len(encode(["x" * 95])) == 100
     with pytest.raises(TaskError, match="the task has 101 bytes"):
@@ -821,6 +821,6 @@ def test_a_message_at_the_limit_passes_and_one_above_it_does_not(monkeypatch):
 
 
 @pytest.mark.parametrize("frame", [["\ud800"], [{"\udfff": 1}], [object()], [{1, 2}]])
-def test_what_json_cannot_hold_is_no_message(frame):
+def test_a_value_that_json_cannot_represent_is_not_a_message(frame):
     with pytest.raises((TypeError, ValueError)):
         encode(frame)

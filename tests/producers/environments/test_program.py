@@ -1,4 +1,4 @@
-"""Agent programs: what they are given, how they are scored, and how every way of misbehaving ends."""
+"""Agent programs: their input, their score, and the end of each kind of misbehaviour."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def say(text): return chat([{"role": "user", "content": text}])["content"]
 
 
 def agent(source: str) -> list[str]:
-    """The command of an agent program."""
+    """Return the command of an agent program."""
     return [sys.executable, "-I", "-c", PRELUDE + textwrap.dedent(source)]
 
 
 class Riddle(Environment):
-    """Asks for a word, and takes every reply that holds it."""
+    """Asks for a word, and accepts every reply that contains it."""
 
     version = "riddle-1"
     isolation = "loop"
@@ -86,7 +86,7 @@ async def played(
     limit_s: float = 30.0,
     **limits: Any,
 ) -> tuple[Any, Any]:
-    """The score, or the error, of one episode; and its policy."""
+    """Return the score or the error of one episode, and its policy."""
     async with AgentEndpoint() as endpoint:
         policy = policy_of(say, endpoint.open, **limits)
         program = Program(inner or Riddle(EnvironmentOptions()), command)
@@ -105,7 +105,7 @@ def play(*given: Any, **more: Any) -> tuple[Any, Any]:
 
 
 def accountant(context: str) -> str:
-    """Solves a ledger with the calculator, one call a turn."""
+    """Solve a ledger with the calculator, one call per turn."""
     entries = [
         (kind, int(n)) for kind, n in re.findall(r"(credit|debit) (\d+)", context.rpartition("<|im_start|>user")[2])
     ]
@@ -142,7 +142,7 @@ def test_the_program_is_given_the_first_request_and_its_last_conversation_is_sco
     assert len(policy.contexts.all) == 2
 
 
-def test_a_posted_result_counts_before_the_environment_s() -> None:
+def test_a_posted_result_takes_precedence_over_the_environments_score() -> None:
     score, policy = play(
         agent("""
         say("no"); post("/outcome", {"rewards": {"mine": 0.5}, "success": False, "metrics": {"steps": 2}})
@@ -186,12 +186,12 @@ def test_a_command_that_does_not_exist() -> None:
     assert isinstance(error, EnvironmentFailed) and "status 127: /no/such/agent: No such file" in str(error)
 
 
-def test_calling_for_ever_fails_the_rollout() -> None:
+def test_a_program_that_calls_forever_fails_the_rollout() -> None:
     error, policy = play(agent("while True: say('x')"), max_turns=5)
     assert isinstance(error, GenerationFailed) and "max_turns" in policy.failure and len(policy.turns) == 5
 
 
-def test_a_failed_generation_is_the_reason_whatever_the_program_makes_of_it() -> None:
+def test_a_failed_generation_is_the_reason_also_if_the_program_ignores_it() -> None:
     def broken(_context: str) -> str:
         raise KeyError("a defect")
 
@@ -200,7 +200,7 @@ def test_a_failed_generation_is_the_reason_whatever_the_program_makes_of_it() ->
     assert isinstance(error, GenerationFailed) and "a defect" in str(error) and policy.posted is not None
 
 
-def test_a_program_that_goes_on_after_its_result_is_killed_and_changes_nothing() -> None:
+def test_a_program_that_continues_after_its_result_is_killed_and_changes_nothing() -> None:
     begun: list[str] = []
 
     async def later(context: str) -> str:
@@ -223,7 +223,7 @@ def test_a_program_that_goes_on_after_its_result_is_killed_and_changes_nothing()
     assert len(policy.session.contexts) == len(policy.turns) + 1 and policy.session.cancelled == 1
 
 
-def test_a_full_context_is_left_to_cut_off() -> None:
+def test_a_full_context_is_an_error_and_no_failed_generation() -> None:
     error, policy = play(agent("say('x'); say('y' * 300)"), max_context_tokens=200)
     assert isinstance(error, EnvironmentFailed) and policy.full and not policy.failure
 
@@ -253,7 +253,7 @@ for command in (["sleep", "1000"], ["setsid", "sleep", "1000"], ["setsid", "-f",
 
 
 def kin(key: str) -> list[psutil.Process]:
-    """Live processes that were started with a variable in their environment."""
+    """Return live processes that were started with `key` in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -279,7 +279,7 @@ def test_nothing_that_the_program_started_outlives_its_episode(ending: str, monk
         assert time.monotonic() < deadline, kin(key)
 
 
-async def test_a_program_that_hangs_is_killed_while_others_go_on() -> None:
+async def test_a_program_that_hangs_is_killed_while_others_continue() -> None:
     hanging = asyncio.create_task(played(agent("say('x'); time.sleep(1000)"), limit_s=2))
     score, _ = await played(agent("say('ok')"))
     assert score.success is True
@@ -352,7 +352,7 @@ def test_an_environment_without_a_first_request_has_no_task_for_a_program() -> N
         assert isinstance(error, kind) and reason in str(error)
 
 
-def test_an_environment_that_swallows_the_end_of_its_conversation_does_not_hold_the_program_up(
+def test_an_environment_that_ignores_the_end_of_its_conversation_does_not_delay_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(program_module, "GRACE_S", 0.1)
@@ -369,7 +369,7 @@ def test_an_environment_that_swallows_the_end_of_its_conversation_does_not_hold_
     assert score.success is True
 
 
-def test_an_environment_in_a_process_of_its_own_poses_the_task_and_scores() -> None:
+def test_an_environment_in_its_own_process_gives_the_task_and_scores() -> None:
     async def hosted() -> None:
         name = "tidemill.producers.environments.ledger:LedgerEnvironment"
         inner = await HostedEnvironment(name, {}, RolloutSettings()).start()

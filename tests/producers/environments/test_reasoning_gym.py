@@ -1,4 +1,4 @@
-"""reasoning-gym's tasks: each offered one opens, asks and grades; replies are read as told, hostile ones score 0."""
+"""reasoning-gym's tasks: each offered one opens, asks and grades; hostile replies score 0."""
 
 import asyncio
 import io
@@ -39,12 +39,12 @@ FAMILY = ReasoningGym()
 MEMBERS = {each.name: each for each in FAMILY.members()}
 OFFERED = sorted(name for name, each in MEMBERS.items() if not each.problem)
 UNANSWERED = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
-"""Tasks whose items come without an answer: many are right."""
+"""Tasks whose items have no reference answer: many answers are right."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def elsewhere(tmp_path_factory):
-    """codeio's programs write files where they run."""
+    """Change to a temporary directory: codeio's programs write files into the working directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("items"))
         yield
@@ -81,7 +81,7 @@ def item_draft(answer, metadata=None):
 
 @cache
 def plain(name):
-    """The task with its own defaults, and two items."""
+    """Return the task with its defaults, its dataset, and two items."""
     environment = opened(name)
     dataset = environment._dataset(seed=2)
     return environment, dataset, [item_of(dataset, place) for place in range(2)]
@@ -104,7 +104,7 @@ def test_every_offered_task_opens_asks_and_grades(name):
     assert not wrong.success and wrong.rewards[0].value < 1.0
     silent, _ = played(environment, draft, "I do not know.")
     assert components(silent) == {"score": 0.0, "solved": 0.0, "answered": 0.0} and not silent.success
-    # An item grades alike before and after JSON, and depends on its seed and place alone.
+    # An item's grades are the same before and after JSON; they depend only on its seed and place.
     for each in (item, other):
         kept = parse_item(draft_of(each).payload).model_dump()
         for answer in (each["answer"], "xyzzy", f"{each['answer']} "):
@@ -121,7 +121,7 @@ def graded(dataset, answer, item):
         return type(error)
 
 
-def test_the_list_is_what_the_library_registers_and_needs_no_import_of_it():
+def test_the_list_contains_the_librarys_tasks_without_importing_it():
     from reasoning_gym.factory import DATASETS
 
     assert set(MEMBERS) == set(DATASETS) and len(MEMBERS) == 106
@@ -144,7 +144,7 @@ def test_registered_reads_names_and_first_lines():
     assert registered(source) == {"a": "About a.", "b": ""}
 
 
-def test_what_is_not_offered_says_why():
+def test_a_task_that_is_not_offered_has_a_reason():
     for name in NOT_OFFERED:
         with pytest.raises(UnknownEnvironment, match=NOT_OFFERED[name][:20]):
             FAMILY.member(name)
@@ -179,7 +179,7 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("name", [name for name in OFFERED if name not in EXECUTES | SLOW])
-def test_a_hostile_answer_is_graded_in_no_time(name):
+def test_a_hostile_answer_is_graded_within_a_second(name):
     environment, _, (item, _) = plain(name)
     draft = draft_of(item)
     for answer in HOSTILE:
@@ -187,10 +187,10 @@ def test_a_hostile_answer_is_graded_in_no_time(name):
         score, _ = played(environment, draft, tagged(answer))
         assert time.process_time() - began < 1.0, f"{name} takes long on {answer[:20]!r}"
         assert not score.fault() and 0 <= score.total <= 1
-        assert not score.success or item["answer"] == ""  # no equation without a solution tells texts apart
+        assert not score.success or item["answer"] == ""  # for an equation without a solution, any text is right
 
 
-def test_an_answer_is_graded_up_to_the_longest():
+def test_an_answer_is_graded_up_to_the_length_limit():
     environment = opened("chain_sum")
     draft = item_draft("0" * LONGEST_ANSWER)
     assert played(environment, draft, tagged("0" * LONGEST_ANSWER))[0].success
@@ -240,7 +240,7 @@ def test_tasks_are_the_same_for_the_same_seed():
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "lcm", "tower_of_hanoi", "coin_flip"])
-def test_no_question_is_on_both_sides(name):
+def test_no_question_is_in_both_splits(name):
     sides = {split: set() for split in Split}
     for seed in (0, 1, 1_000_000):
         for environment in (opened(name), opened(name, answer="last_line", prompt="Say it.")):
@@ -252,7 +252,7 @@ def test_no_question_is_on_both_sides(name):
     assert all(sides.values()) and not sides[Split.TRAIN] & sides[Split.EVAL]
 
 
-def test_items_that_cannot_be_made_are_left_out(monkeypatch):
+def test_items_that_cannot_be_made_are_skipped(monkeypatch):
     environment, seeds = opened("chain_sum"), []
     make = environment._dataset
 
@@ -307,7 +307,7 @@ def test_how_an_answer_is_read(reader, reply, answer):
     assert time.process_time() - began < 1.0
 
 
-def test_the_prompt_asks_for_what_is_read():
+def test_the_prompt_asks_for_the_format_that_is_read():
     draft = drawn(opened("chain_sum"), 1)[0]
     for options, said in (
         ({}, "\n\nGive the final answer between <answer> and </answer>."),
@@ -320,7 +320,7 @@ def test_the_prompt_asks_for_what_is_read():
         assert asked == [{"role": "user", "content": draft.asks + said}]
 
 
-def test_the_reward_is_weighed_by_options():
+def test_options_set_the_weights_of_the_reward():
     draft = item_draft("5")
     half = tagged("5 ")  # "5" of "5 5"
     for options, reply, total in (
@@ -379,7 +379,7 @@ def test_options_are_those_of_the_task():
         ({"score_weight": float("nan")}, "score_weight: Input should be"),
     ],
 )
-def test_options_that_cannot_be_are_refused(given, complaint):
+def test_invalid_options_are_refused(given, complaint):
     with pytest.raises(TaskError, match=complaint):
         FAMILY.member("chain_sum").open(given)
 
@@ -398,7 +398,7 @@ def test_options_that_cannot_be_are_refused(given, complaint):
         ("codeio", {"difficulty": "6"}, {"difficulty": 6}),
     ],
 )
-def test_options_of_a_command_line_are_read(name, given, read):
+def test_options_from_the_command_line_are_read(name, given, read):
     environment = opened(name, **given)
     told = json.loads(options_json(environment.options))
     assert told.items() >= read.items() and told.keys() == given.keys()
@@ -410,9 +410,9 @@ def test_a_list_of_one_number_like_text_is_read():
     assert FAMILY.member("arc_agi").options({"rotations": "90"}).rotations == ["90"]
 
 
-def test_the_options_of_every_task_are_fields_of_their_own():
+def test_the_options_of_every_task_have_names_without_conflict():
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # pydantic warns of a field that shadows one of its own
+        warnings.simplefilter("error")  # pydantic warns of a field that shadows one of its attributes
         task_options.cache_clear()
         for name in OFFERED:
             model = FAMILY.member(name).options_model

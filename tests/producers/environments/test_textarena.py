@@ -1,4 +1,4 @@
-"""TextArena's games: each offered one plays to an end, alone or side by side, and ends the same way again."""
+"""TextArena's games: each offered game can be played to its end, alone or with others, with a repeatable result."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ FAMILY = TextArena()
 MEMBERS = {each.name: each for each in FAMILY.members()}
 OFFERED = sorted(name for name, each in MEMBERS.items() if not each.problem)
 SLOW = {"RushHour-v0": {"difficulty": "easy"}, "Sudoku-v0-hard": {"clues": 40}}
-"""Games that take seconds to make, with options that make them quicker."""
+"""Games that take seconds to make, with options that make them faster."""
 ONE_GAME = ("Cryptarithm-v0", "PegJump-v0", "TowerOfHanoi-v0")
 """Games, or their beginnings, that are the same for every seed."""
 GUESSES = ["[up]", "[right]", "[1 1]", "[2 2 2]", "[A C]", "[1]", "[Stand]", "[accept]", "[A+]", "[1 2 +]", "[h 0 0]"]
@@ -41,7 +41,7 @@ def rescored(environment, draft, messages):
 
 
 class Mover:
-    """A policy that answers by a function of the conversation, and lets the other episodes go on in between."""
+    """A policy that answers by a function of the conversation, and lets other episodes run before it answers."""
 
     def __init__(self, move):
         self._move, self.conversation = move, []
@@ -77,7 +77,7 @@ def test_every_offered_game_plays_to_an_end_and_again(name):
     assert rescored(environment, draft, first.conversation) == score
 
 
-def test_games_side_by_side_go_as_they_go_alone():
+def test_concurrent_games_have_the_same_results_as_single_ones():
     names = ("2048-v0-ultra-easy", "Minesweeper-v0-small", "Blackjack-v0", "FrozenLake-v0-random", "Mastermind-v0")
     plays = [(environment, draft) for environment in map(opened, names) for draft in drawn(environment, 4)]
 
@@ -93,7 +93,7 @@ def test_games_side_by_side_go_as_they_go_alone():
     assert len({score.total for score in scores}) > 3
 
 
-def test_a_game_leaves_the_global_generator_as_it_was():
+def test_a_game_does_not_change_the_global_random_generator():
     random.seed(5)
     before = random.getstate()
     environment = opened("2048-v0")
@@ -202,7 +202,7 @@ def test_a_hostile_move_loses(text):
     assert played(opened("Blackjack-v0"), drawn(opened("Blackjack-v0"))[0], guesser(1)).metrics["raised"] == 0.0
 
 
-def test_a_move_on_which_the_game_raises_counts_0():
+def test_a_move_on_which_the_game_raises_scores_0():
     environment = opened("GuessTheNumber-v0")
     (draft,) = drawn(environment)
     wrong = inner(environment, draft).state.game_state["game_number"] % 20 + 1
@@ -210,7 +210,7 @@ def test_a_move_on_which_the_game_raises_counts_0():
     assert score.total == 0.0 and score.metrics["raised"] == 1.0
 
 
-def test_turns_are_bounded_and_what_was_reached_is_scored():
+def test_turns_are_bounded_and_progress_is_scored():
     environment = opened("2048-v0-ultra-easy", turns=5)
     (draft,) = drawn(environment)
     policy = ScriptedPolicy(["[up]", "[left]", "[down]", "[right]"] * 2, 64)
@@ -219,7 +219,7 @@ def test_turns_are_bounded_and_what_was_reached_is_scored():
     assert 0 < score.total < 1 and score.metrics == {"invalid_move": 0.0, "raised": 0.0, "stopped": 1.0}
 
 
-def test_a_game_that_never_ends_counts_0():
+def test_a_game_that_never_ends_scores_0():
     game = TextGame("2048-v0", {"target_tile": 2048, "board_size": 4}, 1)
     game._game = Endless(game._game.entry_point)
     game.stop()
@@ -240,7 +240,7 @@ class Endless:
         return None, {0: {"invalid_move": False}}
 
 
-def test_no_opening_is_on_both_sides():
+def test_no_opening_is_in_both_splits():
     for name in ("Sudoku-v0", "FrozenLake-v0", "Blackjack-v0", "GuessTheNumber-v0", "Mastermind-v0", "Minesweeper-v0"):
         sides, environment = {split: set() for split in Split}, opened(name)
         for seed in (0, 1):
@@ -251,7 +251,7 @@ def test_no_opening_is_on_both_sides():
         assert all(sides.values()) and not sides[Split.TRAIN] & sides[Split.EVAL], name
 
 
-def test_tasks_differ_in_what_they_ask_unless_there_is_one_game():
+def test_tasks_have_different_questions_unless_there_is_only_one_game():
     for name in ("Sudoku-v0", "Countdown-v0", "Minesweeper-v0", "Mastermind-v0", "GuessTheNumber-v0"):
         assert len({draft.asks for draft in drawn(opened(name), 30)}) == 30
     for name in ONE_GAME:
@@ -304,7 +304,7 @@ def test_options_are_those_of_the_game():
         ("Cryptarithm-v0", {"equation": "no sum"}, "textarena:Cryptarithm-v0: ValueError"),
     ],
 )
-def test_options_that_cannot_be_are_refused(name, given, complaint):
+def test_invalid_options_are_refused(name, given, complaint):
     with pytest.raises(TaskError, match=complaint):
         opened(name, **given)
 

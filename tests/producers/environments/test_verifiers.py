@@ -1,4 +1,4 @@
-"""Tasksets of verifiers, end to end: turns, tools, simulated users, judges, programs; and what fails a rollout."""
+"""Tasksets of verifiers, end to end: turns, tools, simulated users, judges, programs; and failures of a rollout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def noted(event: str, given: tuple[Any, ...]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """verifiers keeps its files below the home directory, and reads it when it is imported."""
+    """Set HOME for verifiers, which stores files below it and reads it on import; check that no other host is used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.syspath_prepend(str(TASKSETS))
@@ -66,7 +66,7 @@ def drafts(environment: Environment, most: int, seed: int = 0) -> list[Any]:
 
 
 async def one(environment: Environment, say: Callable[[str], Any], payload: str = "", **limits: Any) -> tuple[Any, Any]:
-    """The score, or the error, of one episode; and its policy."""
+    """Return the score or the error of one episode, and its policy."""
     policy = policy_of(say, **limits)
     try:
         task = task_of(payload or drafts(environment, 1)[0].payload)
@@ -88,7 +88,7 @@ def play(environment: Environment, say: Callable[[str], Any], **more: Any) -> tu
 
 
 def adder(context: str) -> str:
-    """The sum that the last user asks for."""
+    """Return the sum that the last user message asks for."""
     found = re.findall(r"(\d+)\+(\d+)", last(context))
     return str(sum(map(int, found[-1]))) if found else "I have said it"
 
@@ -99,7 +99,7 @@ def by_name(score: Score) -> dict[str, tuple[float, float]]:
 
 @asynccontextmanager
 async def other_endpoint(answer: Callable[[list[dict[str, str]]], str | int]) -> AsyncIterator[tuple[str, list[Any]]]:
-    """An OpenAI endpoint beside the policy, and the bodies that it was sent; an answer that is a number is a status."""
+    """An OpenAI endpoint next to the policy, and its received bodies; an answer that is a number is a status."""
     asked: list[Any] = []
 
     async def chat(request: web.Request) -> web.Response:
@@ -155,7 +155,7 @@ def test_tasks_are_the_same_for_the_same_query() -> None:
 
 
 def calculator(context: str) -> str:
-    """Calls the tool, wrongly at first, then says what it returned."""
+    """Call the tool, with errors at first, then answer with its result."""
     results = re.findall(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", context, re.DOTALL)
     a = re.findall(r"tool: (\d+)\+9", context)[-1]
     calls = (
@@ -180,18 +180,18 @@ async def test_tools_of_a_server_that_all_tasks_share() -> None:
         assert len(context.turns) == 4 and context.tools[0]["function"]["name"] == "calc_add"
         results = [m["content"] for m in policy.conversation if m["role"] == "tool"]
         assert "no tool 'calc_divide'" in results[0] and "valid" in results[1] and results[2].isdigit()
-    # A conversation that fills the context is scored as it is.
+    # A conversation that fills the context is scored without further turns.
     score, policy = await one(environment, calculator, tasks[0], max_context_tokens=560)
     assert by_name(score) == {"correct": (0.0, 1.0)} and policy.full and not policy.failure, score
     assert score.metrics["calls"] < 3
-    # An agent that never stops is cut off by its own limit.
+    # An agent that never stops is cut off at its own limit.
     score, policy = await one(environment, lambda _: calculator("tool: 1+9"), tasks[0])
     assert score.metrics["truncated"] == 1.0 and len(policy.turns) == 32
     await environment.close()
 
 
 def both_sides(context: str) -> str:
-    """A user who asks twice, and the assistant."""
+    """Answer as a user who asks twice, or as the assistant."""
     if "role-playing a USER" in context:
         asked = context.count("<|im_start|>assistant")
         return "###DONE###" if asked > 2 else f"what is {asked}+7?"
@@ -280,7 +280,7 @@ async def test_a_failed_generation_fails_the_rollout_at_once() -> None:
 
     for options, say, good in (
         ({}, first, adder),
-        ({"harness": "vf_ask_thrice"}, first, adder),  # it ends as if nothing was
+        ({"harness": "vf_ask_thrice"}, first, adder),  # the harness ends without an error
         ({"env": {"id": "user-sim"}}, first, both_sides),
         ({"env": {"id": "user-sim"}}, later, both_sides),
     ):
@@ -294,7 +294,7 @@ async def test_a_failed_generation_fails_the_rollout_at_once() -> None:
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("raise", "the reward's defect"), ("nan", "correct.value is nan")])
-def test_rewards_that_are_none(mode: str, reason: str) -> None:
+def test_invalid_rewards_fail_the_rollout(mode: str, reason: str) -> None:
     result, _ = play(opened("vf_sums", taskset={"task": {"mode": mode}}), adder)
     assert reason in (result.fault() if isinstance(result, Score) else str(result))
 
@@ -310,8 +310,8 @@ async def test_an_episode_that_is_cancelled_leaves_nothing() -> None:
     await environment.close()
 
 
-def test_the_deadlines_of_a_task_are_not_verifiers() -> None:
-    """The tasks of `vf_sums` allow a millisecond; a slower generation would be scored as a wrong answer."""
+def test_deadlines_of_verifiers_tasks_are_not_used() -> None:
+    """The tasks of `vf_sums` allow a millisecond. With that deadline, a slower generation scores as a wrong answer."""
 
     async def slow(context: str) -> str:
         await asyncio.sleep(0.05)
@@ -353,13 +353,13 @@ def test_wrong_options_are_refused_by_name(options: dict[str, Any], reason: str)
         ("json", TaskError, "json"),
     ],
 )
-def test_modules_that_are_no_taskset(name: str, kind: type[Exception], reason: str) -> None:
+def test_modules_that_are_not_a_taskset_are_refused(name: str, kind: type[Exception], reason: str) -> None:
     with pytest.raises(kind, match=reason):
         opened(name)
 
 
 @pytest.mark.parametrize("payload", ["", "{", "[]", "{}", '{"answer": 3}', '{"prompt": 3, "answer": "x"}', "[" * 10**5])
-def test_payloads_of_others(payload: str) -> None:
+def test_payloads_of_other_environments_are_refused(payload: str) -> None:
     environment = opened("vf_sums")
     with pytest.raises(TaskError, match="no task of vf_sums"):
         asyncio.run(environment.play(task_of(payload), policy_of(adder)))
@@ -370,7 +370,7 @@ def test_installed_tasksets_are_listed_without_an_import() -> None:
     assert "containers" in listed["harbor"].problem and "tidemill" not in listed
 
 
-def test_a_full_context_is_scored_unless_the_harness_fails_of_it() -> None:
+def test_a_full_context_is_scored_unless_the_harness_fails() -> None:
     error, policy = play(
         opened("vf_sums", harness="vf_ask_thrice", harness_options={"exit_code": 1}),
         lambda _: "x" * 300,
@@ -381,7 +381,7 @@ def test_a_full_context_is_scored_unless_the_harness_fails_of_it() -> None:
     assert score.total == 0.0 and policy.full and len(policy.turns) == 2
 
 
-async def test_in_a_process_of_its_own() -> None:
+async def test_a_taskset_in_its_own_process() -> None:
     options = {"env": {"id": "user-sim"}}
     environment = await HostedEnvironment("vf_hosted:HostedSums", options, RolloutSettings(), network=True).start()
     try:

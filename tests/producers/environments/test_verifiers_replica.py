@@ -1,4 +1,4 @@
-"""Tasksets of verifiers through a real replica: each rollout is played by vLLM and recorded as a worker records it."""
+"""Tasksets of verifiers with a real replica: vLLM plays each rollout, and it is recorded as by a worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def replica(tmp_path_factory: pytest.TempPathFactory, vllm: None):
 
 
 def play(replica: Served, taskset: str, **options: object) -> list[Rollout]:
-    """Rollouts of one taskset's tasks, side by side, in a process of the taskset's own."""
+    """Return rollouts of one taskset's tasks, played concurrently in the taskset's own process."""
     settings = RolloutSettings(
         replicas=[str(replica.http.base_url)], max_context_tokens=512, max_turn_tokens=12, environment_timeout_s=120
     )

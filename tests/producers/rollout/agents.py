@@ -1,4 +1,4 @@
-"""A policy over a fake replica: a byte-level tokenizer with ChatML, and turns that are told."""
+"""A policy over a fake replica: a byte-level tokenizer with ChatML, and turns that the test gives."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tidemill.schemas.records import Task, VersionSpan
 
 END = "<|im_end|>"
 Say = Callable[[str], "str | Awaitable[str]"]
-"""The next turn after a context, both as text."""
+"""Returns the next turn after a context, both as text."""
 
 
 def byte_tokenizer(marks: Sequence[str] = ("<|im_start|>", END)) -> Tokenizer:
-    """One token a byte, and one a mark."""
+    """Return a tokenizer with one token per byte and one per mark."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -45,12 +45,12 @@ CHAT = chat_format()
 
 
 def last(context: str, role: str = "user") -> str:
-    """The text of the last message of a role in a context."""
+    """Return the text of the last message of a role in a context."""
     return re.findall(rf"<\|im_start\|>{role}\n(.*?)<\|im_end\|>", context, re.DOTALL)[-1]
 
 
 class FakeSession:
-    """A ReplicaSession that samples what it is told."""
+    """A ReplicaSession that samples the turns of `say`."""
 
     def __init__(self, say: Say, tokenizer: Tokenizer) -> None:
         self.say, self.tokenizer = say, tokenizer

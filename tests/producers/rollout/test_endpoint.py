@@ -1,4 +1,4 @@
-"""The OpenAI endpoint of the rollout worker: the `openai` client unchanged, hostile requests, keys, departures."""
+"""The OpenAI endpoint of the rollout worker: the `openai` client unchanged, hostile requests, keys, disconnects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def echo(context: str) -> str:
 
 
 def calling(context: str) -> str:
-    """Call the tool once, then answer with what it returned."""
+    """Call the tool once, then answer with its result."""
     if "<|im_start|>tool" in context:
         return f"it is {last(context, 'tool')}"
     return 'let me see <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -58,7 +58,7 @@ def client_of(at: Endpoint) -> openai.AsyncOpenAI:
 
 @asynccontextmanager
 async def http(at: Endpoint) -> AsyncIterator[Callable[..., Any]]:
-    """Sends a request, answers its status and its JSON."""
+    """Give a function that sends a request and returns its status and JSON."""
     async with aiohttp.ClientSession(headers={"authorization": f"Bearer {at.api_key}"}) as session:
 
         async def send(path: str, body: Any = None, method: str = "POST", **more: Any) -> tuple[int, Any]:
@@ -85,7 +85,7 @@ async def test_the_openai_client_talks_and_contexts_grow() -> None:
         assert [model.id async for model in client.models.list()] == ["policy"]
 
 
-async def test_streaming_says_the_same() -> None:
+async def test_a_stream_has_the_same_content() -> None:
     async with rollout() as (policy, at), client_of(at) as client:
         told = await client.chat.completions.create(
             model="m", messages=HELLO, stream=True, stream_options={"include_usage": True}
@@ -99,7 +99,7 @@ async def test_streaming_says_the_same() -> None:
 
 
 async def said_of(client: openai.AsyncOpenAI, stream: bool, **asked: Any) -> dict[str, Any]:
-    """The assistant's message, put together from the events where it is streamed."""
+    """Return the assistant's message, built from the events if it is streamed."""
     if not stream:
         made = await client.chat.completions.create(model="m", **asked)
         return made.choices[0].message.model_dump(exclude_none=True)
@@ -162,7 +162,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
 ]
 
 
-async def test_what_cannot_be_honoured_is_refused_by_name_and_the_next_goes_through() -> None:
+async def test_an_unsupported_option_is_refused_by_name_and_the_next_request_is_answered() -> None:
     async with rollout() as (policy, at), http(at) as send:
         for field, value in BAD_FIELDS:
             body = {"model": "m", "messages": HELLO, "stream": field == "stream_options", field: value}
@@ -187,7 +187,7 @@ BAD_BODIES = [
 ]
 
 
-async def test_bodies_that_are_no_request() -> None:
+async def test_invalid_bodies_are_refused() -> None:
     async with rollout() as (policy, at), http(at) as send:
         for body in BAD_BODIES:
             for path in ("/chat/completions", "/outcome"):
@@ -199,7 +199,7 @@ async def test_bodies_that_are_no_request() -> None:
         assert policy.posted is None
 
 
-async def test_a_body_too_large_even_when_packed() -> None:
+async def test_a_body_that_is_too_large_also_if_compressed() -> None:
     async with rollout() as (policy, at), http(at) as send:
         large = json.dumps({"messages": [{"role": "user", "content": "x" * LARGEST_BODY}]}).encode()
         status, answer = await send("/chat/completions", large)
@@ -230,7 +230,7 @@ _fields = st.dictionaries(
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(["/chat/completions", "/outcome"]), _fields), max_size=10))
-def test_any_json_is_answered_and_the_next_good_one_goes_through(requests: list[tuple[str, dict[str, Any]]]) -> None:
+def test_any_json_is_answered_and_the_next_valid_request_too(requests: list[tuple[str, dict[str, Any]]]) -> None:
     async def play() -> None:
         async with rollout(max_turns=1000) as (policy, at), http(at) as send:
             for path, body in requests:
@@ -243,7 +243,7 @@ def test_any_json_is_answered_and_the_next_good_one_goes_through(requests: list[
 
 
 async def test_keys() -> None:
-    """A key opens its own rollout alone, until its episode is over."""
+    """A key is valid only for its own rollout, until the episode ends."""
 
     async with AgentEndpoint() as endpoint:
         one, two = policy_of(echo, endpoint.open), policy_of(lambda _: "two", endpoint.open)
@@ -274,7 +274,7 @@ async def test_keys() -> None:
                         assert made.status == 401 and (await made.json())["error"]["code"] == "invalid_api_key"
 
 
-async def test_an_endpoint_that_nobody_uses_opens_no_port() -> None:
+async def test_an_unused_endpoint_opens_no_port() -> None:
     async with AgentEndpoint() as endpoint:
         endpoint.close(policy_of(echo, endpoint.open))
         assert endpoint._serving is None
@@ -308,7 +308,7 @@ async def test_a_failed_generation() -> None:
         raise BadResponse("no logprobs")
 
     async with rollout(broken) as (policy, at), client_of(at) as client:
-        for _ in range(2):  # the second is not sampled: the rollout has failed
+        for _ in range(2):  # the second call is not sampled: the rollout has failed
             with pytest.raises(openai.InternalServerError, match="no logprobs") as error:
                 await client.chat.completions.create(model="m", messages=HELLO)
             assert error.value.status_code == 502
@@ -316,7 +316,7 @@ async def test_a_failed_generation() -> None:
         assert "no logprobs" in policy.failure and len(policy.session.contexts) == 1
 
 
-async def test_a_defect_of_ours_is_an_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_internal_fault_is_a_server_error(caplog: pytest.LogCaptureFixture) -> None:
     def broken(_context: str) -> str:
         raise KeyError("a defect")
 
@@ -333,7 +333,7 @@ async def test_too_many_calls() -> None:
         assert statuses == [200, 200, 502, 502] and "max_turns" in policy.failure
 
 
-async def test_a_client_that_goes_away_cancels_its_generation() -> None:
+async def test_a_client_that_disconnects_cancels_its_generation() -> None:
     asked = asyncio.Event()
 
     async def never(_context: str) -> str:
@@ -371,7 +371,7 @@ async def test_the_end_of_the_episode_cancels_generations_and_fails_nothing() ->
         assert policy.session.cancelled == 1 and not policy.failure
 
 
-async def test_calls_side_by_side() -> None:
+async def test_concurrent_calls() -> None:
     async with rollout() as (policy, at), client_of(at) as client:
         asked = [[{"role": "user", "content": f"helper {n}"}] for n in range(40)]
         made = await asyncio.gather(*(client.chat.completions.create(model="m", messages=a) for a in asked))
@@ -416,7 +416,7 @@ BAD_RESULTS: list[Any] = [
 ]
 
 
-async def test_results_that_are_none() -> None:
+async def test_invalid_results_are_refused() -> None:
     async with rollout() as (policy, at), http(at) as send:
         bodies = [json.dumps(each).encode() for each in BAD_RESULTS]
         bodies += [b'{"rewards": {"a": %s}}' % number for number in (b"NaN", b"Infinity", b"-Infinity", b"1e999")]

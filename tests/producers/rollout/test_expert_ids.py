@@ -1,4 +1,4 @@
-"""Expert ids from answers into a rollout: every token of a segment has those of its first computation, or none has."""
+"""Expert ids in a rollout: all tokens of a segment have those of their first computation, or none has any."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ LAYERS, TOP_K = 3, 2
 
 
 def experts(tokens: list[int]) -> np.ndarray:
-    """The experts of tokens at the beginning of a context: they depend on the token and its place."""
+    """Return the experts of the first tokens of a context; they depend on the token and its position."""
     whole = np.array(tokens)[:, None, None] + np.arange(len(tokens))[:, None, None]
     return ((whole + 7 * np.arange(LAYERS)[:, None] + np.arange(TOP_K)) % 200).astype(np.uint8)
 
 
 class RoutedScript(Script):
-    """A session whose answers say expert ids, from where they were asked for; `later` moves those said later."""
+    """A session whose answers contain expert ids from the requested position; `later` shifts those of later answers."""
 
     later = 0
 
@@ -65,7 +65,7 @@ policy_of = partial(any_policy, expert_ids=True)
 
 
 def expected(policy: RolloutPolicy) -> list[list[int]]:
-    """By token of all segments, in order: those before the last sampled one of each."""
+    """Return the experts of each token before a segment's last sampled one, over all segments in order."""
     found = []
     for context in policy.contexts.all:
         segment = build_segment(context.ids, context.turns)
@@ -105,7 +105,7 @@ async def test_a_token_keeps_the_ids_of_its_first_computation(texts):
     assert (whole[first:] == experts(context.ids)[first:-1] + 50).all()
 
 
-def test_nothing_is_asked_for_and_nothing_kept_where_the_setting_is_off(texts):
+def test_no_ids_are_requested_or_kept_if_the_setting_is_off(texts):
     session = RoutedScript(texts, "one")
     policy = policy_of(session, expert_ids=False)
     asyncio.run(policy.chat([USER]))
@@ -113,7 +113,7 @@ def test_nothing_is_asked_for_and_nothing_kept_where_the_setting_is_off(texts):
     assert b"routed" not in request_body([1], Sampling(1, 1.0), None)
 
 
-def test_recorded_turns_bring_their_ids_and_others_are_sampled_again(texts):
+def test_recorded_turns_with_ids_are_used_and_others_are_sampled_again(texts):
     written: list[Turn] = []
     first = RoutedScript(texts)
     asyncio.run(LEDGER.play(TASK, before := policy_of(first, written=written)))
@@ -132,7 +132,7 @@ def test_recorded_turns_bring_their_ids_and_others_are_sampled_again(texts):
         assert unpacked_ids(build_expert_ids(again.contexts.all)).tolist() == expected(again)
 
 
-def test_answers_that_do_not_fit_each_other_leave_a_rollout_without_ids(texts):
+def test_inconsistent_answers_leave_a_rollout_without_ids(texts):
     policy = policy_of(RoutedScript(texts, "one", "two", "aside", "three", "four"))
     asyncio.run(converse(policy))
     context = policy.contexts.all[0]
@@ -156,7 +156,7 @@ def in_base64(ids: np.ndarray) -> str:
     return base64.b64encode(packed_ids(ids)).decode()
 
 
-def test_an_answers_ids_are_read_for_the_tokens_that_were_asked_for():
+def test_an_answers_ids_are_read_for_the_requested_tokens():
     ids = experts([1, 2, 3, 4, 5])
     made = parse_completion(answered(in_base64(ids)), ASKED, prompt_tokens=5)
     assert np.array_equal(unpacked_ids(made.expert_ids), ids)
@@ -180,7 +180,7 @@ def test_wrong_ids_are_refused(value, why):
         parse_completion(answered(value), ASKED, prompt_tokens=5)
 
 
-def test_a_rollout_says_where_its_ids_lie_and_fails_where_the_replica_says_none(new_replica, chat, tmp_path):
+def test_a_rollout_names_the_claim_of_its_ids_and_fails_if_the_replica_returns_none(new_replica, chat, tmp_path):
     replica = new_replica()
     settings = settings_for(replica).model_copy(update={"expert_ids": True})
     reason = played(settings, chat, task()).failure

@@ -1,4 +1,4 @@
-"""One rollout of the player: what it records of an episode, and what fails it."""
+"""One rollout of the player: its record, and the reasons for which it fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Environments:
 
 
 class Another(LedgerEnvironment):
-    """The ledger, which does something else on odd tasks."""
+    """The ledger, except that a task with the payload `ODD` calls `odd`."""
 
     def __init__(self, odd) -> None:
         super().__init__(LedgerOptions())
@@ -71,7 +71,7 @@ def failed(rollout: Rollout) -> str:
     return rollout.failure
 
 
-def test_a_rollout_knows_where_it_was_made(new_replica, chat):
+def test_a_rollout_records_its_replica_and_region(new_replica, chat):
     replica = new_replica("r9")
     replica.version = 4
     found = play(settings_for(replica), chat, task())
@@ -99,7 +99,7 @@ def test_a_late_task_fails_before_it_starts(new_replica, chat):
     assert replica.requests == []
 
 
-def test_a_replica_down_in_the_middle_of_an_episode_is_waited_for(new_replica, chat):
+def test_an_episode_waits_for_a_replica_that_is_down(new_replica, chat):
     replica = new_replica()
 
     async def answer(request, number):
@@ -125,7 +125,7 @@ def test_a_failed_generation_is_never_a_zero_reward(new_replica, chat):
     assert "bad response" in failed(play(settings_for(replica), chat, task()))
 
 
-def test_an_environment_that_raises_fails_its_own_rollout_alone(new_replica, chat):
+def test_an_environment_that_raises_fails_only_its_own_rollout(new_replica, chat):
     async def fail(_task, _policy):
         raise TimeoutError("the sandbox is gone")
 
@@ -178,7 +178,7 @@ def scored(*components, success=True, metrics=None):
         (scored(("x", 1.0, 1.0), metrics={"m": math.nan}), "m is nan"),
     ],
 )
-def test_a_reward_that_is_no_number_fails_the_rollout(new_replica, chat, odd, reason):
+def test_a_reward_that_is_not_a_number_fails_the_rollout(new_replica, chat, odd, reason):
     assert reason in failed(play(settings_for(new_replica()), chat, task(payload=ODD), {"ledger": Another(odd)}))
 
 
@@ -196,7 +196,7 @@ def test_an_episode_without_a_call_of_the_policy_fails(new_replica, chat):
     assert failed(found) == "environment ledger: the policy was never called"
 
 
-def test_a_failed_generation_fails_the_rollout_whatever_is_made_of_it(new_replica, chat):
+def test_a_failed_generation_fails_the_rollout_also_if_the_environment_ignores_it(new_replica, chat):
     replica = new_replica()
 
     async def answer(request, number):
@@ -227,7 +227,7 @@ def test_a_full_context_is_scored_by_the_environment(new_replica, chat):
     assert found.segments[0].n_tokens <= 900 and found.segments[0].mask()[-1] == 1
 
 
-def test_an_episode_whose_process_was_lost_begins_again_and_keeps_its_turns(new_replica, chat):
+def test_an_episode_whose_process_was_lost_starts_again_and_keeps_its_turns(new_replica, chat):
     replica, lost, turns = new_replica(), [], []
 
     async def odd(_task, policy):
@@ -274,7 +274,7 @@ def test_calls_after_the_end_of_an_episode_are_not_answered(new_replica, chat):
     assert found.success and found.turns == 1
 
 
-def test_an_episode_that_never_ends_holds_no_other_up(new_replica, chat):
+def test_an_episode_that_never_ends_does_not_delay_others(new_replica, chat):
     async def odd(_task, policy):
         await policy.chat([USER])
         await asyncio.Event().wait()
@@ -286,7 +286,7 @@ def test_an_episode_that_never_ends_holds_no_other_up(new_replica, chat):
     assert all(rollout.success for n, rollout in enumerate(found) if n != 3)
 
 
-def test_a_replica_that_takes_requests_and_never_answers_is_given_up_at_the_deadline(new_replica, chat):
+def test_a_request_that_a_replica_never_answers_ends_at_the_deadline(new_replica, chat):
     replica = new_replica()
 
     async def never(_request, _number):
@@ -299,7 +299,7 @@ def test_a_replica_that_takes_requests_and_never_answers_is_given_up_at_the_dead
     assert re.match(r"timeout: no result within [0-1]\b", reason) and "TimeoutError" in reason
 
 
-def test_a_task_whose_turn_does_not_come_before_its_deadline_fails_by_it(new_replica, chat):
+def test_a_task_that_does_not_start_before_its_deadline_fails_by_then(new_replica, chat):
     replica = new_replica()
 
     async def late(request, number):

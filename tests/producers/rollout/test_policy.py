@@ -1,4 +1,4 @@
-"""The completion layer: token in and token out, recorded turns, and what is a failed rollout."""
+"""The completion layer: tokens in and out, recorded turns, and failures of a rollout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ TASK = task()
 
 
 class Script:
-    """A replica session that says given turns, or solves the ledger; version `n` for its n-th turn."""
+    """A replica session that returns given turns, or solves the ledger; its n-th turn has version `n`."""
 
     def __init__(self, chat, *turns, skip=0, version=0, incarnation="one"):
         self.chat, self.turns, self.skip, self.version, self.incarnation = chat, turns, skip, version, incarnation
@@ -92,7 +92,7 @@ def policy_of(session, recorded=(), max_context=4000, max_turns=6, written=None,
 
 
 def play(session, recorded=(), a_task=TASK, temperature=1.0, **options):
-    """The rollout's record, the turns that were recorded, and the policy."""
+    """Return the rollout's record, the recorded turns, and the policy."""
     written: list[Turn] = []
     policy = policy_of(session, recorded, written=written, a_task=a_task, temperature=temperature, **options)
     score = asyncio.run(LEDGER.play(a_task, policy))
@@ -159,12 +159,12 @@ def test_the_record_of_a_failed_episode_has_a_reason_and_no_reward():
     assert record.segments == [] and record.rewards == [] and record.version_min == -1
 
 
-async def test_what_a_caller_changes_in_an_earlier_message_is_checked_again(texts):
+async def test_a_changed_earlier_message_is_checked_again(texts):
     session = Script(texts, "a", "b", "c")
     policy, messages = policy_of(session), [dict(USER)]
     for said in ("go on", "on"):
         messages += [(await policy.chat(messages)).message, {"role": "user", "content": said}]
-    for place in (1, 2):  # a reply itself, and a message of the caller's
+    for place in (1, 2):  # a reply, and a message of the caller
         held, messages[place]["content"] = messages[place]["content"], 7
         with pytest.raises(BadMessage, match=rf"messages\[{place}\]\.content"):
             await policy.chat(messages)
@@ -174,7 +174,7 @@ async def test_what_a_caller_changes_in_an_earlier_message_is_checked_again(text
     assert "other" in texts.token_text(session.prompts[-1]) and "hello" not in texts.token_text(session.prompts[-1])
 
 
-async def test_sampled_ids_stay_where_their_text_tokenises_otherwise(texts):
+async def test_sampled_ids_are_kept_if_their_text_has_another_tokenisation(texts):
     session = Script(texts)
     odd = [*texts.encode("<tool_call>"), *texts.encode("x")]
 
@@ -192,7 +192,7 @@ async def test_sampled_ids_stay_where_their_text_tokenises_otherwise(texts):
     assert session.prompts[1][: len(session.prompts[0]) + 2] == [*session.prompts[0], *odd]
 
 
-async def test_a_fork_shares_ids_and_masks_the_shared_turn_in_one(texts):
+async def test_a_fork_shares_ids_and_masks_the_shared_turn_in_one_segment(texts):
     session = Script(texts, "one", "two", "three", "four")
     policy = policy_of(session)
 
@@ -207,7 +207,7 @@ async def test_a_fork_shares_ids_and_masks_the_shared_turn_in_one(texts):
     assert segments[0].ids()[:shared].tolist() == segments[1].ids()[:shared].tolist()
 
 
-async def test_calls_side_by_side_extend_and_fork(texts):
+async def test_concurrent_calls_extend_and_fork(texts):
     session = Script(texts, "one", "two", "three")
     policy = policy_of(session)
 
@@ -244,7 +244,7 @@ def test_the_last_turn_gets_only_the_room_that_is_left(texts):
     assert session.max_tokens == [3] and reply.finish == "length" and policy.contexts.all[0].ids[prompt:]
 
 
-def test_a_full_context_is_no_failure(texts):
+def test_a_full_context_is_not_a_failure(texts):
     prompt = len(texts.open([USER]))
     policy = policy_of(Script(texts, "a long answer"), max_context=prompt + 3)
 
@@ -264,7 +264,7 @@ def test_a_prompt_above_the_context_fails(texts):
     assert policy.failure.startswith("context: ")
 
 
-def test_a_message_that_no_context_holds_fails_before_it_is_tokenised(texts):
+def test_a_message_larger_than_any_context_fails_before_it_is_tokenised(texts):
     policy = policy_of(Script(texts))
     with pytest.raises(GenerationFailed, match="the last message has 100000000 characters"):
         asyncio.run(policy.chat([{"role": "user", "content": "x" * 100_000_000}]))
@@ -281,7 +281,7 @@ def test_more_calls_than_the_task_allows_fail(texts):
         asyncio.run(converse())
 
 
-async def test_a_failure_is_kept_whatever_is_made_of_it(texts):
+async def test_a_failure_is_kept_also_if_the_caller_ignores_it(texts):
     policy = policy_of(Script(texts, BadResponse("no ids"), "fine"))
 
     for _ in range(2):
@@ -299,7 +299,7 @@ def test_no_call_is_answered_after_the_end(texts):
     assert not policy.failure
 
 
-async def test_a_call_that_is_given_up_fails_the_rollout(texts):
+async def test_a_cancelled_call_fails_the_rollout(texts):
     session = Script(texts, "a")
     policy = policy_of(session)
 
@@ -309,7 +309,7 @@ async def test_a_call_that_is_given_up_fails_the_rollout(texts):
     assert policy.failure == "a call was given up before its answer came"
 
 
-def test_a_rollout_is_of_one_incarnation_of_version_numbers(texts):
+def test_a_rollout_has_one_incarnation_of_version_numbers(texts):
     for other in ("two", ""):
         session = Script(texts, "a", "b")
         policy = policy_of(session)
@@ -326,7 +326,7 @@ def test_a_rollout_is_of_one_incarnation_of_version_numbers(texts):
 
 @settings(deadline=None)
 @given(turns=st.lists(st.text(max_size=12), min_size=6, max_size=6))
-def test_whatever_is_sampled_ends_in_a_score(texts, turns):
+def test_any_sampled_turns_end_in_a_score(texts, turns):
     rollout, _, _ = play(Script(texts, *turns))
     assert 1 <= rollout.turns <= 6 and rollout.reward is not None
     assert rollout.sampled_tokens == sum(int(segment.mask().sum()) for segment in rollout.segments)
@@ -336,7 +336,7 @@ def test_whatever_is_sampled_ends_in_a_score(texts, turns):
 
 
 @pytest.mark.parametrize("count", range(4))
-def test_an_episode_goes_on_from_its_recorded_turns_bit_for_bit(texts, count):
+def test_an_episode_continues_from_its_recorded_turns_bit_for_bit(texts, count):
     codec = Codec()
     whole, turns, _ = play(Script(texts))
     read = [codec.decode(codec.encode(turn)) for turn in turns]
@@ -348,7 +348,7 @@ def test_an_episode_goes_on_from_its_recorded_turns_bit_for_bit(texts, count):
     assert (len(session.prompts), policy.resumed, policy.identity) == (3 - count, count, REPLICA)
 
 
-def test_a_turn_is_used_only_after_the_tokens_that_it_was_sampled_after(texts):
+def test_a_turn_is_used_only_after_the_context_it_was_sampled_in(texts):
     _, turns, _ = play(Script(texts))
     for kept, used in (
         (turns[1:], 2),
@@ -360,7 +360,7 @@ def test_a_turn_is_used_only_after_the_tokens_that_it_was_sampled_after(texts):
         assert (policy.resumed, len(written), len(policy.unused)) == (used, 3 - used, len(kept) - used)
 
 
-def test_a_rollout_says_its_temperature_and_no_turn_of_another_one_is_used(texts):
+def test_a_rollout_records_its_temperature_and_uses_no_turn_of_another(texts):
     rollout, turns, _ = play(Script(texts))
     assert rollout.sampling == SamplingParameters()
     colder, written, policy = play(Script(texts), turns, temperature=0.5)
@@ -370,7 +370,7 @@ def test_a_rollout_says_its_temperature_and_no_turn_of_another_one_is_used(texts
     assert (policy.resumed, again) == (3, colder)
 
 
-def test_a_tool_that_answers_otherwise_leaves_the_rest_live(texts):
+def test_recorded_turns_are_not_used_in_a_different_context(texts):
     _, turns, _ = play(Script(texts))
     rollout, written, policy = play(Script(texts), turns, a_task=task((3, 5)))
     assert (policy.resumed, len(policy.unused), len(written)) == (0, 3, 3) and rollout.success
@@ -387,7 +387,7 @@ def test_equal_contexts_are_answered_in_order_of_recording(texts):
     assert asyncio.run(twice(policy_of(Script(texts, "three", "four"), written))) == ["one", "two"]
 
 
-def test_the_turns_of_two_workers_may_mingle(texts):
+def test_the_turns_of_two_workers_may_be_interleaved(texts):
     _, first, _ = play(Script(texts))
     _, second, _ = play(Script(texts, version=40))
     mingled = [first[0], second[0], first[1], second[2], replace(first[2], context=context_digest([9])), second[1]]
@@ -414,13 +414,13 @@ def test_the_turns_of_two_workers_may_mingle(texts):
         {"incarnation": "x" * 300},
     ],
 )
-def test_a_turn_that_cannot_be_is_not_used(texts, changes):
+def test_an_invalid_turn_is_not_used(texts, changes):
     _, turns, _ = play(Script(texts))
     rollout, written, policy = play(Script(texts), [replace(turns[0], **changes), *turns[1:]])
     assert rollout.success and written and policy.resumed == 2
 
 
-def test_another_incarnation_than_is_served_begins_anew(texts):
+def test_turns_of_two_incarnations_are_not_mixed(texts):
     _, turns, _ = play(Script(texts))
     policy = policy_of(Script(texts, skip=2, incarnation="two"), turns[:2])
     with pytest.raises(GenerationFailed, match="turns of 'one' and of 'two'"):
@@ -464,7 +464,7 @@ def test_hostile_turns_are_ignored_or_consistent(texts, rows):
     assert rollout.turns == policy.resumed + len(session.prompts)
 
 
-# -- what the log has of a task -------------------------------------------------------------------------------------
+# -- the records of a task in the log -------------------------------------------------------------------------------
 
 
 def dispatch(a_task=TASK, **changes) -> Dispatch:
@@ -483,7 +483,7 @@ def ended(index, a_task=TASK):
     return failed_rollout(a_task, index, "no reason", "w", REPLICA, 0)
 
 
-def test_what_the_log_has_of_a_task():
+def test_the_records_of_a_task_in_the_log():
     begun = BegunTasks("run")
     assert not begun.tasks
     other = replace(TASK, run_id="other")

@@ -1,4 +1,4 @@
-"""The rollout worker: what is committed when, what every task ends in, and the whole role on a real Kafka."""
+"""The rollout worker: committed offsets, the end of every task, and the whole role on a real Kafka."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_no_offset_is_committed_past_unfinished_work(gaps, data):
     assert not any(tracker.begin(PARTITION, again) for again in begun), "delivered again, begun once"
 
 
-def test_a_partition_that_comes_back_starts_afresh():
+def test_a_partition_that_is_assigned_again_starts_without_old_offsets():
     tracker = OffsetTracker()
     tracker.begin(PARTITION, 5)
     tracker.drop(PARTITION)
@@ -83,7 +83,7 @@ def test_a_partition_that_comes_back_starts_afresh():
     assert tracker.begin(PARTITION, 5)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
+# -- refused tasks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_partition_that_comes_back_starts_afresh():
         (task(max_turns=0), "max_turns is 0"),
     ],
 )
-def test_what_cannot_be_played_is_refused(record, reason):
+def test_a_task_that_cannot_be_played_is_refused(record, reason):
     located = ConsumedRecord(Topic.TASKS, 0, 0, 0, b"", b"", record, "no schema" if record is None else "")
     assert reason in worker.refusal(located, RolloutSettings())
     assert worker.refusal(replace(located, record=task()), RolloutSettings()) is None
@@ -112,7 +112,7 @@ def settings_for(*replicas, **changes) -> RolloutSettings:
 # -- the outbox -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_refused_batch_raises_at_its_writers():
+async def test_a_refused_batch_raises_in_its_writers():
     class Full:
         def __init__(self):
             self.sent = []
@@ -151,7 +151,7 @@ def log(kafka, topic_prefix) -> KafkaSettings:
 
 
 class Bench:
-    """Starts workers and reads what they wrote."""
+    """Starts workers and reads their records."""
 
     def __init__(self, log: KafkaSettings, store: StoreSettings, tokenizer_dir):
         self.log, self.store, self.tokenizer = log, store, str(tokenizer_dir)
@@ -163,14 +163,14 @@ class Bench:
 
     @contextmanager
     def worker(self, settings: RolloutSettings):
-        """A running worker; what it raises is raised at the end."""
+        """Run a worker; raise its error at the end."""
         stop, raised = threading.Event(), []
         settings = settings.model_copy(update={"tokenizer": self.tokenizer})
 
         def body():
             try:
                 worker.run(self.log, RUN, self.store, settings, ChatSettings(), stop)
-            except Exception as error:  # raised again by the test's own thread
+            except Exception as error:  # raised again in the test's own thread
                 logging.getLogger(__name__).exception("the worker ended")
                 raised.append(error)
 
@@ -185,7 +185,7 @@ class Bench:
         assert raised == []
 
     def rollouts(self, until: Callable[[list[Rollout]], bool], deadline_s=180.0) -> list[Rollout]:
-        """Everything on `rollouts` once `until` holds of it."""
+        """Return all of `rollouts` as soon as `until` is true for it."""
         found: list[Rollout] = []
         deadline = time.monotonic() + deadline_s
         with LogReader(self.log, [Topic.ROLLOUTS]) as reader:
@@ -205,7 +205,7 @@ class Bench:
         return [(letter.value(), dict(letter.headers())) for letter in letters]
 
     def uncommitted(self) -> int:
-        """Tasks on the log beyond the workers' committed offsets."""
+        """Return the number of tasks after the workers' committed offsets."""
         group = f"{self.log.topic_prefix}rollout.{RUN.run_id}"
         consumer = Consumer({"bootstrap.servers": self.log.bootstrap, "group.id": group})
         topic = Names(self.log.topic_prefix).of(Topic.TASKS)
@@ -221,11 +221,11 @@ def bench(log, tmp_path, tokenizer_dir) -> Bench:
 
 
 def whole(count: int, size: int = 4) -> Callable[[list[Rollout]], bool]:
-    """All rollouts of `count` groups of `size` are there."""
+    """Return a condition: all rollouts of `count` groups of `size` are there."""
     return lambda found: len({rollout.rollout_id for rollout in found}) >= count * size
 
 
-def test_every_task_ends_in_its_rollouts_or_in_the_dead_letters(bench, new_replica):
+def test_every_task_ends_as_rollouts_or_as_a_dead_letter(bench, new_replica):
     replica = new_replica()
     names = Names(bench.log.topic_prefix)
     bench.issue(task(0), task(1, payload="?"), task(2, group_size=0), task(3, environment="chess"), task(4, run_id="o"))
@@ -251,7 +251,7 @@ def test_every_task_ends_in_its_rollouts_or_in_the_dead_letters(bench, new_repli
     assert bench.uncommitted() == 0
 
 
-def test_what_shutdown_interrupts_is_played_again_under_the_same_ids(bench, new_replica):
+def test_rollouts_interrupted_by_shutdown_are_played_again_with_the_same_ids(bench, new_replica):
     replica = new_replica()
     stuck = threading.Event()
 
@@ -277,7 +277,7 @@ def test_what_shutdown_interrupts_is_played_again_under_the_same_ids(bench, new_
     assert bench.uncommitted() == 0
 
 
-def test_a_replica_killed_under_way_and_back_loses_nothing(bench, new_replica):
+def test_a_replica_that_is_killed_and_restarted_loses_nothing(bench, new_replica):
     replica = new_replica()
     bench.issue(*[task(index) for index in range(20)])
     with bench.worker(settings_for(replica, max_concurrent_episodes=8)):
@@ -323,7 +323,7 @@ def test_the_tasks_of_a_partition_that_moves_are_played_by_its_new_owner(bench, 
     assert bench.uncommitted() == 0
 
 
-def test_of_two_workers_with_one_name_the_first_ends_with_an_error(bench, new_replica):
+def test_the_first_of_two_workers_with_one_name_ends_with_an_error(bench, new_replica):
     settings = settings_for(new_replica())
     with pytest.raises(AssertionError, match=r"give every worker its own rollout\.worker_id"), bench.worker(settings):
         bench.issue(task(0))
@@ -333,7 +333,7 @@ def test_of_two_workers_with_one_name_the_first_ends_with_an_error(bench, new_re
             bench.rollouts(whole(2))
 
 
-def test_a_worker_started_again_under_its_name_has_its_tasks_at_once(bench, new_replica):
+def test_a_worker_restarted_with_its_name_gets_its_tasks_at_once(bench, new_replica):
     bench.log = bench.log.model_copy(update={"client_options": {"session.timeout.ms": "280000"}})
     settings = settings_for(new_replica())
     with bench.worker(settings):
@@ -346,7 +346,7 @@ def test_a_worker_started_again_under_its_name_has_its_tasks_at_once(bench, new_
     assert time.monotonic() - began < 180.0, "a session of 280 s is not waited for"
 
 
-def test_a_large_rollout_leaves_its_segments_in_the_store(bench, new_replica):
+def test_a_large_rollout_has_its_segments_in_the_store(bench, new_replica):
     settings = settings_for(new_replica(), claim_check_bytes=1)
     bench.issue(task(0))
     with bench.worker(settings):

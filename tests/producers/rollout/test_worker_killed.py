@@ -1,4 +1,4 @@
-"""Workers killed in the middle of their tasks: what is lost (nothing), what is done twice, and what that costs."""
+"""Workers killed in the middle of their tasks: nothing is lost; the repeated work and its cost are measured."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bench(kafka, tmp_path, tokenizer_dir) -> Bench:
 
 @contextmanager
 def process(bench: Bench, settings: RolloutSettings) -> Iterator[subprocess.Popen]:
-    """A worker in a process of its own; it is gone afterwards."""
+    """Run a worker in its own process; kill it at the end."""
     rollout = settings.model_copy(update={"tokenizer": bench.tokenizer})
     sections = [each.model_dump(mode="json") for each in (bench.log, RUN, bench.store, rollout, ChatSettings())]
     running = subprocess.Popen([sys.executable, "-c", PROCESS, json.dumps(sections)])
@@ -57,7 +57,7 @@ def process(bench: Bench, settings: RolloutSettings) -> Iterator[subprocess.Pope
 
 
 class Counted:
-    """Makes a replica slow, and counts the tokens that it samples."""
+    """Slows a replica, and counts its sampled tokens."""
 
     def __init__(self, replica):
         self.replica, self.tokens = replica, 0
@@ -82,7 +82,7 @@ def progress(bench: Bench) -> list[Dispatch | Turn]:
 
 
 def spent_over_kills(bench: Bench, replica, record_turns: bool) -> tuple[list[Rollout], float]:
-    """The rollouts of a run whose worker was killed now and then, and the tokens sampled for each one kept."""
+    """Return the rollouts of a run with a repeatedly killed worker, and the tokens sampled per token kept."""
     counted, rng = Counted(replica), random.Random(SEED)
     settings = settings_for(replica, max_concurrent_episodes=8, record_turns=record_turns)
     bench.issue(*[task(index, payload=ENTRIES, max_turns=9) for index in range(TASKS)])
@@ -98,7 +98,7 @@ def spent_over_kills(bench: Bench, replica, record_turns: bool) -> tuple[list[Ro
 
 
 @pytest.mark.parametrize("record_turns", [True, False])
-def test_what_a_killed_worker_had_begun_is_finished_once(bench, new_replica, record_turns):
+def test_the_rollouts_of_a_killed_worker_are_finished_once(bench, new_replica, record_turns):
     found, ratio = spent_over_kills(bench, new_replica(), record_turns)
     ids = Counter(rollout.rollout_id for rollout in found)
     assert set(ids) == {f"run/train/{i}/{j}" for i in range(TASKS) for j in range(4)}

@@ -1,4 +1,4 @@
-"""The client of a replica: what it believes, what it tries again, and what it refuses."""
+"""The client of a replica: answers that it accepts, requests that it retries, and answers that it refuses."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_hostile_choices_are_refused_or_consistent(changes):
     assert covered == list(range(len(found.token_ids))) and len(found.logprobs) == len(found.token_ids)
 
 
-def test_the_request_says_everything_that_decides_the_sampling():
+def test_the_request_contains_every_sampling_option():
     body = json.loads(request_body([1, 2], SAMPLING, None))
     assert body["prompt"] == [1, 2] and body["stop_token_ids"] == [7] and body["return_token_ids"] is True
     assert (body["top_p"], body["top_k"], body["repetition_penalty"], body["logprobs"]) == (1.0, -1, 1.0, 0)
@@ -136,7 +136,7 @@ def test_the_request_says_everything_that_decides_the_sampling():
     assert json.loads(request_body([1], Sampling(1, 1.0, (), ("x",)), "m"))["model"] == "m"
 
 
-def test_the_pool_spreads_episodes_and_leaves_failing_replicas_alone():
+def test_the_pool_spreads_episodes_and_avoids_failing_replicas():
     pool = ReplicaPool(["http://a", "http://b/"], backoff_s=1.0, backoff_limit_s=3.0)
     assert [pool.pick(0.0) for _ in range(4)] == ["http://a", "http://b", "http://a", "http://b"]
     pool.release("http://a")
@@ -166,7 +166,7 @@ def settings(*addresses, **changes) -> RolloutSettings:
 
 
 def ask(config: RolloutSettings, prompts=1, within_s=20.0):
-    """The completions of one session, one after the other, and the session."""
+    """Return one session's sequential completions, and the session."""
 
     async def main():
         pool = pool_of(config)
@@ -195,7 +195,7 @@ def test_a_completion_over_http(new_replica, bodies):
     assert (session.identity.replica_id, session.identity.region, session.retries) == ("r1", "here", 0)
 
 
-def test_a_session_sticks_to_its_replica(new_replica, bodies):
+def test_a_session_keeps_its_replica(new_replica, bodies):
     replicas = [new_replica("r1"), new_replica("r2")]
     for replica in replicas:
         replica.answer = fixed(bodies([5]))
@@ -204,7 +204,7 @@ def test_a_session_sticks_to_its_replica(new_replica, bodies):
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_a_server_error_is_tried_again(new_replica, bodies, status):
+def test_a_request_is_retried_after_a_server_error(new_replica, bodies, status):
     replica = new_replica()
 
     async def answer(_request, number):
@@ -215,7 +215,7 @@ def test_a_server_error_is_tried_again(new_replica, bodies, status):
     assert session.retries == 3 and "engine is dead" in session.failures_so_far()
 
 
-def test_a_failing_replica_is_left_for_another(new_replica, bodies):
+def test_a_failing_replica_is_replaced_by_another(new_replica, bodies):
     broken, sound = new_replica("broken"), new_replica("sound")
 
     async def answer(_request, _number):
@@ -226,7 +226,7 @@ def test_a_failing_replica_is_left_for_another(new_replica, bodies):
     assert session.identity.replica_id == "sound"
 
 
-def test_a_response_cut_short_is_tried_again(new_replica, bodies):
+def test_a_request_is_retried_after_a_response_cut_short(new_replica, bodies):
     replica = new_replica()
 
     async def answer(request, number):
@@ -240,7 +240,7 @@ def test_a_response_cut_short_is_tried_again(new_replica, bodies):
 
 
 class _Truncated(web.Response):
-    """Promises more bytes than it sends, then hangs up."""
+    """Announces more bytes than it sends, then closes the connection."""
 
     def __init__(self):
         super().__init__(body=b'{"choices": [')
@@ -251,7 +251,7 @@ class _Truncated(web.Response):
         self._req.transport.abort()
 
 
-def test_a_slow_replica_is_given_up_and_tried_again(new_replica, bodies):
+def test_a_request_to_a_slow_replica_is_cancelled_and_retried(new_replica, bodies):
     replica, never = new_replica(), threading.Event()
 
     async def answer(_request, number):
@@ -265,7 +265,7 @@ def test_a_slow_replica_is_given_up_and_tried_again(new_replica, bodies):
     assert session.retries == 1
 
 
-def test_a_replica_that_goes_and_comes_back(new_replica, bodies):
+def test_a_request_is_retried_until_its_replica_returns(new_replica, bodies):
     replica = new_replica()
     replica.answer = fixed(bodies([5]))
     address = replica.address
@@ -277,7 +277,7 @@ def test_a_replica_that_goes_and_comes_back(new_replica, bodies):
     assert session.retries >= 1 and replica.address == address
 
 
-def test_a_replica_that_stays_away_is_tried_until_the_callers_deadline(new_replica):
+def test_requests_to_a_lost_replica_are_retried_until_the_callers_deadline(new_replica):
     replica = new_replica()
     address = replica.address
     replica.stop()
@@ -286,7 +286,7 @@ def test_a_replica_that_stays_away_is_tried_until_the_callers_deadline(new_repli
 
 
 @pytest.mark.parametrize("answer", [fixed({"choices": []}), fixed([]), fixed({"error": "x"})])
-def test_a_wrong_answer_is_not_tried_again(new_replica, answer):
+def test_a_wrong_answer_is_not_retried(new_replica, answer):
     replica = new_replica()
     replica.answer = answer
     with pytest.raises(BadResponse, match=r"127\.0\.0\.1"):
@@ -294,7 +294,7 @@ def test_a_wrong_answer_is_not_tried_again(new_replica, answer):
     assert len(replica.requests) == 1
 
 
-def test_malformed_json_and_client_errors_are_not_tried_again(new_replica):
+def test_malformed_json_and_client_errors_are_not_retried(new_replica):
     replica = new_replica()
 
     async def malformed(_request, _number):
@@ -309,7 +309,7 @@ def test_malformed_json_and_client_errors_are_not_tried_again(new_replica):
             ask(settings(replica.address))
 
 
-def test_a_status_that_is_not_a_replicas_is_refused(new_replica, bodies):
+def test_an_invalid_status_is_refused(new_replica, bodies):
     replica = new_replica()
 
     async def single():
@@ -320,7 +320,7 @@ def test_a_status_that_is_not_a_replicas_is_refused(new_replica, bodies):
         asyncio.run(single())
 
 
-async def test_a_replica_replaced_on_its_port_is_known_by_its_new_name(new_replica, bodies):
+async def test_a_replica_replaced_on_its_port_is_recorded_with_its_new_name(new_replica, bodies):
     replica = new_replica("first")
     replica.answer = fixed(bodies([5]))
 
@@ -332,7 +332,7 @@ async def test_a_replica_replaced_on_its_port_is_known_by_its_new_name(new_repli
             assert session.identity.replica_id == name, "the turn is its own"
 
 
-async def test_a_deadline_that_comes_in_one_step_with_the_limit_of_a_request_ends_the_wait(new_replica):
+async def test_a_deadline_in_the_same_loop_step_as_a_request_timeout_ends_the_wait(new_replica):
     replica, loop = new_replica(), asyncio.get_running_loop()
 
     async def never(_request, _number):
@@ -343,7 +343,7 @@ async def test_a_deadline_that_comes_in_one_step_with_the_limit_of_a_request_end
     config = settings(replica.address, request_timeout_s=0.3)
     async with open_replica_client(config) as client, ReplicaSession(client, pool_of(config)) as session:
         waiting = asyncio.create_task(asyncio.wait_for(session.complete([1], SAMPLING), 0.3))
-        loop.call_later(0.2, time.sleep, 0.3)  # both are due when the loop goes on
+        loop.call_later(0.2, time.sleep, 0.3)  # both are due when the loop continues
         ended, _ = await asyncio.wait([waiting], timeout=5)
         waiting.cancel()
     assert ended and isinstance(waiting.exception(), TimeoutError)

@@ -1,4 +1,4 @@
-"""Admission control: the formula, its independence of order and repeats, and the bound that it is there for."""
+"""Admission control: the formula, its independence of order and repeats, and the bound on policy lag."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def controller(**changes) -> AdmissionController:
 
 
 def after(made: AdmissionController, record: Record) -> int:
-    """The capacity once a record is observed."""
+    """Return the capacity after a record is observed."""
     made.observe(record)
     return made.capacity()
 
@@ -159,7 +159,7 @@ def test_groups_that_the_trainer_could_not_use_do_not_wedge_the_run():
     assert after(made, ack(1, at=1)) == 3
 
 
-def test_evaluation_holds_no_place():
+def test_evaluation_uses_no_capacity():
     made = controller()
     assert after(made, task(0, Mode.EVAL)) == 4
     assert after(made, group(0, rewards=(), mode=Mode.EVAL)) == 4
@@ -209,7 +209,7 @@ def test_no_more_is_issued_than_the_last_steps_need():
     assert (made.finished, made.capacity()) == (True, 0)
 
 
-def test_an_overdue_group_that_never_closed_is_not_waited_for():
+def test_a_group_that_did_not_close_by_its_deadline_frees_its_place():
     made = controller()
     made.observe(task(0, deadline_at=100 * SECOND))
     made.observe(task(1, deadline_at=100 * SECOND))
@@ -219,7 +219,7 @@ def test_an_overdue_group_that_never_closed_is_not_waited_for():
     assert made.capacity() == 3, "the closed one waits for the trainer, however long"
 
 
-def test_a_replica_that_falls_silent_behind_the_others_is_not_waited_for():
+def test_admission_does_not_wait_for_a_silent_replica_behind_the_others():
     made = controller(replicas=2)
     for i in range(4):
         made.observe(task(i))
@@ -232,7 +232,7 @@ def test_a_replica_that_falls_silent_behind_the_others_is_not_waited_for():
     assert made.served_version == 0, "it counts again when it speaks again"
 
 
-def test_a_lone_replica_is_waited_for():
+def test_admission_waits_for_a_single_replica():
     made = controller()
     made.observe(task(0))
     made.observe(step(1, trained=[0]))
@@ -272,7 +272,7 @@ def test_order_and_repeats_do_not_matter(ordered, repeated):
     serve_chance=st.sampled_from([0.05, 0.5, 1.0]),
 )
 def test_trained_in_order_no_token_is_older_than_the_bound(seed, groups_per_step, max_policy_lag, serve_chance):
-    """The reason for admission: trained in the order issued, lag never exceeds eta, however slow serving is."""
+    """The purpose of admission: trained in the order issued, lag never exceeds eta, also if serving is slow."""
     rng = random.Random(seed)
     made = controller(groups_per_step=groups_per_step, max_policy_lag=max_policy_lag)
     queue: deque[tuple[int, int]] = deque()

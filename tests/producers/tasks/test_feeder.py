@@ -1,4 +1,4 @@
-"""The feeder: what it issues and when, that it goes on from the log alone, and the whole role on a real Kafka."""
+"""The feeder: which tasks it issues and when, its restart from the log, and the whole role on a real Kafka."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def ack(version, at=0) -> WeightAck:
 
 
 class World:
-    """The rest of the loop, played by hand: everything that was ever on the log, and a feeder that read it."""
+    """The rest of the loop, played by hand: all records of the log, and a feeder that has read them."""
 
     def __init__(self, feed=FEED, run=RUN):
         self.feed, self.run, self.log, self.now = feed, run, [], 1000 * SECOND
@@ -160,7 +160,7 @@ def test_a_task_name_is_read_back(name):
 
 
 @given(st.text(max_size=40))
-def test_what_is_no_task_name_is_none(text):
+def test_an_invalid_task_name_is_none(text):
     found = parse_task_name(text)
     assert found is None or int(str(found).rsplit("/", 1)[1]) == int(text.rsplit("/", 1)[1])
 
@@ -228,7 +228,7 @@ def test_a_synchronous_run_waits_for_each_version():
     assert stages(world.issue()) == ["train/2", "train/3"]
 
 
-def test_a_restart_goes_on_in_the_middle_of_an_evaluation():
+def test_a_restart_continues_in_the_middle_of_an_evaluation():
     world = World()
     world.write(manifest(0), ack(0))
     begun = world.issue(limit=2)
@@ -253,8 +253,8 @@ def test_a_restart_never_issues_a_prompt_again():
 
 
 @given(st.lists(st.integers(0, 2**6 - 1), min_size=1, max_size=5))
-def test_a_feeder_killed_between_its_sends_forgets_no_task_and_issues_none_twice(arrived):
-    """Each number says by its bits which tasks of a decision got to the log before the feeder was killed."""
+def test_a_feeder_killed_between_its_sends_skips_no_task_and_issues_none_twice(arrived):
+    """The bits of each number say which tasks of a decision were on the log before the feeder was killed."""
     feed = FEED.model_copy(update={"eval_before": False, "eval_every": 0})
     run = RUN.model_copy(update={"max_policy_lag": 9, "max_steps": 10})
     world, undisturbed = World(feed, run), World(feed, run)
@@ -290,7 +290,7 @@ def test_the_state_is_a_function_of_the_records(rng):
     assert world.state.waiting_for() == {Topic.ACKS, Topic.STEPS}
 
 
-def test_records_of_other_runs_and_branches_are_left_alone():
+def test_records_of_other_runs_and_branches_are_ignored():
     world = World()
     world.write(replace(manifest(0), branch="other"), replace(ack(0), run_id="other"))
     assert world.issue() == []
@@ -299,7 +299,7 @@ def test_records_of_other_runs_and_branches_are_left_alone():
     assert world.issue() == []
 
 
-def test_only_the_named_replicas_are_waited_for_and_followed():
+def test_the_feeder_waits_for_and_follows_only_the_named_replicas():
     world = World(FEED.model_copy(update={"replica_ids": ["canary"], "eval_every": 1}))
     world.write(manifest(0), replace(ack(0), replica_id="stable"))
     assert world.issue() == []
@@ -312,7 +312,7 @@ def test_only_the_named_replicas_are_waited_for_and_followed():
     assert "eval-during/v1/0" in stages(world.issue())
 
 
-def test_an_evaluation_that_never_closes_is_not_waited_for(caplog):
+def test_the_feeder_does_not_wait_for_an_evaluation_that_never_closes(caplog):
     world = World()
     world.write(manifest(0), ack(0))
     before = world.issue()
@@ -329,7 +329,7 @@ def failing(task: Task) -> Group:
     return replace(group, members=[*group.members[:-1], last])
 
 
-def test_a_held_out_task_whose_rollout_failed_is_asked_for_again_while_its_version_is_served():
+def test_a_held_out_task_whose_rollout_failed_is_issued_again_while_its_version_is_served():
     world = World(FEED.model_copy(update={"eval_before": False, "eval_every": 1, "eval_during_tasks": 2}))
     world.write(manifest(0), ack(0))
     world.train(1, world.issue()[:2])
@@ -363,7 +363,7 @@ def test_evaluation_only():
     assert world.done()
 
 
-def test_the_topics_that_are_waited_for():
+def test_the_topics_that_the_feeder_waits_for():
     world = World()
     assert world.state.waiting_for() == {Topic.MANIFESTS, Topic.ACKS}
     world.write(manifest(0))
@@ -398,7 +398,7 @@ def test_a_silent_topic_is_named_once_per_timeout(monkeypatch, caplog):
 
 
 class Few(LedgerEnvironment):
-    """An environment with so many training and held-out questions, over and over or once."""
+    """An environment with the given numbers of training and held-out questions, repeated forever or drawn once."""
 
     def __init__(self, training, held_out, forever=True, name="few"):
         super().__init__(LedgerOptions())
@@ -440,7 +440,7 @@ def test_an_environment_for_practice_is_never_evaluated():
 
 
 @given(st.integers(2, 12))
-def test_the_run_says_which_share_of_the_questions_is_held_out(one_in):
+def test_the_run_sets_the_share_of_held_out_questions(one_in):
     questions = Few(350, 50)
     sides = {asks: split_of(asks, one_in) for asks in questions.asked}
     held_out = sum(side is Split.EVAL for side in sides.values())
@@ -452,7 +452,7 @@ def test_the_run_says_which_share_of_the_questions_is_held_out(one_in):
 
 
 @pytest.mark.parametrize("forever", [True, False])
-def test_a_source_that_runs_dry_says_so(forever):
+def test_a_source_without_more_questions_raises_an_error(forever):
     source = source_of(Few(5, 3, forever))
     assert len({task.payload for task in drawn(source, 5)}) == 5
     with pytest.raises(TaskError, match=r"no unused training question left after 5.*feed.epochs"):
@@ -462,7 +462,7 @@ def test_a_source_that_runs_dry_says_so(forever):
 
 
 @pytest.mark.parametrize("forever", [True, False])
-def test_questions_may_be_asked_again_for_some_epochs(forever):
+def test_questions_are_asked_again_for_the_set_number_of_epochs(forever):
     source = source_of(Few(5, 3, forever), feed=FEED.model_copy(update={"epochs": 3}))
     tasks = drawn(source, 15)
     assert [Counter(task.payload for task in tasks[:n]).most_common()[0][1] for n in (5, 10, 15)] == [1, 2, 3]
@@ -473,7 +473,7 @@ def test_questions_may_be_asked_again_for_some_epochs(forever):
 
 
 @given(st.integers(0, 14), st.booleans())
-def test_a_source_goes_on_after_a_restart_with_what_is_unused(issued, forever):
+def test_a_source_continues_after_a_restart_with_unused_questions(issued, forever):
     feed = FEED.model_copy(update={"epochs": 3})
     before = drawn(source_of(Few(5, 3, forever), feed=feed), issued)
     source = source_of(Few(5, 3, forever), feed=feed)
@@ -483,7 +483,7 @@ def test_a_source_goes_on_after_a_restart_with_what_is_unused(issued, forever):
     assert set(Counter(task.payload for task in (*before, *after)).values()) == {3}
 
 
-def test_tasks_that_a_feeder_reads_back_are_its_own():
+def test_a_task_that_its_own_feeder_reads_back_is_counted_once():
     source = source_of(Few(5, 3), feed=FEED.model_copy(update={"epochs": 3}))
     for index in range(15):
         (task,) = drawn(source, 1, index)
@@ -493,7 +493,7 @@ def test_tasks_that_a_feeder_reads_back_are_its_own():
 
 
 def times_asked(one_in: int, epochs: int) -> int:
-    """How often a question that is always solved is asked in so many epochs."""
+    """Return how often a question that is always solved is asked in `epochs` epochs."""
     at, times = 0, 0
     while at < epochs:
         times += 1
@@ -507,7 +507,7 @@ def test_a_solved_question_is_left_out_of_more_and_more_epochs(one_in, forever, 
     questions = Few(6, 3, forever)
     source, asked = source_of(questions, feed=feed), Counter()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("tidemill.producers.tasks.source.PATIENCE", 40)  # drafts; all nine come within
+        patched.setattr("tidemill.producers.tasks.source.PATIENCE", 40)  # drafts; all nine occur within them
         for index in range(90):
             (task,) = drawn(source, 1, index)
             number = questions.asked.index(json.loads(task.payload))
@@ -519,7 +519,7 @@ def test_a_solved_question_is_left_out_of_more_and_more_epochs(one_in, forever, 
         assert all(abs(asked[number] - times_asked(one_in, max(often))) <= 1 for number in easy)
 
 
-def test_a_question_that_is_not_solved_any_more_is_asked_in_each_epoch_again():
+def test_a_question_that_is_no_longer_solved_is_asked_in_each_epoch_again():
     feed = FEED.model_copy(update={"epochs": 0, "solved_one_in": 3})
     source = source_of(Few(1, 3), Few(1, 3, name="other"), feed=feed)
     first, second = drawn(source, 2)
@@ -541,7 +541,7 @@ def test_environments_take_turns_by_their_weights(weights):
         assert all(abs(counts[n] - upto * weight / sum(weights)) <= len(weights) for n, weight in enumerate(weights))
 
 
-def test_a_run_mixes_environments_with_sizes_and_options_of_their_own():
+def test_a_run_mixes_environments_with_their_own_sizes_and_options():
     source = source_of(Few(50, 9, name="a"), Few(50, 9, name="b"), weight=[3, 1], group_size=[None, 7], label=["", "b"])
     tasks = drawn(source, 8)
     assert Counter((task.environment, task.group_size) for task in tasks) == {("e0", 4): 6, ("b", 7): 2}
@@ -565,7 +565,7 @@ def test_unknown_environments_and_options_are_refused(entry, error, reason):
         asyncio.run(feeder.opened(run, RolloutSettings()))
 
 
-def test_two_environments_of_one_name_are_refused():
+def test_two_environments_with_one_name_are_refused():
     with pytest.raises(ValueError, match="two environments are named 'ledger'"):
         RunSettings(environments=[{"name": "ledger"}, {"name": "ledger"}])
     assert len(RunSettings(environments=[{"name": "ledger"}, {"name": "ledger", "label": "hard"}]).environments) == 2
@@ -602,7 +602,7 @@ class Loop:
             self.waiting = []
 
     def _write_step(self, record) -> None:
-        """As a trainer does: in a transaction, whose marker takes an offset of its own."""
+        """Write as a trainer does: in a transaction, whose marker has its own offset."""
         self._trainer.begin_transaction()
         topic = Names(self.kafka.topic_prefix).of(Topic.STEPS)
         self._trainer.produce(topic, Codec().encode(record), key=b"run")
@@ -639,7 +639,7 @@ def feeder_process(*sections) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", PROCESS, document])
 
 
-def test_a_feeder_killed_anywhere_feeds_a_run_to_its_end_and_issues_every_task_once(log):
+def test_a_run_whose_feeder_is_killed_anywhere_ends_and_every_task_is_issued_once(log):
     poison(log)
     run = RUN.model_copy(update={"max_steps": 8, "max_policy_lag": 2})
     loop, loop_stop, rng = Loop(log, run), threading.Event(), random.Random(7)

@@ -1,4 +1,4 @@
-"""A harness of verifiers that asks three times, and does as it is told when a call fails."""
+"""A harness of verifiers that asks three times; an option sets its exit code after a failed call."""
 
 import aiohttp
 import verifiers.v1 as vf
@@ -6,7 +6,7 @@ import verifiers.v1 as vf
 
 class AskThriceConfig(vf.HarnessConfig):
     exit_code: int = 0
-    """Of the harness after a call that failed."""
+    """The exit code of the harness after a failed call."""
 
 
 class AskThriceHarness(vf.Harness[AskThriceConfig]):

@@ -1,4 +1,4 @@
-"""A taskset of verifiers: one turn, two rewards and a metric. It can be told to misbehave."""
+"""A taskset of verifiers: one turn, two rewards and a metric. An option makes it misbehave."""
 
 import asyncio
 
