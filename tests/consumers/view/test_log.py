@@ -56,7 +56,7 @@ def test_the_rates_add_up_to_the_rows_in_sixty_intervals(view: View):
     topics = view.query("log_topics")
     total = sum(row[topics.columns.index("rows")] for row in topics.rows)
     assert len({minutes for _, minutes, _ in rows}) == 60
-    # The records of the page's run all came within a minute, which is the least that is shown: a second an interval.
+    # All records of the page's run came within a minute, the shortest period shown: one second per interval.
     assert sum(rate for *_, rate in rows) == pytest.approx(total)
 
 
@@ -116,7 +116,7 @@ def test_long_values_come_in_parts(view: View):
         ("topic='%20OR%20''='.tasks&partition=0&offset=0", 404, "no record here"),
     ],
 )
-def test_a_wrong_place_is_told(view: View, query: str, status: int, said: str):
+def test_a_wrong_position_is_reported(view: View, query: str, status: int, said: str):
     reply = view.get(f"/log/record?{query}")
     assert (reply.status_code, said in reply.text) == (status, True)
 
