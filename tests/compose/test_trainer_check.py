@@ -1,4 +1,4 @@
-"""`tidemill trainer check`: a good trainer passes, each bad one is refused with what it did."""
+"""`tidemill trainer check`: a good trainer passes, each bad one is refused with its fault."""
 
 from __future__ import annotations
 
