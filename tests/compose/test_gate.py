@@ -209,7 +209,7 @@ def test_a_gate_killed_in_a_comparison_decides_what_it_would_have_decided(branch
     assert evidence[0] == evidence[1] and made[0].reason == made[1].reason
 
 
-def test_people_win_over_the_gate(branch, tmp_path):
+def test_a_persons_decision_overrides_the_gate(branch, tmp_path):
     log = WeightLog(branch.kafka, branch.run, tmp_path / "store")
     log.grow(3)
     with kept(branch):

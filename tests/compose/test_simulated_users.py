@@ -35,7 +35,7 @@ from tidemill.schemas import signals as legal
 from tidemill.schemas.records import SignalKind
 
 DETERMINED = UsersSettings(vote_rate=1.0, flip_rate=0.0, mind_change_rate=0.0)
-"""Users who always vote, without noise."""
+"""Users who always vote, without noise or changes of mind."""
 
 
 def served(text: str, version: int = 0) -> ServedTurn:

@@ -78,7 +78,7 @@ def tuned(address: str, *options: str):
     return CliRunner().invoke(app, ["tune", "replica", "--address", address, "--json", *options])
 
 
-def test_requests_are_doubled_until_that_helps_too_little():
+def test_requests_are_doubled_until_the_gain_is_too_small():
     replica = FakeReplica()
     with replica.serving() as address:
         # No machine becomes a hundred times as fast with twice as many requests.
@@ -98,7 +98,7 @@ def test_requests_are_doubled_until_that_helps_too_little():
     assert replica.headers[0]["x-tidemill-consent"] == "no"
 
 
-def test_where_more_requests_than_allowed_would_help_nothing_is_chosen():
+def test_if_more_requests_than_allowed_would_help_none_is_chosen():
     with FakeReplica().serving() as address:
         result = tuned(address, "--most", "1")
     assert json.loads(result.stdout)["chosen"] is None

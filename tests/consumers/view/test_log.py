@@ -38,7 +38,7 @@ def test_every_topic_has_a_prefix_and_a_place(prefix: str, view: View):
     assert ask(view.sink, sql).rows == [[prefix]]
 
 
-def test_the_topics_hold_what_the_tables_hold(view: View):
+def test_the_topics_have_the_rows_of_the_tables(view: View):
     rows = {row[0]: row for row in view.query("log_topics").rows}
     (held,) = view.query("SELECT count() FROM rollouts").rows
     (ticks,) = view.query("SELECT count() FROM ticks WHERE _topic = 'tidemill.rollouts'").rows
@@ -60,7 +60,7 @@ def test_the_rates_add_up_to_the_rows_in_sixty_intervals(view: View):
     assert sum(rate for *_, rate in rows) == pytest.approx(total)
 
 
-def test_results_reach_as_far_as_the_records_that_they_name(view: View):
+def test_results_reach_the_offsets_of_the_records_that_they_name(view: View):
     reached = {(row[0], row[1]): row[2:4] for row in view.query("log_results").rows}
     assert reached == {
         ("group assembly", "tidemill.rollouts"): [24 * 4, 0],
