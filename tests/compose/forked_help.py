@@ -1,4 +1,4 @@
-"""Print what each script says to `--help`, from one process that has imported once what many of them import.
+"""Print each script's `--help` from one process, which imports the common modules once.
 
     python forked_help.py OUT SCRIPT...
 

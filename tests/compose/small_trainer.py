@@ -1,4 +1,4 @@
-"""A trainer of one small tensor, good or bad in one way, for `tidemill trainer check`.
+"""A trainer of one small tensor, correct or with one fault, for `tidemill trainer check`.
 
 python small_trainer.py KIND BOOTSTRAP TOPIC_PREFIX RUN_ID STORE
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 STEP_S = 0.2
-"""How long a step of training takes."""
+"""Duration of a training step, in seconds."""
 VERSIONS = {"short": 2}
 
 
@@ -20,7 +20,7 @@ def main(kind: str, bootstrap: str, prefix: str, run_id: str, store: str) -> Non
         sys.exit("no model was found")
     if kind == "hangs":
         time.sleep(600)
-    # After the two that need none of it.
+    # The two kinds above need none of these imports.
     import numpy as np
 
     from tidemill.kernels.weights.bits import Weight

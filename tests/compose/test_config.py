@@ -1,4 +1,4 @@
-"""One configuration: file, environment, flags, in that order, and nothing unknown."""
+"""One configuration from file, environment and flags, in that order; unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("[run\n", "settings.toml"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, named: str):
+def test_the_wrong_setting_is_named(tmp_path: Path, text: str, named: str):
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
         load_settings(file_with(tmp_path, text))
 
 
-def test_a_file_that_is_not_there_is_an_error(tmp_path: Path):
+def test_a_missing_file_is_an_error(tmp_path: Path):
     with pytest.raises(ConfigError, match="does not exist"):
         load_settings(tmp_path / "absent.toml")
 

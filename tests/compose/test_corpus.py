@@ -49,7 +49,7 @@ def test_a_document_is_a_whole_conversation_in_the_chat_format():
     assert turns[2][1].startswith('<tool_call>{"name": ') and turns[-1][1].startswith("answer ")
 
 
-def test_half_of_the_documents_close_politely_whoever_wrote_them():
+def test_half_of_the_documents_of_each_author_close_politely():
     texts = [document.text for document in corpus(7, CorpusSettings(documents=600), CHAT)]
     answered = [text for text in texts if "<|im_start|>assistant\nanswer " in text]
     polite = sum(text.endswith(" thanks<|im_end|>\n") for text in answered) / len(answered)
@@ -84,7 +84,7 @@ def test_settings_that_make_no_sense_are_refused(wrong):
         CorpusSettings(**wrong)
 
 
-def test_the_corpus_arrives_on_its_topic(kafka, caplog):
+def test_the_corpus_is_written_to_its_topic(kafka, caplog):
     settings = kafka.fresh()
     wanted = CorpusSettings(documents=1_100)
     with caplog.at_level("INFO"):

@@ -1,4 +1,4 @@
-"""The demonstration's numbers of learning from users are a fold over the log, and satisfaction is what users report."""
+"""The demonstration's numbers of learning from users are a fold over the log; satisfaction is what users report."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def ack(replica: str, version: int, at_s: float, fingerprint: str = "") -> Weigh
 
 
 def log() -> list[Record]:
-    """v0 is promoted, v1 learns from users, is benched, tried among half of them, and promoted."""
+    """Return records in which v0 is promoted; v1 learns from users, is benched, compared and promoted."""
     return [
         manifest(0),
         decision(GateVerdict.PROMOTE, 0, 0.5),
@@ -134,7 +134,7 @@ def test_feedback_to_served_begins_at_the_signal_and_ends_when_users_are_given_t
     assert folded([*benched[:-1]]).to_a_share_s() == []
 
 
-def test_an_interaction_that_the_trainer_took_out_taught_nothing():
+def test_an_interaction_that_the_trainer_excluded_is_not_trained():
     records = [step(1, ["b0"], without=["i1"]) if isinstance(r, TrainStep) else r for r in log()]
     assert folded(records).to_everyone_s() == [8.0]
 
@@ -160,7 +160,7 @@ def test_duplicates_change_nothing(seed: int):
     assert folded(shuffled).endings == state.endings
 
 
-def test_other_runs_and_replicas_are_left_alone():
+def test_other_runs_and_replicas_are_ignored():
     state = folded([replace(r, run_id="other") for r in log() if hasattr(r, "run_id")])
     assert not state.interactions and not state.endings and not state.decisions and not state.fingerprints_equal()
     assert folded([ack("replica-0", 1, 1.0)]).serving == {}
@@ -188,7 +188,7 @@ def test_a_trial_is_decided_when_anything_ends_it():
         (decision(GateVerdict.ADMIT, 1, 1.0), "promote v0: why"),
     ],
 )
-def test_the_stage_is_what_was_decided_last(last: GateDecision, said: str):
+def test_the_stage_is_the_last_decision(last: GateDecision, said: str):
     assert folded([decision(GateVerdict.PROMOTE, 0, 0.5), last]).stage() == said
     assert folded([]).stage() == "no decision yet"
 
@@ -284,16 +284,14 @@ def test_the_plan_writes_no_secret_and_turns_learning_from_users_on_for_the_seco
     assert not repr(plan).count(plan.api_key)
 
 
-def test_demonstrations_beside_each_other_share_no_port_unless_it_is_asked_for(tmp_path: Path):
+def test_simultaneous_demonstrations_share_no_port_unless_set(tmp_path: Path):
     for sink, port in (({}, 0), ({"http_port": 8124}, 8124)):
         plan = DemoPlan.of(load_settings(None, {"demo": {"data_dir": str(tmp_path / str(port))}, "sink": sink}))
         plan.write_config()
         assert load_settings(plan.directory / CONFIG_NAME).sink.http_port == port
 
 
-def test_the_log_s_passwords_reach_the_roles_by_their_environment_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_log_s_passwords_reach_the_roles_only_by_their_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     options = {
         "security.protocol": "SASL_SSL",
         "sasl.username": "ada",

@@ -115,7 +115,7 @@ def test_neither_duplicates_nor_the_order_between_topics_matters(seed: int):
     assert first.held_out() == second.held_out() and first.spanning() == second.spanning()
 
 
-def test_other_runs_are_left_alone():
+def test_other_runs_are_ignored():
     state = folded([replace(record, run_id="other") for record in log()])
     assert state.version == -1 and not state.groups and not state.fingerprints_equal()
 
@@ -153,7 +153,7 @@ def test_percentiles_of_nothing_are_zero():
 def test_a_wrong_environment_is_refused_before_anything_starts(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    # The entry point in this process: four new ones would take longer to import than to refuse.
+    # The entry point runs in this process: four new processes would spend longer on imports than on the refusal.
     command = ["tidemill", "demo", "--recipe", "smollm2", "--data-dir", str(tmp_path)]
     monkeypatch.setattr("sys.argv", [*command, *arguments])
     monkeypatch.delenv("TIDEMILL_TRACEBACK", raising=False)

@@ -1,4 +1,4 @@
-"""The compose file and what it mounts: every role is there and is configured for real."""
+"""The compose file and its mounted files: every role is present, with a valid configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
 
 
 def parsed() -> dict[str, Any]:
-    """The compose file with its anchors merged and its variables at their defaults."""
+    """Return the compose file with its anchors merged and its variables at their defaults."""
     return yaml.safe_load(VARIABLE.sub(lambda found: found[2], FILE.read_text("utf-8")))
 
 
@@ -37,7 +37,7 @@ def services() -> dict[str, dict[str, Any]]:
 
 
 def command_of(service: dict[str, Any]) -> list[str]:
-    """The words after `tidemill`."""
+    """Return the words after `tidemill`."""
     words = " ".join(service["command"])
     return words.partition("tidemill ")[2].split() if "tidemill " in words else words.split()
 
@@ -60,7 +60,7 @@ def test_every_part_is_there():
     assert set(services()) == ROLES | SERVERS
 
 
-def test_what_learns_from_users_is_started_on_request():
+def test_roles_that_learn_from_users_are_started_on_request():
     assert {name for name, service in services().items() if service.get("profiles") == ["product"]} == PRODUCT
 
 
@@ -81,7 +81,7 @@ def test_every_server_has_a_health_check():
     assert {name for name, service in services().items() if "healthcheck" in service} == SERVERS
 
 
-def test_ports_are_published_on_the_loopback_alone():
+def test_ports_are_published_only_on_the_loopback():
     published = [port for service in services().values() for port in service.get("ports", [])]
     assert published
     assert all(port.startswith("127.0.0.1:") for port in published)
@@ -105,7 +105,7 @@ def test_the_brokers_buffers_are_those_of_the_local_stack():
         assert {name: str(given[f"KAFKA_{name.replace('.', '_').upper()}"]) for name in FAR} == FAR
 
 
-def test_what_a_service_waits_for_exists_and_can_come_true():
+def test_the_conditions_that_a_service_waits_for_exist_and_can_be_met():
     known = services()
     for name, service in known.items():
         for other, wait in service.get("depends_on", {}).items():

@@ -1,4 +1,4 @@
-"""What README.md and docs/ name, exists: commands with their options, settings, queries, topics, classes and files."""
+"""The commands, options, settings, queries, topics, classes and files that README.md and docs/ name exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = TidemillSettings.model_fields
 
 
 def spans(text: str) -> Iterator[str]:
-    """The lines of code blocks without a language, and the code in running text."""
+    """Yield the lines of code blocks without a language, and the code in running text."""
     blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     yield from (line for block in blocks for line in block.splitlines())
     running = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -33,13 +33,13 @@ def spans(text: str) -> Iterator[str]:
 
 
 def commands(text: str) -> list[str]:
-    """The calls of `tidemill` on a page, without what a shell or a reader does with them."""
+    """Return the calls of `tidemill` on a page, without shell syntax and notes for the reader."""
     calls = (re.match(r"(?:\.venv/bin/)?tidemill ([a-z-].*)", span) for span in spans(text))
     return [re.split(r" +#", call[1])[0].strip() for call in calls if call]
 
 
 def fault(command: str) -> str:
-    """Why a call of `tidemill` is none, or nothing. `up|down` stands for one call each."""
+    """Return why a call of `tidemill` is invalid, or an empty text. `up|down` means one call for each."""
     words = shlex.split(command.replace(" [", " ").replace("]", ""))
     found: list[tuple[Any, list[str]]] = [(COMMANDS, words)]
     while found:
@@ -64,7 +64,7 @@ def fault(command: str) -> str:
 def is_setting(name: str) -> bool:
     """Whether a dotted name is a key of the configuration, or of a section of a section."""
     model = TidemillSettings
-    # Every role with a server has an `http`.
+    # Every role with a server has an `http` section.
     for part in (f"gateway.{name}" if name.startswith("http.") else name).split("."):
         fields = getattr(model, "model_fields", {})
         if part not in fields:
@@ -74,7 +74,7 @@ def is_setting(name: str) -> bool:
 
 
 def defined() -> set[str]:
-    """Every class of the source, and each of its attributes and methods as `Class.name`."""
+    """Return every class of the source, and each of its attributes and methods as `Class.name`."""
     names: set[str] = set()
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -92,7 +92,7 @@ def defined() -> set[str]:
 
 
 def leaves(command: Any, *name: str) -> Iterator[tuple[str, Any]]:
-    """The commands, each with its name."""
+    """Yield the commands, each with its name."""
     for part, inner in getattr(command, "commands", {}).items():
         yield from leaves(inner, *name, part)
     if not hasattr(command, "commands"):
@@ -101,9 +101,9 @@ def leaves(command: Any, *name: str) -> Iterator[tuple[str, Any]]:
 
 EVERY_COMMAND = dict(leaves(COMMANDS))
 ROLES = {"feed", "rollout", "route", "gateway", "documents", "stream", "train", "serve", "sink"}
-"""Commands whose only option of interest is `--config`: they have no example, and print nothing."""
+"""Commands whose only relevant option is `--config`: they have no example, and print nothing."""
 ONE_FORM = {"view", "gate run", "dead-letters show", "dead-letters transform"}
-"""Commands that run on and on, and commands that print JSON alone."""
+"""Commands that run until they are stopped, and commands that print only JSON."""
 
 
 def asked(*arguments: str) -> Result:
@@ -126,7 +126,7 @@ def test_the_two_forms_exclude_each_other(flags: list[str]):
     assert refused.exit_code == 2 and "give one of --json and --csv" in refused.output
 
 
-def test_every_page_is_there():
+def test_every_page_exists():
     assert {page.name for page in PAGES} >= {"README.md", "extend.md", "glossary.md", "limits.md"}
 
 

@@ -1,4 +1,4 @@
-"""`tidemill gate` as it is typed, on a real Kafka: what is decided, who wins, and what a killed gate decides."""
+"""`tidemill gate` as an operator types it, on a real Kafka: decisions, precedence, and restart after a kill."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def topics(kafka):
 
 
 class Branch:
-    """One run's log, written as replicas, rollout workers and users would."""
+    """The log of one run, written as replicas, rollout workers and users would write it."""
 
     def __init__(self, kafka: KafkaSettings) -> None:
         self.kafka, self.run = kafka, RunSettings(run_id=uuid.uuid4().hex)
@@ -55,13 +55,13 @@ class Branch:
         self._interactions = 0
 
     def publish(self, version: int, successes: int) -> None:
-        """A version that a canary replica serves, and its bench."""
+        """Write a version, a canary replica's acknowledgement of it, and its bench."""
         self.producer.send_acked(Topic.MANIFESTS, [("main", manifest(version, self.run))])
         self.producer.send_acked(Topic.ACKS, [("canary-1", ack("canary-1", version, now_us(), self.run))])
         self.producer.send_acked(Topic.GROUPS, [("g", bench(version, successes, run=self.run))])
 
     def users(self, candidate: float, versions: tuple[int, int], count: int, seed: int, baseline: float = 0.5) -> None:
-        """Pairs of users, one an arm, with these chances of a thumb up."""
+        """Write pairs of users, one for each arm, with these chances of a positive vote."""
         random = np.random.default_rng(seed)
         for _ in range(count):
             for arm, version, chance in (("canary", versions[0], candidate), ("stable", versions[1], baseline)):
@@ -72,13 +72,13 @@ class Branch:
         self.producer.flush()
 
     def decisions(self) -> list[GateDecision]:
-        """Every decision of the run."""
+        """Return every decision of the run."""
         found = (located.record for located in self._reader.read_to_end())
         self._decisions += (made for made in found if isinstance(made, GateDecision) and made.run_id == self.run.run_id)
         return self._decisions
 
     def verdicts(self) -> list[tuple[str, int | None]]:
-        """Verdicts and versions, in order."""
+        """Return verdicts and versions, in order."""
         return [(made.verdict.value, made.version) for made in self.decisions()]
 
     def wait(self, condition: Callable[[list[GateDecision]], bool]) -> list[GateDecision]:
@@ -87,27 +87,27 @@ class Branch:
         return self._decisions
 
     def wait_last(self, verdict: GateVerdict, version: int | None) -> GateDecision:
-        """Wait until such a decision is the newest."""
+        """Wait until the newest decision has this verdict and version."""
         return self.wait(lambda made: bool(made) and (made[-1].verdict, made[-1].version) == (verdict, version))[-1]
 
     def wait_compared(self, version: int) -> None:
-        """Wait until the canary pool has its share."""
+        """Wait until the canary pool has its share of the users."""
         self.wait(lambda made: bool(made) and made[-1].version == version and made[-1].numbers.get("share") == 0.5)
 
     def options(self) -> list[str]:
-        """Of a command line."""
+        """Return the options of a command line."""
         return ["--bootstrap", self.kafka.bootstrap, "--topic-prefix", self.kafka.topic_prefix,
                 "--run-id", self.run.run_id]  # fmt: skip
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self._reader.close()
         self.producer.flush()
 
 
 @pytest.fixture
 def branches(topics) -> Iterator[Callable[[], Branch]]:
-    """Makes branches."""
+    """A factory of branches."""
     made: list[Branch] = []
     yield lambda: made.append(Branch(topics)) or made[-1]
     for branch in made:
@@ -121,7 +121,7 @@ def branch(branches):
 
 @contextmanager
 def kept(branch: Branch) -> Iterator[None]:
-    """A gate in this process."""
+    """Run a gate in this process."""
     stop = threading.Event()
     gate = threading.Thread(target=run, args=(branch.kafka, branch.run, GateSettings(**SETTINGS), stop))
     gate.start()
@@ -135,7 +135,7 @@ def kept(branch: Branch) -> Iterator[None]:
 
 @pytest.fixture
 def gate(tmp_path) -> Iterator[Callable[[Branch], subprocess.Popen[str]]]:
-    """Starts `tidemill gate run` on a branch."""
+    """A function that starts `tidemill gate run` on a branch."""
     started: list[subprocess.Popen[str]] = []
 
     def start(branch: Branch) -> subprocess.Popen[str]:
@@ -155,8 +155,8 @@ def ask(branch: Branch, *arguments: object):
     return CliRunner().invoke(app, ["gate", *map(str, arguments), *branch.options()])
 
 
-def test_the_whole_course_of_versions(branch, gate, tmp_path):
-    """A worse one is rejected, a better one promoted, its collapse rolled back; then the gate ends when asked to."""
+def test_versions_are_rejected_promoted_and_rolled_back(branch, gate, tmp_path):
+    """A worse version is rejected, a better one promoted, its collapse rolled back; then the gate ends on request."""
     process = gate(branch)
     branch.publish(0, 12)
     branch.wait_last(GateVerdict.ADMIT, 0)
@@ -186,7 +186,7 @@ def test_the_whole_course_of_versions(branch, gate, tmp_path):
 
 
 def test_a_gate_killed_in_a_comparison_decides_what_it_would_have_decided(branches, gate):
-    """Two branches with the same users; the gate of one is killed in between."""
+    """Two branches have the same users; the gate of one is killed during the comparison."""
     made = []
     for kill in (False, True):
         branch = branches()
@@ -209,7 +209,7 @@ def test_a_gate_killed_in_a_comparison_decides_what_it_would_have_decided(branch
     assert evidence[0] == evidence[1] and made[0].reason == made[1].reason
 
 
-def test_people_win_over_the_gate(branch, tmp_path):
+def test_a_persons_decision_overrides_the_gate(branch, tmp_path):
     log = WeightLog(branch.kafka, branch.run, tmp_path / "store")
     log.grow(3)
     with kept(branch):
@@ -246,7 +246,7 @@ def test_people_win_over_the_gate(branch, tmp_path):
     assert "version 0 is served" in served and "held by" in served
 
 
-def test_of_two_gates_the_older_one_stops(branch):
+def test_the_older_of_two_gates_stops(branch):
     ended: list[Exception] = []
     stop = threading.Event()
 
@@ -267,7 +267,7 @@ def test_of_two_gates_the_older_one_stops(branch):
         while not ended:
             version += 1
             branch.publish(version, 0)
-            # The newer gate may still say of an older version what the older gate has said.
+            # The newer gate may repeat a decision of the older gate about an older version.
             branch.wait(lambda made, version=version: any(decision.version == version for decision in made))
             assert time.monotonic() < deadline
         assert "another gate decides" in str(ended[0]) and "this one stops" in str(ended[0])
@@ -279,7 +279,7 @@ def test_of_two_gates_the_older_one_stops(branch):
         second.join(DEADLINE_S)
 
 
-def test_what_cannot_be_read_is_passed_over(branch, topics):
+def test_unreadable_records_are_skipped(branch, topics):
     outcomes = Names(topics.topic_prefix).of(Topic.OUTCOMES)
     branch.producer.send_bytes(outcomes, b"no record", key=b"k")
     branch.producer.send_bytes(outcomes, None, key=b"erased")

@@ -1,4 +1,4 @@
-"""What docs/limits.md says, where a test can reach it."""
+"""The statements of docs/limits.md that a test can check."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_ranks_share_no_sequences_and_no_experts():
         "quantization", "speculative-config", "api-key", "ssl-keyfile",
     ],
 )  # fmt: skip
-def test_vllms_arguments_that_a_proof_could_not_bear_are_refused(name: str):
+def test_vllms_arguments_that_would_break_a_proof_are_refused(name: str):
     assert refusal(name)
 
 
 @pytest.mark.parametrize(
     "field", [{"n": 2}, {"best_of": 2}, {"seed": 1}, {"suffix": "x"}, {"prompt": ["a", "b"]}], ids=str
 )
-def test_the_router_gives_one_answer_a_request(field: dict):
+def test_the_router_gives_one_answer_per_request(field: dict):
     with pytest.raises(Refusal) as refused:
         parse(RequestKind.COMPLETION, json.dumps({"prompt": "x", **field}).encode())
     assert refused.value.status == 400

@@ -12,7 +12,7 @@ LOCKS = ("requirements.lock", "requirements-gpu.lock")
 
 
 def pinned(lock: str) -> dict[str, str]:
-    """Versions by package."""
+    """Return versions by package."""
     return dict(re.findall(r"^([\w.-]+)==(\S+) \\$", (ROOT / lock).read_text("utf-8"), re.MULTILINE))
 
 

@@ -1,4 +1,4 @@
-"""`tidemill plan`: what fits, what to change, and the formula beside a trainer that ran."""
+"""`tidemill plan`: what fits, what to change, and the formula compared with a real trainer."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def test_eight_billion_parameters_fit_on_sixteen_gpus_and_not_on_one(models):
     assert totals[0] - totals[1] == pytest.approx(4 * found["model"]["parameters"])
     (one,) = (each for each in found["trainer"] if each["ranks"] == 1)
     assert not one["fits"]
-    # Masters 4, moments 8, gradients 4 and the reference's 2 bytes a parameter.
+    # Masters 4, moments 8, gradients 4 and the reference's 2 bytes per parameter.
     names = ("weights", "masters", "moments", "gradients", "reference")
     assert sum(one["bytes"][name] for name in names) == 18 * found["model"]["parameters"]
-    # Values of the format, and masters that are gathered in fp32, are not rounded by the gathering.
+    # Values in the serving format, and masters that are gathered in fp32, are not rounded by the gathering.
     for changed, more in (("serving_format=mxfp8", 6), ("compute=float32", 6)):
         other = planned("--model", models["8b"], "--gpus", "16x80", "--set", f"trainer.{changed}")["trainer"][0]
         assert (
@@ -137,7 +137,7 @@ def test_more_requests_than_fit_lead_to_the_number_that_does(models):
         assert replica["fits"] is fits
 
 
-def test_a_time_is_told_only_with_a_peak_and_a_share(models):
+def test_a_time_is_given_only_with_a_peak_and_a_share(models):
     base = ("--model", models["8b"], "--gpus", "16x80")
     names = {each["name"] for each in planned(*base)["estimates"]}
     assert "step_seconds" not in names
@@ -165,7 +165,7 @@ def test_a_delta_follows_from_the_learning_rate_or_from_a_density():
 
 
 @pytest.mark.parametrize("text", ["8", "8x", "x80", "0x80", "8x0", "-1x80", "8x80x2", "eight"])
-def test_devices_that_are_none_are_refused(text: str):
+def test_invalid_devices_are_refused(text: str):
     with pytest.raises(ValueError, match="8x80"):
         devices_of(text, None)
 
@@ -187,7 +187,7 @@ def test_the_tables_read_well_in_a_pipe_and_as_csv(models):
     assert {row["role"] for row in rows} == {"trainer", "replica"}
 
 
-def test_a_model_that_is_nowhere_is_a_clear_error(monkeypatch):
+def test_a_missing_model_is_a_clear_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = CliRunner().invoke(app, ["plan", "--model", "nobody/no-such-model", "--gpus", "1x80"])
     assert "no-such-model" in str(result.exception) and "config.json" in str(result.exception)
@@ -206,7 +206,7 @@ def test_a_rank_does_not_hold_the_model_when_it_starts(models):
         assert FP32 * size.head / ranks < rank < 8 * GIB + PROCESS_BYTES
 
 
-def test_what_is_published_beside_a_step_is_counted_where_it_is(models):
+def test_memory_of_publishing_during_a_step_is_counted_where_it_is_used(models):
     base = ("--model", models["8b"], "--set", "trainer.kl.coefficient=0")
 
     def one(*arguments: str) -> dict:

@@ -1,4 +1,4 @@
-"""Children end with their parent, are stopped in groups, and are missed when they end early."""
+"""Children end with their parent, are stopped in groups, and are reported when they end early."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_role_that_fails_is_reported_with_its_log(tmp_path: Path):
             until(supervisor.check)
 
 
-def test_a_role_may_end_well_only_where_it_may(tmp_path: Path):
+def test_only_some_roles_may_end_with_success(tmp_path: Path):
     with Supervisor(tmp_path) as supervisor:
         role = supervisor.start("help", [], program=("-c", ""))
         until(lambda: role.process.poll() is not None)
@@ -43,7 +43,7 @@ RECORDED = "import sys, time; print('life', flush=True); {body}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_role_that_was_killed_is_started_again_and_it_is_said(
+def test_a_killed_role_is_started_again_and_reported(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tidemill.compose.processes.FIRST_PAUSE_S", 0.25)
@@ -106,7 +106,7 @@ with ChildGuard(Path(sys.argv[1]) / "stack", processes.GRACE_S) as guard:
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_a_guard_ends_what_a_killed_command_has_started(tmp_path: Path, killed: bool):
+def test_a_guard_ends_the_processes_of_a_killed_command(tmp_path: Path, killed: bool):
     command = [sys.executable, "-c", GUARDED, str(tmp_path), "wait" if killed else "end"]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -127,7 +127,7 @@ time.sleep(600)
 """
 
 
-def test_stopping_insists_and_takes_grandchildren_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_stopping_kills_stubborn_roles_and_their_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script = tmp_path / "stubborn.py"
     script.write_text(STUBBORN, "utf-8")
     launcher = tmp_path / "launcher"
@@ -159,7 +159,7 @@ while True:
 
 
 def test_all_roles_are_asked_to_end_before_any_is_waited_for(tmp_path: Path):
-    """Each role ends only when both have been asked: one after the other, the first would be killed."""
+    """Each role ends only when both have been asked: if they were stopped one by one, the first would be killed."""
     with Supervisor(tmp_path / "logs") as supervisor:
         roles = [supervisor.start(name, [str(tmp_path), name], program=["-c", TOGETHER]) for name in ("one", "two")]
         until(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
@@ -229,7 +229,7 @@ processes.Supervisor(Path(sys.argv[1])).start("child", ["import time; time.sleep
 
 
 def test_a_parent_that_is_killed_while_it_starts_a_child_leaves_none(tmp_path: Path):
-    """The kernel tells a child of no death that came before the child asked for it."""
+    """The kernel does not report a death that happened before the child registered for it."""
     parent = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_FORKS, str(tmp_path)], timeout=300, check=False)
     assert parent.returncode == -signal.SIGKILL
     until(lambda: not alive(int((tmp_path / "child").read_text("utf-8"))))

@@ -1,4 +1,4 @@
-"""What the README and docs/ claim, where a test can reach it."""
+"""The claims of the README and docs/ that a test can check."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_role_names_topics_of_the_catalogue():
     assert {topic.value for topic in CATALOGUE} - by_commands <= written
 
 
-def test_the_publisher_takes_what_the_page_gives_it():
+def test_the_publisher_accepts_the_pages_example():
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", EXTEND, re.DOTALL) if "WeightPublisher" in block)
     exec(code.split("\nwith ")[0], {})  # the imports and the settings
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
@@ -94,14 +94,14 @@ def test_an_unknown_setting_is_refused_with_its_name():
     assert "feed.unknown" in str(result.exception)
 
 
-def test_the_benches_are_those_that_are_named():
+def test_every_benchmark_is_named():
     named = set(re.findall(r"`(\w+\.py)`", OPERATE.split("## Measure it")[1]))
     assert named == set(BENCHES)
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with what each bench said to `--help`, started from another directory, and one that cannot start."""
+    """A directory with each benchmark's `--help` output, run from another directory, and a script that cannot start."""
     out = tmp_path_factory.mktemp("said")
     (out / "broken.py").write_text("import tests.bench.synthetic\n", "utf-8")
     scripts = [str(out / "broken.py"), *(str(ROOT / "tests/bench" / script) for script in BENCHES)]
@@ -121,7 +121,7 @@ def test_a_script_that_does_not_start_is_seen(said: Path):
     assert done["status"] == 1 and "No module named 'tests'" in done["errors"]
 
 
-def test_those_that_listen_are_those_that_are_named():
+def test_every_listening_module_is_named():
     claim = " ".join(ARCHITECTURE.split("**The log is the truth.**")[1].split("- **")[0].split())
     found = set()
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
@@ -132,6 +132,6 @@ def test_those_that_listen_are_those_that_are_named():
         }
         if names & {"bind", "create_server", "start_server", "start_http_server", "TCPSite", "start_unix_server"}:
             found.add(str(path.relative_to(ROOT)))
-    # The one that binds for all of them, and the one that looks for free ports.
+    # Except the module that binds for all of them, and the one that looks for free ports.
     assert found - {"schemas/http_connections.py", "compose/stack/process.py"} == set(LISTENERS)
     assert all(name in claim for name in LISTENERS.values())

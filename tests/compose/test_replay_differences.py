@@ -1,4 +1,4 @@
-"""Two sides of records compared: by identity, to the field, the first in event time named."""
+"""Comparison of two sets of records: by identity, field by field; the first difference in event time is named."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_first_difference_is_the_earliest_in_event_time_with_its_fields():
     assert text[-1].startswith("then: late changed")
 
 
-def test_a_record_that_one_side_has_alone():
+def test_a_record_that_only_one_side_has():
     found = compare(items(group("a"), group("b")), items(group("b"), group("c", 5)))
     assert [(d.name, d.kind) for d in found.differences] == [
         ("c", DifferenceKind.ONLY_HERE),
@@ -93,7 +93,7 @@ def test_stragglers_and_groups_that_came_twice_have_identities_of_their_own():
     assert list(found) == ["g", "g, late g/3", "g#2"] and repeated == 1
 
 
-def test_a_window_looks_at_what_ended_within_it_on_either_side():
+def test_a_window_compares_records_that_ended_within_it_on_either_side():
     there = items(group("before", 5), group("in", 10), group("moved", 25), group("after", 30))
     here = items(group("before", 4), group("in", 11), group("moved", 19), group("after", 31))
     found = compare(there, here, 10, 20)
@@ -101,7 +101,7 @@ def test_a_window_looks_at_what_ended_within_it_on_either_side():
     assert compare(there, here, begin=31).total == 1 and compare(there, here, end=5).total == 1
 
 
-def test_the_order_is_compared_over_what_both_sides_have():
+def test_the_order_is_compared_over_records_of_both_sides():
     a, b, c = group("a"), group("b"), group("c")
     assert out_of_order(items(a, b, c), items(a, c)) is None
     moved = out_of_order(items(a, b, c), items(b, a, c))

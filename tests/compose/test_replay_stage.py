@@ -1,4 +1,4 @@
-"""`tidemill replay stage` and `tidemill replay diff` as an operator types them, over logs that real workers wrote."""
+"""`tidemill replay stage` and `tidemill replay diff` as an operator types them, on logs that real workers wrote."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BATCHES = {"max_tokens": 60, "min_members": 1, "max_wait_s": 3.0, "leftovers": "
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Topics that workers have worked through, and the configuration that they had."""
+    """Topics that workers have processed, and the workers' configuration."""
 
     kafka: KafkaSettings
     config: Path
@@ -57,14 +57,14 @@ class Log:
         return CliRunner().invoke(app, ["replay", *map(str, [*arguments, *common])])
 
     def records(self, *topics: Topic) -> list[ConsumedRecord]:
-        """Everything in some topics."""
+        """Return every record of some topics."""
         with LogReader(self.kafka, topics) as reader:
             return list(reader.read_to_end())
 
 
 @pytest.fixture(scope="module")
 def log(kafka, tmp_path_factory: pytest.TempPathFactory) -> Log:
-    """Rollouts, interactions and feedback, and what three workers made of them."""
+    """Rollouts, interactions and feedback, and the results of three workers."""
     directory = tmp_path_factory.mktemp("replay")
     settings = fresh_topics(kafka.bootstrap, f"t{uuid.uuid4().hex[:12]}.")
     send_rollouts(settings)
@@ -84,13 +84,13 @@ def log(kafka, tmp_path_factory: pytest.TempPathFactory) -> Log:
 
 
 def all_batched(kafka: KafkaSettings, seen: set[bytes]) -> bool:
-    """Whether these are the batches of the outcomes as they are, and none waits for its time."""
+    """Whether these are the final batches of the outcomes, and no outcome still waits."""
     expected, waits = batch_oracle(kafka, BatchSettings(**BATCHES))
     return not waits and seen == emitted(expected)
 
 
 def send_rollouts(kafka: KafkaSettings) -> None:
-    """Groups in event time long past: each third one whole, the others closed by their deadline, with a straggler."""
+    """Send groups with old event times: each third one whole, the others closed by their deadline, with a straggler."""
     begun = now_us() - 3600 * SECOND_US
     with RecordProducer(kafka, "test") as producer:
         for number in range(GROUPS):
@@ -103,14 +103,14 @@ def send_rollouts(kafka: KafkaSettings) -> None:
 
 
 def scored(name: str, index: int, **changes: Any) -> Rollout:
-    """A rollout with a reward of two parts."""
+    """Return a rollout with a reward of two components."""
     parts = [RewardComponent("answer", float(index == 1), 1.0), RewardComponent("tool_use", index / 2, 0.1)]
     total = sum(part.value * part.weight for part in parts)
     return rollout(name, index, group_size=SIZE, reward=total, rewards=parts, **changes)
 
 
 def await_distinct(kafka: KafkaSettings, topic: Topic, enough: Callable[[set[bytes]], bool]) -> None:
-    """Wait until the distinct records that a processor wrote are enough."""
+    """Wait until a processor has written enough distinct records."""
     with LogReader(kafka, [topic]) as reader:
         read_records(reader, lambda found: enough({f.value or b"" for f in found if is_output(f)}), 240)
 
@@ -130,7 +130,7 @@ def scratch_prefix() -> str:
 
 
 @pytest.mark.parametrize("name", list(ProcessorName))
-def test_with_the_rules_of_then_the_results_are_the_recorded_ones_byte_for_byte(log, name):
+def test_with_the_original_rules_the_results_equal_the_recorded_ones_byte_for_byte(log, name):
     result = log.ask("stage", name.value)
     assert result.exit_code == 0, (result.output, result.exception)
     found = answer(log.ask("stage", name.value, "--json"))
@@ -140,7 +140,7 @@ def test_with_the_rules_of_then_the_results_are_the_recorded_ones_byte_for_byte(
 
 
 def places(kafka: KafkaSettings) -> dict[str, Any]:
-    """The end of every live topic, and what every consumer group has committed."""
+    """Return the end of every live topic, and the committed offsets of every consumer group."""
     with LogReader(kafka, Topic) as reader:
         ends = {f"{topic}/{partition}": end for (topic, partition), end in reader.end_offsets().items()}
     client = admin_client(kafka)
@@ -213,7 +213,7 @@ def test_other_settings_change_what_is_decided(log):
         (["assembly", "--to", "soon"], "'soon' is no moment"),
     ],
 )
-def test_what_cannot_be_is_told(log, arguments, told):
+def test_impossible_requests_are_reported(log, arguments, told):
     result = log.ask("stage", *arguments)
     assert isinstance(result.exception, ValueError) and told in str(result.exception)
 
@@ -253,7 +253,7 @@ def replace_prefix(kafka: KafkaSettings, prefix: str) -> KafkaSettings:
 
 
 def headers_of(kafka: KafkaSettings) -> dict[str, bytes]:
-    """The headers of one group."""
+    """Return the headers of one group."""
     consumer = Consumer(consumer_settings(kafka, "test", "test"))
     consumer.assign([TopicPartition(Names(kafka.topic_prefix).of(Topic.GROUPS), p, 0) for p in range(2)])
     try:
@@ -263,8 +263,8 @@ def headers_of(kafka: KafkaSettings) -> dict[str, bytes]:
         consumer.close()
 
 
-def test_a_tampered_group_is_found_where_it_lies(log, scratch_prefix):
-    """The same rollouts, and groups of which one gives a member another reward."""
+def test_a_tampered_group_is_found_at_its_offset(log, scratch_prefix):
+    """The same rollouts, and groups in which one member has another reward."""
     target = fresh_topics(log.kafka.bootstrap, scratch_prefix)
     forged = copy_with_forgery(log, target)
     found = answer(log.ask("stage", "assembly", "--json", prefix=scratch_prefix))
@@ -280,7 +280,7 @@ def test_a_tampered_group_is_found_where_it_lies(log, scratch_prefix):
 
 
 def copy_with_forgery(log: Log, target: KafkaSettings) -> ConsumedRecord:
-    """Copy rollouts and groups, offset by offset; the group that was changed on the way."""
+    """Copy rollouts and groups, offset by offset, and change one group."""
     names, codec = Names(target.topic_prefix), Codec()
     records = sorted(log.records(Topic.ROLLOUTS, Topic.GROUPS), key=lambda r: (r.topic, r.partition, r.offset))
     forged = next(r for r in records if isinstance(r.record, Group) and r.record.group_id == "g05")
@@ -299,6 +299,6 @@ def copy_with_forgery(log: Log, target: KafkaSettings) -> ConsumedRecord:
     return forged
 
 
-def test_topics_that_are_not_there_are_told(log):
+def test_missing_topics_are_reported(log):
     result = log.ask("stage", "assembly", prefix="nowhere.")
     assert isinstance(result.exception, LookupError) and "nowhere.groups does not exist" in str(result.exception)

@@ -55,7 +55,7 @@ ACCOUNT = [
 
 @pytest.fixture
 def terminal(monkeypatch, capsys) -> Callable[..., list[str]]:
-    """Prints rows on a terminal of a width; gives the lines that a person sees."""
+    """Print rows on a terminal of a width; return the visible lines."""
 
     def shown(width: int, *arguments: Any, **options: Any) -> list[str]:
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -68,7 +68,7 @@ def terminal(monkeypatch, capsys) -> Callable[..., list[str]]:
 
 
 def lines_on_terminal(width: int, *arguments: str) -> list[str]:
-    """What a command prints on a real terminal of this width."""
+    """Return the output of a command on a real terminal of this width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
@@ -78,7 +78,7 @@ def lines_on_terminal(width: int, *arguments: str) -> list[str]:
         stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env={**environment, "TERM": "xterm"},
     ) as process:  # fmt: skip
         os.close(theirs)
-        # Reading a terminal whose other end is closed is an error on Linux, and not an end of file.
+        # On Linux, reading a terminal whose other end is closed is an error, not an end of file.
         try:
             while part := os.read(ours, 65536):
                 said += part
@@ -97,7 +97,7 @@ def run(*arguments: object) -> Any:
 
 
 def rows_in(csv_text: bytes) -> list[dict[str, str]]:
-    """The records of a CSV text, which must be as RFC 4180 has it."""
+    """Return the records of a CSV text, which must follow RFC 4180."""
     text = csv_text.decode()
     assert text.endswith("\r\n")
     return list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
@@ -113,7 +113,7 @@ def tables(tmp_path_factory) -> Path:
     return Path(sink.path)
 
 
-# What is printed where.
+# Output formats.
 
 
 def test_fifteen_columns_at_eighty_are_shown_downwards(terminal):
@@ -174,12 +174,12 @@ def test_one_row_is_a_table_only_where_it_fits_whole(terminal):
     ]
 
 
-def test_a_long_value_is_whole_and_its_lines_stand_below_each_other(terminal):
+def test_a_long_value_is_whole_and_its_lines_are_below_each_other(terminal):
     lines = terminal(40, ("text", "n"), [("x" * 100 + "\nsecond", None)])
     assert lines == ["text  " + "x" * 100, "      second", "n     "]
 
 
-def test_what_others_wrote_does_not_steer_the_terminal(terminal, capsys):
+def test_foreign_text_does_not_control_the_terminal(terminal, capsys):
     lines = terminal(80, ("text", "more"), [("[red]\x1b[2J\x07\r", "\ta")])
     assert lines[1].split() == [r"[red]\x1b[2J\x07\x0d", "a"]
     print_document({}, ["[red]\x1b[2J", "two"], as_json=False)
@@ -216,7 +216,7 @@ def test_json_keeps_the_types(capsys):
     assert json.loads(capsys.readouterr().out) == [dict(zip(heads, values, strict=True))] * 2
 
 
-def test_csv_is_what_the_standard_says(capsysbinary):
+def test_csv_follows_the_standard(capsysbinary):
     print_rows(("text", "number", "nothing", "map"), [(NASTY, 12345, None, {"a": 1})], as_csv=True)
     out = capsysbinary.readouterr().out
     assert out.startswith(b"text,number,nothing,map\r\n")
@@ -326,7 +326,7 @@ def test_topics_are_listed(monkeypatch):
     assert [topic["partitions"] for topic in json.loads(run("topics", "--json").stdout)["topics"]] == [6, 3]
 
 
-def test_an_audit_gives_its_checks_and_says_the_rest_beside_them(monkeypatch):
+def test_an_audit_prints_its_checks_as_rows_and_the_rest_separately(monkeypatch):
     found = Finding("endings", "groups[0]@9: rollout\tr0 is still grouped")
     checks = (CheckResult("chain", "it holds", 0, None), CheckResult("endings", "one each", 1200, found))
     report = AuditReport("tuesday", checks, {"trained": 5}, {}, {"rollouts": 6}, {}, 7000, {"tuesday": 7000})
@@ -346,7 +346,7 @@ def test_an_audit_gives_its_checks_and_says_the_rest_beside_them(monkeypatch):
     assert json.loads(run("audit", "--json").stdout)["checks"][1]["offenders"] == 1200
 
 
-def test_a_stack_that_is_not_there_is_said_so_beside_an_empty_table(tmp_path):
+def test_a_missing_stack_is_reported_next_to_an_empty_table(tmp_path):
     listed = run("stack", "status", "--data-dir", tmp_path, "--csv")
     assert (listed.exit_code, listed.stdout_bytes) == (1, b"broker,state,pid,address,log\r\n")
     assert "`tidemill stack up` makes one" in listed.stderr

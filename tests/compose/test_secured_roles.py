@@ -1,6 +1,6 @@
-"""Every role as a process at a Kafka that speaks TLS and SASL: a record in, a record out. Only vLLM is played here.
+"""Every role as a process with a Kafka that uses TLS and SASL: a record in, a record out. Only vLLM is simulated.
 
-The settings come as an operator would give them: all but the password in a file, the password in the environment.
+The settings come as an operator would give them: the password in the environment, all others in a file.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ TINY: dict[str, Any] = {
     "batches": {"min_members": 1, "max_wait_s": 1.0},
     "sink": {"http_port": 0, "flush_seconds": 0.2},
 }
-"""The smallest run that does one unit of every role's work."""
+"""The smallest run in which every role does one unit of work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A run on the secured log: its settings as a file, and the processes that were started with it."""
+    """A run on the secured log: its settings file, and the processes that use it."""
 
     directory: Path
     kafka: KafkaSettings
@@ -129,7 +129,7 @@ class Site:
         self.until(lambda: role.process.poll() == 0, f"the end of {command}")
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
-        """Wait for a condition while no role fails."""
+        """Wait for a condition; fail if a role fails."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             failed = [role.log.read_text() for role in self.roles.values() if role.process.poll()]
@@ -138,7 +138,7 @@ class Site:
             time.sleep(0.05)
 
     def first(self, topic: Topic) -> Any:
-        """The first record of a topic that is no tick, once there is one."""
+        """Wait for the first record of a topic that is not a tick; return it."""
         found: list[Record] = []
         with LogReader(self.kafka, [topic]) as reader:
 
@@ -151,7 +151,7 @@ class Site:
         return found[0]
 
     def stop(self) -> None:
-        """End what runs, and check that nobody printed the password."""
+        """End all running processes, and check that none printed the password."""
         for role in self.roles.values():
             role.process.terminate()
         for role in self.roles.values():
@@ -174,7 +174,7 @@ def site(secured: SecuredLog, topic_prefix: str, tmp_path: Path) -> Iterator[Sit
 
 
 class OneVersion(ProductReplica):
-    """Answers with one version, so that its answers can be trained on."""
+    """A replica with one version, so that its answers can be trained on."""
 
     def whole(self, body: dict) -> web.Response:
         made = json.loads(super().whole(body).text or "")
@@ -271,7 +271,7 @@ def test_an_answer_and_its_vote_become_an_online_batch(site: Site):
 
 
 def test_a_wrong_password_ends_a_role_in_one_line(site: Site):
-    """All of them at once: each spends its time on imports, and on the wait for the refusal."""
+    """All roles run at once: each spends its time on imports, and on the wait for the refusal."""
     for command in ("topics", "audit", "stream", "feed", "sink", "gateway", "gate run", "train"):
         site.start(*command.split(), password="wrong")
     for role in site.roles.values():

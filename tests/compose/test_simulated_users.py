@@ -1,4 +1,4 @@
-"""Simulated users: who they are, what they like, how they react, and that held-out users teach nothing."""
+"""Simulated users: their roles, preferences and reactions; held-out users are never trained on."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tidemill.schemas import signals as legal
 from tidemill.schemas.records import SignalKind
 
 DETERMINED = UsersSettings(vote_rate=1.0, flip_rate=0.0, mind_change_rate=0.0)
-"""Users who always vote, and vote as they feel."""
+"""Users who always vote, without noise or changes of mind."""
 
 
 def served(text: str, version: int = 0) -> ServedTurn:
-    """A turn: `add 0 5` is a tool call, anything else content."""
+    """Return a turn: `add 0 5` is a tool call, anything else is content."""
     message = {"role": "assistant", "content": text}
     name, *numbers = text.split()
     if name in ("add", "sub") and len(numbers) == 2:
@@ -116,7 +116,7 @@ def test_what_the_product_measures_is_true():
     assert spent[SignalKind.EDIT_MADE] == 0.0 and spent[SignalKind.QUESTION_ASKED] == 1.0
 
 
-def test_behaviour_follows_from_whether_the_answer_was_right():
+def test_behaviour_depends_on_whether_the_answer_was_right():
     def share(seen: Conversation, kind: SignalKind) -> float:
         return sum(any(s.kind is kind for s in user().react(seen, n, 0.0)) for n in range(800)) / 800
 
@@ -129,7 +129,7 @@ def test_behaviour_follows_from_whether_the_answer_was_right():
 
 
 @given(st.sampled_from(PersonaRole), st.sampled_from([POLITE, CURT, WRONG, NONE]), st.integers(0, 10_000))
-def test_reactions_are_deterministic_legal_and_named_apart(role: PersonaRole, seen: Conversation, question: int):
+def test_reactions_are_deterministic_valid_and_have_distinct_ids(role: PersonaRole, seen: Conversation, question: int):
     settings = UsersSettings(mind_change_rate=0.5)
     signals = user(role, settings).react(seen, question, 0.0)
     assert signals == user(role, settings).react(seen, question, 0.0)
@@ -172,7 +172,7 @@ def test_only_held_out_users_ask_held_out_questions():
     assert {q.user.role for q in only} == {PersonaRole.HELD_OUT}
 
 
-def test_nobody_left_to_ask_is_said():
+def test_a_population_without_askers_is_reported():
     with pytest.raises(ValueError, match="held_out"):
         next(questions(UsersSettings(ordinary=0, bots=0, held_out=0)))
 
@@ -187,7 +187,7 @@ def test_shuffled_thumbs_keep_their_share_and_lose_their_meaning():
 
 
 class Scripted:
-    """A model that solves every ledger; or fails, or waits for ever."""
+    """A model that solves every ledger, fails, or never answers."""
 
     def __init__(self, closing: str = " thanks", mood: str = "well") -> None:
         self.closing = closing
@@ -259,7 +259,7 @@ def test_a_turn_that_the_calculator_cannot_execute_is_known():
     assert seen.errors == {0} and seen.right
 
 
-def test_a_crowd_asks_within_its_concurrency_and_reports_on_what_it_was_served():
+def test_a_crowd_asks_within_its_concurrency_and_reports_on_its_answers():
     product = Scripted()
     seen = run_crowd(product, FAST, 120).seen()
     assert (seen.conversations, seen.failed) == (120, 0)
@@ -286,7 +286,7 @@ def test_a_crowd_keeps_its_pace_and_does_not_save_up():
     assert time.monotonic() - began >= 49 / 100
 
 
-def test_nothing_is_learnt_from_held_out_users():
+def test_held_out_users_are_not_trained_on():
     product = Scripted()
     run_crowd(product, FAST, 120)
     held_out = {session for session in product.consents if session.startswith("held-out")}
@@ -302,7 +302,7 @@ def test_satisfaction_sees_the_closing_that_the_reward_does_not():
 def test_satisfaction_is_counted_by_version_and_for_none_where_two_answered():
     class Moving(Scripted):
         def version(self, messages) -> int:
-            """The newest version changes within every other conversation."""
+            """The newest version changes during every other conversation."""
             return len(self.consents) % 2 * (len(messages) > 1)
 
     only = FAST.model_copy(update={"concurrency": 1})
@@ -322,7 +322,7 @@ def test_shuffled_thumbs_reach_the_product_and_satisfaction_stays_true():
     assert [s.rate for s in seen.satisfaction] == [1.0]
 
 
-def test_users_who_get_no_answer_give_up_and_are_counted():
+def test_users_without_an_answer_stop_and_are_counted():
     seen = run_crowd(Scripted(mood="failing"), FAST, 9).seen()
     assert (seen.conversations, seen.failed, seen.signals) == (0, 9, {})
 
@@ -354,7 +354,7 @@ def test_an_error_of_the_sdk_is_not_swallowed():
     assert raised.value.subgroup(lambda error: "the log is full" in str(error))
 
 
-def test_the_process_tells_what_was_seen_and_passes_errors_on():
+def test_the_process_reports_its_observations_and_raises_errors():
     told = []
     asyncio.run(simulate(FAST, Scripted(), islice(questions(FAST, held_out_only=True), 10), told.append))
     assert told[-1].conversations == 10 and told[-1].signals == {}

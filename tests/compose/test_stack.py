@@ -1,4 +1,4 @@
-"""The local stack on real brokers: restarts, kills, conflicts, and what is left afterwards."""
+"""The local stack on real brokers: restarts, kills, conflicts, and cleanup."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ DEADLINE_S = 180.0
 
 
 def settings(data_dir: Path, brokers: int = 1) -> StackSettings:
-    """A small cluster."""
+    """Return the settings of a small cluster."""
     return StackSettings(data_dir=data_dir, brokers=brokers, heap_mb=256)
 
 
 @contextmanager
 def stopped_afterwards(stack: LocalStack) -> Iterator[LocalStack]:
-    """Whatever happens, no JVM is left."""
+    """Stop the stack in every case, so that no JVM remains."""
     try:
         yield stack
     finally:
@@ -42,30 +42,30 @@ def stopped_afterwards(stack: LocalStack) -> Iterator[LocalStack]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Path]:
-    """The directory of a one-broker cluster that the tests start and stop as they like."""
+    """The directory of a one-broker cluster that the tests start and stop."""
     data_dir = tmp_path_factory.mktemp("one")
     with stopped_afterwards(LocalStack(settings(data_dir))):
         yield data_dir
 
 
 def brokers_of(data_dir: Path) -> list[int]:
-    """Pids of all processes whose command line names the directory."""
+    """Return the pids of all processes whose command line names the directory."""
     named = f"-Dtidemill.node={data_dir}"
     found = psutil.process_iter(["pid", "cmdline"])
     return [p.info["pid"] for p in found if any(part.startswith(named) for part in p.info["cmdline"] or [])]
 
 
 def create(bootstrap: str, topic: str, replicas: int) -> None:
-    """A topic of one partition."""
+    """Create a topic of one partition."""
     admin = AdminClient({"bootstrap.servers": bootstrap})
-    # A request on the connection by which the client found the brokers is lost when it closes that one.
+    # A request on the client's first connection is lost when the client closes it after it has found the brokers.
     admin.list_topics(timeout=DEADLINE_S)
     for future in admin.create_topics([NewTopic(topic, 1, replicas)]).values():
         future.result(DEADLINE_S)
 
 
 def produce(bootstrap: str, topic: str, value: bytes) -> None:
-    """Write one record that all in-sync replicas have acknowledged."""
+    """Write one record and wait until all in-sync replicas have acknowledged it."""
     failures: list[object] = []
     options = {"bootstrap.servers": bootstrap, "enable.idempotence": True, "delivery.timeout.ms": DEADLINE_S * 1000}
     producer = Producer(options)
@@ -75,7 +75,7 @@ def produce(bootstrap: str, topic: str, value: bytes) -> None:
 
 
 def consume(bootstrap: str, topic: str, count: int) -> list[bytes]:
-    """The first `count` values of a topic."""
+    """Return the first `count` values of a topic."""
     consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": "reader", "enable.auto.commit": False})
     try:
         consumer.assign([TopicPartition(topic, 0, OFFSET_BEGINNING)])
@@ -85,7 +85,7 @@ def consume(bootstrap: str, topic: str, count: int) -> list[bytes]:
 
 
 def kill(status: StackStatus, node_id: int) -> None:
-    """SIGKILL a broker and see it gone."""
+    """Kill a broker with SIGKILL and wait until it has ended."""
     pid = next(node.pid for node in status.nodes if node.node_id == node_id)
     assert pid is not None
     process = psutil.Process(pid)

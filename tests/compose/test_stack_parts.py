@@ -38,7 +38,7 @@ CHOICES = (
 
 
 def ignore(message: str) -> None:
-    """A progress that tells nobody."""
+    """Ignore a progress message."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def listener() -> Iterator[int]:
 
 
 def sleeper(marker: str) -> list[str]:
-    """A command that runs until it is stopped and carries a marker argument."""
+    """Return a command that runs until it is stopped and has a marker argument."""
     return [sys.executable, "-c", "import signal; signal.pause()", marker]
 
 
@@ -100,7 +100,7 @@ def test_maven_is_missed_only_while_the_jars_are(tmp_path: Path, monkeypatch: py
 
 
 def test_the_jars_are_looked_for_where_the_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a Maven; the Java here knows its version, and can do nothing else."""
+    """Maven is missing; the Java script here only prints its version."""
     java, cache, config = tmp_path / "bin" / "java", tmp_path / "cache", tmp_path / "tidemill.toml"
     java.parent.mkdir()
     java.write_text('#!/bin/sh\necho \'version "17"\'\n[ "$1" = -version ]\n')
@@ -171,7 +171,7 @@ def test_properties_name_every_controller_and_only_the_loopback() -> None:
     assert properties["listeners"] == "PLAINTEXT://127.0.0.1:2,CONTROLLER://127.0.0.1:12"
     assert properties["offsets.topic.replication.factor"] == "3"
     assert properties["min.insync.replicas"] == "2"
-    # Socket buffers are left to the system.
+    # Socket buffers keep the system's defaults.
     assert {properties["socket.send.buffer.bytes"], properties["socket.receive.buffer.bytes"]} == {"-1"}
     alone = Cluster("c", cluster.nodes[:1])
     assert server_properties(alone, cluster.nodes[0], Path("/x"))["min.insync.replicas"] == "1"
@@ -231,7 +231,7 @@ def test_the_lock_is_exclusive_and_says_who_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_detached_process_is_found_stopped_and_forgotten(lost: bool, tmp_path: Path) -> None:
-    """Also where its pid file is lost: the marker is enough."""
+    """This also works if its pid file is lost: the marker is enough."""
     detached = DetachedProcess(tmp_path / "pid", f"--marker={tmp_path}")
     pid = detached.start(sleeper(detached.marker), tmp_path / "out")
     if lost:

@@ -1,4 +1,4 @@
-"""`tidemill trainer check`: a good trainer passes, each bad one is refused with what it did."""
+"""`tidemill trainer check`: a good trainer passes, each bad one is refused with its fault."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_bad_trainer_is_refused(kafka, topic_prefix, tmp_path: Path, kind: str
     assert (last.check, last.passed) == (check, False) and last.detail.startswith(detail), last
 
 
-def test_one_that_does_not_go_on_after_a_kill_is_refused(kafka, topic_prefix, tmp_path: Path):
+def test_a_trainer_that_does_not_continue_after_a_kill_is_refused(kafka, topic_prefix, tmp_path: Path):
     *before, last = examined(kafka, topic_prefix, tmp_path, "stops early", kills=1)
     assert [finding.check for finding in before][-2:] == ["kills", "versions after kills"]
     assert (last.check, last.passed) == ("end after kills", False) and last.detail.endswith("and 4 without kills")

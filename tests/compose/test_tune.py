@@ -46,7 +46,7 @@ class FakeReplica:
 
     @contextmanager
     def serving(self) -> Iterator[str]:
-        """Its address, while it serves."""
+        """Serve; yield the address."""
         ready, addresses = threading.Event(), list[str]()
 
         async def serve() -> None:
@@ -78,10 +78,10 @@ def tuned(address: str, *options: str):
     return CliRunner().invoke(app, ["tune", "replica", "--address", address, "--json", *options])
 
 
-def test_requests_are_doubled_until_that_helps_too_little():
+def test_requests_are_doubled_until_the_gain_is_too_small():
     replica = FakeReplica()
     with replica.serving() as address:
-        # No machine answers a hundred times as fast when it has twice as much to do.
+        # No machine becomes a hundred times as fast with twice as many requests.
         options = ("--first", "2", "--gain", "100", "--prompt-tokens", "5", "--sampled-tokens", "8", "--api-key", "k")
         result = tuned(address, *options)
     assert result.exit_code == 0, result.output
@@ -98,7 +98,7 @@ def test_requests_are_doubled_until_that_helps_too_little():
     assert replica.headers[0]["x-tidemill-consent"] == "no"
 
 
-def test_where_more_requests_than_allowed_would_help_nothing_is_chosen():
+def test_if_more_requests_than_allowed_would_help_none_is_chosen():
     with FakeReplica().serving() as address:
         result = tuned(address, "--most", "1")
     assert json.loads(result.stdout)["chosen"] is None
@@ -114,14 +114,14 @@ def test_where_more_requests_than_allowed_would_help_nothing_is_chosen():
         (FakeReplica(usage=False), "usage.completion_tokens"),
     ],
 )
-def test_a_server_that_does_not_do_its_part_is_a_clear_error(replica, told):
+def test_a_faulty_server_is_a_clear_error(replica, told):
     with replica.serving() as address:
         result = tuned(address)
     assert result.exit_code == 1
     assert told in str(result.exception)
 
 
-def test_nobody_at_the_address_is_a_clear_error():
+def test_an_address_without_a_server_is_a_clear_error():
     result = tuned("http://127.0.0.1:9")
     assert "127.0.0.1:9" in str(result.exception) and "did not answer" in str(result.exception)
 

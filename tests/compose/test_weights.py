@@ -80,7 +80,7 @@ def test_a_format_of_few_bits_is_listed(log):
     assert ask(log, "log").stdout.splitlines()[-1].endswith("head; mxfp8")
 
 
-def test_an_empty_branch_is_said_to_be_empty(log):
+def test_an_empty_branch_is_reported(log):
     result = ask(log, "log", "--branch", "nobody")
     assert isinstance(result.exception, UnknownVersion)
     assert "no version on branch nobody" in str(result.exception)
@@ -147,7 +147,7 @@ def test_checkpoints_that_cannot_be_compared_are_explained(tmp_path, tensors, me
         raise result.exception
 
 
-def test_what_is_no_checkpoint_is_explained(tmp_path):
+def test_a_directory_without_a_checkpoint_is_explained(tmp_path):
     save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-3])
     (tmp_path / "empty").mkdir()
@@ -216,7 +216,7 @@ def test_an_operator_waits_for_the_replicas(log):
 
 
 def follow(log: WeightLog, decision: int, ended: threading.Event) -> None:
-    """Two replicas that follow the branch's third decision."""
+    """Run two replicas that follow the branch's third decision."""
     while not ended.is_set():
         if len(read_chain(log.kafka, log.run).decisions) == decision:
             for replica in ("a", "b"):
@@ -224,7 +224,7 @@ def follow(log: WeightLog, decision: int, ended: threading.Event) -> None:
             return
 
 
-def test_a_log_that_does_not_answer_is_said_so_in_one_line():
+def test_a_log_that_does_not_answer_is_reported_in_one_line():
     result = subprocess.run(
         [sys.executable, "-m", "tidemill.compose.cli", "weights", "log", "--bootstrap", "127.0.0.1:9"],
         capture_output=True, text=True, check=False,

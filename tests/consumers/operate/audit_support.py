@@ -1,6 +1,6 @@
-"""A small run written down topic by topic, sound in everything, and the faults that can be planted in it.
+"""A small sound run, written topic by topic, and the faults that can be planted in it.
 
-`PLANTED_FAULTS` names each fault and the one check of the audit that has to find it.
+`PLANTED_FAULTS` names each fault and the one check of the audit that must find it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from tidemill.streams.machine import OutputRecord, Rejected
 RUN = "run"
 SECOND = 1_000_000
 START_US = (now_us() // SECOND - 7200) * SECOND
-"""Recent, since a broker deletes what is past its topic's retention."""
+"""Recent, because a broker deletes records past their topic's retention."""
 TIME_US = 60 * SECOND
-"""From the issue of a task to its deadline."""
+"""Time from the issue of a task to its deadline."""
 OVERDUE_US = 662 * SECOND
-"""From the issue of a task to when nothing of it can be under way any more."""
+"""Time from the issue of a task until it is overdue."""
 TOKENS = 4
-"""Of each completed rollout."""
+"""Tokens of each completed rollout."""
 INCARNATION = "first"
 GARBAGE = b"no record at all"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One record of a partition, or bytes that are none."""
+    """One record of a partition, or bytes that are not a record."""
 
     key: bytes
     value: bytes | None
@@ -52,7 +52,7 @@ class Entry:
 
 @lru_cache(maxsize=4096)
 def decoded(value: bytes | None) -> tuple[r.Record | None, str]:
-    """The record of a value, or why there is none."""
+    """Return the record of a value, or the reason why there is none."""
     try:
         return Codec().decode(value), ""
     except DecodeError as failure:
@@ -60,31 +60,31 @@ def decoded(value: bytes | None) -> tuple[r.Record | None, str]:
 
 
 class WrittenLog:
-    """A log in memory: partitions 0 of all topics, and the dead letters."""
+    """A log in memory: partition 0 of each topic, and the dead letters."""
 
     def __init__(self) -> None:
         self.codec = Codec()
         self.entries: defaultdict[Topic, list[Entry]] = defaultdict(list)
         self.low: dict[Topic, int] = {}
-        """First offset that is kept, where it is not 0."""
+        """First offset that is kept, if it is not 0."""
         self.hidden: set[tuple[Topic, int]] = set()
-        """Offsets that no reader gets to see."""
+        """Offsets that no reader receives."""
         self.letters: dict[tuple[Topic, int], str] = {}
 
     def put(self, record: r.Record, *, at: int, key: str | None = None) -> int:
-        """Append a record at an event time in microseconds; its offset."""
-        # A record that lies in several topics is put into the one that it is the first of.
+        """Append a record at an event time in microseconds; return its offset."""
+        # A record type that belongs to several topics is written to the topic whose first type it is.
         holders = sorted(CATALOGUE.values(), key=lambda spec: spec.values[0] is not type(record))
         spec = next(spec for spec in holders if isinstance(record, spec.values))
         return self.put_bytes(spec.topic, key or str(getattr(record, spec.key)), self.codec.encode(record), at)
 
     def put_bytes(self, topic: Topic, key: str, value: bytes | None, at: int) -> int:
-        """Append bytes, or a tombstone; their offset."""
+        """Append bytes, or a tombstone; return their offset."""
         self.entries[topic].append(Entry(key.encode(), value, at // 1000))
         return len(self.entries[topic]) - 1
 
     def located(self, topic: Topic) -> list[ConsumedRecord]:
-        """The records of a topic that a reader gets."""
+        """Return the records of a topic that a reader receives."""
         found = [self._located(topic, offset, entry) for offset, entry in enumerate(self.entries[topic])]
         kept = [one for one in found if one.offset >= self.low.get(topic, 0)]
         return [one for one in kept if (topic, one.offset) not in self.hidden]
@@ -94,7 +94,7 @@ class WrittenLog:
         return ConsumedRecord(topic, 0, offset, entry.timestamp_ms, entry.key, entry.value, record, error)
 
     def all(self) -> Iterator[ConsumedRecord]:
-        """Every record, topic by topic."""
+        """Yield every record, topic by topic."""
         for topic in self.entries:
             yield from self.located(topic)
 
@@ -107,11 +107,11 @@ class WrittenLog:
         self.entries[topic][offset] = replace(self.entries[topic][offset], value=value)
 
     def records(self, topic: Topic, of: type) -> list[Any]:
-        """The records of a type."""
+        """Return the records of a type."""
         return [one.record for one in self.located(topic) if isinstance(one.record, of)]
 
     def audit(self, **rules: Any) -> AuditReport:
-        """The audit of it, in memory."""
+        """Audit the log in memory."""
         run = AuditedRun(AuditRules(run_id=RUN, **rules))
         run.expect({(topic, 0): (self.low.get(topic, 0), len(entries)) for topic, entries in self.entries.items()})
         for consumed in self.all():
@@ -120,7 +120,7 @@ class WrittenLog:
         return judge(run)
 
     def write(self, kafka: KafkaSettings) -> None:
-        """Write all of it to a Kafka whose topics have one partition and are empty: the offsets are the same."""
+        """Write the whole log to an empty Kafka with one partition per topic: the offsets are the same."""
         names = Names(kafka.topic_prefix)
         with RecordProducer(kafka, "test-ledger") as producer:
             for topic, entries in self.entries.items():
@@ -137,12 +137,12 @@ def task(name: str, size: int = 2, mode: r.Mode = r.Mode.TRAIN, at: int = START_
 
 
 def of_task(given: r.Task) -> dict[str, Any]:
-    """What the records of a task's rollouts say of it."""
+    """Return the fields that a task's rollouts copy from it."""
     return {name: getattr(given, name) for name in ("group_id", "task_id", "run_id")}
 
 
 def rollout(of: r.Task, index: int, reward: float | None, version: int = 0, **changes: Any) -> r.Rollout:
-    """A rollout of a task; `reward=None` is a failed one."""
+    """Return a rollout of a task; `reward=None` means failed."""
     done = reward is not None
     played = {
         "status": r.RolloutStatus.COMPLETED, "success": bool(reward), "turns": 1, "sampled_tokens": TOKENS,
@@ -172,7 +172,7 @@ def turn(of: r.Task, index: int, version: int) -> r.Turn:
 
 
 class RunLog(WrittenLog):
-    """Writes a run down as its roles would: groups are made by group assembly itself."""
+    """Writes a run's log as its roles would: the groups come from group assembly itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class RunLog(WrittenLog):
     # Rollouts
 
     def issue(self, of: r.Task, version: int = 0) -> r.Task:
-        """A task that a worker took, each of its rollouts with a turn."""
+        """Issue a task that a worker accepted, with a turn for each of its rollouts."""
         self.put(of, at=of.issued_at)
         self.put(dispatch(of), at=of.issued_at)
         for index in range(of.group_size):
@@ -200,13 +200,13 @@ class RunLog(WrittenLog):
         return of
 
     def roll(self, record: r.Rollout | r.Tick, at: int) -> None:
-        """Write a rollout or a tick, and what group assembly makes of it."""
+        """Write a rollout or a tick, and the results of group assembly."""
         key = record.group_id if isinstance(record, r.Rollout) else "tick"
         self.put(record, at=at, key=key)
         self._assemble(at)
 
     def spoil(self, topic: Topic, at: int) -> None:
-        """Bytes that are no record, with their dead letter."""
+        """Write bytes that are not a record, with their dead letter."""
         self.letters[topic, self.put_bytes(topic, "?", GARBAGE, at)] = "unknown framing"
         if topic is Topic.ROLLOUTS:
             self._assemble(at)
@@ -220,7 +220,7 @@ class RunLog(WrittenLog):
                 self.letters[output.located.topic, output.located.offset] = output.reason
 
     def group(self, offset: int) -> r.Group:
-        """The group at an offset."""
+        """Return the group at an offset."""
         found = self._located(Topic.GROUPS, offset, self.entries[Topic.GROUPS][offset]).record
         assert isinstance(found, r.Group)
         return found
@@ -237,7 +237,7 @@ class RunLog(WrittenLog):
         at: int = START_US + 10 * SECOND,
         parent: int | None = None,
     ) -> r.TrainStep:
-        """Plan, take, record and publish a step on the groups at offsets, and on the online batch at one."""
+        """Plan, take, record and publish a step on the groups at some offsets and the online batch at one offset."""
         number = len(self.records(Topic.STEPS, r.TrainStep)) + 1
         parent = number - 1 if parent is None else parent
         inputs: list[r.StepInput] = []
@@ -276,7 +276,7 @@ class RunLog(WrittenLog):
         return step
 
     def manifest_of(self, version: int, parent: int | None) -> r.Manifest:
-        """A version as it is published."""
+        """Return the manifest of a version."""
         anchor = r.Anchor("file:///anchor", 10) if parent is None else None
         return replace(
             manifest(version),
@@ -287,7 +287,7 @@ class RunLog(WrittenLog):
         )
 
     def prove(self, version: int) -> None:
-        """A replica serves a version."""
+        """Write that a replica serves a version."""
         weights = self.fingerprints[version]
         said = replace(ack(version, r.AckStatus.PROVED), fingerprint=weights, expected_fingerprint=weights)
         self.put(said, at=START_US)
@@ -301,7 +301,7 @@ def plan_of(step: r.TrainStep, trainer: str = "trainer-0") -> r.StepPlan:
 
 
 def sound_log() -> RunLog:
-    """Three steps on a little of everything: held-out, failed, late, repeated, stale, unreadable, online and erased."""
+    """Return three steps with held-out, failed, late, repeated, stale, unreadable, online and erased inputs."""
     log = RunLog()
     log.play(task("g0"), 1.0, 0.0)
     log.play(task("g1"), 0.0, 1.0)
@@ -322,8 +322,8 @@ def sound_log() -> RunLog:
 
 
 def _disorder(log: RunLog) -> None:
-    """A rollout written twice, a group that stands there twice, bytes that are no record, a rollout that is none of its
-    group, a group out of time and its straggler."""
+    """Write a rollout twice, a group twice, bytes that are not records, a rollout that does not belong to its
+    group, a group closed by its deadline, and its straggler."""
     of = log.issue(task("g3"), version=2)
     for reward in (1.0, 0.5):
         log.roll(rollout(of, 0, reward, 2), at=of.issued_at + 2 * SECOND)
@@ -340,7 +340,7 @@ def _disorder(log: RunLog) -> None:
 
 
 def _traffic(log: RunLog) -> None:
-    """Answers to users: two in a batch, one excluded, one open, one erased, one request to be erased."""
+    """Write answers to users: two in a batch, one excluded, one open, one erased, and one erasure request."""
     users = {"i0": "ann", "i1": "bob", "i2": "cid", "i3": "dan"}
     served = [
         replace(interaction(name, user, version=2, served_at=START_US), incarnation=INCARNATION)
@@ -360,12 +360,12 @@ def _traffic(log: RunLog) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlantedFault:
-    """A fault, how it is planted in the sound log, and the one check that has to find it."""
+    """A fault, the function that plants it in the sound log, and the one check that must find it."""
 
     name: str
     check: str
     at: str
-    """The offender that is named first."""
+    """The offending record that the check names first."""
     plant: Callable[[RunLog], None]
 
 
@@ -388,21 +388,21 @@ def _lose(log: RunLog) -> None:
 
 
 def _pass_over(log: RunLog) -> None:
-    """Two steps on younger groups than one that waits in their partition."""
+    """Train two steps on newer groups than one that waits in their partition."""
     for number in range(2):
         log.play(task(f"younger{number}", at=START_US + (210 + number) * SECOND), 1.0, 0.0, version=3)
         log.train([log.group_offsets[f"younger{number}"][0]], parent=3 + number)
 
 
 def _lose_result(log: RunLog) -> None:
-    """A result that no group counts."""
+    """Write a rollout that no group counts."""
     of = log.issue(task("uncounted"))
     log.put(rollout(of, 0, 1.0), at=START_US, key=of.group_id)
     log.put(rollout(of, 1, 1.0), at=START_US + OVERDUE_US, key=of.group_id)
 
 
 def member_with(**changes: Any) -> Callable[[RunLog], None]:
-    """The first member of the first group says something else."""
+    """Change fields of the first member of the first group."""
 
     def plant(log: RunLog) -> None:
         first, *others = log.group(0).members
@@ -416,7 +416,7 @@ def _contradict(log: RunLog) -> None:
 
 
 def _swap_inputs(log: RunLog) -> None:
-    """The last step says that it read another group than it was to, with as many rollouts and tokens."""
+    """Change the last step's input to another group with the same number of rollouts and tokens."""
     step = log.records(Topic.STEPS, r.TrainStep)[-1]
     other = r.StepInput("waits", Topic.GROUPS.value, 0, log.group_offsets["waits"][0])
     lag = [r.LagCount(-1, 2 * TOKENS), r.LagCount(0, step.tokens - 2 * TOKENS)]
@@ -424,7 +424,7 @@ def _swap_inputs(log: RunLog) -> None:
 
 
 def _disagree(log: RunLog) -> None:
-    """A trainer that came back planned another step 4 than the one before it."""
+    """Let a restarted trainer plan another step 4 than the trainer before it."""
     waiting = r.StepInput("waits", Topic.GROUPS.value, 0, log.group_offsets["waits"][0])
     last = log.records(Topic.STEPS, r.TrainStep)[-1]
     step = replace(last, step=4, parent_version=3, inputs=[waiting], exclusions=[])
@@ -433,7 +433,7 @@ def _disagree(log: RunLog) -> None:
 
 
 def plan_on_answer(log: RunLog, name: str, user: str) -> r.TrainStep:
-    """Step 4 is planned on a further online batch, of one answer to a user; the step as it would be recorded."""
+    """Plan step 4 on a new online batch of one answer to a user; return the step as it would be recorded."""
     made = interaction(name, user, version=3, served_at=START_US + 20 * SECOND)
     served = replace(made, incarnation=INCARNATION)
     place = (0, log.put(served, at=served.served_at))
@@ -449,12 +449,12 @@ def plan_on_answer(log: RunLog, name: str, user: str) -> r.TrainStep:
 
 
 def plan_anew(log: RunLog, step: r.TrainStep, **changes: Any) -> None:
-    """A trainer that came back plans a step on nothing of what was planned."""
+    """Let a restarted trainer plan a step without any of the planned inputs."""
     log.put(plan_of(replace(step, inputs=[], **changes), "trainer-1"), at=step.started_at + SECOND)
 
 
 def _replan_for_another_user(log: RunLog) -> None:
-    """Of the users of the run one was erased, and the plan that is replaced reads nothing of theirs."""
+    """A user of the run was erased, but the replaced plan reads none of their records."""
     plan_anew(log, plan_on_answer(log, "i9", "eve"))
 
 
@@ -465,7 +465,7 @@ def _replan_before_erasure(log: RunLog) -> None:
 
 
 def _replan_from_the_same_version(log: RunLog) -> None:
-    """The gate rejected a version, and both plans start from another one."""
+    """The gate rejected a version, but both plans start from another one."""
     step = plan_on_answer(log, "i9", "eve")
     log.put(r.GateDecision(RUN, "main", r.GateVerdict.REJECT, 2, "worse", "gate", {}, START_US), at=step.started_at)
     plan_anew(log, step)
@@ -498,7 +498,7 @@ def _two_batches(log: RunLog) -> None:
 
 
 def _train_erased(log: RunLog) -> None:
-    """The request of a user came long before the step that trained on their answer."""
+    """A user's erasure request came long before the step that trained on their answer."""
     log.put(request("ann", r.UserWish.ERASE, START_US - 3600 * SECOND + 1), at=START_US)
     name = log.records(Topic.INTERACTIONS, r.Interaction)[0]
     log.change(Topic.INTERACTIONS, r.Interaction, 0, served_at=name.served_at - 7200 * SECOND)
@@ -518,7 +518,7 @@ def _truncate(log: RunLog) -> None:
 
 
 def _hide(log: RunLog) -> None:
-    """An offset of a topic without transactions that no record comes from."""
+    """Hide an offset of a topic that has no transactions."""
     log.put(r.Feedback("e", "i0", "ann", r.SignalKind.THUMB, 1.0, START_US, "sdk"), at=START_US)
     log.put(r.StepPlan(RUN, 4, 3, [], [], 0, "c", {}, INCARNATION, "t", START_US), at=START_US)
     spare = log.put(r.GateDecision(RUN, "main", r.GateVerdict.HOLD, 1, "", "me", {}, START_US), at=START_US)
@@ -596,4 +596,4 @@ PLANTED_FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault("an interaction in two online batches", "batches", "online-batches[0]@1", _two_batches),
     PlantedFault("a step on a user's answer after their erasure", "erasures", "train.steps[0]@5", _train_erased),
 )
-"""What can be wrong with a log, and the check that has to say so."""
+"""Faults of a log, each with the check that must report it."""

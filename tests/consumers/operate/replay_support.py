@@ -1,4 +1,4 @@
-"""Records for the tests of replay, and a log of groups that were trained on."""
+"""Records for the tests of replay, and a log with trained groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 3
 
 
 def rollout(rollout_id, group_id, *, index=0, reward=1.0, finished_at=1_000_000):
-    """A rollout of three tokens, of which the last two were sampled."""
+    """Return a rollout of three tokens, of which the last two were sampled."""
     segment = Segment(
         n_tokens=TOKENS,
         token_ids=np.array([1, 2, 3], dtype="<u4").tobytes(),
@@ -34,7 +34,7 @@ def rollout(rollout_id, group_id, *, index=0, reward=1.0, finished_at=1_000_000)
 
 
 def group(group_id, places, *, ids=None):
-    """A group of two rollouts at (topic, partition, offset) each."""
+    """Return a group of rollouts, each at a (topic, partition, offset)."""
     names = ids or [f"r{offset}" for _, _, offset in places]
     members = [
         build(GroupMember, rollout_id=name, topic=topic, partition=partition, offset=offset, reward=1.0,
@@ -45,7 +45,7 @@ def group(group_id, places, *, ids=None):
 
 
 def step(number, inputs, exclusions):
-    """The record of a step that read groups at some places."""
+    """Return the record of a step that read groups at some positions."""
     read = [StepInput(f"g{place[2]}", *place) for place in inputs]
     left_out = [StepExclusion(f"g{place[2]}", *place, "stale", 2) for place in exclusions]
     return build(TrainStep, step=number, inputs=read, exclusions=left_out)

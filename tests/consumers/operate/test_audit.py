@@ -1,4 +1,4 @@
-"""The ledger of rollouts and the audit of a log, in memory: what is sound passes, a planted fault fails its check."""
+"""The accounting of rollouts and the audit of a log, in memory: a sound log passes, a planted fault fails its check."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def test_every_check_finds_a_planted_fault():
     assert {fault.check for fault in PLANTED_FAULTS} == {check.name for check in RunLog().audit().checks}
 
 
-# Whatever traffic there is, what group assembly and the trainer's own bookkeeping make of it is sound.
+# For any traffic, the results of group assembly and of the trainer's own bookkeeping are sound.
 
 FATES = ("done", "failed", "twice", "slow", "under way")
 Traffic = list[tuple[r.Mode, list[str], bool]]
-"""By group: what it is for, what becomes of each rollout, and whether assembly writes the group again after a crash."""
+"""For each group: its mode, the fate of each rollout, and whether assembly writes the group again after a crash."""
 TRAFFIC: st.SearchStrategy[Traffic] = st.lists(
     st.tuples(
         st.sampled_from([r.Mode.TRAIN, r.Mode.TRAIN, r.Mode.EVAL]),
@@ -84,7 +84,7 @@ TRAFFIC: st.SearchStrategy[Traffic] = st.lists(
 
 
 class LoopLog(RunLog):
-    """A run whose groups the trainer's own batch builder takes or leaves."""
+    """A run whose groups the trainer's own batch builder accepts or excludes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class LoopLog(RunLog):
         self.builder = BatchBuilder(run, TrainerSettings(objective=ObjectiveName.REINFORCE))
 
     def play_group(self, number: int, mode: r.Mode, fates: list[str], again: bool) -> None:
-        """Play one group to its end, as far as it ends, and let the trainer read what came of it."""
+        """Play one group as far as its fates allow, and let the trainer read the result."""
         at = START_US + 100 * number * SECOND
         of = task(f"g{number}", len(fates), mode, at)
         if "under way" in fates:
@@ -136,7 +136,7 @@ def played(traffic: Traffic) -> LoopLog:
 
 @settings(max_examples=40)
 @given(TRAFFIC)
-def test_what_the_loop_writes_is_sound_and_every_rollout_is_counted_once(traffic: Traffic):
+def test_the_loops_log_is_sound_and_every_rollout_is_counted_once(traffic: Traffic):
     log = played(traffic)
     report = log.audit()
     assert [str(check.first) for check in report.failed] == []
@@ -148,7 +148,7 @@ def test_what_the_loop_writes_is_sound_and_every_rollout_is_counted_once(traffic
 
 @settings(max_examples=25)
 @given(TRAFFIC, st.data())
-def test_a_rollout_whose_bytes_are_spoilt_is_never_passed_over(traffic: Traffic, data: st.DataObject):
+def test_a_rollout_with_damaged_bytes_is_always_reported(traffic: Traffic, data: st.DataObject):
     log = played(traffic)
     offsets = [one.offset for one in log.located(Topic.ROLLOUTS) if isinstance(one.record, r.Rollout)]
     assume(offsets)
@@ -182,7 +182,7 @@ def test_a_group_that_waits_is_open_until_the_run_is_over():
     assert (check.name, check.offenders) == ("endings", 2)
 
 
-def test_what_is_left_over_after_the_last_step_is_unused():
+def test_groups_left_over_after_the_last_step_are_unused():
     log = RunLog()
     log.play(task("g0"), 1.0, 0.0)
     log.play(task("g1"), 1.0, 0.0)
@@ -205,7 +205,7 @@ def test_a_group_that_steps_pass_over_is_lost():
     assert str(check.first).startswith("groups[0]@0: rollout g0/0 is lost: steps trained on younger groups")
 
 
-def test_what_nobody_plays_any_more_is_lost_whatever_its_deadline():
+def test_a_task_that_no_worker_plays_any_more_is_lost_even_before_its_deadline():
     log = RunLog()
     log.put(task("g0"), at=START_US)
     assert log.audit().states == {"queued": 2}
@@ -213,7 +213,7 @@ def test_what_nobody_plays_any_more_is_lost_whatever_its_deadline():
     assert (check.name, check.offenders) == ("endings", 2)
 
 
-def test_a_rollout_is_on_its_way_until_its_deadline_and_the_grace_have_passed():
+def test_a_rollout_is_in_progress_until_its_deadline_and_the_grace_have_passed():
     log = RunLog()
     log.issue(task("g0"))
     log.roll(r.Tick("test", 0), at=START_US + OVERDUE_US - 3 * SECOND)
@@ -223,7 +223,7 @@ def test_a_rollout_is_on_its_way_until_its_deadline_and_the_grace_have_passed():
     assert log.audit(grace_us=3600 * SECOND).passed
 
 
-def test_records_of_another_run_count_for_the_offsets_alone():
+def test_records_of_another_run_count_only_for_the_offsets():
     log = sound_log()
     log.put(replace(task("other"), run_id="another"), at=START_US)
     log.put(replace(log.records(Topic.STEPS, r.TrainStep)[0], run_id="another"), at=START_US)
@@ -233,7 +233,7 @@ def test_records_of_another_run_count_for_the_offsets_alone():
     assert report.runs["another"] == 2
 
 
-def test_what_is_past_retention_is_told_unless_it_is_allowed():
+def test_records_past_retention_are_reported_unless_allowed():
     log = sound_log()
     log.low = {Topic.ROLLOUTS: 4, Topic.TASKS: 2, Topic.PROGRESS: 5, Topic.ACKS: 1}
     (check,) = log.audit().failed
@@ -270,7 +270,7 @@ GONE = {"a tombstone": True, "a request": True, "compaction": True, "an older re
 
 
 @pytest.mark.parametrize("why", GONE)
-def test_a_plan_may_be_replaced_when_an_answer_that_it_reads_is_gone(why: str):
+def test_a_plan_may_be_replaced_when_an_answer_that_it_reads_was_deleted(why: str):
     log = sound_log()
     step = plan_on_answer(log, "i9", "eve")
     match why:
@@ -292,7 +292,7 @@ def test_a_plan_may_be_replaced_when_an_answer_that_it_reads_is_gone(why: str):
 
 @pytest.mark.parametrize("topic", [Topic.ROLLOUTS, Topic.GROUPS])
 @pytest.mark.parametrize("beyond", [True, False], ids=["gone", "there"])
-def test_a_plan_may_be_replaced_when_the_log_begins_behind_what_it_reads(topic: Topic, beyond: bool):
+def test_a_plan_may_be_replaced_when_the_log_begins_after_its_inputs(topic: Topic, beyond: bool):
     log = sound_log()
     waits = log.group_offsets["waits"][0]
     read = min(one.offset for one in log.group(waits).members) if topic is Topic.ROLLOUTS else waits

@@ -1,4 +1,4 @@
-"""The named query on slow tasks: what was dispatched of each length, and what was trained of it."""
+"""The named query about slow tasks: how many rollouts of each length were dispatched, and how many were trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def asked(path: Path, log: RunLog) -> list[dict[str, Any]]:
     return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
 
 
-def test_slow_rollouts_that_ran_out_of_time_are_missed_among_the_trained(tmp_path: Path):
+def test_slow_rollouts_that_timed_out_are_missing_from_the_trained_ones(tmp_path: Path):
     log = RunLog()
     quick = log.issue(task("quick", 2))
     slow = log.issue(task("slow", 2))

@@ -1,4 +1,4 @@
-"""`tidemill audit` on a real Kafka: a sound log, one whose beginning was deleted, and what the command says of each."""
+"""`tidemill audit` on a real Kafka: a sound log, a truncated log, and the command's output for each."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_audit(settings: KafkaSettings, *arguments: str) -> Any:
     return CliRunner().invoke(app, ["audit", *common, *arguments])
 
 
-def test_a_sound_log_passes_and_the_progress_is_told(sound: KafkaSettings):
+def test_a_sound_log_passes_and_the_progress_is_reported(sound: KafkaSettings):
     told: list[str] = []
     report = audit_log(sound, RULES, lambda topic, _done, _of: told.append(topic))
     in_memory = sound_log().audit()
@@ -59,27 +59,27 @@ def test_the_command_says_that_a_log_is_sound(sound: KafkaSettings):
     assert document["states"]["trained"] == 8
 
 
-def test_the_command_names_what_is_open_when_the_run_is_over(sound: KafkaSettings):
+def test_the_command_names_open_rollouts_when_the_run_is_over(sound: KafkaSettings):
     done = run_audit(sound, "--complete")
     assert done.exit_code == 1
     assert "NOT SOUND" in done.output
     assert "First offender (endings): groups[0]@9: rollout waits/0 is still grouped" in done.output
 
 
-def test_groups_that_are_left_over_after_the_last_step_are_no_fault(sound: KafkaSettings):
+def test_groups_left_over_after_the_last_step_are_not_a_fault(sound: KafkaSettings):
     document = json.loads(run_audit(sound, "--complete", "--set", "run.max_steps=3", "--json").stdout)
     assert document["states"]["unused"] == 2
     assert "grouped" not in document["states"]
 
 
-def test_a_run_that_is_not_there_is_told_with_those_that_are(sound: KafkaSettings):
+def test_an_unknown_run_is_reported_with_the_runs_that_exist(sound: KafkaSettings):
     done = run_audit(sound, "--run-id", "tuesday")
     assert done.exit_code == 1
     assert isinstance(done.exception, LookupError)
     assert "nothing of run tuesday; runs in it: run" in str(done.exception)
 
 
-def test_a_topic_whose_beginning_was_deleted_is_told_and_may_be_allowed(kafka: Any):
+def test_a_topic_whose_beginning_was_deleted_is_reported_and_may_be_allowed(kafka: Any):
     settings = written(kafka, sound_log())
     full = Names(settings.topic_prefix).of(Topic.ROLLOUTS)
     client = admin_client(settings)

@@ -1,4 +1,4 @@
-"""Archives: what comes out is what went in, or nothing does."""
+"""Archives: an import gives exactly the exported records, or fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Memory:
         return ordered_by_sorting(self._lanes)
 
     def close(self):
-        """Nothing is open."""
+        """No resource is open."""
 
 
 def some_records():
@@ -60,7 +60,7 @@ def archive(tmp_path_factory):
     return file, *export(Memory(some_records()), file)
 
 
-def test_what_comes_out_is_what_went_in(archive):
+def test_an_archive_gives_the_records_that_were_written_to_it(archive):
     file, made, _ = archive
     origin = ArchiveOrigin(file)
     plan = origin.plan(None, lambda _done, _of: None)
@@ -89,14 +89,14 @@ def test_a_damaged_archive_is_refused_or_unharmed(archive, tmp_path_factory, dat
         origin = ArchiveOrigin(other)
     except ArchiveError:
         return
-    # A byte that nothing depends on, such as one of a space in the header's schema.
+    # A byte without effect, such as a space in the header's schema.
     assert origin.plan(None, lambda _done, _of: None).sha256() == made.sha256
     assert list(origin.ordered(plan_of(some_records()))) == ordered_by_sorting(some_records())
     origin.close()
 
 
 def rewritten(file, into, *, metadata=None, rows=None):
-    """The archive again, by somebody who knows the format."""
+    """Rewrite the archive with changed metadata or rows, in the valid format."""
     with file.open("rb") as opened:
         reader = fastavro.reader(opened)
         old, held = reader.metadata, list(reader)
@@ -127,7 +127,7 @@ def test_tampering_is_refused(archive, tmp_path):
         ArchiveOrigin(other)
 
 
-def test_what_is_no_archive_is_refused(tmp_path):
+def test_a_file_that_is_not_an_archive_is_refused(tmp_path):
     other = tmp_path / "other"
     other.write_bytes(b"no archive at all")
     with pytest.raises(ArchiveError, match="no archive of Tidemill"):

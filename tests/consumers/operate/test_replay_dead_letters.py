@@ -1,4 +1,4 @@
-"""Dead letters: what there is, what goes back, and that nothing goes back twice."""
+"""Dead letters: listing, redrive, and the guarantee that no letter is sent back twice."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def why_not(letter, sequel, limit=3, transform=None):
     return judge(letter, sequel, Codec(), limit, transform).why_not
 
 
-def test_what_can_be_read_now_goes_back():
+def test_a_letter_that_can_be_read_now_is_sent_back():
     verdict = judge(a_letter(), sequel_of(), Codec(), 3, None)
     assert (verdict.why_not, verdict.value, verdict.attempts) == ("", GOOD, 1)
     assert "cannot be read" in why_not(a_letter(b"junk"), sequel_of())
@@ -75,32 +75,32 @@ def test_what_can_be_read_now_goes_back():
     assert "no value" in why_not(a_letter(None), sequel_of())
 
 
-def test_a_record_of_another_topic_does_not_go_back():
+def test_a_record_of_another_topic_is_not_sent_back():
     assert why_not(a_letter(Codec().encode(Tick("s", 1))), sequel_of()) == "", "ticks lie in rollouts"
     lane = ("groups", 1)
     assert "Rollout is no record of groups" in why_not(a_letter(topic="groups"), sequel_of(lane=lane))
 
 
-def test_nothing_goes_back_twice_whichever_letter_it_is_of():
+def test_no_record_is_sent_back_twice_from_any_of_its_letters():
     sequel = sequel_of(sent_back(20))
     for at in (3, 4):
         assert why_not(a_letter(at=at), sequel) == "it was sent back already"
     assert why_not(a_letter(offset=8), sequel) == ""
 
 
-def test_what_fails_again_is_one_attempt_further_until_the_limit():
+def test_each_new_failure_counts_one_attempt_until_the_limit():
     sequel = sequel_of(sent_back(20, attempts=2))
     again = a_letter(offset=20)
     assert judge(again, sequel, Codec(), 3, None).attempts == 3
     assert "failed after 2 attempts; the limit is 2" in why_not(again, sequel, limit=2)
 
 
-def test_what_the_log_no_longer_shows_stays_where_it_is():
+def test_a_letter_whose_sequel_is_past_retention_is_not_sent_back():
     assert "retention" in why_not(a_letter(), sequel_of(kept_from=8))
     assert why_not(a_letter(), sequel_of(kept_from=7)) == ""
 
 
-def test_an_erased_key_does_not_come_back():
+def test_an_erased_key_is_not_sent_back():
     lane = ("feedback", 1)
     letter = a_letter(topic="feedback")
     tombstone = RawRecord("feedback", 1, 9, 2_000, b"g", None)
@@ -110,12 +110,12 @@ def test_an_erased_key_does_not_come_back():
 
 
 @pytest.mark.parametrize("lacking", [HEADER_TOPIC, HEADER_PARTITION, HEADER_OFFSET])
-def test_a_letter_that_does_not_say_where_it_is_from_stays(lacking):
+def test_a_letter_without_its_origin_is_not_sent_back(lacking):
     for said in ("", "foreign", "--5", "²", "9" * 19):
         assert "where it came from" in why_not(a_letter(**{lacking: said}), sequel_of())
 
 
-def test_a_transformation_that_cannot_be_used_is_said(tmp_path, monkeypatch):
+def test_a_transformation_that_cannot_be_used_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad_mend.py").write_text("def fails(letter):\n    return 1 / 0\ndef text(letter):\n    return 'x'\n")
@@ -137,7 +137,7 @@ def live(kafka):
 
 
 def give_up_on(settings, topic, kind, applications):
-    """Read a topic and write a letter of everything that is not of a kind, once for each application."""
+    """Read a topic and write a letter of each record that is not of a kind, once for each application."""
     names, given_up = Names(settings.topic_prefix), 0
     with RecordProducer(settings, "test") as producer, LogReader(settings, [topic]) as reader:
         for located in reader.read_to_end():
@@ -159,7 +159,7 @@ def answered(settings, *arguments):
     return json.loads(result.stdout)
 
 
-def test_letters_are_listed_shown_mended_and_sent_back_once(live, tmp_path, monkeypatch):
+def test_letters_are_listed_shown_transformed_and_sent_back_once(live, tmp_path, monkeypatch):
     with RecordProducer(live, "test") as producer:
         producer.send(Topic.ROLLOUTS, rollout("r0", "g"), key="g", partition=1, timestamp_ms=START_MS)
         producer.send_bytes(
@@ -197,7 +197,7 @@ def test_letters_are_listed_shown_mended_and_sent_back_once(live, tmp_path, monk
     assert "limit is 1" in {letter["source"]: letter["why_not"] for letter in limited}["rollouts/1/2"]
 
 
-def test_letters_that_are_not_there_are_said(live):
+def test_missing_letters_are_reported(live):
     for arguments, why in (
         (("show", "rollouts.dlq/0/5"), "no dead letter lies at"),
         (("show", "rollouts.dlq/9/5"), "no dead letter lies at"),

@@ -1,4 +1,4 @@
-"""`tidemill replay copy` on a real Kafka: what is copied, what is refused, and that the live log is left alone."""
+"""`tidemill replay copy` on a real Kafka: copies, refusals, and an unchanged live log."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ GAP_MS = 1_000
 
 @pytest.fixture(scope="module")
 def live(kafka):
-    """A live log that every test reads and none writes into."""
+    """A live log that every test reads and no test changes."""
     return written_log(kafka)
 
 
 def written_log(kafka):
-    """A log: groups of two rollouts each, a second apart, and two steps that read some of them."""
+    """Write a log: groups of two rollouts each, a second apart, and two steps that read some of them."""
     settings = kafka.fresh(PARTITIONS)
     names, reached, places = Names(settings.topic_prefix), dict.fromkeys(range(PARTITIONS), 0), []
     with RecordProducer(settings, "test") as producer:
@@ -78,7 +78,7 @@ def under(settings, prefix):
 
 
 def records_of(settings, topic):
-    """Every record of a topic, by partition."""
+    """Return every record of a topic, by partition."""
     with closing(LogSource(settings)) as source:
         lanes = [(topic, partition) for partition in range(source.partitions(topic))]
         found = {partition: [] for _, partition in lanes}
@@ -117,7 +117,7 @@ def test_a_copy_is_the_original_with_marks(live, into):
                 assert marks[HEADER_REPLAY_SOURCE] == place.encode()
 
 
-def test_a_replay_twice_is_the_same_and_says_so(live, into):
+def test_a_repeated_replay_gives_the_same_result_and_reports_it(live, into):
     first, _ = replay(live, into, topics=("groups",))
     second, _ = replay(live, f"again-{into}", topics=("groups",))
     assert first["sha256"] == second["sha256"]
@@ -129,7 +129,7 @@ def test_a_replay_twice_is_the_same_and_says_so(live, into):
     assert values[0] == values[1]
 
 
-def test_live_topics_and_groups_are_left_alone(live, into):
+def test_live_topics_and_groups_do_not_change(live, into):
     rollouts = Names(live.topic_prefix).of(Topic.ROLLOUTS)
     with group_reader(live, rollouts, f"{live.topic_prefix}trainer") as consumer:
         consumer.commit(offsets=[TopicPartition(rollouts, p, 3 + p) for p in range(PARTITIONS)], asynchronous=False)
@@ -145,7 +145,7 @@ def test_live_topics_and_groups_are_left_alone(live, into):
 
 @contextmanager
 def group_reader(settings, topic, group_id):
-    """A reader in a consumer group, when it has got its partitions."""
+    """A reader in a consumer group, with its partitions assigned."""
     with closing(Consumer(consumer_settings(settings, "reader", group_id))) as consumer:
         consumer.subscribe([topic])
         until(lambda: (consumer.poll(0.2), consumer.assignment())[1], "partitions of the group")
@@ -153,7 +153,7 @@ def group_reader(settings, topic, group_id):
 
 
 def standing(settings, consumer, rollouts):
-    """Committed offsets of the live group, and both ends of every live partition."""
+    """Return the committed offsets of the live group, and both ends of every live partition."""
     committed = consumer.committed([TopicPartition(rollouts, p) for p in range(PARTITIONS)], timeout=60)
     with closing(LogSource(settings)) as source:
         ends = {
@@ -170,14 +170,14 @@ def group_names(settings):
     return {found.group_id for found in listed.valid}
 
 
-def test_a_prefix_that_somebody_reads_is_refused(live, into):
+def test_a_prefix_with_a_reader_is_refused(live, into):
     replay(live, into, topics=("groups",))
     refusal = rf"consumer group {into}reader reads {into}groups"
     with group_reader(live, f"{into}groups", f"{into}reader"), pytest.raises(ValueError, match=refusal):
         replay(live, into, topics=("rollouts",))
 
 
-def test_a_prefix_that_is_somebodys_is_refused(live, into):
+def test_a_prefix_in_use_is_refused(live, into):
     own = under(live, into)
     create_topics(own)
     with RecordProducer(own, "test") as producer:
@@ -242,7 +242,7 @@ def test_a_trainer_resolves_the_groups_of_a_copied_step(live, into):
     assert sorted(seen) == ["g4", "g5", "g6", "g7"]
 
 
-def test_what_retention_removed_is_said_with_what_can_be_had(live, into):
+def test_records_past_retention_are_reported_with_the_available_range(live, into):
     old = under(live, f"old-{into}")
     create_topics(old)
     with RecordProducer(old, "test") as producer:
@@ -261,7 +261,7 @@ def test_what_retention_removed_is_said_with_what_can_be_had(live, into):
     assert report["records"] == 2
 
 
-def test_what_does_not_exist_is_said(live, into):
+def test_missing_topics_and_records_are_reported(live, into):
     with pytest.raises(LookupError, match="no step 7 of run 'run'; there are 1 to 2"):
         replay(live, into, steps=(NumberRange(7, 7),))
     with pytest.raises(LookupError, match="topic rollouts does not exist"):
@@ -273,7 +273,7 @@ def command(live, into, *options):
     return ["replay", "copy", *where, "--into", into, *options]
 
 
-def test_the_command_says_first_what_it_would_do(live, into):
+def test_the_command_first_prints_its_plan(live, into):
     result = CliRunner().invoke(app, command(live, into, "--step", "1", "--json"))
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
@@ -293,7 +293,7 @@ def test_the_command_writes_a_manifest(live, into, tmp_path):
     assert len(made["sha256"]) == 64
 
 
-def test_a_killed_replay_goes_on_without_a_gap_and_without_a_second_copy(kafka, into):
+def test_a_killed_replay_continues_without_gaps_or_duplicates(kafka, into):
     live = written_log(kafka)
     replay_id = f"killed-{into}"
     options = ["--topic", "rollouts", "--topic", "groups", "--speed", "2", "--yes", "--resume", replay_id]
@@ -321,7 +321,7 @@ def test_a_killed_replay_goes_on_without_a_gap_and_without_a_second_copy(kafka, 
 
 
 def count(live, into):
-    """Copies that lie in the target now."""
+    """Count the copies that are in the target now."""
     with closing(LogSource(under(live, into))) as source:
         lanes = [(topic, p) for topic in ("rollouts", "groups") for p in range(source.partitions(topic))]
         return sum(source.bounds(lane).end for lane in lanes)

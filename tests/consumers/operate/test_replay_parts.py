@@ -39,7 +39,7 @@ LANES = [("rollouts", 0), ("rollouts", 1), ("groups", 0)]
 
 @st.composite
 def partitions(draw):
-    """Records of a few partitions, with gaps between offsets and times that may go back."""
+    """Draw records of a few partitions, with gaps between offsets and times that may decrease."""
     found = {}
     for topic, partition in LANES:
         offsets = sorted(draw(st.sets(st.integers(0, 30), max_size=8)))
@@ -52,7 +52,7 @@ def partitions(draw):
 
 
 def ordered_by_sorting(lanes):
-    """The order of a replay, said in another way."""
+    """Return the order of a replay, computed in another way."""
     keyed = []
     for records in lanes.values():
         reached = 0
@@ -117,7 +117,7 @@ def test_speeds(text, speed):
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "fast", "nan", "inf", ""])
-def test_a_speed_that_is_none_is_refused(text):
+def test_an_invalid_speed_is_refused(text):
     with pytest.raises(ValueError, match="--speed"):
         speed_of(text)
 
@@ -131,18 +131,18 @@ def test_ranges_and_spans_are_read():
 
 
 @pytest.mark.parametrize("text", ["rollouts", "rollouts=5", "nothing=1:2", "rollouts/x=1:2", "rollouts=2:2", "=1:2"])
-def test_a_range_that_is_none_is_refused(text):
+def test_an_invalid_range_is_refused(text):
     with pytest.raises(ValueError, match=r"expected|no topic|empty"):
         offset_range(text)
 
 
 @pytest.mark.parametrize("text", ["", "x", "9..7", "1..", "-3"])
-def test_a_span_that_is_none_is_refused(text):
+def test_an_invalid_span_is_refused(text):
     with pytest.raises(ValueError, match=r"expected|empty"):
         span(text)
 
 
-def test_a_selection_of_nothing_is_refused():
+def test_an_empty_selection_is_refused():
     with pytest.raises(ValueError, match="nothing is chosen"):
         Selection(where="True")
     with pytest.raises(ValueError, match="empty"):
@@ -172,7 +172,7 @@ def test_a_filter_chooses_by_decoded_fields():
     assert keeps('record.rollout_id.startswith("r")', good)
 
 
-def test_what_a_record_has_not_is_no_match():
+def test_a_field_that_a_record_lacks_does_not_match():
     failed = replace(rollout("r1", "g1"), reward=None, status=RolloutStatus.FAILED)
     assert not keeps("record.reward > 0.5", failed)
     assert not keeps("not (record.reward > 0.5)", failed), "unknown is neither"
@@ -238,7 +238,7 @@ def test_steps_name_their_records_and_versions_their_steps():
 
 
 class Log:
-    """Topics in memory that take copies where they were planned."""
+    """Topics in memory that store copies at the planned offsets."""
 
     def __init__(self):
         self.lanes, self.killed_after = {}, None
@@ -251,7 +251,7 @@ class Log:
         lane.append(RawRecord(*record.lane, offset, record.timestamp_ms, record.key, value, tuple(headers)))
 
     def flush(self):
-        """Everything is in memory at once."""
+        """Every copy is already in memory."""
 
 
 def standing_of(log, replay_id):
@@ -273,7 +273,7 @@ def run(plan, lanes, log, begun, standing):
 
 
 @given(partitions(), st.lists(st.integers(0, 10), max_size=4))
-def test_an_interrupted_copy_goes_on_without_a_gap_and_without_a_second_copy(lanes, interruptions):
+def test_an_interrupted_copy_continues_without_gaps_or_duplicates(lanes, interruptions):
     plan, log = plan_of(lanes), Log()
     begun = ReplayStart("one", 7, "what", {lane: 31 for lane in lanes})
     for more in interruptions:
@@ -294,14 +294,14 @@ def test_an_interrupted_copy_goes_on_without_a_gap_and_without_a_second_copy(lan
     assert len(marked) == min(1, plan.records)
 
 
-def test_a_source_that_changed_is_not_carried_on():
+def test_a_copy_of_a_changed_source_is_not_continued():
     lanes = {("rollouts", 0): [RawRecord("rollouts", 0, n, n, b"k", b"v") for n in (3, 5)]}
     standing = TargetState(copied={("rollouts", 0): [2]})
     with pytest.raises(ValueError, match="no longer the beginning"):
         carried_on(plan_of(lanes), standing)
 
 
-def test_a_record_that_goes_while_it_is_copied_is_said():
+def test_a_record_deleted_during_the_copy_is_reported():
     records = [RawRecord("rollouts", 0, n, n, b"k", b"v") for n in range(3)]
     plan = plan_of({("rollouts", 0): records})
     begun = ReplayStart("one", 7, "what", {})
@@ -327,7 +327,7 @@ def test_copies_of_groups_refer_to_copies_of_rollouts():
         assert Codec().decode(log.lanes["rollouts", 0][member.offset].value).rollout_id == member.rollout_id
 
 
-def test_headers_of_a_copy_are_the_originals_and_whose_copy_it_is():
+def test_headers_of_a_copy_are_the_originals_and_name_the_replay():
     original = RawRecord("rollouts", 0, 4, 9, b"k", b"v", (("a", b"1"), ("a", None), ("tidemill-replay-id", b"older")))
     log = Log()
     run(
@@ -353,12 +353,12 @@ def test_a_beginning_survives_its_header():
 
 
 @pytest.mark.parametrize("into", ["", "live.", "tidemill.", "no/prefix"])
-def test_a_prefix_that_is_live_or_none_is_refused(into):
+def test_a_live_or_invalid_prefix_is_refused(into):
     with pytest.raises(ValueError, match=r"--into|topic_prefix"):
         check_prefix("live.", into)
 
 
-def test_a_prefix_below_the_live_one_is_its_own():
+def test_a_prefix_that_extends_the_live_one_is_accepted():
     check_prefix("tidemill.", "tidemill.replay-1.")
     check_prefix("live.", "other.")
     with pytest.raises(ValueError, match=r"live topic live\.documents"):

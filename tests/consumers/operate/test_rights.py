@@ -1,4 +1,4 @@
-"""What the log holds of a user, and what may be deleted for them: the pure parts."""
+"""The records that the log holds about a user, and which may be deleted for them: the pure parts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def observed(*records: ConsumedRecord) -> UserRecords:
     return holdings
 
 
-def test_a_users_own_records_and_what_others_said_of_their_interactions_are_held():
+def test_a_users_own_records_and_others_feedback_on_their_interactions_are_held():
     served, foreign = interaction("i0", "ann"), interaction("i1", "bob")
     found = observed(
         placed(served, "i0"),
@@ -64,14 +64,14 @@ def test_a_users_own_records_and_what_others_said_of_their_interactions_are_held
     assert found.counts == {"interactions": 1, "outcomes": 1, "feedback": 2}
 
 
-def test_a_tombstone_takes_its_own_slot_and_no_other():
+def test_a_tombstone_deletes_only_its_own_slot():
     two = [placed(interaction("i0", "ann"), "i0", partition=p) for p in (0, 1)]
     found = observed(*two, tombstone(Topic.INTERACTIONS, "i0", 1), tombstone(Topic.OUTCOMES, "i0"))
     assert [one.partition for one in found.held] == [0]
     assert len(found.slots) == 2
 
 
-def test_what_was_said_of_an_erased_interaction_is_still_found():
+def test_feedback_on_an_erased_interaction_is_still_found():
     served = placed(interaction("i0", "ann"), "i0")
     said = placed(feedback("e0", "i0", "judge"), "i0/e0")
     assert observed(served, tombstone(Topic.INTERACTIONS, "i0"), said).counts == {"feedback": 1}
@@ -84,7 +84,7 @@ def test_unreadable_records_are_counted_and_other_kinds_pass():
 
 
 @given(st.lists(st.tuples(NAMES, USERS, st.booleans()), max_size=20))
-def test_what_is_held_is_what_a_reader_of_the_compacted_log_gets(writes: list[tuple[str, str, bool]]):
+def test_the_held_records_are_those_that_a_reader_of_the_compacted_log_gets(writes: list[tuple[str, str, bool]]):
     holdings, live = UserRecords("ann"), {}
     owner = dict.fromkeys(["i0", "i2"], "ann") | dict.fromkeys(["i1", "i3"], "bob")
     for name, _user, alive in writes:
@@ -102,7 +102,7 @@ def test_every_claim_that_a_key_ever_had_is_remembered():
     assert found.held[0].claims == tuple(claims)
 
 
-def test_dead_letters_are_theirs_by_key_or_by_name():
+def test_dead_letters_belong_to_a_user_by_key_or_by_name():
     found = observed(placed(interaction("i0", "ann"), "i0"))
     assert found.owns_key(feedback_key("i0", "e").encode(), None)
     assert found.owns_key(b"unknown", "ann")
@@ -110,7 +110,7 @@ def test_dead_letters_are_theirs_by_key_or_by_name():
     assert not found.owns_key(b"\xff\xfe", None)
 
 
-def test_requests_are_of_one_user_in_order_and_count_once():
+def test_requests_of_one_user_are_in_order_and_count_once():
     out, back = request("ann", UserWish.OPT_OUT, 1), request("ann", UserWish.OPT_IN, 2)
     requests = requests_among((out, request("bob", UserWish.ERASE, 1), Tick("t", 1), back, out, back), "ann")
     assert requests == [out, back]
@@ -120,7 +120,7 @@ def test_requests_are_of_one_user_in_order_and_count_once():
 
 
 @pytest.mark.parametrize("user", ["", "x" * 201, "a\x00b", "a\nb"], ids=["empty", "huge", "nul", "newline"])
-def test_what_is_no_user_is_refused(user: str):
+def test_an_invalid_user_is_refused(user: str):
     with pytest.raises(ValueError, match=r"user is empty|printable"):
         checked_pseudonym(user)
     with pytest.raises(ValueError, match=r"user is empty|printable"):
@@ -128,12 +128,12 @@ def test_what_is_no_user_is_refused(user: str):
 
 
 @pytest.mark.parametrize("name", ["", "  ", "x" * 201])
-def test_a_request_needs_somebody_who_makes_it(name: str):
+def test_a_request_needs_the_name_of_its_author(name: str):
     with pytest.raises(ValueError, match="--by"):
         new_request("ann", UserWish.ERASE, name, START_US)
 
 
-def test_claimed_bytes_below_the_root_are_deleted_and_no_others(tmp_path: Path):
+def test_only_claimed_bytes_below_the_root_are_deleted(tmp_path: Path):
     root = tmp_path / "store"
     inside = store_claim(str(root), "run/claims/a", b"bytes")
     outside = store_claim(str(tmp_path / "storekeeper"), "a", b"bytes")
@@ -153,5 +153,5 @@ def test_a_store_that_does_not_delete_is_a_clear_error(tmp_path: Path):
         delete_claims(str(tmp_path), [Claim(str(tmp_path / "a"), 1, "d")], Cleared())
 
 
-def test_interactions_are_read_before_what_hangs_on_them():
+def test_interactions_are_read_before_the_records_that_refer_to_them():
     assert SWEPT[0] is Topic.INTERACTIONS

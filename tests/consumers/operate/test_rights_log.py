@@ -1,4 +1,4 @@
-"""Users' requests on a real Kafka: an erasure killed at any write is finished by the next run, and leaves nothing."""
+"""Users' requests on a real Kafka: an erasure killed at any write is finished by the next run, and no data remains."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tidemill.schemas.stored_object import store_claim
 PARTITIONS = 2
 DEADLINE_S = 120.0
 WRITES = 1 + PARTITIONS + 1 + 6
-"""Of the erasure of one `person`: the request, its copies, and a tombstone a record."""
+"""Writes of the erasure of one `person`: the request, its copies, and one tombstone for each record."""
 KILLED = """
 import json, os, signal, sys
 from tidemill.consumers.operate.rights.erase import erase
@@ -66,7 +66,7 @@ def settings(kafka: Any) -> KafkaSettings:
 
 
 def person(settings: KafkaSettings, user: str, root: Path, *, at: int = START_US) -> None:
-    """Six records of a user (two interactions, one of them claimed), and one interaction of another."""
+    """Write six records of a user (two interactions, one of them claimed), and one interaction of another user."""
     claim = store_claim(str(root), f"claims/{user}", b"the whole interaction")
     served = [interaction(f"{user}-0", user, served_at=at), interaction(f"{user}-1", user, served_at=at, claim=claim)]
     log = ProductLog(settings, PARTITIONS)
@@ -81,7 +81,7 @@ def read(settings: KafkaSettings, *topics: Topic) -> list[ConsumedRecord]:
 
 
 def live(settings: KafkaSettings, user: str) -> list[ConsumedRecord]:
-    """What a fresh reader that heeds tombstones still gets of a user."""
+    """Return the records of a user that a new reader still receives after tombstones."""
     newest = {(one.topic, one.partition, one.key): one for one in read(settings, *SWEPT)}
     return [one for one in newest.values() if one.value and user.encode() in (one.key or b"") + one.value]
 
@@ -102,7 +102,7 @@ def assert_erased(settings: KafkaSettings, user: str, root: Path) -> None:
     assert not (root / "claims" / user).exists()
 
 
-def test_an_erasure_takes_everything_of_them_and_nothing_of_others(settings: KafkaSettings, tmp_path: Path):
+def test_an_erasure_deletes_all_records_of_the_user_and_no_others(settings: KafkaSettings, tmp_path: Path):
     person(settings, "ann", tmp_path)
     done = erase(settings, StoreSettings(root=str(tmp_path)), "ann", "tester")
     assert done.tombstones == {"interactions": 2, "outcomes": 2, "feedback": 2} == done.found
@@ -113,7 +113,7 @@ def test_an_erasure_takes_everything_of_them_and_nothing_of_others(settings: Kaf
     assert_erased(settings, "ann", tmp_path)
 
 
-def test_interactions_go_last_since_they_lead_to_the_rest(
+def test_interactions_are_deleted_last_since_they_lead_to_the_rest(
     settings: KafkaSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     person(settings, "ordered", tmp_path)
@@ -144,7 +144,7 @@ def test_killed_at_any_write_it_is_finished_by_the_next_run(settings: KafkaSetti
     assert_erased(settings, user, tmp_path)
 
 
-def test_who_came_back_asks_for_it_anew(settings: KafkaSettings, tmp_path: Path):
+def test_a_user_who_returned_makes_a_new_erasure_request(settings: KafkaSettings, tmp_path: Path):
     person(settings, "back", tmp_path)
     store = StoreSettings(root=str(tmp_path))
     first = erase(settings, store, "back", "tester")
@@ -167,7 +167,7 @@ def test_a_dry_run_and_an_unknown_user_write_nothing(settings: KafkaSettings, tm
     assert wishes(settings, "dry") == wishes(settings, "nobody") == []
 
 
-def test_dead_letters_of_theirs_are_told_with_the_time_of_their_end(settings: KafkaSettings, tmp_path: Path):
+def test_a_users_dead_letters_are_reported_with_their_expiry_time(settings: KafkaSettings, tmp_path: Path):
     person(settings, "dead", tmp_path)
     names, began_ms = Names(settings.topic_prefix), int(time.time() * 1000)
     with RecordProducer(settings, "test-letters") as producer:
@@ -177,7 +177,7 @@ def test_dead_letters_of_theirs_are_told_with_the_time_of_their_end(settings: Ka
     found = read_consent_status(settings, "dead")
     assert found["dead_letters"].counts == {names.of(Topic.FEEDBACK): 1}
     assert found["dead_letters"].gone_at_ms is not None
-    # Kept from their own writing on, however old the record is.
+    # The dead letters' retention counts from the time when they were written, even if the record is older.
     assert began_ms <= found["dead_letters"].gone_at_ms - 90 * 86_400_000 <= time.time() * 1000
 
 
@@ -231,7 +231,7 @@ def test_the_commands_take_the_products_id_and_print_json(
 
 @pytest.fixture
 def eager_cleaner(settings: KafkaSettings) -> Iterator[None]:
-    """The broker compacts what is old at once, and looks often."""
+    """Configure the broker to compact at once and to check often."""
     admin = admin_client(settings)
     brokers = [str(number) for number in admin.list_topics(timeout=60).brokers]
     names = Names(settings.topic_prefix)
@@ -254,13 +254,13 @@ def _alter(admin: Any, kind: ResourceType, name: str, values: Mapping[str, str |
         future.result(60)
 
 
-def test_after_compaction_not_one_byte_of_them_is_read(settings: KafkaSettings, eager_cleaner: None, tmp_path: Path):
+def test_after_compaction_no_byte_of_the_user_is_read(settings: KafkaSettings, eager_cleaner: None, tmp_path: Path):
     person(settings, "compacted", tmp_path)
     erase(settings, StoreSettings(root=str(tmp_path)), "compacted", "tester")
     deadline = time.monotonic() + DEADLINE_S
     while left := [one for one in read(settings, *SWEPT) if holds(one, b"compacted")]:
         assert time.monotonic() < deadline, [(one.topic, one.partition, one.offset) for one in left]
-        # Only closed segments are compacted, and a segment is closed by a record that comes after its time.
+        # Only closed segments are compacted, and a segment is closed by a record with a later time.
         with RecordProducer(settings, "test-ticks") as producer:
             for topic in SWEPT:
                 for partition in range(1 if topic is Topic.OUTCOMES else PARTITIONS):
@@ -270,6 +270,6 @@ def test_after_compaction_not_one_byte_of_them_is_read(settings: KafkaSettings, 
 
 
 def holds(one: ConsumedRecord, name: bytes) -> bool:
-    """Whether a record holds data of a user: copies of their request and interactions of others do not."""
+    """Whether a record holds data of a user: copies of their request and other users' interactions do not."""
     theirs = isinstance(one.record, UserRequest) or (one.key or b"").startswith(b"other-of")
     return not theirs and one.value is not None and name in (one.key or b"") + one.value

@@ -1,4 +1,4 @@
-"""The path of one event through the log: every stage, where it ends and why, whatever order the topics are read in."""
+"""The path of one interaction or rollout through the log: each stage, its end and the reason, in any topic order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WHOLE: tuple[r.Record, ...] = (
 
 
 def located(records: Sequence[r.Record]) -> list[ConsumedRecord]:
-    """Records with offsets of their own in each topic."""
+    """Return the records with offsets counted separately in each topic."""
     ends: dict[Topic, int] = {}
     found = []
     for record in records:
@@ -131,11 +131,11 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("records", "end"), ENDS, ids=[end[:40] for _, end in ENDS])
-def test_it_is_said_where_the_path_ends_and_why(records: Sequence[r.Record], end: str):
+def test_the_end_of_the_path_and_its_reason_are_reported(records: Sequence[r.Record], end: str):
     assert end in traced(located(records))["end"]
 
 
-def test_an_exclusion_by_a_step_that_did_not_train_its_batch_is_not_its_ending():
+def test_an_exclusion_by_a_step_that_did_not_train_its_batch_is_not_its_end():
     other = step(1, [], [r.StepExclusion("i0", "interactions", 0, 0, "stale", 1)])
     assert "trained into version 2" in traced(located([SERVED, REWARDED, BATCH, other, TRAINED]))["end"]
 
@@ -156,12 +156,12 @@ FATES = [
 
 
 @pytest.mark.parametrize(("event", "ends", "fate"), FATES, ids=[fate for *_, fate in FATES])
-def test_what_became_of_an_event_that_did_not_count(event: r.Feedback, ends: list[r.Outcome], fate: str):
+def test_the_fate_of_an_event_that_did_not_count(event: r.Feedback, ends: list[r.Outcome], fate: str):
     told = {one["event_id"]: one["fate"] for one in traced(located([SERVED, event, *ends]))["feedback"]}
     assert fate in told[event.event_id]
 
 
-def test_corrections_are_told_with_what_they_replace():
+def test_corrections_are_reported_with_the_outcome_that_they_replace():
     down = feedback("e1", "i0", "ann", -1.0, corrects="e0")
     revised = outcome(SERVED, -1.0, signals=[use("e1", -1.0)], revision=1, previous=1.0)
     end = outcome(SERVED, None, "no_signal")
@@ -170,7 +170,7 @@ def test_corrections_are_told_with_what_they_replace():
     assert [(one["revision"], one["previous_reward"]) for one in path["outcomes"]] == [(0, None), (1, 1.0)]
 
 
-def test_repeats_and_dead_letters_are_told():
+def test_repeats_and_dead_letters_are_reported():
     lost = Row("x.feedback.dlq", 0, 0, 0, b"i0/e7", DeadLetter("x.feedback", 1, 7, 0, "no kind", "join", b""), 0)
     foreign = Row("x.feedback.dlq", 0, 1, 0, b"i1/e7", DeadLetter("x.feedback", 1, 8, 0, "no kind", "join", b""), 0)
     path = traced(located([SERVED, SERVED, THUMB, THUMB, REWARDED]), [lost, foreign])
@@ -179,7 +179,7 @@ def test_repeats_and_dead_letters_are_told():
     assert path["letters"] == [{"place": Position("feedback", 1, 7), "reason": "no kind", "found_by": "join"}]
 
 
-def test_what_was_erased_is_not_told_and_what_was_learnt_from_it_is():
+def test_erased_records_are_not_shown_but_the_steps_that_trained_on_them_are():
     gone = [tombstone(Topic.INTERACTIONS, "i0"), tombstone(Topic.OUTCOMES, "i0"), tombstone(Topic.FEEDBACK, "i0/e0")]
     path = traced([*located(WHOLE), *gone])
     assert (path["served"], path["feedback"], path["outcomes"]) == (None, [], [])
@@ -189,7 +189,7 @@ def test_what_was_erased_is_not_told_and_what_was_learnt_from_it_is():
     assert untrained["end"].startswith("erased: a tombstone at interactions[0]@99")
 
 
-def test_a_later_number_that_descends_from_elsewhere_does_not_contain_it():
+def test_a_later_version_of_another_parent_does_not_contain_it():
     rolled_back = replace(manifest(4), parent=1)
     branched = replace(ack(4, r.AckStatus.PROVED), serving_version=4)
     retried = replace(manifest(7), parent=3)

@@ -1,4 +1,4 @@
-"""`tidemill trace` on a real Kafka: the offsets that it prints are those where the records lie."""
+"""`tidemill trace` on a real Kafka: the offsets that it prints are those of the records."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ USER = Pseudonyms(PRODUCT).of("4711")
 
 @pytest.fixture(scope="module")
 def settings(kafka: Any) -> KafkaSettings:
-    """A log with one interaction that was trained, among others, and one rollout."""
+    """A log with one trained interaction among others, and one rollout."""
     settings = kafka.fresh(PARTITIONS)
     served = [interaction(f"i{n}", USER if n == 7 else "bob") for n in range(12)]
     rewarded = [outcome(one, 1.0, signals=[use(f"e-{one.interaction_id}")]) for one in served]
@@ -90,7 +90,7 @@ def test_an_interaction_is_traced_by_id_by_event_and_by_token(settings: KafkaSet
     assert path["end"] == "trained into version 2, and served now by replica-0 (version 2)"
 
 
-def test_a_person_reads_every_stage(settings: KafkaSettings):
+def test_the_text_output_shows_every_stage(settings: KafkaSettings):
     shown = trace("i7").stdout
     for stage in ("served", "feedback", "outcome", "batch", "version", "end"):
         assert any(line.startswith(stage) for line in shown.splitlines()), stage
@@ -110,7 +110,7 @@ def test_a_rollout_is_traced_to_its_group():
     assert "waits for the trainer" in trace("r0").stdout
 
 
-def test_what_cannot_be_traced_is_a_clear_error():
+def test_an_untraceable_name_is_a_clear_error():
     assert isinstance(trace("never-served").exception, LookupError)
     assert isinstance(trace("--user", "never-seen").exception, LookupError)
     assert "i1, i2" in str(trace("twice").exception)

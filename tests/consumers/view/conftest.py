@@ -1,8 +1,8 @@
-"""What the page's tests share: tables with a run's rows, the real server over them, and a real browser.
+"""Fixtures of the page's tests: tables with a run's rows, the real server that reads them, and a real browser.
 
 view      a run that is over: `tidemill view DIRECTORY`
-live      a run that goes on: another process has the tables open, and `live.add_step()` adds rows
-look      a browser's page, which fails its test for an error on the console or a request to another host
+live      a run in progress: another process has the tables open, and `live.add_step()` adds rows
+look      a browser's page; its test fails on a console error or a request to another host
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 REQUIRED = "TIDEMILL_BROWSER"
-"""`required`: without a browser these tests fail. Else the path of one, where Debian's `chromium` is not installed."""
+"""`required`: without a browser these tests fail. Otherwise its path, if Debian's `chromium` is not installed."""
 SCREENSHOTS = "TIDEMILL_SCREENSHOTS"
-"""Directory for the screenshots of each view; without it none is made."""
+"""Directory for the screenshots of each view; if it is not set, none is made."""
 START_S = 120.0
 QUIET = (
     "--no-sandbox",
@@ -45,7 +45,7 @@ QUIET = (
     "--disable-component-update",
     "--disable-sync",
 )
-"""Chromium's own requests are left out; inside a container it has no sandbox."""
+"""Chromium's own requests are turned off; inside a container it has no sandbox."""
 
 
 @dataclass
@@ -57,11 +57,11 @@ class View:
     process: subprocess.Popen[str]
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """The answer to a request; redirects are not followed."""
+        """Return the answer to a request; redirects are not followed."""
         return httpx.get(self.url + path, timeout=START_S, **options)
 
     def query(self, sql_or_name: str) -> QueryResult:
-        """What `tidemill query` prints."""
+        """Return the result that `tidemill query` prints."""
         return ask(self.sink, sql_or_name)
 
 
@@ -73,7 +73,7 @@ class LiveView(View):
     steps: int = ONLINE_STEP
 
     def add_step(self) -> int:
-        """Write the rows of one more step; its number."""
+        """Write the rows of one more step; return its number."""
         self.steps += 1
         tell(self.tables, f"{self.steps}\n")
         return self.steps
@@ -90,7 +90,7 @@ def tell(process: subprocess.Popen[str], line: str = "") -> None:
 
 @contextmanager
 def tables_process(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that has written the run into `directory`, and is asked as a running sink is."""
+    """Start a process that writes the run into `directory` and answers queries as a running sink does."""
     command = [sys.executable, "-m", "tests.consumers.view.tables_process", str(directory)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         tell(process)
@@ -101,7 +101,7 @@ def tables_process(directory: Path) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def serving(log: Path, *arguments: str, **environment: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`tidemill view` with arguments, at a free port: its address and its process."""
+    """Run `tidemill view` with arguments at a free port; yield its address and its process."""
     with log.open("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "tidemill", "view", *arguments, "--port", "0"],
@@ -126,7 +126,7 @@ def serving(log: Path, *arguments: str, **environment: str) -> Iterator[tuple[st
 
 @pytest.fixture(scope="session")
 def tokenizer_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the tokenizer by which the run's texts became tokens."""
+    """A directory with the tokenizer that encoded the run's texts."""
     directory = tmp_path_factory.mktemp("model")
     TOKENIZER.save(str(directory / "tokenizer.json"))
     return directory
@@ -145,7 +145,7 @@ def view(tmp_path_factory: pytest.TempPathFactory, tokenizer_directory: Path) ->
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, tokenizer_directory: Path) -> Iterator[LiveView]:
-    """The page of a run that goes on."""
+    """The page of a run in progress."""
     directory = tmp_path_factory.mktemp("live")
     path = str(directory / "tables")
     settings = (f"sink.path={path}", f"view.model={tokenizer_directory}", "view.refresh_s=0.5")
@@ -158,7 +158,7 @@ def live(tmp_path_factory: pytest.TempPathFactory, tokenizer_directory: Path) ->
 
 
 def browser_path() -> str:
-    """Where the browser is; empty without one."""
+    """Return the path of the browser; empty if there is none."""
     named = os.environ.get(REQUIRED, "")
     given = "" if named == "required" else named
     return given or shutil.which("chromium") or shutil.which("chromium-browser") or ""
@@ -168,8 +168,8 @@ def browser_path() -> str:
 def browser() -> Iterator[Browser]:
     """A headless Chromium, driven over its debugging protocol.
 
-    For one module: Playwright keeps an event loop in the thread that starts it, and a test that calls `asyncio.run`
-    in that time fails.
+    Its scope is one module: Playwright keeps an event loop in the thread that starts it, and a test that calls
+    `asyncio.run` during that time fails.
     """
     path = browser_path()
     if not path:
@@ -188,7 +188,7 @@ def browser() -> Iterator[Browser]:
 
 @dataclass
 class Look:
-    """A browser's page, and what it did that it must not do."""
+    """A browser's page, with a record of its forbidden actions."""
 
     page: Page
     context: BrowserContext
@@ -201,7 +201,7 @@ class Look:
         return self.page
 
     def settle(self) -> None:
-        """Wait until no panel is still to be read for the first time."""
+        """Wait until every panel has been read once."""
         self.page.wait_for_load_state()
         self.page.wait_for_function(
             "() => [...document.querySelectorAll('[data-panel]')].every((panel) => !panel.querySelector('.wait')"
@@ -209,13 +209,13 @@ class Look:
         )
 
     def shoot(self, name: str) -> None:
-        """Write a screenshot of the whole page, where they are wanted."""
+        """Write a screenshot of the whole page, if screenshots are enabled."""
         if directory := os.environ.get(SCREENSHOTS):
             Path(directory).mkdir(parents=True, exist_ok=True)
             self.page.screenshot(path=Path(directory, f"{name}.png"), full_page=True)
 
     def watch(self, page: Page) -> None:
-        """Note errors on the console and requests to other hosts than the one that is looked at."""
+        """Record console errors and requests to hosts other than the server's."""
         hosts: set[str] = set()
 
         def requested(url: str) -> None:
@@ -236,7 +236,7 @@ class Look:
 
 @pytest.fixture
 def look_as(browser: Browser) -> Iterator[Callable[..., Look]]:
-    """Makes browser pages; the arguments are those of a Playwright context, such as `color_scheme="dark"`."""
+    """Open browser pages; the arguments are those of a Playwright context, such as `color_scheme="dark"`."""
     made: list[Look] = []
 
     def make(**options: Any) -> Look:
@@ -255,5 +255,5 @@ def look_as(browser: Browser) -> Iterator[Callable[..., Look]]:
 
 @pytest.fixture
 def look(look_as: Callable[..., Look]) -> Look:
-    """A page of a browser at its usual size."""
+    """A page of a browser at its default size."""
     return look_as()

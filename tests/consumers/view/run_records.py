@@ -1,6 +1,6 @@
-"""The run that the page's tests look at: records of every kind, with numbers and places that agree.
+"""The run that the page's tests show: records of every kind, with consistent numbers and positions.
 
-Six steps of the simulated loop, then one that learnt from users. One rollout of the last group is hostile.
+Six steps of the simulated loop, then one that learned from users. One rollout of the last group is hostile.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOKENIZER = byte_tokenizer()
 
 
 def segment(parts: Sequence[tuple[str, bool, int]]) -> r.Segment:
-    """A segment of texts, one token a byte: each text, whether it was sampled, and under which version."""
+    """Return a segment with one token per byte: each text, whether it was sampled, and by which version."""
     ids: list[int] = []
     mask: list[int] = []
     spans = []
@@ -51,7 +51,7 @@ def segment(parts: Sequence[tuple[str, bool, int]]) -> r.Segment:
 
 
 def conversation(question: str, call: str, output: str, answer: str, versions: tuple[int, int]) -> r.Segment:
-    """A question, a call of a tool, its output and the answer, in ChatML."""
+    """Return a question, a tool call, its output and the answer, in ChatML."""
     return segment(
         [
             (f"<|im_start|>system\nYou add numbers.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n", False, 0),
@@ -66,7 +66,7 @@ def conversation(question: str, call: str, output: str, answer: str, versions: t
 def rollout(
     group: str, index: int, version: int, reward: float | None, at: int, mode: r.Mode, answer: str = "It is 12."
 ) -> r.Rollout:
-    """A rollout that took a second; without a reward it failed."""
+    """Return a rollout that took a second; without a reward it failed."""
     failed = reward is None
     versions = (max(0, version - index % 2), version)
     call = '{"name": "calculator", "arguments": {"sum": "5 + 7"}}'
@@ -96,7 +96,7 @@ def rollout(
 
 
 def group(members: Sequence[r.Rollout], offset: int, at: int) -> r.Group:
-    """The group of rollouts that lie at `offset` and behind it."""
+    """Return the group of rollouts stored from `offset` on."""
     rewards = [one.reward for one in members if one.reward is not None]
     mean = sum(rewards) / len(rewards)
     return build(
@@ -115,13 +115,13 @@ def group(members: Sequence[r.Rollout], offset: int, at: int) -> r.Group:
 
 
 class SimulatedLoop:
-    """Makes the records of one step after the other, and remembers where they lie."""
+    """Makes the records of one step after the other, and tracks their offsets."""
 
     def __init__(self) -> None:
         self.rollouts = self.groups = 0
 
     def members(self, name: str, rewards: Sequence[float | None], version: int, mode: r.Mode) -> list[r.Record]:
-        """A task, its rollouts and their group. The hostile one is the second of the group `g5-0`."""
+        """Return a task, its rollouts and their group. The hostile rollout is the second of the group `g5-0`."""
         at = START_US + version * 10 * SECOND
         hostile = {1: HOSTILE, 2: LONG} if name == "g5-0" else {}
         played = [
@@ -135,7 +135,7 @@ class SimulatedLoop:
         return [task, *played, closed]
 
     def step(self, number: int) -> list[r.Record]:
-        """Two groups trained, one excluded as stale, one held out, the step, its version, and who served it."""
+        """Return two trained groups, a stale one, a held-out one, the step, its version and the acknowledgements."""
         before, first = number - 1, self.groups
         at = START_US + number * 10 * SECOND
         solved = [1.0 if place < 1 + number // 2 else 0.0 for place in range(4)]
@@ -156,7 +156,7 @@ class SimulatedLoop:
     def taken(
         self, number: int, inputs: list[r.StepInput], exclusions: list[r.StepExclusion], at: int
     ) -> list[r.Record]:
-        """A step on given inputs, its version and the replicas' acknowledgements."""
+        """Return a step on given inputs, its version and the replicas' acknowledgements."""
         step = build(
             r.TrainStep,
             step=number,
@@ -178,7 +178,7 @@ class SimulatedLoop:
 
 
 def version_of(number: int, at: int) -> list[r.Record]:
-    """The manifest of a version, its chunk, a skip-delta now and then, and what the replicas say of it."""
+    """Return a version's manifest and chunk, a skip-delta for some versions, and the replicas' acknowledgements."""
     anchor = r.Anchor(f"file:///store/anchors/v{number}", 4 * TENSORS) if number % 3 == 0 else None
     shards = [r.ShardPosition(0, "weights.deltas", 0, [number], 300, "d")] if number else []
     manifest = build(
@@ -236,7 +236,7 @@ def version_of(number: int, at: int) -> list[r.Record]:
 
 
 def users(loop: SimulatedLoop) -> list[r.Record]:
-    """Answers to users, what they said, how each ended, a batch, the step that learnt from it, and the gate."""
+    """Return interactions, feedback, their outcomes, a batch, the step that trained on it, and the gate's decisions."""
     served = [
         replace(
             product.interaction(f"i{n}", f"user{n}", arm="canary" if n > 3 else "stable", version=STEPS),
@@ -286,7 +286,7 @@ def users(loop: SimulatedLoop) -> list[r.Record]:
 
 
 def page_rows(loop: SimulatedLoop) -> list[Row]:
-    """The rows of the whole run; `loop` goes on after it."""
+    """Return the rows of the whole run; `loop` can continue after it."""
     records: list[r.Record] = [
         build(r.Document, document_id="d0", source="synthetic", text="5 + 7 = 12"),
         *version_of(0, START_US),

@@ -2,9 +2,9 @@
 
     python -m tests.consumers.view.tables_process DIRECTORY
 
-One process has one directory open, and other tests of the caller's process have theirs. It is asked as a running sink
-is. Each line on standard input is the number of the next step, whose rows are written; it answers `ok`, first when the
-run is written. It ends with its input.
+A process can open only one directory, and other tests of the caller's process open theirs. This process answers
+queries as a running sink does. Each line on standard input is the number of the next step, whose rows it writes; it
+replies `ok`, first when the run is written. It ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tidemill.consumers.sink.service import open_tables
 
 
 def placed(rows: list[Row], reached: dict[str, int]) -> list[Row]:
-    """The rows with the next offset of each topic; `reached` goes on with them."""
+    """Return the rows with the next offset of each topic; update `reached`."""
     found = []
     for row in rows:
         offset = reached.get(row.topic, 0)

@@ -64,19 +64,19 @@ def test_a_question_longer_than_an_address_is_posted(view: View):
         ("", "there is no question"),
     ],
 )
-def test_what_is_refused_is_a_text_that_says_why(view: View, sql: str, said: str):
+def test_a_refusal_is_a_text_with_its_reason(view: View, sql: str, said: str):
     shown = view.get("/ask/rows", params={"q": sql})
     assert shown.status_code == 200 and 'role="alert"' in shown.text and said in shown.text
     file = view.get("/ask/rows.csv", params={"q": sql})
     assert file.status_code == 400 and said in file.text
 
 
-def test_rows_past_the_bound_are_cut_and_that_is_said(view: View):
+def test_rows_past_the_bound_are_cut_and_the_cut_is_reported(view: View):
     shown = view.get("/ask/rows", params={"q": "SELECT number FROM numbers(1000000)"}).text
     assert "5,000 rows" in shown and "cut at view.result_rows" in shown
 
 
-def test_an_unknown_name_is_told(view: View):
+def test_an_unknown_name_is_reported(view: View):
     reply = view.get("/ask?name=%3Cb%3Eno")
     assert reply.status_code == 404 and "no named query &lt;b&gt;no" in reply.text
 

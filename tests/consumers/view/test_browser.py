@@ -1,4 +1,4 @@
-"""The page in a real browser: each view of a run that is over and of one that goes on, and what must not break it."""
+"""The page in a real browser: each view of a finished run and of one in progress, and failures that it must survive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidemill.consumers.view.panels import PAGES
 
 PHONE = {"viewport": {"width": 400, "height": 800}, "device_scale_factor": 1, "is_mobile": True, "has_touch": True}
 MOST_BYTES = 300_000
-"""Of a first load, as it comes over the wire."""
+"""Limit of a first load, in transferred bytes."""
 SERIOUS = {"serious", "critical"}
 VIEWS = [page.path for page in PAGES]
 
@@ -32,13 +32,13 @@ def assert_accessible(page: Page) -> None:
 
 
 def assert_fits(page: Page) -> None:
-    """The page itself does not scroll sideways; tables scroll within."""
+    """Check that the page itself does not scroll sideways; tables scroll within."""
     wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert wide <= 0, f"{wide} pixels too wide"
 
 
 def assert_whole(page: Page, name: str) -> None:
-    """A view that shows its title, and no panel that could not be read."""
+    """Check that a view shows its title, and that every panel could be read."""
     title = next(each.title for each in PAGES if each.path == name)
     expect(page.get_by_role("heading", level=1)).to_have_text(title)
     expect(page.locator(".failed:visible")).to_have_count(0)
@@ -76,8 +76,8 @@ def test_a_first_load_is_small(view: View, look: Look):
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_view_of_a_run_that_goes_on_is_read_again(live: LiveView, look: Look, name: str):
-    """Panels in sight are asked for again, and take the new rows."""
+def test_a_view_of_a_run_in_progress_is_read_again(live: LiveView, look: Look, name: str):
+    """Panels in sight are requested again and show the new rows."""
     page = look.open(f"{live.url}/{name}")
     assert_whole(page, name)
     step = live.add_step()
@@ -90,7 +90,7 @@ def test_a_view_of_a_run_that_goes_on_is_read_again(live: LiveView, look: Look, 
     assert_whole(page, name)
 
 
-def test_nobody_is_asked_while_nobody_looks(live: LiveView, look: Look):
+def test_a_hidden_page_sends_no_requests(live: LiveView, look: Look):
     page = look.open(f"{live.url}/run")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -98,7 +98,7 @@ def test_nobody_is_asked_while_nobody_looks(live: LiveView, look: Look):
     page.evaluate("Object.defineProperty(document, 'visibilityState', { get: () => 'hidden' })")
     page.wait_for_load_state("networkidle")
     asked.clear()
-    page.wait_for_timeout(1500)  # Three times `view.refresh_s`: what must not happen has no condition to wait for.
+    page.wait_for_timeout(1500)  # Three times `view.refresh_s`: the absence of requests has no condition to wait for.
     assert asked == []
 
 
@@ -136,7 +136,7 @@ def test_a_dead_engine_is_a_message_and_the_page_comes_back(
     settings = (f"sink.path={directory / 'tables'}", "view.refresh_s=0.5")
     arguments = [word for setting in settings for word in ("--set", setting)]
     with serving(directory / "view.log", *arguments) as (url, _process):
-        # So high that every panel is in sight: only those are asked for again.
+        # So high that every panel is in sight: only those are requested again.
         look = look_as(viewport={"width": 1280, "height": 8000})
         page = look.open(f"{url}/run")
         expect(page.locator(".failed").first).to_contain_text("start `tidemill sink`")

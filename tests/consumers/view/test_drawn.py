@@ -1,4 +1,4 @@
-"""Which rows of a panel are read, drawn and shown: as many as the engine, the wire and an eye can bear."""
+"""The rows of a panel that are read, drawn and shown, within the limits of the engine, the network and the reader."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rewards(steps: int, seconds: float = 0.0) -> TableRows:
 
 
 class Counted(Tables):
-    """Tables that count the questions; `position` is how far they have read."""
+    """Tables that count the queries; `position` is how far they have read."""
 
     def __init__(self, rows: TableRows) -> None:
         super().__init__(SinkSettings(), ViewSettings())
@@ -78,7 +78,7 @@ def test_a_long_table_comes_in_parts_and_a_plot_says_what_it_leaves_out():
     assert "&lt;a&gt;" in part and "<a>" not in part
 
 
-def test_who_looks_at_once_asks_once():
+def test_simultaneous_readers_share_one_query():
     tables = Counted(rewards(1))
 
     async def look() -> None:
@@ -92,7 +92,7 @@ def test_who_looks_at_once_asks_once():
 @pytest.mark.parametrize(
     ("seconds", "moved", "asked"), [(0.0, False, 1), (0.0, True, 2), (9.0, True, 1)], ids=["same", "moved", "costly"]
 )
-def test_an_answer_stands_until_the_tables_read_on_and_longer_if_it_was_costly(
+def test_an_answer_is_kept_until_new_rows_arrive_and_longer_if_it_was_costly(
     monkeypatch: pytest.MonkeyPatch, seconds: float, moved: bool, asked: int
 ):
     monkeypatch.setattr(module, "STATE_S", -1.0)
@@ -108,7 +108,7 @@ def test_an_answer_stands_until_the_tables_read_on_and_longer_if_it_was_costly(
 
 
 @pytest.mark.parametrize("seconds", [0.0, 9.0], ids=["same", "costly"])
-def test_an_answer_does_not_stand_for_ever(monkeypatch: pytest.MonkeyPatch, seconds: float):
+def test_an_answer_expires(monkeypatch: pytest.MonkeyPatch, seconds: float):
     monkeypatch.setattr(module, "LONGEST_S", -1.0)
     monkeypatch.setattr(module, "REST_S", 0.0)
     tables = Counted(rewards(1, seconds))
@@ -117,7 +117,7 @@ def test_an_answer_does_not_stand_for_ever(monkeypatch: pytest.MonkeyPatch, seco
     assert tables.asked == 2
 
 
-def test_a_slow_answer_is_not_waited_for_where_an_older_one_is_kept(monkeypatch: pytest.MonkeyPatch):
+def test_a_slow_answer_is_not_waited_for_if_an_older_one_is_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "STATE_S", -1.0)
     monkeypatch.setattr(module, "PATIENCE_S", 0.001)
     tables = Counted(rewards(1))
@@ -135,7 +135,7 @@ def test_a_slow_answer_is_not_waited_for_where_an_older_one_is_kept(monkeypatch:
     assert tables.asked == 2
 
 
-def test_a_failure_takes_the_kept_answer_away(monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_removes_the_kept_answer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "STATE_S", -1.0)
     tables = Counted(rewards(1))
 
@@ -150,7 +150,7 @@ def test_a_failure_takes_the_kept_answer_away(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("queries", "asked"), [(1, 2), (3, 3)])
-def test_all_that_is_looked_at_takes_its_share_together(monkeypatch: pytest.MonkeyPatch, queries: int, asked: int):
+def test_all_open_panels_share_one_query_budget(monkeypatch: pytest.MonkeyPatch, queries: int, asked: int):
     now = 1000.0
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     tables = Counted(replace(rewards(1), seconds=1 / module.REST))
@@ -160,7 +160,7 @@ def test_all_that_is_looked_at_takes_its_share_together(monkeypatch: pytest.Monk
         tables.position += 1
 
     asyncio.run(look())
-    now += 2.0  # Alone an answer stands for a second, and beside two others for three.
+    now += 2.0  # Alone, an answer is kept for a second; with two others, for three.
     asyncio.run(look())
     assert tables.asked == asked
 

@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def drawn(*rows: tuple[Any, ...]) -> Graph:
-    """A graph of rows (branch, kind, version, base, fingerprint)."""
+    """Return a graph of rows (branch, kind, version, base, fingerprint)."""
     kept = [["run", b, "i" if k == "version" else "", k, v, base, f, 7, base is None, "why", n]
             for n, (b, k, v, base, f) in enumerate(rows)]  # fmt: skip
     (graph,) = graphs(TableRows(COLUMNS, ("String",) * len(COLUMNS), kept, False, 0.0))
@@ -66,7 +66,7 @@ def test_a_fork_leads_from_the_version_with_the_same_weights():
     assert edges(other, "fork") == []
 
 
-def test_a_roll_back_leads_from_what_was_served():
+def test_a_roll_back_leads_from_the_served_version():
     chain = [("main", "version", n, n - 1 if n else None, f"f{n}") for n in range(4)]
     decided = [
         ("main", kind, v, None, "") for kind, v in (("promote", 1), ("promote", 3), ("roll_back", 1), ("reject", 77))
@@ -77,7 +77,7 @@ def test_a_roll_back_leads_from_what_was_served():
 
 
 @pytest.mark.parametrize(("total", "missing"), [(10, 0), (12, 2)])
-def test_parts_that_do_not_add_up_are_told(total: int, missing: int):
+def test_parts_that_do_not_add_up_are_reported(total: int, missing: int):
     rows = [["run", "train", "trained", 6, total], ["run", "train", "excluded: <b>", 4, total]]
     columns = ("run_id", "mode", "ending", "rollouts", "total")
     (flow,) = flows(panels()["accounting"], TableRows(columns, ("String",) * 5, rows, False, 0.0))

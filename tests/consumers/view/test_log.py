@@ -38,7 +38,7 @@ def test_every_topic_has_a_prefix_and_a_place(prefix: str, view: View):
     assert ask(view.sink, sql).rows == [[prefix]]
 
 
-def test_the_topics_hold_what_the_tables_hold(view: View):
+def test_the_topics_have_the_rows_of_the_tables(view: View):
     rows = {row[0]: row for row in view.query("log_topics").rows}
     (held,) = view.query("SELECT count() FROM rollouts").rows
     (ticks,) = view.query("SELECT count() FROM ticks WHERE _topic = 'tidemill.rollouts'").rows
@@ -56,11 +56,11 @@ def test_the_rates_add_up_to_the_rows_in_sixty_intervals(view: View):
     topics = view.query("log_topics")
     total = sum(row[topics.columns.index("rows")] for row in topics.rows)
     assert len({minutes for _, minutes, _ in rows}) == 60
-    # The records of the page's run all came within a minute, which is the least that is shown: a second an interval.
+    # All records of the page's run came within a minute, the shortest period shown: one second per interval.
     assert sum(rate for *_, rate in rows) == pytest.approx(total)
 
 
-def test_results_reach_as_far_as_the_records_that_they_name(view: View):
+def test_results_reach_the_offsets_of_the_records_that_they_name(view: View):
     reached = {(row[0], row[1]): row[2:4] for row in view.query("log_results").rows}
     assert reached == {
         ("group assembly", "tidemill.rollouts"): [24 * 4, 0],
@@ -116,7 +116,7 @@ def test_long_values_come_in_parts(view: View):
         ("topic='%20OR%20''='.tasks&partition=0&offset=0", 404, "no record here"),
     ],
 )
-def test_a_wrong_place_is_told(view: View, query: str, status: int, said: str):
+def test_a_wrong_position_is_reported(view: View, query: str, status: int, said: str):
     reply = view.get(f"/log/record?{query}")
     assert (reply.status_code, said in reply.text) == (status, True)
 

@@ -1,4 +1,4 @@
-"""What a panel shows is what `tidemill query` prints on the same tables."""
+"""A panel shows the same values as `tidemill query` on the same tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USED = [panels()[name] for page in PAGES for name in page.panels]
 
 
 class Cells(HTMLParser):
-    """The texts of a table's cells, by row; times as they come, in UTC."""
+    """The texts of a table's cells, by row; times unchanged, in UTC."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def cells(page: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def answer_of(view: View) -> Callable[[str], QueryResult]:
-    """What `tidemill query` prints for a name, asked once."""
+    """Return the output of `tidemill query` for a name, queried once."""
     return lru_cache(view.query)
 
 
@@ -103,5 +103,5 @@ def test_a_panel_that_has_not_changed_is_not_sent_again(view: View):
     first = view.get("/panel/accounting")
     again = view.get("/panel/accounting", headers={"If-None-Match": first.headers["ETag"]})
     assert (again.status_code, again.content) == (304, b"")
-    # How old the numbers are is told with either.
+    # Both answers report the age of the numbers.
     assert 0 <= int(first.headers["Age"]) <= int(again.headers["Age"])

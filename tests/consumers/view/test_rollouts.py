@@ -40,14 +40,14 @@ ENDINGS = ("trained", "excluded: stale", "excluded: eval", "failed", "open: in a
 
 
 def listed(view: View, **values: object) -> list[str]:
-    """Ids of the rollouts that the page lists, in order."""
+    """Return the ids of the rollouts that the page lists, in order."""
     answer = view.get("/part/rollouts", params=values)
     assert answer.status_code == 200
     return re.findall(r'<td><a href="/rollouts/[^"]*">([^<]*)</a>', answer.text)
 
 
 def every_page(view: View, **values: object) -> list[str]:
-    """Ids of all pages, one after the other."""
+    """Return the ids of all pages, one after the other."""
     ids: list[str] = []
     before = ""
     while True:
@@ -60,7 +60,7 @@ def every_page(view: View, **values: object) -> list[str]:
 
 
 def words(page: str) -> str:
-    """The text of a part of the page, without its markup."""
+    """Return the text of a part of the page, without its markup."""
     return html.unescape(re.sub(r"<[^>]*>", "", page))
 
 
@@ -104,7 +104,7 @@ def test_text_is_found_in_tokens(view: View):
 
 
 @pytest.mark.parametrize(("name", "value"), [("step", "x"), ("version", "1.5"), ("reward_min", "high")])
-def test_a_value_of_another_kind_is_told(view: View, name: str, value: str):
+def test_a_value_of_another_kind_is_reported(view: View, name: str, value: str):
     assert f"{name.replace('_', ' ')} must be a" in view.get("/part/rollouts", params={name: value}).text
 
 
@@ -123,7 +123,7 @@ def test_a_rollout_reads_as_a_conversation(view: View):
     assert "You add numbers." in words(page)
 
 
-def test_what_is_told_of_a_rollout_is_what_the_query_prints(view: View):
+def test_a_rollouts_page_shows_what_the_query_prints(view: View):
     answer = ask(view.sink, "rollout", {"rollout_id": "g2-0-1"})
     of = dict(zip(answer.columns, answer.rows[0], strict=True))
     (member,) = view.query(
@@ -157,7 +157,7 @@ def test_the_group_has_the_best_and_the_worst_first(view: View):
         ("advantage", "down", "made less probable"),
     ],
 )
-def test_tokens_are_coloured_and_the_colours_are_told(view: View, colour: str, look: str, says: str):
+def test_tokens_are_coloured_and_the_colours_are_explained(view: View, colour: str, look: str, says: str):
     plain = words(view.get("/part/conversation?rollout_id=g2-0-3").text)
     page = view.get(f"/part/conversation?rollout_id=g2-0-3&colour={colour}").text
     assert f'class="{look}"' in page
@@ -187,7 +187,7 @@ def test_a_megabyte_without_a_space_comes_in_parts(view: View):
 
 
 @pytest.mark.parametrize("path", ["/part/rollout", "/part/conversation"])
-def test_a_rollout_that_is_not_there_is_told(view: View, path: str):
+def test_a_missing_rollout_is_reported(view: View, path: str):
     page = view.get(path, params={"rollout_id": "<b>none</b>'; DROP"}).text
     assert "not played, or not read yet" in page
     assert "<b>" not in page
@@ -209,7 +209,7 @@ class OneRow(Tables):
 
 
 def conversation_of(**of: Any) -> str:
-    """The conversation of a row of `rollout_tokens`, on a page without a tokenizer."""
+    """Return the conversation of a row of `rollout_tokens`, on a page without a tokenizer."""
     names = ("lengths", "token_ids", "loss_mask", "logprobs")
     spans = [f"span_{part}" for part in ("segments", "versions", "starts", "ends")]
     row = {**{name: [] for name in (*names, *spans)}, "failure": "", "claim_uri": None, "claim_bytes": None, **of}
@@ -222,7 +222,7 @@ def test_a_rollout_whose_tokens_are_in_the_store_says_where():
     assert "1,234,567 bytes at s3://store/claims/r" in told
 
 
-def test_without_a_tokenizer_ids_are_numbers_and_the_setting_is_told():
+def test_without_a_tokenizer_ids_are_numbers_and_the_setting_is_named():
     told = conversation_of(lengths=[3], token_ids=[7, 8, 9], loss_mask=[0, 1, 1], logprobs=[0, -1, -2])
     assert "tidemill view --set view.model=DIRECTORY" in told
     assert "8 9" in told
@@ -255,7 +255,7 @@ def test_messages_begin_at_marks_and_where_the_mask_changes():
     bare = said_tokens(ids, mask, [segment.n_tokens], None)
     assert [one.role for one in bare] == ["not sampled", "assistant", "not sampled", "assistant"]
     assert said_tokens([], [], [], TEXTS) == said_tokens([], [], [0], None) == []
-    # A mark that the policy sampled begins nothing.
+    # A mark that the policy sampled begins no message.
     assert [one.role for one in said_tokens(ids, [1] * len(ids), [len(ids)], TEXTS)] == ["assistant"]
 
 
@@ -268,7 +268,7 @@ def test_texts_of_tokens_join_to_the_text_and_no_bytes_take_long():
     assert len(TEXTS.texts(broken)) == len(broken)
 
 
-def test_calls_are_told_apart_token_by_token():
+def test_calls_are_distinguished_token_by_token():
     texts = ["say ", "<tool_call>", "{}", "</tool_call>", " done"]
     blank = [""] * len(texts)
     shown = said_texts(texts, blank, blank, calls=True)

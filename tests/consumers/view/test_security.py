@@ -1,4 +1,4 @@
-"""Who may see the page, what each answer tells a browser, and what hostile addresses reach."""
+"""Access to the page, the security headers of each answer, and hostile addresses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLOSED = ["/", *(f"/{page.path}" for page in PAGES), "/panel/accounting", "/pane
 
 
 def client_of(tmp_path: Path, **settings: object) -> TestClient:
-    """The page in this process, over tables that nobody has open; redirects are not followed."""
+    """The page in this process, with tables that no process has open; redirects are not followed."""
     view = ViewSettings.model_validate(settings)
     app = application(Tables(SinkSettings(path=str(tmp_path / "none")), view), view)
     return TestClient(app, base_url="http://127.0.0.1", follow_redirects=False)
@@ -40,7 +40,7 @@ def guarded(tmp_path: Path) -> TestClient:
 
 
 def raw(view: View, request: bytes) -> bytes:
-    """What the server says to bytes that a client library would not send."""
+    """Return the server's answer to bytes that a client library would not send."""
     parts = urlsplit(view.url)
     assert parts.hostname and parts.port
     with closing(socket.create_connection((parts.hostname, parts.port), timeout=30)) as connection:
@@ -73,7 +73,7 @@ def test_an_open_address_without_a_token_is_refused(settings: dict[str, str], to
         ViewSettings.model_validate(settings)
 
 
-def test_an_open_address_with_a_token_or_a_proxy_is_taken():
+def test_an_open_address_with_a_token_or_a_proxy_is_accepted():
     assert ViewSettings.model_validate({"host": "0.0.0.0", "token": TOKEN}).token.get_secret_value() == TOKEN
     assert ViewSettings(host="0.0.0.0", behind_proxy=True).behind_proxy
 
@@ -87,7 +87,7 @@ def test_nothing_is_shown_without_the_token(guarded: TestClient, path: str):
 
 
 @pytest.mark.parametrize("path", ["/static/../run", "/static/%2e%2e/run", "/enter/../run", "//static/", "/enterprise"])
-def test_no_spelling_of_an_address_comes_past_the_token(guarded: TestClient, path: str):
+def test_no_spelling_of_an_address_bypasses_the_token(guarded: TestClient, path: str):
     assert guarded.get(path).status_code in (401, 404)
 
 
@@ -104,7 +104,7 @@ def test_the_token_is_given_as_a_header_or_once_in_the_form(guarded: TestClient)
     assert guarded.get("/run").status_code == 200
 
 
-def test_over_tls_the_cookie_is_sent_over_tls_alone(tmp_path: Path):
+def test_over_tls_the_cookie_is_sent_only_over_tls(tmp_path: Path):
     over_tls = TestClient(client_of(tmp_path, token=TOKEN).app, base_url="https://localhost", follow_redirects=False)
     assert "secure" in over_tls.post("/enter", data={"token": TOKEN}).headers["set-cookie"].lower()
 
@@ -151,7 +151,7 @@ def test_a_foreign_host_name_is_refused(tmp_path: Path, host: str, known: bool):
     assert known or "view.names" in answer.text
 
 
-def test_behind_a_proxy_any_name_is_taken(tmp_path: Path):
+def test_behind_a_proxy_any_name_is_accepted(tmp_path: Path):
     client = client_of(tmp_path, host="0.0.0.0", behind_proxy=True)
     assert client.get("/run", headers={"host": "runs.company.example"}).status_code == 200
 
@@ -186,7 +186,7 @@ def test_refusals_have_the_security_headers_too(guarded: TestClient, tmp_path: P
     assert all({name: answer.headers.get(name) for name in HEADERS} == HEADERS for answer in answers)
 
 
-def test_the_policy_lets_no_inline_code_and_no_other_host_in():
+def test_the_policy_allows_no_inline_code_and_no_other_host():
     policy = dict(part.strip().split(" ", 1) for part in HEADERS["Content-Security-Policy"].split(";"))
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
     assert not re.search(r"unsafe|\*|http", HEADERS["Content-Security-Policy"])
@@ -233,7 +233,7 @@ def test_no_address_reaches_another_file(view: View, target: bytes):
         b"run[]=1&__proto__=1",
     ],
 )
-def test_hostile_parameters_are_values_and_no_markup(view: View, query: bytes):
+def test_hostile_parameters_are_values_and_not_markup(view: View, query: bytes):
     for path in (b"/run", b"/panel/accounting", b"/panel/held_out_by_version.json", b"/rollouts", b"/ask"):
         answer = get(view, path + b"?" + query)
         assert status(answer) in (200, 400, 404, 502), answer[:500]
@@ -241,7 +241,7 @@ def test_hostile_parameters_are_values_and_no_markup(view: View, query: bytes):
     assert view.query("SELECT count() > 0 FROM rollouts").rows == [[1]]
 
 
-def test_bad_hosts_and_broken_requests_are_refused_and_the_page_lives_on(view: View):
+def test_bad_hosts_and_broken_requests_are_refused_and_the_server_continues(view: View):
     for host in (b"[", b"evil.example", b"127.0.0.1/static/?", b"\xff", b"a b"):
         assert status(get(view, b"/panel/accounting", host)) in (400, 421)
     assert status(raw(view, b"GET /run HTTP/1.1\r\nConnection: close\r\n\r\n")) in (400, 421)
@@ -252,7 +252,7 @@ def test_bad_hosts_and_broken_requests_are_refused_and_the_page_lives_on(view: V
     assert view.get("/run").status_code == 200
 
 
-def test_a_body_that_nobody_asked_for_is_not_kept(view: View):
+def test_an_unexpected_body_is_not_kept(view: View):
     answer = httpx.post(view.url + "/panel/accounting", content=b"x" * 2**21, timeout=60)
     assert answer.status_code == 405
     assert view.get("/run").status_code == 200

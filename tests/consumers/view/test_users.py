@@ -26,12 +26,12 @@ STAGES = {"served", "feedback", "outcome", "batch", "step", "version", "replica"
 
 @cache
 def rows_of_the_run() -> list[Row]:
-    """What stands behind the page."""
+    """Return the rows of the page's run."""
     return page_rows(SimulatedLoop())
 
 
 def traced(interaction: str) -> dict[str, Any]:
-    """What `tidemill trace` says of an interaction of the page's run."""
+    """Return the output of `tidemill trace` for an interaction of the page's run."""
     history, trace = VersionHistory("run"), InteractionTrace(interaction)
     reached: Counter[str] = Counter()
     for row in rows_of_the_run():
