@@ -26,7 +26,7 @@ def test_connections_send_small_parts_at_once():
     asyncio.run(scenario())
 
 
-def test_an_address_that_cannot_be_had_is_named_with_its_setting():
+def test_an_address_that_cannot_be_bound_is_named_with_its_setting():
     with (
         closing(bind("127.0.0.1", 0, "router.port", backlog=1)) as taken,
         pytest.raises(PortTaken, match=r"set router\.port"),

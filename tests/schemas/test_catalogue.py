@@ -1,4 +1,4 @@
-"""The catalogue declares what the design needs of it."""
+"""The catalogue declares every topic as the design requires."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_topic_is_declared_once():
 def test_keys_are_fields_of_the_records(topic: Topic):
     spec = CATALOGUE[topic]
     for cls in spec.values:
-        # Ticks and copies of users' requests are control records, under keys of their own.
+        # Ticks and copies of users' requests are control records, under separate keys.
         assert cls in (Tick, UserRequest) or spec.key in {field.name for field in dataclasses.fields(cls)}
 
 

@@ -1,4 +1,4 @@
-"""Records survive the round trip in both framings, and nothing but DecodeError comes of bad bytes."""
+"""Records survive the round trip in both framings, and bad bytes raise only DecodeError."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def codec_of(url: str | None) -> Codec:
 
 
 def body_of(record: Record) -> bytes:
-    """As fastavro writes it."""
+    """Return the record's body as fastavro writes it."""
     buffer = io.BytesIO()
     fastavro.schemaless_writer(buffer, plain_schema(type(record)), msgspec.to_builtins(record, builtin_types=(bytes,)))
     return buffer.getvalue()
@@ -199,5 +199,5 @@ def test_what_is_no_record_of_the_log_is_refused(other: Any):
 
 
 def test_times_stay_integers():
-    assert fastavro.parse_schema(current_schema(Task))  # the logical type is one that Avro knows
+    assert fastavro.parse_schema(current_schema(Task))  # the logical type is one that Avro defines
     assert Codec().decode(Codec().encode(Tick("w", 1_700_000_000_000_000))) == Tick("w", 1_700_000_000_000_000)

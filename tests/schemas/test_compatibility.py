@@ -1,4 +1,4 @@
-"""A schema may change, but never so that what was written before can no longer be read."""
+"""A schema may change only if older records can still be read."""
 
 from __future__ import annotations
 

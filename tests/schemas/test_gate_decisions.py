@@ -1,4 +1,4 @@
-"""One fold tells the meaning of gate decisions, and every reader of them agrees with it."""
+"""One fold defines the meaning of gate decisions, and every reader agrees with it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_is_served_is_what_the_newest_decisions_say(log):
 
 
 @given(DECISIONS)
-def test_a_trial_goes_on_until_a_decision_ends_it(log):
+def test_a_trial_continues_until_a_decision_ends_it(log):
     tried: GateDecision | None = None
     for made in log:
         held = folded(log[: made.at - 1]).hold is not None
@@ -147,7 +147,7 @@ def test_a_decision_read_twice_at_once_changes_nothing(log, times):
         assert getattr(once, name) == getattr(again, name), name
 
 
-def test_a_gates_move_after_a_persons_hold_moves_nobody():
+def test_a_gates_decision_after_a_persons_hold_has_no_effect():
     hold, late = decision(V.HOLD, 0), decision(V.PROMOTE, 3, gate=True)
     branch = folded([decision(V.PROMOTE, 0), hold, late])
     assert (branch.limit, branch.named, branch.overrun) == (hold, [0], late)
@@ -165,7 +165,7 @@ def test_a_gates_move_after_a_persons_hold_moves_nobody():
         (V.ROLL_BACK, 3, 3, True), (V.ROLL_BACK, 3, 4, False), (V.HOLD, 3, 3, True), (V.HOLD, 3, 2, False),
     ],
 )  # fmt: skip
-def test_who_has_followed_a_decision(verdict, version, served, done):
+def test_replicas_that_follow_a_decision(verdict, version, served, done):
     assert followed(decision(verdict, version), served, NEWEST) is done
 
 

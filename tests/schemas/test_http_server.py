@@ -1,4 +1,4 @@
-"""Clients that send nothing, little or slowly: what they get, and what the others notice."""
+"""Clients that send nothing, little or slowly: their answers, and the effect on other clients."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Application:
 
 @dataclass
 class Served:
-    """A server that runs, and connections to it that end with it."""
+    """A running server, and connections to it that are closed with it."""
 
     application: Application
     address: tuple[str, int]
@@ -78,7 +78,7 @@ class Served:
         return connection
 
     def get(self, source: str = "127.0.0.1") -> int:
-        """The status of a request over a connection of its own."""
+        """Return the status of a request over a separate connection."""
         # Without `verify=False` each transport reads the certificates of the machine first.
         transport = httpx.HTTPTransport(verify=False, local_address=source)
         with httpx.Client(transport=transport, timeout=DEADLINE_S) as client:
@@ -107,7 +107,7 @@ def serving(settings: HttpSettings) -> Iterator[Served]:
 
 
 def read_to_end(connection: socket.socket) -> bytes:
-    """What the server sends until it closes; TimeoutError when it does not."""
+    """Return the bytes that the server sends until it closes. Raises TimeoutError if it does not close."""
     found = bytearray()
     try:
         while chunk := connection.recv(65_536):
@@ -118,7 +118,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 
 def read_answer(connection: socket.socket) -> bytes:
-    """One chunked answer."""
+    """Read one chunked answer."""
     found = b""
     while not found.endswith(b"0\r\n\r\n"):
         chunk = connection.recv(65_536)
@@ -128,7 +128,7 @@ def read_answer(connection: socket.socket) -> bytes:
 
 
 def send_slowly(connection: socket.socket, pieces: Iterable[bytes]) -> bytes:
-    """Send one piece after the other until the server answers or closes; what it says to the end."""
+    """Send one piece after the other until the server answers or closes. Returns its complete answer."""
     deadline, left = time.monotonic() + DEADLINE_S, iter(pieces)
     while not wait([connection], SHORT_S / 10):
         assert time.monotonic() < deadline
@@ -202,7 +202,7 @@ def test_an_answer_that_lasts_longer_than_every_deadline_is_not_cut():
         connection = served.connect(GET.replace(b"/", b"/stream", 1))
         found = b""
         for number in range(1, 4):
-            # Nothing is to come in this time: the client looks whether it was cut.
+            # The client expects no bytes in this time; it checks that it was not cut off.
             assert b"0\r\n\r\n" not in found
             while b"\r\n\r\n" not in found:
                 found += connection.recv(65_536)
@@ -217,8 +217,8 @@ def test_an_answer_that_lasts_longer_than_every_deadline_is_not_cut():
         assert status_of(read_answer(connection)) == 200
 
 
-def test_who_takes_nothing_of_his_answer_is_cut_off_and_who_takes_it_slowly_is_not():
-    # Not a short time: a busy machine may hold this client up between two pieces.
+def test_a_client_that_reads_nothing_is_cut_off_and_a_slow_reader_is_not():
+    # The time is not short: a busy machine may delay this client between two pieces.
     with serving(SHORT.model_copy(update={"unread_timeout_s": 2 * SHORT_S})) as served:
         slow = served.connect(GET.replace(b"/", b"/large", 1))
         stuck = served.connect(GET.replace(b"/", b"/large", 1))
@@ -245,7 +245,7 @@ def test_a_header_without_end_is_refused():
 
 
 @pytest.mark.parametrize("source", ["127.0.0.1", NEIGHBOUR])
-def test_many_that_say_nothing_leave_a_good_client_answered(source: str):
+def test_many_silent_clients_leave_a_good_client_answered(source: str):
     patient = HttpSettings(
         max_connections=200, max_client_connections=100, header_timeout_s=DEADLINE_S, body_timeout_s=DEADLINE_S
     )
@@ -296,7 +296,7 @@ def seated(room: ConnectionTable, address: str = "10.0.0.1", waits: bool = True)
     return seat
 
 
-def test_the_longest_wait_of_the_same_client_gives_way_first():
+def test_the_longest_wait_of_the_same_client_is_closed_first():
     room = ConnectionTable(HttpSettings(max_connections=10, max_client_connections=2))
     neighbour, first, second = seated(room, "10.0.0.9"), seated(room), seated(room)
     room.wait(first)
@@ -307,7 +307,7 @@ def test_the_longest_wait_of_the_same_client_gives_way_first():
     assert room.fits(fourth) and first.gave_way and not neighbour.gave_way
 
 
-def test_nobody_gives_way_who_has_a_request_or_is_still_being_served():
+def test_a_connection_with_a_request_is_never_closed_for_another():
     room = ConnectionTable(HttpSettings(max_connections=2))
     asking, taking = seated(room, waits=False), seated(room)
     taking.client_is_late = False

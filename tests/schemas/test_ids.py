@@ -1,4 +1,4 @@
-"""Ids that follow from other ids."""
+"""Ids derived from other ids."""
 
 from __future__ import annotations
 

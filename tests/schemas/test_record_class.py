@@ -1,4 +1,4 @@
-"""A record class is a dataclass to those who use it."""
+"""A record class behaves as a dataclass."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_default_is_made_for_each():
     assert second.parts == []
 
 
-def test_only_a_frozen_one_stands_still():
+def test_only_a_frozen_one_refuses_changes():
     with pytest.raises(AttributeError):
         FrozenPart("a").name = "b"  # type: ignore[misc]
     whole = OpenWhole()

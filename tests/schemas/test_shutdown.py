@@ -1,4 +1,4 @@
-"""Signals set an event, or wait until whoever they interrupt can heed them."""
+"""Signals set an event, or wait until the interrupted block ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidemill.schemas.shutdown import STOPS, signals_deferred, stop_on_signals
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """The handlers of before, whatever a test does to them."""
+    """Restore the previous handlers after the test."""
     before = {number: signal.getsignal(number) for number in STOPS}
     yield
     for number, handler in before.items():

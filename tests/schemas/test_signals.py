@@ -1,4 +1,4 @@
-"""The table of legal values: every kind has a row, and what lies outside is said to."""
+"""The table of legal values: every kind has a row, and other values are reported."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_no_more_is_read_than_the_record_names(folder):
     assert sum(map(len, read)) <= stored.n_bytes
 
 
-def test_a_missing_object_is_said_to_be_missing(folder):
+def test_a_missing_object_is_reported_as_missing(folder):
     stored = put_object(f"{folder}/one", [b"payload"])
     with pytest.raises(StoredObjectError, match="gone"):
         read_object(replace(stored, uri=stored.uri + "-not"))
@@ -128,7 +128,7 @@ def test_changed_claimed_bytes_are_refused(tmp_path: Path, damage: bytes):
     ("uri", "said"),
     [("{}/two", "gone"), ("{}", "gone"), ("memory://claims/two", "gone"), ("nowhere://one", "cannot be reached")],
 )
-def test_claimed_bytes_that_are_not_there_are_said_to_be_missing(tmp_path: Path, uri: str, said: str):
+def test_missing_claimed_bytes_are_reported_as_missing(tmp_path: Path, uri: str, said: str):
     claim = store_claim(str(tmp_path), "one", b"payload")
     with pytest.raises(ClaimError, match=said):
         load_claim(replace(claim, uri=uri.format(tmp_path)))

@@ -1,4 +1,4 @@
-"""The helpers of the stream tests are modules beside them; tests of workers run with each runner."""
+"""The helpers of the stream tests are modules in this folder; tests of workers run with each runner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="module", params=list(RunnerName))
 def runner(request: pytest.FixtureRequest) -> Iterator[RunnerName]:
-    """The runner of the workers that `stream_process` starts meanwhile."""
+    """The runner of the workers that `stream_process` starts during the test."""
     import stream_support
 
     before, stream_support.runner = stream_support.runner, request.param

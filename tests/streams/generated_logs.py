@@ -1,4 +1,4 @@
-"""Logs with everything that may go wrong, for any machine: of rollouts, and of interactions and feedback."""
+"""Generated logs with every kind of irregularity, for any machine: rollouts, interactions and feedback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidemill.schemas.records import SignalKind, Tick, UserWish
 
 @st.composite
 def timed_logs(draw):
-    """Rollouts with deadlines, duplicates, ticks and junk, at uneven event times."""
+    """Draw rollouts with deadlines, duplicates, ticks and junk, at irregular event times."""
     records, at_ms = [], 1_000
     for offset in range(draw(st.integers(1, 24))):
         at_ms += draw(st.integers(-200, 1_000))
@@ -33,7 +33,7 @@ USERS = ("u", "v")
 
 @st.composite
 def two_logs(draw) -> TwoLogs:
-    """Interactions and feedback of two users with everything that may go wrong, in a bit more than a minute."""
+    """Draw interactions and feedback of two users with every kind of irregularity, over a little more than a minute."""
     logs = TwoLogs()
     at_s = 100.0
     votes: list = []
@@ -43,7 +43,7 @@ def two_logs(draw) -> TwoLogs:
         kind = draw(
             st.sampled_from(["serve", "serve", "vote", "vote", "vote", "again", "wish", "tick", "erase", "junk"])
         )
-        # A record is written some time after what it tells of.
+        # A record is written some time after the event that it describes.
         seen = round((at_s - draw(st.sampled_from([0.0, 0.4, 2.0, 12.0, 35.0]))) * SECOND_US)
         if kind == "serve":
             logs.write(
@@ -88,4 +88,4 @@ def two_logs(draw) -> TwoLogs:
 
 
 TURNS = st.lists(st.integers(0, 1), max_size=12)
-"""How a reader takes turns between two topics."""
+"""The order in which a reader alternates between two topics."""

@@ -37,7 +37,7 @@ JOIN: dict[str, Any] = {
 
 
 class JoinLog:
-    """Writes interactions, feedback and the rest where the product would."""
+    """Writes interactions, feedback, user requests, tombstones and junk to the partitions that the product uses."""
 
     def __init__(self, kafka: KafkaSettings) -> None:
         self.partitions = kafka.partitions or 1
@@ -55,7 +55,7 @@ class JoinLog:
         self.producer.send(Topic.FEEDBACK, record, key=key, partition=partition, timestamp_ms=to_ms(at_us))
 
     def demand(self, user_id: str, wish: UserWish, at_us: int) -> None:
-        """Write a user's demand into every partition."""
+        """Write a user request into every partition."""
         request = UserRequest(f"{user_id}/{wish.value}", user_id, wish, "test", at_us)
         for partition in range(self.partitions):
             key = user_request_key(user_id, partition)
@@ -63,19 +63,18 @@ class JoinLog:
             self.producer.send(Topic.INTERACTIONS, request, key=key, partition=partition, timestamp_ms=at_ms)
 
     def bury(self, topic: Topic, key: str, at_us: int) -> None:
-        """Write a tombstone."""
         partition = partition_of(key.split("/")[0], self.partitions)
         full, at_ms = self.names.of(topic), to_ms(at_us)
         self.producer.send_bytes(full, None, key=key.encode(), partition=partition, timestamp_ms=at_ms)
 
     def junk(self, topic: Topic, at_us: int) -> None:
-        """Write bytes that are no record."""
+        """Write bytes that are not a record."""
         self.producer.send_bytes(self.names.of(topic), b"junk", key=b"junk", partition=0, timestamp_ms=to_ms(at_us))
 
 
 def write_traffic(kafka: KafkaSettings, count: int, seed: int) -> list[str]:
-    """Ids of `count` interactions: with duplicates, records out of order, late, corrected and withdrawn votes, votes of
-    strangers, erased records, demands of users, and junk, all in event time long past."""
+    """Write `count` interactions and return their ids. All event times are hours ago. The log has duplicates, records
+    out of order, late, corrected and withdrawn votes, votes of other users, erasures, user requests, and junk."""
     chance, log = random.Random(seed), JoinLog(kafka)
     begun = now_us() - 3 * 3600 * SECOND_US
     events: list[tuple[int, Any]] = []
@@ -101,7 +100,7 @@ def write_traffic(kafka: KafkaSettings, count: int, seed: int) -> list[str]:
     events += [(begun + 1800 * SECOND_US * k, (f"u-{k}", wish)) for k, wish in enumerate(UserWish, 1)]
     events += [(begun + 60 * SECOND_US * k, topic) for k in range(1, 4) for topic in INPUTS]
     for at_us, event in sorted(events, key=lambda item: item[0]):
-        # A record may be in the log before one with an earlier time.
+        # A record may precede one with an earlier time in the log.
         stamped = at_us - chance.randrange(SECOND_US)
         match event:
             case Interaction():
@@ -122,7 +121,7 @@ def write_traffic(kafka: KafkaSettings, count: int, seed: int) -> list[str]:
 
 
 def _reactions(chance: random.Random, made: Interaction) -> Iterable[Feedback]:
-    """None to four signals; some too late, some replaced, some withdrawn, some of another user or of no interaction."""
+    """Yield 0 to 5 signals; some too late, replaced, withdrawn, of another user, or of an unknown interaction."""
     name = made.interaction_id
     if chance.random() < 0.3:
         return
@@ -147,7 +146,7 @@ def _thumb(made: Interaction, event: str, observed_at: int, value: float | None 
 
 
 def join_oracle(kafka: KafkaSettings, settings: JoinSettings) -> list[Output]:
-    """What the pure machine makes of the topics as they are, given topic after topic, and a tick long after."""
+    """Return the pure machine's outputs for the topics' present content, read one after the other, and a late tick."""
     with LogReader(kafka, list(INPUTS)) as reader:
         read = list(reader.read_to_end())
     outputs: list[Output] = []
@@ -161,7 +160,7 @@ def join_oracle(kafka: KafkaSettings, settings: JoinSettings) -> list[Output]:
 
 
 def batch_oracle(kafka: KafkaSettings, settings: BatchSettings) -> tuple[list[Output], bool]:
-    """What the pure machine makes of `outcomes` as they are, and whether a batch still waits for its time."""
+    """Return the pure machine's outputs for the present `outcomes`, and whether a batch still has a deadline."""
     machine = OnlineBatcher(RUN_ID, "main", settings)
     with LogReader(kafka, [Topic.OUTCOMES]) as reader:
         outputs = [output for located in reader.read_to_end() for output in machine.observe(located)]
@@ -174,5 +173,5 @@ def _tick(topic: Topic, partition: int, offset: int) -> ConsumedRecord:
 
 
 def emitted(outputs: Iterable[Output]) -> set[bytes]:
-    """The bytes of every record in some outputs."""
+    """Return the encoded records of the outputs."""
     return {CODEC.encode(output.record) for output in outputs if isinstance(output, OutputRecord)}

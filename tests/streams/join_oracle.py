@@ -1,6 +1,6 @@
-"""The join computed in another way: each interaction by itself, from the whole of both logs at once.
+"""The join computed in another way: each interaction separately, from both complete logs at once.
 
-Knows neither bots nor forgetting: for logs that are shorter than the memory of the join, of users who are none.
+It does not model bots or forgetting: use it for logs without bots that are shorter than the memory of the join.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def in_order(logs: TwoLogs) -> list[Placed]:
 
 
 def endings(logs: TwoLogs, settings: JoinSettings) -> dict[str, list[Ending]]:
-    """Every outcome of every interaction of the run."""
+    """Return all outcomes of each interaction of the run."""
     placed = in_order(logs)
     first: dict[str, Placed] = {}
     for p in placed:
@@ -57,7 +57,7 @@ def _endings_of(served: Interaction, arrival: Placed, placed: list[Placed], sett
     votes: list[tuple[int, Feedback]] = []
     found: list[Ending] = []
     for at, event, place in _timeline(served, arrival, placed, settings):
-        # All that waited for the interaction is heard at once, as it arrives.
+        # Early feedback is applied at the moment when the interaction arrives.
         if not found and not _before(place, arrival) and _due(votes, full, settings, arrival.at) <= at:
             due = _due(votes, full, settings, arrival.at)
             found.append(_first_ending(served, votes, [p for p in requests if _before(p, place)], due))
@@ -80,7 +80,7 @@ def _before(p: Placed, q: Placed) -> bool:
 def _timeline(
     served: Interaction, arrival: Placed, placed: list[Placed], settings: JoinSettings
 ) -> Iterable[tuple[int, object, Placed]]:
-    """What happens to an interaction after it arrived, in order: votes that count, "erase", and None for the rest."""
+    """Yield the events of an interaction after its arrival, in order: votes that count, "erase", or None for others."""
     for p in placed:
         match p.record:
             case Feedback() as vote if vote.interaction_id == served.interaction_id and _counts(vote, served):
@@ -99,7 +99,7 @@ def _timeline(
 
 
 def _was_erased(vote: Placed, arrival: Placed, placed: list[Placed]) -> bool:
-    """Whether its user demanded it, or its interaction was erased, while it waited."""
+    """Whether an early vote was erased, by its user's request or a tombstone, before the interaction arrived."""
     return any(
         (_demands(p, vote.record) or (p.record == "tombstone" and p.key == vote.record.interaction_id.encode()))
         and _before(vote, p)
@@ -147,7 +147,7 @@ def _reward(votes: list[Feedback]) -> float | None:
 
 
 def _due(votes: list[tuple[int, Feedback]], full: int, settings: JoinSettings, arrived: int) -> int:
-    """When an interaction ends by what it has heard."""
+    """Return the time at which an interaction ends, given its votes so far."""
     holding = _holding([vote for _, vote in votes])
     thumbs = [at for at, vote in votes if vote in holding and vote.kind is SignalKind.THUMB]
     last = max([arrived, *(at for at, _ in votes)])

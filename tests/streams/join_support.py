@@ -28,7 +28,7 @@ RULES = {
 
 
 def settings_of(**changes: Any) -> JoinSettings:
-    """A join of seconds: horizons of 10 and 20 s, 5 s of grace, a thumb ends after 1 s."""
+    """Return settings in seconds: horizons of 10 and 20 s, 5 s of grace, and an end 1 s after a thumb."""
     fields: dict[str, Any] = {
         "map": RewardMap(name="test", rules=RULES),
         "grace_s": 5,
@@ -52,22 +52,22 @@ THUMB = build(Feedback, kind=SignalKind.THUMB, value=1.0, observed_at=101 * SECO
 
 
 def interaction(name: str, **changes: Any) -> Interaction:
-    """An answer to user `u` of 7 tokens of version 3, served at 100 s."""
+    """Return an answer to user `u` with 7 tokens of version 3, served at 100 s."""
     return replace(SERVED, interaction_id=name, **changes)
 
 
 def feedback(name: str, event: str, **changes: Any) -> Feedback:
-    """A thumb up of user `u` about an interaction, observed at 101 s."""
+    """Return a thumb up of user `u` about an interaction, observed at 101 s."""
     return replace(THUMB, interaction_id=name, event_id=event, **changes)
 
 
 def request(wish: UserWish, at_s: float, user_id: str = "u", request_id: str = "") -> UserRequest:
-    """A demand of a user."""
+    """Return a user request."""
     return UserRequest(request_id or f"{user_id}-{wish}-{at_s:g}", user_id, wish, "him", round(at_s * SECOND_US))
 
 
 def located(topic: Topic, record: Record | None, offset: int, at_s: float, **changes: Any) -> ConsumedRecord:
-    """A record in partition 0 of a topic, with its own bytes. No record: one that cannot be read."""
+    """Return a record in partition 0 of a topic, with its encoded bytes; without a record, an unreadable value."""
     fields: dict[str, Any] = {
         "topic": topic,
         "partition": 0,
@@ -106,22 +106,21 @@ class TwoLogs:
         return self
 
     def erase(self, at_s: float, topic: Topic, key: str) -> TwoLogs:
-        """Append a tombstone."""
         return self.write(at_s, None, topic, key=key.encode(), value=None, error="no value")
 
     def tick(self, at_s: float) -> TwoLogs:
-        """Both clocks move on."""
+        """Append a tick to both topics."""
         for topic in INPUTS:
             self.write(at_s, Tick("test", round(at_s * SECOND_US)), topic)
         return self
 
 
 def join_of(settings: JoinSettings, state: MachineState | None = None) -> FeedbackJoin:
-    """A join of partition 0."""
+    """Return a join of partition 0."""
     return FeedbackJoin(0, RUN_ID, settings, state)
 
 
 def played(logs: TwoLogs, **changes: Any) -> tuple[FeedbackJoin, list[Output]]:
-    """An undisturbed join that has read one topic after the other, and what it put out."""
+    """Run a join without kills over one topic after the other. Returns the join and its outputs."""
     join = join_of(settings_of(**changes))
     return join, [output for records in logs.inputs.values() for record in records for output in join.observe(record)]

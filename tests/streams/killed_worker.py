@@ -1,8 +1,8 @@
-"""A transactional worker that is killed at one point of its n-th transaction, or is told that it failed there.
+"""A transactional worker that is killed at one point of its n-th transaction, or gets an error there.
 
     python killed_worker.py SETTINGS.json CALL WHEN NUMBER FATE
 
-CALL is a method of the producer, WHEN `before` or `after` it, NUMBER which call of it, FATE `kill` or `fail`.
+CALL is a method of the producer, WHEN is `before` or `after`, NUMBER counts the calls from 1, FATE is `kill` or `fail`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tidemill.streams.runner.worker import group_assembly
 
 
 class Doomed:
-    """A producer whose n-th call of one method is the last thing that its process does."""
+    """A producer whose n-th call of one method kills the process or raises an error."""
 
     def __init__(self, real: Any, call: str, when: str, number: int, fate: str) -> None:
         self._real, self._call, self._when, self._left, self._fate = real, call, when, number, fate
@@ -53,7 +53,7 @@ class Doomed:
 
 
 def main() -> None:
-    """Work until the point."""
+    """Run the worker until the given point."""
     sections = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     stream, settings = StreamSettings(**sections["stream"]), RunSettings(**sections["run"])
     runner = TransactionalRunner(KafkaSettings(**sections["kafka"]), settings, stream, group_assembly(settings, stream))

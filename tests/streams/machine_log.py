@@ -1,7 +1,7 @@
-"""A log in memory and a worker on it: any interleaving of a machine's inputs, and a kill between any two writes.
+"""A log in memory and its worker: any interleaving of a machine's inputs, and a kill between any two writes.
 
-The worker keeps the promises of `tidemill.streams.machine` in one of two ways: what it writes for a batch can be cut
-off anywhere (outputs, then the steps of a redo log), or is there whole or not at all.
+The worker keeps the guarantees of `tidemill.streams.machine` in one of two ways: the writes of a batch can end at any
+point (outputs first, then the steps of a redo log), or they are atomic.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ Make = Callable[[MachineState], Machine]
 
 
 class Killed(Exception):
-    """The process died here."""
+    """The simulated process was killed."""
 
 
 @dataclass
 class MachineLog:
-    """The inputs of one partition, what was written for them, and the state topic."""
+    """The inputs of one partition, the outputs written for them, and the state topic."""
 
     inputs: Mapping[Topic, Sequence[ConsumedRecord]]
     outputs: list[Output] = field(default_factory=list)
     state: dict[str, bytes] = field(default_factory=dict)
     writes_left: int | None = None
-    """Writes until the next kill; None: no kill."""
+    """Number of writes until the next kill; None: no kill."""
     atomic: bool = False
-    """Whether the writes of a batch are there whole or not at all."""
+    """Whether the writes of a batch become visible together."""
     _open: list[Callable[[], object]] = field(default_factory=list)
 
     def spend(self) -> None:
-        """One write. Raises Killed."""
+        """Count one write. Raises Killed."""
         if self.writes_left is not None:
             if self.writes_left == 0:
                 raise Killed
             self.writes_left -= 1
 
     def write_output(self, output: Output) -> None:
-        """A record or a dead letter."""
+        """Write a record or a dead letter."""
         self.spend()
         self._open.append(lambda: self.outputs.append(output))
         self._end(not self.atomic)
 
     def write_state(self, key: str, value: bytes | None) -> None:
-        """One record of the compacted state topic."""
+        """Write one record of the compacted state topic."""
         self.spend()
         self._open.append(lambda: self.state.pop(key, None) if value is None else self.state.update({key: value}))
         self._end(not self.atomic)
 
     def begin(self) -> None:
-        """A fresh worker: what was not committed is gone."""
+        """Start a new worker: discard uncommitted writes."""
         self._open.clear()
 
     def commit(self) -> None:
-        """The end of a batch, a write of its own where it is atomic. Raises Killed."""
+        """End a batch; this counts as a write if the log is atomic. Raises Killed."""
         if self.atomic:
             self.spend()
         self._end(True)
@@ -74,7 +74,7 @@ class MachineLog:
 
 
 def interleaved(machine: Machine, log: MachineLog, turns: Sequence[int]) -> Iterable[ConsumedRecord]:
-    """What is left to decide, the topics taking turns as told, over and over."""
+    """Yield the unprocessed records, from the topics in the cyclic order of `turns`."""
     left = {t: [r for r in records if r.offset >= machine.next_offset(t)] for t, records in log.inputs.items()}
     for turn in cycle([*turns, *range(len(left))]):
         if not any(left.values()):
@@ -85,7 +85,7 @@ def interleaved(machine: Machine, log: MachineLog, turns: Sequence[int]) -> Iter
 
 
 def work(log: MachineLog, make: Make, turns: Sequence[int] = (), batch: int = 3) -> Machine:
-    """Work from where the state says to the end of the log. Raises Killed."""
+    """Process the log from the position in the state to its end. Raises Killed."""
     log.begin()
     assert {partition_of_state(*item) for item in log.state.items()} <= {0}
     journal = Journal(0, log.state.items())
@@ -106,7 +106,7 @@ def work(log: MachineLog, make: Make, turns: Sequence[int] = (), batch: int = 3)
 def work_through_kills(
     log: MachineLog, make: Make, kills: Sequence[tuple[int, Sequence[int]]], batch: int, last: Sequence[int] = ()
 ) -> Machine:
-    """Work to the end, killed after each of so many writes, the topics taking other turns each time and at last."""
+    """Process the log to its end through kills after these numbers of writes, each run with its own turns."""
     for writes, turns in kills:
         log.writes_left = writes
         try:
@@ -126,7 +126,7 @@ def check_kills(
     atomic: bool,
     last: Sequence[int] = (),
 ) -> None:
-    """Assert that a worker killed anywhere, with other batches and turns, repeats outputs and changes nothing."""
+    """Assert that kills, batch sizes and turns do not change outputs or state; outputs may only be repeated."""
     undisturbed, disturbed = MachineLog(inputs), MachineLog(inputs, atomic=atomic)
     whole = work(undisturbed, make, batch=1)
     machine = work_through_kills(disturbed, make, kills, batch, last)
@@ -140,7 +140,7 @@ def check_kills(
 
 
 def said(outputs: Iterable[Output]) -> list[tuple[str, object]]:
-    """Outputs without what was only repeated, in their order."""
+    """Return the distinct outputs in their order."""
     return list(dict.fromkeys(map(_content, outputs)))
 
 
@@ -153,5 +153,5 @@ def _content(output: Output) -> tuple[str, object]:
 
 
 def records_of(outputs: Iterable[Output]) -> list[Record]:
-    """The records that were emitted."""
+    """Return the emitted records."""
     return [output.record for output in outputs if isinstance(output, OutputRecord)]

@@ -1,7 +1,7 @@
-"""The control of the crash test: the group assembly that one writes first, over a Faust table. It corrupts groups.
+"""The control of the crash test: a simple group assembly over a Faust table. It corrupts groups.
 
-It appends to a list, sends the group when the list is full without waiting for the acknowledgement, and removes the
-list. After a kill Faust recovers the table, which is ahead of the committed offsets, and appends records again.
+It appends to a list. When the list is full, it sends the group without waiting for the acknowledgement and deletes the
+list. After a kill, Faust recovers the table, which is ahead of the committed offsets, and appends records again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tidemill.streams.runner.worker import group_assembly
 
 
 def naive_app(kafka: KafkaSettings, stream: StreamSettings) -> Any:
-    """Same Faust, same settings, same topics; only the state and the order of writing are naive."""
+    """Use the same Faust, settings and topics; only the state and the order of writes differ."""
     partitions = checked_partitions(kafka, group_assembly(RunSettings(), stream))
     codec, names = Codec(), Names(kafka.topic_prefix)
     settings = faust_settings(kafka, stream, partitions, checked_credentials(kafka))
@@ -52,7 +52,7 @@ def naive_app(kafka: KafkaSettings, stream: StreamSettings) -> Any:
 
 
 async def main() -> None:
-    """Work until killed."""
+    """Run until killed."""
     sections = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     stream = StreamSettings(**sections["stream"])
     Path(stream.data_dir).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Rollouts for the stream tests, workers as processes, and what they wrote."""
+"""Rollouts for the stream tests, workers as processes, and readers of their output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tidemill.streams.config import ProcessorName, RunnerName
 
 RUN_ID = "run"
 runner = RunnerName.FAUST
-"""Of the workers that are started without one; the fixture of its name sets it."""
+"""The runner of workers started without an explicit one; the fixture `runner` sets it."""
 CODEC = Codec()
 FAR_AWAY_US = 4_000_000_000_000_000
 
@@ -50,7 +50,7 @@ def rollout(
     deadline_at: int = FAR_AWAY_US,
     **changes: Any,
 ) -> Rollout:
-    """A rollout without tokens: group assembly looks at none. A reward of None is a failed one."""
+    """Return a rollout without tokens, since group assembly reads none. A reward of None makes a failed rollout."""
     failed = reward is None
     made = replace(
         PLAYED, rollout_id=f"{group_id}/{index:03d}", group_id=group_id, task_id=f"task-{group_id}", index=index,
@@ -61,7 +61,7 @@ def rollout(
 
 
 def located(record: Record | None, offset: int, *, at_ms: int = 1_000, **changes: Any) -> ConsumedRecord:
-    """A record of the rollouts topic at a place in partition 0."""
+    """Return a record of the rollouts topic at an offset in partition 0."""
     key = record.group_id.encode() if isinstance(record, Rollout) else None
     fields: dict[str, Any] = {
         "topic": Topic.ROLLOUTS,
@@ -78,30 +78,30 @@ def located(record: Record | None, offset: int, *, at_ms: int = 1_000, **changes
 
 @dataclass
 class StreamProcess:
-    """A stream worker as a process of its own."""
+    """A stream worker in a separate process."""
 
     command: list[str]
     log: Path
     process: subprocess.Popen[bytes] | None = field(default=None)
 
     def start(self) -> None:
-        """Start it; its output goes to `log`."""
+        """Start the worker; its output is written to `log`."""
         with self.log.open("ab") as out:
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, env=environment)
 
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is running."""
         return self.process is not None and self.process.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         assert self.process is not None
         self.process.kill()
         self.process.wait(60)
 
     def stop(self, timeout_s: float = 30.0) -> int:
-        """SIGTERM; the exit status."""
+        """Send SIGTERM and return the exit status."""
         assert self.process is not None
         if self.running():
             self.process.send_signal(signal.SIGTERM)
@@ -122,7 +122,7 @@ def stream_process(
     rules: Mapping[str, Any] | None = None,
     **stream: Any,
 ) -> Iterator[StreamProcess]:
-    """A worker on `kafka`, started, and killed at the end if it still runs; `rules` are its further sections."""
+    """Run a worker on `kafka`, and kill it at the end if it is still running; `rules` are its other sections."""
     directory.mkdir(parents=True, exist_ok=True)
     settings = directory / "settings.json"
     sections = {"kafka": kafka.model_dump(), "run": {"run_id": RUN_ID}, "stream": stream, **(rules or {})}
@@ -144,12 +144,12 @@ def stream_process(
 
 
 def fresh_topics(bootstrap: str, prefix: str, partitions: int = 2) -> KafkaSettings:
-    """All topics under a prefix of their own."""
+    """Create all topics under a separate prefix."""
     kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=prefix, partitions=partitions)
     create_topics(kafka)
 
     def led() -> bool:
-        # A partition is in the metadata before its leader takes requests.
+        # A partition appears in the metadata before its leader accepts requests.
         try:
             LogReader(kafka, Topic).close()
         except KafkaException:
@@ -166,7 +166,7 @@ def read_records(
     deadline_s: float,
     worker: StreamProcess | None = None,
 ) -> list[ConsumedRecord]:
-    """Records of a topic until `wanted` of all those read holds."""
+    """Read records of a topic until `wanted` is true for all records read so far."""
     found: list[ConsumedRecord] = []
 
     def enough() -> bool:
@@ -182,8 +182,8 @@ def read_records(
 def kill_through(
     reader: LogReader, worker: StreamProcess, kill_at: Sequence[int], last: int = 0
 ) -> list[ConsumedRecord]:
-    """Kill and restart the worker at each count of distinct values in a topic; all that was read until there were
-    `last`."""
+    """Kill and restart the worker at each count of distinct values in a topic. Returns all records read until
+    there are `last` distinct values."""
     found: list[ConsumedRecord] = []
     values: set[bytes | None] = set()
 
@@ -203,7 +203,7 @@ def kill_through(
 
 
 def dead_letters(kafka: KafkaSettings, topic: Topic, count: int) -> list[tuple[bytes | None, dict[str, bytes]]]:
-    """Value and headers of the dead letters of a topic, once there are some of `count` records."""
+    """Return value and headers of the dead letters of a topic, when `count` different records have some."""
     full = Names(kafka.topic_prefix).dead_letter(topic)
     consumer = Consumer(consumer_settings(kafka, "test", "test"))
     partitions = consumer.list_topics(full, 20).topics[full].partitions
@@ -222,7 +222,7 @@ def dead_letters(kafka: KafkaSettings, topic: Topic, count: int) -> list[tuple[b
 
 
 def commit_in_transaction(kafka: KafkaSettings, topic: Topic, key: str, record: Record, partition: int) -> None:
-    """Write a record in a transaction. Its end marker takes an offset, which no reader gets: a hole in the log."""
+    """Write a record in a transaction. The end marker uses an offset that no reader receives: a hole in the log."""
     full = Names(kafka.topic_prefix).of(topic)
     mine = {"transactional.id": f"{kafka.topic_prefix}test", "transaction.timeout.ms": 600_000}
     producer = Producer(producer_settings(kafka, "test") | mine)
@@ -236,12 +236,12 @@ def commit_in_transaction(kafka: KafkaSettings, topic: Topic, key: str, record: 
     producer.begin_transaction()
     producer.produce(full, CODEC.encode(record), key.encode(), partition=partition)
     producer.commit_transaction(60)
-    # The coordinator writes the marker after it has answered.
+    # The coordinator writes the marker after its answer.
     until(lambda: end() >= before + 2, "the end marker of a transaction", 240)
     consumer.close()
 
 
 def group_of(found: ConsumedRecord) -> Group:
-    """The group that a record holds."""
+    """Return the group that a record contains."""
     assert isinstance(found.record, Group), found.error
     return found.record

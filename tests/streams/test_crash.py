@@ -1,6 +1,6 @@
-"""SIGKILL of the group assembly worker, mid-stream and more than once: no group corrupt, none lost, none changed.
+"""SIGKILL of the group assembly worker, several times during its work: no group is corrupted, lost or changed.
 
-The control is a naive worker under the same kills, which must fail: else the test would prove nothing.
+The control is a naive worker under the same kills. It must fail; otherwise the test would prove nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tidemill.streams.config import RunnerName
 GROUPS = 1000
 GROUP_SIZE = 8
 KILL_AT = (100, 400, 700)
-"""A kill once so many distinct groups were read from the log."""
+"""Kill the worker when this many distinct groups were read from the log."""
 STREAM = {
     "max_batch": 20,
     "transaction_records": 20,
@@ -32,11 +32,11 @@ STREAM = {
     "stall_timeout_s": 0,
     "commit_interval_s": 1.0,
 }
-"""Small batches, so that many lie between two kills; a static member, so that a restart does not wait for the dead."""
+"""Small batches, for many batches between two kills; a static member, so a restart does not wait for the old one."""
 
 
 def interleaved(seed: int, duplicates: float) -> Iterator[Rollout]:
-    """Every rollout of every group, neighbours mixed, and a share of them a second time a little later."""
+    """Yield all rollouts of all groups, neighbours mixed, and a share of them a second time shortly after."""
     chance = random.Random(seed)
     order = [(g + chance.uniform(0, 40), g, i) for g in range(GROUPS) for i in range(GROUP_SIZE)]
     order += [(at + chance.uniform(0, 80), g, i) for at, g, i in order if chance.random() < duplicates]

@@ -1,4 +1,4 @@
-"""Holes in the log against records that were dropped between a fetch and the stream."""
+"""Holes in the log, in contrast to records that were dropped between a fetch and the stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def holes(*fetches: list[int]) -> OffsetGaps:
     return noted
 
 
-def test_a_hole_is_what_the_fetcher_steps_over():
+def test_a_hole_is_an_offset_that_the_fetcher_skips():
     noted = holes([3, 4, 9], [12])
     assert noted.take(HERE, 5, 9)
     assert noted.take(HERE, 10, 12)
@@ -37,7 +37,7 @@ def test_a_seek_is_no_hole():
     assert not noted.take(HERE, 4, 9)
 
 
-def test_what_the_log_deleted_is_told_from_a_hole():
+def test_deleted_records_are_distinguished_from_a_hole():
     noted = OffsetGaps({HERE.topic})
     noted.expect(HERE, 3)
     assert noted.note(HERE, [3, 6, 9]) == [4, 7]
@@ -52,7 +52,7 @@ def test_what_the_log_deleted_is_told_from_a_hole():
     assert noted.first_kept(plain, 5) is None
 
 
-def test_topics_without_compaction_have_none():
+def test_topics_without_compaction_have_no_holes():
     other = TP("plain", 0)
     noted = holes()
     noted.note(other, [1, 5])

@@ -50,13 +50,13 @@ def joined(logs: TwoLogs, **changes) -> list[Output]:
 
 
 def one(logs: TwoLogs, **changes) -> Outcome:
-    """The only outcome, long after everything."""
+    """Return the only outcome, after ticks at `LATER_S`."""
     (outcome,) = outcomes(joined(logs.tick(LATER_S), **changes))
     return outcome
 
 
 def served(name: str = "a", **changes) -> TwoLogs:
-    """An interaction whose record comes at 100.5 s."""
+    """Return logs with one interaction whose record is written at 100.5 s."""
     return TwoLogs().write(100.5, interaction(name, **changes))
 
 
@@ -195,7 +195,7 @@ def test_how_one_interaction_ends(name):
 @pytest.mark.parametrize(
     ("changes", "closed_s"), [({"close_on": []}, 125), ({"map": RewardMap(rules=WEIGHTLESS)}, 108)], ids=str
 )
-def test_the_longest_horizon_with_weight_is_waited_for_where_no_kind_decides(changes, closed_s):
+def test_without_a_deciding_kind_it_waits_for_the_longest_horizon_with_weight(changes, closed_s):
     logs = served().write(102, feedback("a", "e")) if closed_s == 125 else served()
     assert one(logs, **changes).closed_at == closed_s * SECOND_US
 
@@ -215,7 +215,7 @@ OPT_OUT, OPT_IN = UserWish.OPT_OUT, UserWish.OPT_IN
         ([(OPT_OUT, 100.001)], 100.7, ""),
         ([(OPT_OUT, 98), (OPT_IN, 99)], 100.7, ""),
         ([(OPT_IN, 98), (OPT_OUT, 99)], 100.7, "opted_out"),
-        # Said in the other order: the time of a wish counts, not which was read last.
+        # Read in the opposite order: the time of a wish decides, not the order of reading.
         ([(OPT_OUT, 99), (OPT_IN, 98)], 100.7, "opted_out"),
         ([(OPT_OUT, 99)], 103, ""),
     ],
@@ -237,7 +237,7 @@ def test_both_clocks_must_pass():
     assert len(outcomes(joined(logs))) == 1
 
 
-def test_what_is_awaited_is_told():
+def test_the_next_deadline_is_reported():
     join = join_of(settings_of())
     assert join.next_deadline_us() is None
     logs = served()
@@ -249,14 +249,14 @@ def test_what_is_awaited_is_told():
     assert [entry.open for entry in join._store.entries() if isinstance(entry, join_state.InteractionState)] == [True]
     assert join.next_offset(Topic.INTERACTIONS) == 1
     join.observe(located(Topic.FEEDBACK, feedback("a", "e"), 1, 102))
-    # The next interaction may have the same time, and would come first.
+    # The next interaction may have the same time, and is processed before the feedback.
     assert join.next_deadline_us() == 102_001_000
     assert (join.clock_us(Topic.INTERACTIONS), join.clock_us(Topic.FEEDBACK)) == (100_500_000, 102_000_000)
     join.observe(located(Topic.INTERACTIONS, Tick("t", 0), 1, 102.001))
     assert join.next_deadline_us() == 103_000_000
 
 
-def test_feedback_of_an_unknown_interaction_is_given_up_after_a_bound():
+def test_feedback_of_an_unknown_interaction_is_rejected_after_a_bound():
     logs = TwoLogs().write(95, feedback("a", "e")).write(96, feedback("a", "f")).write(103, interaction("a"))
     outputs = joined(logs.tick(LATER_S))
     (rejected,) = [o for o in outputs if isinstance(o, Rejected)]
@@ -279,7 +279,7 @@ def test_a_horizon_has_two_ends(observed_s, used):
     assert outcome.observed == ({"thumb": 1.0} if used else {})
 
 
-def test_what_comes_after_the_end_is_a_revision_where_it_changes_the_reward():
+def test_a_signal_after_the_end_is_a_revision_if_it_changes_the_reward():
     logs = served().write(102, feedback("a", "e")).tick(104)
     logs.write(105, feedback("a", "m", kind=SignalKind.EDIT_MADE))
     logs.write(106, feedback("a", "r", kind=SignalKind.RETRY, observed_at=105 * SECOND_US))
@@ -308,14 +308,14 @@ def test_a_late_signal_after_silence_is_a_revision():
     assert (second.reward, second.exclusion, second.revision, second.previous_reward) == (1.0, "", 1, None)
 
 
-def test_only_who_was_served_is_heard():
+def test_only_feedback_of_the_served_user_counts():
     logs = served().write(102, feedback("a", "e", user_id="thief")).tick(LATER_S)
     outputs = joined(logs)
     assert reasons(outputs) == ["user 'thief' was not served interaction 'a'"]
     assert [o.exclusion for o in records_of(outputs)] == ["no_signal"]
 
 
-def test_a_thief_that_came_early_is_not_heard_either():
+def test_early_feedback_of_another_user_does_not_count_either():
     logs = TwoLogs().write(99, feedback("a", "e", user_id="thief")).write(100.5, interaction("a"))
     outputs = joined(logs.write(101, feedback("a", "e")).tick(LATER_S))
     assert len(reasons(outputs)) == 1
@@ -346,7 +346,7 @@ def test_what_an_interaction_itself_excludes(changes, reason):
     assert outcomes(joined(logs.write(LATER_S + 1, feedback("a", "f")).tick(LATER_S + 2))) == [outcome]
 
 
-def test_a_demand_counts_once():
+def test_an_opt_out_is_stored_once():
     logs = TwoLogs().write(1, request(UserWish.OPT_OUT, 1)).write(2, request(UserWish.OPT_OUT, 1)).tick(3)
     join, _ = played(logs)
     (wishes,) = join._store.entries()
@@ -362,7 +362,7 @@ def test_an_opt_in_is_forgotten_after_a_while():
     assert join.take_changes().entries["wishes/0/u"] is None
 
 
-def test_erasing_ends_what_is_open_and_seals_what_is_over():
+def test_erasing_ends_open_interactions_and_closes_ended_ones_to_revisions():
     logs = served("a").write(100.6, interaction("b")).write(100.6, interaction("c", user_id="other"))
     logs.write(101, feedback("a", "e")).tick(103)
     logs.write(103, request(UserWish.ERASE, 102)).write(104, feedback("a", "f", value=-1.0, corrects="e"))
@@ -378,7 +378,7 @@ def test_erasing_ends_what_is_open_and_seals_what_is_over():
     ]
 
 
-def test_erasing_takes_early_feedback_along():
+def test_erasing_also_removes_early_feedback():
     logs = TwoLogs().write(99, feedback("a", "e", observed_at=98 * SECOND_US))
     logs.write(99, feedback("a", "o", user_id="other")).tick(100).write(100, request(UserWish.ERASE, 100)).tick(101)
     outputs = joined(logs.tick(LATER_S))
@@ -387,7 +387,7 @@ def test_erasing_takes_early_feedback_along():
     assert one(since.write(100.5, interaction("a"))).reward == 1.0
 
 
-def test_erasing_after_early_feedback_was_given_up():
+def test_erasing_after_early_feedback_was_rejected():
     logs = TwoLogs().write(90, feedback("a", "e")).write(91, feedback("b", "o", user_id="other")).tick(110)
     logs.write(110, request(UserWish.ERASE, 110)).write(110, request(UserWish.ERASE, 110, "other")).tick(111)
     join, outputs = played(logs)
@@ -395,7 +395,7 @@ def test_erasing_after_early_feedback_was_given_up():
     assert not join._store._of_user
 
 
-def test_erasing_is_of_what_was_served_by_then():
+def test_erasing_removes_what_was_served_before_it():
     logs = served().write(101, interaction("b", served_at=101 * SECOND_US)).write(102, request(UserWish.ERASE, 100))
     logs.write(103, interaction("c")).write(103, interaction("d", served_at=100 * SECOND_US + 1))
     found = outcomes(joined(logs.tick(LATER_S)))
@@ -407,7 +407,7 @@ def test_erasing_is_of_what_was_served_by_then():
     }
 
 
-def test_nothing_is_kept_of_what_was_erased():
+def test_nothing_is_kept_of_an_erased_interaction():
     logs = served().write(102, feedback("a", "e")).tick(104).erase(105, Topic.INTERACTIONS, "a")
     logs.write(106, feedback("a", "f", value=-1.0, corrects="e", observed_at=105 * SECOND_US)).tick(200)
     join, outputs = played(logs)
@@ -417,7 +417,7 @@ def test_nothing_is_kept_of_what_was_erased():
     assert dict(join.counts) == {"after_exclusion": 1}
 
 
-def test_who_does_too_much_is_a_bot():
+def test_a_user_with_too_many_events_is_a_bot():
     logs = TwoLogs()
     for n in range(3):
         logs.write(100 + n, interaction(f"a{n}", served_at=(100 + n) * SECOND_US))
@@ -435,14 +435,14 @@ def test_who_does_too_much_is_a_bot():
     assert excluded(3) == {"a0", "a1", "a2", "later"}
 
 
-def test_other_runs_are_passed_over_with_their_feedback():
+def test_other_runs_and_their_feedback_are_ignored():
     logs = served(run_id="other").write(102, feedback("a", "e")).write(103, feedback("a", "f", user_id="x"))
     assert joined(logs.tick(LATER_S)) == []
     early = TwoLogs().write(99, feedback("a", "e")).write(100.5, interaction("a", run_id="other"))
     assert joined(early.tick(LATER_S)) == []
 
 
-def test_the_ended_are_forgotten_after_their_time():
+def test_ended_interactions_are_forgotten_after_their_time():
     logs = served().write(102, feedback("a", "e")).tick(104)
     join, _ = played(logs)
     join.take_changes()
@@ -499,7 +499,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_records_are_rejected_and_the_streams_go_on(name):
+def test_broken_records_are_rejected_and_the_streams_continue(name):
     topic, record, changes = BROKEN[name]
     logs = served("ok").write(101, record, topic, **changes).write(102, feedback("ok", "e"))
     outputs = joined(logs.tick(LATER_S))
@@ -531,7 +531,7 @@ def test_the_default_settings_are_usable():
 
 
 def ended(logs: TwoLogs) -> TwoLogs:
-    """With ticks long after everything, within the memory of the join."""
+    """Append ticks after all deadlines, while the join still remembers ended interactions."""
     last = max((r.timestamp_ms for records in logs.inputs.values() for r in records), default=0)
     return logs.tick(last / 1000 + 200)
 

@@ -44,7 +44,7 @@ def groups_of(outputs: list[Output]) -> list[Group]:
     return groups
 
 
-def test_closes_when_every_member_came():
+def test_closes_when_every_member_is_there():
     records = [located(rollout("g", i, reward=float(i)), offset) for offset, i in enumerate((2, 0, 3, 1))]
     assert groups_of(observe_all(records[:3])) == []
     (group,) = groups_of(observe_all(records))
@@ -64,7 +64,7 @@ def test_closes_when_every_member_came():
     ],
     ids=["a failure is no reward", "failures have no mean", "too few completed"],
 )
-def test_failed_members_count_and_are_no_rewards(rewards, least, mean, advantages):
+def test_failed_members_count_without_a_reward(rewards, least, mean, advantages):
     records = [located(rollout("g", i, reward=r), i) for i, r in enumerate(rewards)]
     (group,) = groups_of(observe_all(records, min_completed=least))
     assert group.mean_reward == mean
@@ -100,7 +100,7 @@ def test_clock_never_goes_back():
     assert assembler.clock_us(Topic.ROLLOUTS) == 9_000_000
 
 
-def test_late_rollout_is_told_once_and_alone():
+def test_late_rollout_is_a_group_of_one_and_written_once():
     records = [located(rollout("g", 0, deadline_at=5_000_000), 0, at_ms=4_000)]
     records.append(located(rollout("g", 1, deadline_at=5_000_000), 1, at_ms=7_000))
     records.append(located(rollout("g", 1, deadline_at=5_000_000), 2, at_ms=7_001))
@@ -129,7 +129,7 @@ def test_other_runs_are_left_alone():
     assert observe_all([located(rollout("g", 0, group_size=1, run_id="other"), 0)]) == []
 
 
-def test_shuffled_rewards_are_the_same_rewards_and_the_same_each_time():
+def test_shuffled_rewards_are_the_same_values_in_a_deterministic_order():
     rewards = [0.0, 1.0, 2.0, None, 4.0, 5.0, 6.0, 7.0]
     records = [located(rollout("g", i, group_size=8, reward=r), i) for i, r in enumerate(rewards)]
     (group,) = groups_of(observe_all(records, shuffle_rewards=True))
@@ -160,7 +160,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_records_are_rejected_and_the_stream_goes_on(name):
+def test_broken_records_are_rejected_and_the_stream_continues(name):
     assembler = assembly()
     (rejected,) = assembler.observe(BROKEN[name])
     assert isinstance(rejected, Rejected)
@@ -181,7 +181,7 @@ def test_rollouts_that_disagree_with_their_group_are_rejected(second):
 
 
 def oracle(records: list[ConsumedRecord]) -> dict[str, set[str]]:
-    """Members by group, from what was ever written, whatever the order."""
+    """Return the members of each group from all records, independent of their order."""
     members: dict[str, set[str]] = defaultdict(set)
     for record in records:
         if isinstance(record.record, Rollout):
@@ -191,7 +191,7 @@ def oracle(records: list[ConsumedRecord]) -> dict[str, set[str]]:
 
 @st.composite
 def shuffled_logs(draw):
-    """Up to four whole groups of up to four, with duplicates, in any order."""
+    """Draw up to four complete groups of up to four rollouts, with duplicates, in any order."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     rewards = st.one_of(st.none(), st.floats(-10, 10))
     unique = [
@@ -219,7 +219,7 @@ def test_output_bytes_do_not_depend_on_arrival_order(one, other):
     members = [located(rollout("g", i, reward=i / 3), i, at_ms=1_000 + i) for i in range(4)]
 
     def assembled(order):
-        # The offset guard is the log's order; here the same located records come in another one.
+        # Resets the guard against old offsets, so that the same records can arrive in any order.
         assembler = assembly()
         outputs = []
         for i in order:
@@ -238,8 +238,8 @@ def test_a_worker_killed_anywhere_repeats_groups_but_changes_none(records, kills
 
 
 @given(timed_logs(), st.integers(0, 24), st.integers(0, 24))
-def test_a_state_of_before_one_format_goes_on(records, head_at, entries_at):
-    """Bare values under the groups' keys, by a worker that may have been killed between them and their head."""
+def test_a_state_in_the_old_format_continues(records, head_at, entries_at):
+    """The old format: bare values under the groups' keys. The worker may have been killed before it wrote the head."""
     head_at, entries_at = sorted((head_at % (len(records) + 1), entries_at % (len(records) + 1)))
     assembler = assembly()
     written: dict[str, bytes] = {}
@@ -247,7 +247,7 @@ def test_a_state_of_before_one_format_goes_on(records, head_at, entries_at):
     for done, record in enumerate(records[:entries_at], 1):
         before += assembler.observe(record)
         changes = assembler.take_changes()
-        # Deletions were written after the head.
+        # The old format wrote deletions after the head.
         written |= {key: body for key, body in changes.entries.items() if body is not None}
         if done <= head_at:
             written["\x00head/0"] = b"h" + changes.head

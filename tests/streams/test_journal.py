@@ -1,4 +1,4 @@
-"""The redo log of the state topic: whatever is cut off, a restart meets the entries of the newest head."""
+"""The redo log of the state topic: after a crash at any write, a restart finds the entries of the newest head."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def apply(topic: dict[str, bytes], written: list[tuple[str, bytes | None]]) -> N
 
 
 @given(BATCHES, st.lists(st.integers(0, 12), max_size=8))
-def test_restarts_after_restarts_lose_and_revive_nothing(batches, cuts):
-    """Each batch may be cut off anywhere; then it is done again, by a journal made of what was written."""
+def test_repeated_restarts_lose_and_restore_nothing(batches, cuts):
+    """The writes of a batch may end at any point; a new journal over the written records then repeats the batch."""
     topic: dict[str, bytes] = {}
     entries: dict[str, bytes] = {}
     left = list(cuts)
@@ -60,8 +60,8 @@ def test_restarts_after_restarts_lose_and_revive_nothing(batches, cuts):
 
 
 @given(BATCHES, st.integers(0, 60), st.booleans())
-def test_a_restart_meets_the_entries_of_its_head(batches, cut, backwards):
-    """Cut anywhere, the writes of a step in either order; then one more batch by who restarted."""
+def test_a_restart_finds_the_entries_of_its_head(batches, cut, backwards):
+    """The writes end at any point, those of a step in either order; then the restarted journal writes one batch."""
     journal, topic, left = Journal(3), {}, cut
     by_head: dict[bytes | None, dict[str, bytes]] = {None: {}}
     entries: dict[str, bytes] = {}
@@ -88,7 +88,7 @@ def test_a_restart_meets_the_entries_of_its_head(batches, cut, backwards):
     assert {key: value[5:] for key, value in plain.items()} == expected
 
 
-def test_a_deletion_that_two_crashes_left_unwritten_still_holds():
+def test_a_deletion_left_unwritten_by_two_crashes_still_holds():
     topic: dict[str, bytes] = {}
     journal = Journal(0)
     for batch, head in (({"a": b"1"}, b"1"), ({}, b"2")):
@@ -103,7 +103,7 @@ def test_a_deletion_that_two_crashes_left_unwritten_still_holds():
     assert "a" not in topic
 
 
-def test_a_large_batch_is_written_in_records_of_legal_size_and_its_parts_go_away():
+def test_a_large_batch_is_written_in_records_of_legal_size_and_its_parts_are_deleted():
     journal, topic = Journal(0), {}
     apply(topic, writes(take(journal, {f"k{n}": b"x" * 1_000 for n in range(2_000)}, b"1")))
     parts = [value for key, value in topic.items() if "part" in key]
@@ -150,7 +150,7 @@ def test_values_name_their_partition():
         st.tuples(st.booleans(), st.dictionaries(st.sampled_from("abcd"), st.one_of(st.none(), st.binary(max_size=3))))
     )
 )
-def test_a_state_that_was_written_in_one_way_is_written_on_in_the_other(batches):
+def test_a_state_written_in_one_way_continues_in_the_other(batches):
     topic: dict[str, bytes] = {}
     entries: dict[str, bytes] = {}
     for number, (whole, batch) in enumerate(batches):

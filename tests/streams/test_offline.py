@@ -1,4 +1,4 @@
-"""A stream processor offline: what its workers wrote, in any order of reading, and what other rules would give."""
+"""A stream processor offline: the outputs of its workers, in any order of reading, and the outputs of other rules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assembly(**settings) -> Processor:
 
 
 def offline(processor: Processor, records: Sequence[ConsumedRecord], *changes: Change) -> list[DecidedOutput]:
-    """A run over all of some records, which may come in any order of their partitions."""
+    """Run over all records, with the partitions in any order."""
     places = {(record.topic, record.partition) for record in records}
     partitions = {partition for _, partition in places} or {0}
     spans = {
@@ -57,7 +57,7 @@ def groups_of(decided: Sequence[DecidedOutput]) -> list[Group]:
 
 
 @given(timed_logs(), st.lists(st.integers(0, 40), max_size=5), st.integers(1, 7))
-def test_assembly_offline_is_what_a_worker_wrote_however_often_it_was_killed(records, kills, batch):
+def test_assembly_offline_gives_the_outputs_of_a_worker_with_any_kills(records, kills, batch):
     log = MachineLog({Topic.ROLLOUTS: records})
     work_through_kills(log, lambda state: assembly().machine(0, state), [(writes, ()) for writes in kills], batch)
     decided = offline(assembly(), records)
@@ -66,7 +66,7 @@ def test_assembly_offline_is_what_a_worker_wrote_however_often_it_was_killed(rec
 
 
 def merged(logs: TwoLogs, turns: Sequence[int]) -> list[ConsumedRecord]:
-    """The records of both topics, each in its order, the topics taking turns as told."""
+    """Return the records of both topics, each topic in its order, alternating by `turns`."""
     left = [list(records) for records in logs.inputs.values()]
     found = []
     for turn in [*turns, *(0, 1) * sum(map(len, left))]:
@@ -77,7 +77,7 @@ def merged(logs: TwoLogs, turns: Sequence[int]) -> list[ConsumedRecord]:
 
 @settings(max_examples=60)
 @given(two_logs(), TURNS, st.lists(st.tuples(st.integers(0, 40), TURNS), max_size=4), st.integers(1, 7))
-def test_the_join_offline_is_what_a_worker_wrote_in_any_order_of_reading(logs, turns, kills, batch):
+def test_the_join_offline_gives_the_outputs_of_a_worker_in_any_order_of_reading(logs, turns, kills, batch):
     rules = settings_of()
     processor = feedback_join(RUN, rules)
     log = MachineLog(logs.inputs)
@@ -100,27 +100,27 @@ def test_the_order_does_not_depend_on_how_the_topics_were_read(logs, turns):
         assert [record for record in one if record.topic is topic] == list(records)
 
 
-def test_each_partition_has_a_machine_of_its_own():
+def test_each_partition_has_its_own_machine():
     records = [located(rollout("g", i // 2, group_size=2), i // 2, partition=i % 2, at_ms=1_000 + i) for i in range(4)]
     found = offline(assembly(), records)
     assert [(d.output.partition, d.cause.partition, d.cause.offset) for d in found] == [(0, 0, 1), (1, 1, 1)]
     assert [d.at_ms for d in found] == [1_002, 1_003]
 
 
-def test_what_lies_outside_of_the_span_is_passed_over():
+def test_records_outside_the_span_are_ignored():
     records = [located(rollout("g", i, group_size=2), i) for i in range(4)]
     run = OfflineRun(assembly(), {(Topic.ROLLOUTS, 0): range(0, 1)})
     assert [d for record in records for d in run.take(record)] + run.finish() == []
 
 
-def test_what_falls_due_after_the_end_of_the_log_is_not_decided():
+def test_deadlines_after_the_end_of_the_log_decide_nothing():
     waiting = [located(rollout("g", 0, deadline_at=5_000_000), 0, at_ms=4_000)]
     assert offline(assembly(), waiting) == []
     tick = located(Tick("s", 0), 1, at_ms=5_000)
     assert [g.closed_at for g in groups_of(offline(assembly(), [*waiting, tick]))] == [5_000_000]
 
 
-def test_another_deadline_changes_who_is_in_the_group():
+def test_another_deadline_changes_the_members_of_the_group():
     records = [
         located(rollout("g", i, group_size=2, deadline_at=5_000_000), i, at_ms=4_000 + 2_000 * i) for i in (0, 1)
     ]
@@ -149,7 +149,7 @@ def test_another_formula_gives_other_advantages():
     what_if.check()
 
 
-def test_a_formula_is_for_the_version_that_it_names_and_for_what_has_a_reward():
+def test_a_formula_applies_to_its_version_and_to_rollouts_with_a_reward():
     records = [scored(0, 1.0, 1.0, version="old"), scored(1, 1.0, 1.0, version="new")]
     what_if = ReweightRewards({"answer": 3.0}, "old")
     (group,) = groups_of(offline(assembly(), records, what_if))
@@ -167,14 +167,14 @@ def test_a_formula_is_for_the_version_that_it_names_and_for_what_has_a_reward():
         (ReweightRewards({"answer": 1.0}, "9"), r"no rollout has a reward of version '9'; there is \['1'\]"),
     ],
 )
-def test_a_formula_of_what_is_not_there_is_told(what_if, told):
+def test_a_formula_without_a_matching_reward_is_an_error(what_if, told):
     offline(assembly(), [scored(0, 1.0, 0.0)], what_if)
     with pytest.raises(ValueError, match=told):
         what_if.check()
 
 
 def test_the_same_weights_give_the_recorded_reward_bit_for_bit():
-    """The sum runs as the scorer's did; a sum in another order would differ in its last bit."""
+    """The sum has the order of the scorer's sum; another order would give a different last bit."""
     chance = random.Random(5)
     for _ in range(200):
         values = [chance.uniform(-1, 1) for _ in range(2)]
@@ -182,7 +182,7 @@ def test_the_same_weights_give_the_recorded_reward_bit_for_bit():
         assert ReweightRewards({"answer": 1.0})(record).record == record.record
 
 
-def test_rules_of_the_settings_are_what_decides():
+def test_the_rules_of_the_settings_decide():
     records = [located(rollout("g", i, reward=r, group_size=2), i) for i, r in enumerate((1.0, None))]
     for least, mean in ((1, 1.0), (2, None)):
         assert [g.mean_reward for g in groups_of(offline(assembly(min_completed=least), records))] == [mean]

@@ -1,4 +1,4 @@
-"""The state machine of online batches: one version a batch, exact accounts, corrections, erasure, and any kill."""
+"""The state machine of online batches: one version per batch, exact counts, corrections, erasure, and any kill."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tidemill.streams.state import MachineState
 
 
 def settings_of(**changes: Any) -> BatchSettings:
-    """Batches of 40 tokens or 10 s, of two members at least; half of it may be one user's."""
+    """Settings for batches of 40 tokens or 10 s with at least two members; half of them may be one user's."""
     fields: dict[str, Any] = {
         "max_tokens": 40,
         "max_wait_s": 10,
@@ -57,7 +57,7 @@ REWARDED = build(
 
 
 def outcome(name: str, **changes: Any) -> Outcome:
-    """A reward of 1 for 10 tokens of version 3, served at 100 s, to a user of its own."""
+    """Return an outcome of reward 1 for 10 tokens of version 3, served at 100 s, with a separate user."""
     return replace(REWARDED, **{"interaction_id": name, "user_id": f"user of {name}", **changes})
 
 
@@ -75,7 +75,7 @@ def revised(name: str, revision: int, previous: float | None, reward: float | No
 
 
 class Log:
-    """The outcomes' one partition."""
+    """The only partition of `outcomes`."""
 
     def __init__(self, *records: Record) -> None:
         self.records: list[ConsumedRecord] = []
@@ -158,7 +158,7 @@ def test_members_are_bounded():
     assert (len(batch.members), batch.closed_by) == (3, BatchClose.TOKENS)
 
 
-def test_the_next_deadline_is_told():
+def test_the_next_deadline_is_reported():
     batcher = batcher_of(settings_of())
     assert batcher.next_deadline_us() is None
     batcher.observe(located(Topic.OUTCOMES, outcome("a"), 0, 102))
@@ -236,12 +236,12 @@ def test_mixed_versions_are_in_no_batch():
     assert (names(one(log)), one(log).dropped) == (["a", "b"], {"mixed_versions": 1})
 
 
-def test_only_some_arms_are_learned_from():
+def test_only_the_arms_of_the_settings_are_trained():
     log = Log(of_version("x", 9, arm="canary"), outcome("a"), outcome("b")).tick(200)
     assert (names(one(log, arms=["stable"])), one(log, arms=["stable"]).dropped) == (["a", "b"], {"other_arm": 1})
 
 
-def test_exclusions_are_not_counted_again():
+def test_exclusions_are_not_counted_as_dropped():
     log = Log(excluded("x"), outcome("a"), outcome("b")).tick(200)
     assert (names(one(log)), one(log).dropped) == (["a", "b"], {})
     assert run(log)[1]._head.read == 2
@@ -254,7 +254,7 @@ def test_duplicates_are_silent():
     assert len(run(log)[1]._room) == 1
 
 
-def test_other_runs_and_branches_are_passed_over():
+def test_other_runs_and_branches_are_ignored():
     log = Log(outcome("x", run_id="other"), outcome("y", branch="other"), outcome("a"), outcome("b")).tick(200)
     assert names(one(log)) == ["a", "b"]
     assert one(log).selection["served/interactions"] == 2
@@ -283,7 +283,7 @@ def test_each_batch_counts_its_own_drops():
     assert [b.dropped for b in batches(log)] == [{"mixed_versions": 1}, {}]
 
 
-def test_no_user_has_more_than_his_share_of_tokens():
+def test_no_user_exceeds_their_share_of_tokens():
     log = Log(*(outcome(f"f{n}", user_id="flooder") for n in range(4)))
     assert run(log)[1]._head.lost == 2
 
@@ -325,7 +325,7 @@ def test_a_reward_that_is_withdrawn_while_it_waits():
 
 
 def trained_then(*later: Outcome, **changes: Any) -> OnlineBatch:
-    """`a` and `b` are in a batch; then these, and `c` and `d`: the second batch."""
+    """Close a batch of `a` and `b`, write these outcomes, `c` and `d`, and return the second batch."""
     log = Log(outcome("a"), outcome("b")).tick(120)
     for record in (*later, outcome("c"), outcome("d")):
         log.write(121, record)
@@ -336,7 +336,7 @@ def trained_then(*later: Outcome, **changes: Any) -> OnlineBatch:
 def test_corrections_are_counted():
     batch = trained_then(revised("a", 1, 1.0, -1.0), revised("b", 1, 1.0, None))
     assert (names(batch), batch.dropped) == (["c", "d"], {"correction": 2})
-    # A reward that comes back is a correction again: the first one was trained.
+    # A reward after its withdrawal is a second correction: the first reward was trained.
     batch = trained_then(revised("a", 1, 1.0, None), revised("a", 2, None, 1.0))
     assert (names(batch), batch.dropped) == (["c", "d"], {"correction": 2})
 
@@ -361,7 +361,7 @@ def test_corrections_leave_no_batch_too_large():
     assert len(batcher._room) == 1
 
 
-def test_what_was_trained_is_no_new_member_even_where_its_correction_was_erased():
+def test_a_trained_interaction_is_no_new_member_even_if_its_correction_was_erased():
     log = Log(outcome("a"), outcome("b")).tick(120).write(121, revised("a", 1, 1.0, None))
     log.write(122, None, key=b"a", value=None).write(123, revised("a", 2, None, 1.0))
     log.write(124, outcome("c")).write(124, outcome("d")).tick(200)
@@ -369,14 +369,14 @@ def test_what_was_trained_is_no_new_member_even_where_its_correction_was_erased(
     assert [(m.interaction_id, m.correction) for m in batch.members] == [("a", True), ("c", False), ("d", False)]
 
 
-def test_who_waits_keeps_his_place_over_a_restart():
+def test_pending_members_keep_their_order_over_a_restart():
     waiting = [
         batch_state.PendingMember(str(n), n, "u", "t", 0, 0, 1.0, False, 1, 1, None, 0, FIGURES) for n in range(3)
     ]
     assert PendingMembers(reversed(waiting)).of_version(1) == waiting
 
 
-def test_a_correction_of_an_older_version_does_not_make_a_batch_of_it():
+def test_a_correction_of_an_older_version_makes_no_batch_of_that_version():
     batch = trained_then(revised("a", 1, 1.0, -1.0, version_min=2, version_max=2), corrections=Corrections.NEXT_BATCH)
     assert (batch.version, [m.version_max for m in batch.members]) == (3, [2, 3, 3])
     assert batch.selection["trained/interactions"] == 2
@@ -387,7 +387,7 @@ def test_a_first_reward_after_an_exclusion_is_no_correction():
     assert [(m.interaction_id, m.correction) for m in one(log).members] == [("a", False), ("b", False)]
 
 
-def test_a_correction_of_what_was_dropped_is_counted():
+def test_a_correction_of_a_dropped_interaction_is_counted():
     log = Log(of_version("n", 4), outcome("old"), revised("old", 1, 1.0, -1.0), of_version("m", 4)).tick(200)
     batch = one(log, corrections=Corrections.NEXT_BATCH)
     assert (names(batch), batch.dropped) == (["m", "n"], {"old_version": 1, "correction": 1})
@@ -403,13 +403,13 @@ def test_erased_users_are_in_no_batch():
     assert batches(Log(outcome("a", user_id="u"), request(UserWish.OPT_OUT, 100), outcome("b")).tick(200))
 
 
-def test_an_erasure_holds_for_the_latest_demand():
+def test_the_latest_erasure_request_applies():
     log = Log(request(UserWish.ERASE, 101), request(UserWish.ERASE, 50, request_id="older"))
     log.write(103, outcome("d", user_id="u"))
     assert run(log)[1]._head.lost == 1
 
 
-def test_an_erasure_is_of_what_was_served_by_then():
+def test_an_erasure_removes_what_was_served_before_it():
     log = Log(outcome("a", user_id="u"), outcome("b", user_id="u", served_at=101 * SECOND_US))
     log.write(103, request(UserWish.ERASE, 100)).write(103, outcome("c")).tick(200)
     assert (names(one(log)), one(log).dropped) == (["b", "c"], {"erased": 1})
@@ -425,7 +425,7 @@ def test_a_waiting_correction_of_an_erased_user_is_dropped():
     assert (names(batch), batch.dropped) == (["c", "d"], {"erased": 1})
 
 
-def test_a_tombstone_takes_an_outcome_back():
+def test_a_tombstone_removes_an_outcome():
     log = Log(outcome("a"), outcome("b"), outcome("c"))
     for key in ("a", "unknown", "\x00tick/0"):
         log.write(103, None, key=key.encode(), value=None)
@@ -443,7 +443,7 @@ def test_rewards_of_two_maps_are_in_two_batches():
     assert (names(one(few)), one(few).dropped) == (["c", "d"], {"old_map": 1})
 
 
-def test_selection_puts_served_and_trained_beside_each_other():
+def test_selection_reports_both_served_and_trained():
     log = Log(
         outcome("a", sampled_tokens=4, latency_ms=10.0, user_id="u"),
         outcome("b", sampled_tokens=8, latency_ms=30.0, reward=0.0, arm="canary", user_id="v"),
@@ -486,7 +486,7 @@ def test_memory_is_bounded():
     assert list(batcher._store.entries()) == []
 
 
-def test_who_waits_is_not_forgotten():
+def test_pending_members_are_not_forgotten():
     log = Log(outcome("a")).tick(700).write(701, outcome("a"))
     _, batcher = run(log)
     assert (batcher._head.read, len(batcher._room)) == (1, 1)
@@ -511,7 +511,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_records_are_rejected_and_the_stream_goes_on(name):
+def test_broken_records_are_rejected_and_the_stream_continues(name):
     record, changes = BROKEN[name]
     log = Log(outcome("ok"))
     log.write(103, record, **changes).write(104, outcome("too")).tick(200)
@@ -605,8 +605,8 @@ SETTINGS = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(logs(), SETTINGS)
-def test_the_accounts_add_up_and_every_batch_is_one(log, rules):
-    """Everything is counted again from the batches and the log, without the batcher's own figures."""
+def test_the_counts_add_up_and_every_batch_is_valid(log, rules):
+    """Count everything again from the batches and the log, independently of the batcher's counts."""
     rules = rules.model_copy(update={"done_ttl_s": 500})
     batcher = batcher_of(rules)
     outputs = [output for record in log.records for output in batcher.observe(record)]
@@ -619,7 +619,7 @@ def test_the_accounts_add_up_and_every_batch_is_one(log, rules):
     dropped = sum((Counter(b.dropped) for b in found), Counter()) + Counter(batcher._head.dropped)
     members = sum(len(b.members) for b in found)
     waiting = len(batcher._room)
-    # A revision that was read before the one below it makes that one a duplicate; the logs here have none such.
+    # A revision read before a lower revision would make the lower one a duplicate; these logs do not contain that.
     assert len(carried) == members + sum(dropped.values()) + waiting
     reasons = "old_version mixed_versions other_arm old_map erased user_cap correction replaced"
     assert set(dropped) <= set(reasons.split())

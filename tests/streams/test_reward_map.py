@@ -59,29 +59,29 @@ def test_readings(reading, value, read):
     assert reward(rules, signal(KEPT, value)) == read
 
 
-def test_no_signal_is_a_decision_and_never_a_silent_zero():
+def test_no_signal_gives_the_reward_of_the_setting_or_none():
     assert reward({THUMB: rule()}) is None
     assert reward({THUMB: rule()}, no_signal=-0.25) == -0.25
     assert reward({THUMB: rule()}, signal(RETRY, 1.0)) is None
 
 
-def test_a_zero_that_was_measured_is_a_reward():
+def test_a_measured_zero_is_a_reward():
     assert reward({KEPT: rule()}, signal(KEPT, 0.0)) == 0.0
 
 
-def test_reports_of_every_answer_make_no_reward_alone():
+def test_reports_about_every_answer_alone_give_no_reward():
     rules = {ASKED: rule(-0.6), LATENCY: rule(-0.01, alone=False), THUMB: rule()}
     assert reward(rules, signal(ASKED, 0.0, "a"), signal(LATENCY, 2.0, "b")) is None
     assert reward(rules, signal(ASKED, 0.0, "a"), signal(LATENCY, 2.0, "b"), signal(THUMB, 1.0, "c")) == 0.98
 
 
-def test_by_default_a_broken_tool_call_and_a_question_cost():
+def test_by_default_a_broken_tool_call_and_a_question_lower_the_reward():
     assert reward_of(RewardMap(), [signal(TOOL_ERROR, 1.0)]).reward == -1.0
     assert reward_of(RewardMap(), [signal(ASKED, 1.0), signal(MADE, 0.0, "m")]).reward == -0.6
     assert reward_of(RewardMap(), [signal(MADE, 1.0), signal(LATENCY, 3.0, "l")]).reward is None
 
 
-def test_the_latest_vote_of_a_kind_holds():
+def test_the_latest_vote_of_a_kind_counts():
     rules = {THUMB: rule()}
     assert reward(rules, signal(THUMB, 1.0, "b", 5), signal(THUMB, -1.0, "a", 6)) == -1.0
     assert reward(rules, signal(THUMB, 1.0, "b", 5), signal(THUMB, -1.0, "a", 5)) == 1.0
@@ -100,7 +100,7 @@ def test_a_correction_of_another_kind_corrects_nothing():
     assert reward(rules, signal(THUMB, 1.0, "a"), signal(RETRY, 1.0, "b", corrects="a")) == 0.5
 
 
-def test_observed_holds_what_has_no_weight():
+def test_observed_includes_signals_without_weight():
     result = reward_of(RewardMap(rules={THUMB: rule()}), [signal(THUMB, 1.0), signal(LATENCY, 3.0, "l")])
     assert result.observed == {"thumb": 1.0, "latency": 3.0}
     assert [use.signal.kind for use in result.uses] == [THUMB]
@@ -121,7 +121,7 @@ def test_target_rate():
 
 
 @given(st.floats(0.05, 0.95), st.floats(0.0, 1.0))
-def test_at_the_target_rate_showing_is_worth_nothing(rate, accepted):
+def test_at_the_target_rate_showing_more_gains_nothing(rate, accepted):
     settings = RewardMap(rules={}, target_rate=TargetRate(rate=rate))
     shown = signal(MADE, 1.0, "m")
     yes = reward_of(settings, [shown, signal(KEPT, 1.0, "k")]).reward
@@ -148,7 +148,7 @@ def test_the_order_of_signals_does_not_matter(signals, random):
     assert standing(signals) == standing(shuffled)
 
 
-def test_a_version_is_of_what_a_map_says():
+def test_the_version_depends_only_on_the_content_of_the_map():
     assert map_version(RewardMap()) == map_version(RewardMap())
     rules = {THUMB: rule(1.0)}
     versions = [
@@ -164,13 +164,13 @@ def test_a_version_is_of_what_a_map_says():
     assert map_version(reordered) == map_version(RewardMap(rules={THUMB: rule(), RETRY: rule()}))
 
 
-def test_thumbs_alone_are_noted():
+def test_a_map_with_thumbs_alone_gets_a_note():
     (note,) = RewardMap(rules={THUMB: rule(), LATENCY: rule(0.0)}).notes()
     assert "thumbs are the only reward" in note
     assert RewardMap().notes() == []
 
 
-def test_what_a_map_notes_is_logged(caplog: pytest.LogCaptureFixture):
+def test_the_notes_of_a_map_are_logged(caplog: pytest.LogCaptureFixture):
     feedback_join(RunSettings(), JoinSettings(map=RewardMap(rules={THUMB: rule()})))
     assert "thumbs are the only reward" in caplog.text
 

@@ -57,7 +57,7 @@ def send_group(producer: RecordProducer, group_id: str, size: int = 4, deadline_
     producer.flush()
 
 
-def test_groups_lie_in_the_partition_of_their_rollouts(settings, producer, worker):
+def test_groups_are_in_the_partition_of_their_rollouts(settings, producer, worker):
     for name in "abcdefgh":
         send_group(producer, name)
     with LogReader(settings, [Topic.GROUPS]) as groups, LogReader(settings, [Topic.ROLLOUTS]) as rollouts:
@@ -75,7 +75,7 @@ def test_groups_lie_in_the_partition_of_their_rollouts(settings, producer, worke
     assert worker.stop() == 0
 
 
-def test_poison_goes_to_the_dead_letters_and_the_stream_goes_on(settings, producer, worker):
+def test_poison_goes_to_the_dead_letters_and_the_stream_continues(settings, producer, worker):
     full = Names(settings.topic_prefix).of(Topic.ROLLOUTS)
     poison = [(b"junk", b"g"), (None, b"g"), (None, None), (b"", b"g"), (b"\xc3\x01" + bytes(20), None)]
     for value, key in poison:
@@ -111,7 +111,7 @@ def test_deadline_closes_a_group_in_an_idle_partition(settings, producer, worker
     assert {tick.partition for tick in ticks} == {found.partition}, "an idle partition without groups needs no ticks"
 
 
-def test_a_second_worker_goes_on_where_the_first_stopped(settings, producer, worker, tmp_path):
+def test_a_second_worker_continues_where_the_first_stopped(settings, producer, worker, tmp_path):
     for index in (0, 1):
         producer.send(Topic.ROLLOUTS, rollout("open", index), key="open")
     send_group(producer, "whole")
@@ -130,8 +130,8 @@ def test_a_second_worker_goes_on_where_the_first_stopped(settings, producer, wor
     assert [m.rollout_id for m in group_of(found).members] == [f"open/{i:03d}" for i in range(4)]
 
 
-def test_partitions_move_to_the_worker_that_stays(settings, producer, tmp_path):
-    """Two workers share the partitions; when one is killed the other takes its open groups over."""
+def test_partitions_move_to_the_remaining_worker(settings, producer, tmp_path):
+    """Two workers share the partitions; if one is killed, the other continues its open groups."""
     names = [f"g{i}" for i in range(12)]
     marks = {f"marks-that-both-work-{number}" for number in (0, 1, 4)}
     fast = {"session_timeout_s": 6.0, "heartbeat_interval_s": 1.0}
@@ -150,13 +150,13 @@ def test_partitions_move_to_the_worker_that_stays(settings, producer, tmp_path):
                 one.kill()
         producer.flush()
         found = read_records(groups, lambda read: {group_of(f).group_id for f in read} >= set(names), 240, two)
-    # The worker that stays may emit a mark again.
+    # The remaining worker may emit a mark again.
     by_name = {group_of(f).group_id: group_of(f) for f in found if group_of(f).group_id not in marks}
     assert sorted(by_name) == sorted(names)
     assert all(len(g.members) == 4 and g.closed_by is CloseReason.SIZE for g in by_name.values())
 
 
-def test_missing_and_unequal_topics_are_said(kafka, topic_prefix):
+def test_missing_and_unequal_topics_are_reported(kafka, topic_prefix):
     settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
     with pytest.raises(StreamFailure, match="missing topics"):
         checked_partitions(settings, ASSEMBLY)
@@ -181,16 +181,14 @@ def test_a_broken_state_ends_the_worker(settings, producer, tmp_path):
         assert "a state begins with" in worker.log.read_text()
 
 
-def test_a_record_that_went_missing_ends_faust_and_the_end_of_a_transaction_does_so_nowhere_else(
-    settings, producer, tmp_path, runner
-):
+def test_a_lost_record_ends_faust_and_a_transaction_marker_ends_no_runner(settings, producer, tmp_path, runner):
     send_group(producer, "first")
     with (
         LogReader(settings, [Topic.GROUPS]) as groups,
         stream_process(settings, tmp_path) as worker,
     ):
         read_records(groups, lambda read: len(read) >= 1, 240, worker)
-        # The end of a transaction takes an offset that no reader gets, like a record that was lost on the way.
+        # The end marker of a transaction uses an offset that no reader receives, like a lost record.
         second = rollout("second", 0, group_size=1)
         commit_in_transaction(settings, Topic.ROLLOUTS, "second", second, partition_of("first", 2))
         producer.send(

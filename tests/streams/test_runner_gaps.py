@@ -1,4 +1,4 @@
-"""A stream worker whose input was deleted before it was read: it ends and says what is missing, or is told to go on."""
+"""A stream worker with input that was deleted before it was read: it exits and names the gap, or may continue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def send(settings: KafkaSettings, *names: str) -> None:
             producer.send(Topic.ROLLOUTS, rollout(name, 0, group_size=1), key=name)
 
 
-def test_what_was_deleted_before_it_was_read_ends_the_worker_unless_it_may_be_missing(settings, tmp_path):
+def test_a_retention_gap_ends_the_worker_unless_the_settings_allow_it(settings, tmp_path):
     send(settings, "a", "b", "c", "d")
     delete(settings, 2, topic=Topic.ROLLOUTS)
     with LogReader(settings, [Topic.GROUPS]) as groups:

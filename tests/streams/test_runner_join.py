@@ -1,4 +1,4 @@
-"""The join and online batches by each runner on a real Kafka: the pure machines' outputs, whatever is killed."""
+"""The join and online batches by each runner on a real Kafka: the pure machines' outputs, with any kills."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tidemill.streams.online.config import BatchSettings
 
 INTERACTIONS = 400
 KILL_AT = (80, 180, 300)
-"""A kill once so many distinct outcomes were read from the log."""
+"""Kill the worker when this many distinct outcomes were read from the log."""
 CRASHING = {"max_batch": 20, "transaction_records": 20, "instance": "one", "stall_timeout_s": 0}
 LIVE = {
     "map": {"rules": {"thumb": {"horizon_s": 1.0, "weight": 1.0}}},
@@ -42,7 +42,7 @@ LIVE = {
     "settle_s": 0.1,
     "early_wait_s": 1.0,
 }
-"""Horizons short enough to wait for."""
+"""Horizons that a test can wait for."""
 BATCHES = {"max_tokens": 60, "min_members": 1, "max_wait_s": 3.0, "leftovers": "keep", "corrections": "next_batch"}
 BATCH_KILL_AT = (4, 10)
 
@@ -61,17 +61,16 @@ def outcome_of(located: ConsumedRecord) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A log of traffic that was joined by a worker that was killed over and over."""
+    """A log of traffic, joined by a worker that was killed several times."""
 
     kafka: KafkaSettings
     names: list[str]
-    """Ids of the interactions."""
     expected: list[Output]
-    """What the pure machine puts out."""
+    """The outputs of the pure machine."""
     found: set[bytes]
     """The distinct values of `outcomes`."""
     written: int
-    """How many there are, repeated ones too."""
+    """The number of outcomes, with repeated ones."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def test_killed_join_keeps_every_dead_letter(joined, runner):
 
 @pytest.mark.timeout(1200)
 def test_killed_batcher_gives_the_batches_of_the_pure_machine(joined, tmp_path: Path):
-    """Over the outcomes as the killed join left them: with repeats."""
+    """The input is the killed join's outcomes, with repeated ones."""
     settings = BatchSettings(**BATCHES)
     with (
         LogReader(joined.kafka, [Topic.ONLINE_BATCHES]) as reader,
@@ -139,8 +138,8 @@ def test_killed_batcher_gives_the_batches_of_the_pure_machine(joined, tmp_path: 
     assert set(first) <= rewarded
 
 
-def test_what_is_due_in_an_idle_partition_is_decided_by_ticks_in_both_topics(settings, tmp_path: Path):
-    """Hostile records come first, and the good ones after them are decided; so are those behind a hole in the log."""
+def test_deadlines_in_an_idle_partition_are_decided_by_ticks_in_both_topics(settings, tmp_path: Path):
+    """Good records after hostile ones are decided, and so are those after a hole in the log."""
     log = JoinLog(settings)
     for topic in (Topic.INTERACTIONS, Topic.FEEDBACK):
         log.junk(topic, now_us())

@@ -1,4 +1,4 @@
-"""Stream workers at a broker that speaks TLS and SASL: what Faust is told, what it does there, what is refused."""
+"""Stream workers at a broker with TLS and SASL: Faust's settings, their effect, and refused settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tidemill.streams.runner.worker import group_assembly, run
 
 DEADLINE_S = 90.0
 REFUSAL_S = 100.0
-"""How long a worker that is refused may take to end, the start of its process included."""
+"""The longest time in which a refused worker must exit, with the start of its process."""
 LIVE = {
     "map": {"rules": {"thumb": {"horizon_s": DEADLINE_S, "weight": 1.0}}},
     "grace_s": 0.2,
@@ -56,7 +56,7 @@ def through(door: str, log: SecuredLog, prefix: str) -> KafkaSettings:
     return at(log.sasl, prefix, log.sasl_options(door))
 
 
-# What the transactional runner speaks with goes through every door in tests/schemas/log/test_access.py.
+# tests/schemas/log/test_access.py covers every door for the client library of the transactional runner.
 @pytest.mark.parametrize(
     ("door", "runner"), [*((door, RunnerName.FAUST) for door in DOORS), (DOORS[0], RunnerName.TRANSACTIONAL)]
 )
@@ -110,7 +110,7 @@ def test_an_answer_becomes_an_online_batch(secured: SecuredLog, topic_prefix: st
         ("sasl", None, "speaks PLAINTEXT"),
     ],
 )
-def test_a_worker_that_is_kept_out_ends_and_says_why(
+def test_a_refused_worker_ends_with_the_reason(
     secured: SecuredLog, topic_prefix: str, tmp_path: Path, door: str, changes: dict[str, str] | None, said: str
 ):
     options = {} if changes is None else secured.sasl_options(**changes)
@@ -125,7 +125,7 @@ def test_a_worker_that_is_kept_out_ends_and_says_why(
 
 
 def test_faust_itself_verifies_certificates_and_host_names(secured: SecuredLog):
-    """Not only the client that asks before: the worker's own connections do."""
+    """The worker's own connections verify them, not only the client that connects before."""
 
     async def connect(address: str, options: dict[str, str]) -> None:
         credentials = broker_credentials(at(address, "", options))
@@ -145,20 +145,20 @@ def test_faust_itself_verifies_certificates_and_host_names(secured: SecuredLog):
             asyncio.run(connect(address, options))
 
 
-def test_a_worker_whose_faust_alone_is_kept_out_ends_at_once(
+def test_a_worker_ends_at_once_if_only_faust_is_refused(
     secured: SecuredLog, topic_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     settings = secured.settings(topic_prefix)
     create_topics(settings)
     wrong = broker_credentials(at(secured.sasl, "", secured.sasl_options(sasl_password="wrong")))
     monkeypatch.setattr(faust_settings, "broker_credentials", lambda _kafka: wrong)
-    # Nothing but the refusal can end this worker: it never counts as one that stands still.
+    # Only the refusal can end this worker, because its stall timeout is off.
     stream = StreamSettings(data_dir=str(tmp_path), stall_timeout_s=0.0)
     with pytest.raises(StreamFailure, match="Unable to bootstrap"):
         run(settings, RunSettings(run_id=RUN_ID), stream, group_assembly(RunSettings(), stream))
 
 
-def test_what_faust_is_told(secured: SecuredLog):
+def test_settings_of_faust(secured: SecuredLog):
     assert broker_credentials(KafkaSettings()) is None
     sasl = broker_credentials(at(secured.sasl, "", secured.sasl_options("SCRAM-SHA-256")))
     assert isinstance(sasl, SASLCredentials) and isinstance(sasl.ssl_context, ssl.SSLContext)
@@ -183,7 +183,7 @@ def test_what_faust_is_told(secured: SecuredLog):
         ({"sasl_mechanism": "OAUTHBEARER"}, r"sasl\.mechanism is 'OAUTHBEARER'.*SCRAM-SHA-512"),
     ],
 )
-def test_what_faust_cannot_follow_is_refused_by_name(secured: SecuredLog, changes: dict[str, str], said: str):
+def test_unsupported_faust_options_are_refused_by_name(secured: SecuredLog, changes: dict[str, str], said: str):
     settings = at(secured.sasl, "", secured.sasl_options(**changes))
     with pytest.raises(SecurityError, match=said):
         broker_credentials(settings)
@@ -191,7 +191,7 @@ def test_what_faust_cannot_follow_is_refused_by_name(secured: SecuredLog, change
         run(settings, RunSettings(run_id=RUN_ID), StreamSettings(), group_assembly(RunSettings(), StreamSettings()))
 
 
-def test_options_that_say_what_holds_anyway_are_taken(secured: SecuredLog):
+def test_options_that_equal_the_default_are_accepted(secured: SecuredLog):
     holds = {"enable_ssl_certificate_verification": "true", "ssl_endpoint_identification_algorithm": "https"}
     assert broker_credentials(at(secured.sasl, "", secured.sasl_options(**holds)))
 

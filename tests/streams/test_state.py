@@ -1,4 +1,4 @@
-"""The bytes of every state: what was written stays readable, and bytes that are none raise one error."""
+"""The bytes of every state: written states stay readable, and other bytes raise one error."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ SCHEMAS: dict[type, str] = {
     batch_state.ServedUser: "bf827022d3e3a6f2",
     batch_state.BatchHead: "b91040985d354fde",
 }
-"""Fingerprints of the schemas that follow from the annotations."""
+"""Fingerprints of the schemas derived from the annotations."""
 
 
 @pytest.mark.parametrize("kind", SCHEMAS, ids=lambda kind: kind.__name__)
-def test_what_was_written_stays_readable(kind: type):
-    # The bytes hold no schema, so the names of classes are free.
+def test_written_states_stay_readable(kind: type):
+    # The bytes contain no schema, so class names may change.
     form = re.sub(r'"[A-Z]\w*"', '"Record"', to_parsing_canonical_form(_schema_of(kind)))
     assert fingerprint(form, "CRC-64-AVRO") == SCHEMAS[kind], (
         "states in the log were written with other fields, and a worker ends at the first of them: leave the fields as "
@@ -74,7 +74,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("entry_bytes", "other"), OTHERS, ids=["join", "batches", "assembly"])
-def test_an_entry_of_no_kind_or_under_another_key_is_refused(entry_bytes, other: bytes):
+def test_an_entry_of_an_unknown_kind_or_under_another_key_is_refused(entry_bytes, other: bytes):
     for data in (b"", b"?", b"\0abc", other):
         with pytest.raises(StateError):
             entry_bytes.decode("early/a", data)

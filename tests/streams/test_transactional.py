@@ -1,4 +1,4 @@
-"""The transactional runner: killed or failing at each step of a transaction, deposed, and taking over Faust's state."""
+"""The transactional runner: kills and errors at each step of a transaction, fencing, and use of Faust's state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tidemill.streams.runner.worker import group_assembly
 GROUPS = 60
 SIZE = 4
 SMALL = {"runner": "transactional", "transaction_records": 10, "stall_timeout_s": 0}
-"""Small transactions, so that many groups are open between two of them."""
+"""Small transactions, so that many groups are open between two transactions."""
 POINTS = [
     (call, when)
     for call in ("begin_transaction", "flush", "send_offsets_to_transaction", "commit_transaction")
@@ -55,7 +55,7 @@ def fill(settings: KafkaSettings, groups: Sequence[int], indices: Sequence[int] 
 
 
 def expected(settings: KafkaSettings) -> list[bytes]:
-    """The groups that the machine makes of the log, without a worker."""
+    """Return the groups that the machine makes of the log, without a worker."""
     run, stream = RunSettings(run_id=RUN_ID), StreamSettings()
     replayed = replay(settings, group_assembly(run, stream), (), 60)
     return sorted(CODEC.encode(found.emit.record) for found in replayed.emitted)
@@ -68,7 +68,7 @@ def groups(settings: KafkaSettings) -> Iterator[LogReader]:
 
 
 def read_all(groups: LogReader, count: int, worker: StreamProcess) -> list[ConsumedRecord]:
-    """The committed groups, once there are `count`, and those that came after until the worker stopped."""
+    """Return the committed groups: read until there are `count`, and then all until the worker has stopped."""
     found = read_records(groups, lambda read: len(read) >= count, 240, worker)
     assert worker.stop() == 0
     return found + list(groups.read_to_end())
@@ -80,7 +80,7 @@ def values(found: Sequence[ConsumedRecord]) -> list[bytes]:
 
 @pytest.mark.parametrize("fate", ["kill", "fail"])
 @pytest.mark.parametrize(("call", "when"), POINTS)
-def test_at_whatever_step_it_is_killed_or_fails_each_group_is_there_once(settings, groups, tmp_path, call, when, fate):
+def test_a_kill_or_an_error_at_any_step_leaves_each_group_there_once(settings, groups, tmp_path, call, when, fate):
     fill(settings, range(GROUPS))
     script = str(Path(__file__).with_name("killed_worker.py"))
     doomed = [script, str(tmp_path / "settings.json"), call, when, "4", fate]
@@ -99,7 +99,7 @@ def test_at_whatever_step_it_is_killed_or_fails_each_group_is_there_once(setting
         assert "a transaction is aborted" in worker.log.read_text()
 
 
-def test_a_worker_that_was_replaced_while_it_stood_still_writes_nothing_more(settings, groups, tmp_path):
+def test_a_worker_replaced_during_a_pause_writes_nothing_more(settings, groups, tmp_path):
     fill(settings, range(GROUPS), range(2))
     fast = {**SMALL, "session_timeout_s": 6.0, "heartbeat_interval_s": 1.0}
     with stream_process(settings, tmp_path / "one", **fast) as one:
@@ -122,17 +122,17 @@ def test_a_worker_that_was_replaced_while_it_stood_still_writes_nothing_more(set
 
 
 def committed(settings: KafkaSettings) -> int:
-    """Sum of the offsets that the workers' group has committed for its input."""
+    """Return the sum of the offsets that the workers' consumer group has committed for its input."""
     admin = AdminClient({"bootstrap.servers": settings.address()})
     name = f"{settings.topic_prefix}group-assembly.{RUN_ID}"
     (answer,) = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(name)]).values()
     try:
         return sum(max(0, tp.offset) for tp in answer.result().topic_partitions)
-    except KafkaException:  # the group is not there yet
+    except KafkaException:  # the group does not exist yet
         return 0
 
 
-def test_it_goes_on_from_fausts_state_and_faust_refuses_to_go_on_from_its(settings, groups, tmp_path):
+def test_it_continues_from_fausts_state_and_faust_refuses_its_state(settings, groups, tmp_path):
     fill(settings, range(GROUPS), range(2))
     with stream_process(settings, tmp_path / "faust", max_batch=7) as worker:
         fill(settings, [GROUPS])
@@ -149,7 +149,7 @@ def test_it_goes_on_from_fausts_state_and_faust_refuses_to_go_on_from_its(settin
         assert "was written by the transactional runner" in worker.log.read_text()
 
 
-def test_two_workers_of_one_name_do_not_both_write(settings, groups, tmp_path):
+def test_only_one_of_two_workers_with_the_same_name_writes(settings, groups, tmp_path):
     with stream_process(settings, tmp_path / "one", instance="same", **SMALL) as one:
         fill(settings, [0])
         read_records(groups, lambda read: len(read) >= 1, 240, one)

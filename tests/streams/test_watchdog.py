@@ -13,7 +13,7 @@ PLACE = ("topic", 0)
 
 
 def stalls(looks) -> list[str]:
-    """The answer to each look of a watchdog of 10 s: (seconds, ready, position, end or None)."""
+    """Return the watchdog's answer to each check (seconds, ready, position, end or None), with a timeout of 10 s."""
     watchdog = Watchdog(KafkaSettings(), 10.0, lambda: (False, {}), lambda _stall: None)
     return [
         watchdog.stalled(now, (ready, {PLACE: position}), {} if end is None else {PLACE: end})
@@ -41,7 +41,7 @@ def test_progress_and_idleness_are_no_stall(looks):
     assert not any(stalls(looks))
 
 
-def test_a_stuck_recovery_is_a_stall():
+def test_a_recovery_without_progress_is_a_stall():
     first, second = stalls([(95.0, False, 95, None), (105.0, False, 95, None)])
     assert (first, "towards being ready to read" in second) == ("", True)
 

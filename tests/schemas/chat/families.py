@@ -1,4 +1,4 @@
-"""Model families: chat templates with the structure of theirs, and tokenizers with their special tokens.
+"""Model families: chat templates with the structure of the published ones, and tokenizers with their special tokens.
 
 The templates in `templates/` are our own and short. Each has what the family's published template has that matters
 here: roles and their marks, how tools, calls and results are written, what ends a turn, dates, the removal of thoughts,
@@ -40,7 +40,7 @@ TOOLS = checked_tools(
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """One family, and what the probes of its template should find."""
+    """One family, and the expected results of its template's probes."""
 
     name: str
     specials: tuple[str, ...]
@@ -53,9 +53,9 @@ class ModelFamily:
     closes: frozenset[str] = frozenset()
     shows_system: bool = True
     one_call: bool = False
-    """It refuses a turn of several calls."""
+    """The template refuses a turn of several calls."""
     alternates: bool = False
-    """It refuses two questions in a row."""
+    """The template refuses two questions in a row."""
     object_arguments: bool = True
     call: str = ""
     """A call of `add` with a = 1 and b = 2, as the model writes it."""
@@ -66,18 +66,18 @@ class ModelFamily:
 
     @property
     def tokens(self) -> dict[str, str]:
-        """What the template reads as variables."""
+        """The template's token variables."""
         return {"eos_token": self.specials[-1], **({"bos_token": self.bos} if self.bos else {})}
 
     def tokenizer(self) -> Tokenizer:
-        """Byte-level, with merges, so that a text has more than one way to be written in tokens."""
+        """A byte-level tokenizer with merges, so that a text has more than one tokenization."""
         tokenizer = Tokenizer.from_str(_trained())
         tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in self.specials])
         tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in self.marks])
         return tokenizer
 
     def template(self, **settings: Any) -> ChatTemplate:
-        given = ChatSettings(**{"date": datetime.date.today(), **settings})  # transformers knows no other day
+        given = ChatSettings(**{"date": datetime.date.today(), **settings})  # transformers supports no other day
         return ChatTemplate(self.source, self.tokens, special_texts(self.tokenizer(), self.source), given)
 
     def chat(self, **settings: Any) -> ChatFormat:
@@ -213,19 +213,19 @@ WORDS = (
 
 
 def prose(random: random.Random, most: int = 8) -> str:
-    """A text that begins and ends with a word."""
+    """Draw a text that begins and ends with a word."""
     return "".join(["rye ", *random.choices(WORDS, k=random.randrange(most)), " tide"])
 
 
 def called(random: random.Random, number: int) -> dict[str, Any]:
-    """A call of `add` in OpenAI's form."""
+    """Return a call of `add` in OpenAI's form."""
     arguments = {"a": random.randrange(99), "b": -3, "note": prose(random)}
     function = {"name": "add", "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": f"functions.add:{number}", "type": "function", "function": function}
 
 
 def conversation(random: random.Random, family: ModelFamily, tools: Tools) -> list[Message]:
-    """A conversation of the kind that the family's template takes, which ends where a turn is due."""
+    """Draw a conversation that the family's template accepts; the policy's turn is next."""
     messages: list[Message] = []
     if family.shows_system and random.random() < 0.5:
         messages.append({"role": "system", "content": prose(random)})

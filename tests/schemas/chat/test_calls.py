@@ -110,7 +110,7 @@ HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>
         "add(1)",
     ],
 )
-def test_a_call_that_cannot_be_read_is_told_and_the_others_are_read(bad):
+def test_an_unreadable_call_is_reported_and_the_others_are_read(bad):
     turn = f"First. {HERMES_CALL}<tool_call>{bad}</tool_call>{HERMES_CALL} Last."
     content, calls, malformed = HERMES.read(turn)
     assert [call.arguments for call in calls] == ['{"a": 1}'] * 2
@@ -145,14 +145,14 @@ def test_a_call_that_cannot_be_read_is_told_and_the_others_are_read(bad):
         ("qwen-xml", "<tool_call><function=nap></function></tool_call>", [ToolCall("nap", "{}")]),
     ],
 )  # fmt: skip
-def test_forms_that_models_write_beside_their_templates(grammar, turn, read):
+def test_forms_that_models_write_in_addition_to_their_templates(grammar, turn, read):
     _, calls, malformed = BY_NAME[grammar].read(turn, TOOLS)
     assert not malformed
     assert [call if isinstance(read[0], ToolCall) else call.name for call in calls] == read
 
 
 @pytest.mark.parametrize("properties", [[1], None, {"a": True}, {"a": []}, {"a": {"type": ["string", "null"]}}])
-def test_odd_schemas_of_tools_are_no_hindrance(properties):
+def test_unusual_tool_schemas_are_accepted(properties):
     tools = [{"function": {"name": "add", "parameters": {"properties": properties}}}]
     for grammar in ("glm", "qwen-xml"):
         _, calls, malformed = BY_NAME[grammar].read(WRITERS[grammar].call, tools)

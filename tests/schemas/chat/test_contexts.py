@@ -30,10 +30,10 @@ def turn(contexts: Contexts[list[int]], messages: list[Message], text: str, tool
     return [*messages, sample(contexts, contexts.ask(messages, tools), text), MORE]
 
 
-# What a request becomes
+# How a request is handled
 
 
-def test_a_request_that_goes_on_appends():
+def test_a_request_that_continues_appends():
     contexts = Contexts[list[int]](CHAT)
     once = turn(contexts, [USER], "One.")
     asked = contexts.ask(once)
@@ -56,7 +56,7 @@ def test_a_request_that_begins_with_a_part_forks():
     assert asked.ids == CHAT.open(other)
     sample(contexts, asked, "Three.")
     assert len(contexts.all) == 2
-    assert [len(context.turns) for context in contexts.all] == [2, 1]  # the shared turn is in the first alone
+    assert [len(context.turns) for context in contexts.all] == [2, 1]  # only the first contains the shared turn
     assert contexts.all[1].count == 2
 
 
@@ -91,7 +91,7 @@ def test_a_turn_that_comes_back_in_another_json_style_is_known():
     assert contexts.ask([USER, sent_back, result], TOOLS).origin is Origin.APPEND
 
 
-def test_calls_side_by_side_are_an_append_and_a_fork():
+def test_parallel_calls_are_an_append_and_a_fork():
     contexts = Contexts[list[int]](CHAT)
     once = turn(contexts, [USER], "One.")
     first, second = contexts.ask(once), contexts.ask(once)
@@ -125,7 +125,7 @@ def test_of_two_equal_turns_the_later_one_is_continued():
 
 @dataclass
 class Rollout:
-    """A rollout of random requests, and what must hold of it."""
+    """A rollout of random requests, and its invariants."""
 
     draw: random.Random
     contexts: Contexts[list[int]]
@@ -245,4 +245,4 @@ def test_a_turn_that_is_asked_for_again_is_kept_longer():
     assert contexts.ask(first).origin is Origin.APPEND
     turn(contexts, [{"role": "user", "content": "A third."}], "Three.")
     assert contexts.ask(second).origin is Origin.FRESH
-    assert contexts.ask(first).origin is Origin.FORK  # the first request of it is still under way
+    assert contexts.ask(first).origin is Origin.FORK  # its first request is still in progress

@@ -77,7 +77,7 @@ def test_a_cut_off_turn_gets_its_end_and_one_that_ended_gets_no_second(family: M
 
 
 def test_an_extension_is_written_as_it_would_be_within_the_whole_text():
-    # A token that takes the white space behind it, as Phi-3's do, must take it here as well.
+    # A token that absorbs the white space after it, as Phi-3's do, must absorb it here as well.
     tokenizer = FAMILIES["smollm2"].tokenizer()
     tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True, rstrip=True, normalized=False)])
     source = FAMILIES["smollm2"].source
@@ -164,7 +164,7 @@ def test_a_call_ends_a_thought_that_was_not_ended():
 
 
 def test_a_thought_that_only_questions_open_is_not_expected_behind_a_result():
-    # DeepSeek's prompts open a thought behind a question, and none behind a tool's result.
+    # DeepSeek's prompts open a thought after a question, and none after a tool's result.
     family = FAMILIES["deepseek_v3"]
     source = family.source.replace("'<｜Assistant｜>' if add", "'<｜Assistant｜><think>\n' if add")
     template = ChatTemplate(source, family.tokens, special_texts(family.tokenizer(), source), ChatSettings())
@@ -209,7 +209,7 @@ def test_a_checkpoint_is_opened_from_its_files(tmp_path: Path):
 
 
 @pytest.mark.parametrize("names", [("default", "tool_use"), ("default",), ("tool_use",)])
-def test_of_several_templates_that_for_tools_is_taken(tmp_path: Path, names: tuple[str, ...]):
+def test_the_template_for_tools_is_used_if_there_are_several(tmp_path: Path, names: tuple[str, ...]):
     family = FAMILIES["qwen3"]
     listed = [{"name": name, "template": family.source.replace("Functions:", name)} for name in names]
     chat = load_chat_format(str(directory(tmp_path, family, chat_template=listed)), ChatSettings())
@@ -261,7 +261,7 @@ def test_a_damaged_checkpoint_is_refused_by_its_file(
 
 
 @pytest.mark.parametrize("ends", [None, 5, "5", {"a": 1}, [5, None, "x"]])
-def test_odd_settings_of_generation_are_no_hindrance(tmp_path: Path, ends: object):
+def test_unusual_generation_settings_are_accepted(tmp_path: Path, ends: object):
     path = directory(tmp_path, FAMILIES["qwen3"], chat_template=FAMILIES["qwen3"].source, bos_token=3, eos_token=None)
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     stops = load_chat_format(str(path), ChatSettings()).stop_token_ids

@@ -36,7 +36,7 @@ def test_probes_find_what_a_familys_template_does(family: ModelFamily):
     assert [(call.name, json.loads(call.arguments)) for call in calls] == [("add", {"a": 1, "b": 2})] and not malformed
 
 
-# What transformers makes of the same conversation
+# The rendering of transformers for the same conversation
 
 
 class Reference:
@@ -59,7 +59,7 @@ class Reference:
         return self.fast.decode(self.ids(messages, tools), skip_special_tokens=False)
 
     def _native(self, message: Message) -> dict[str, Any]:
-        """Calls as users of transformers give them: with arguments as objects, in most families."""
+        """Return calls as users of transformers pass them: with arguments as objects, in most families."""
         native = copy.deepcopy(dict(message))
         for call in native.get("tool_calls", ()) if self.family.object_arguments else ():
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
@@ -109,7 +109,7 @@ def test_a_template_that_refuses_none_as_its_tools_is_rendered_without_the_varia
     assert "<|tool|>" in family.template().text([USER], TOOLS)
 
 
-# What a template cannot show is written into what it can
+# Content that a template cannot show is written where it can
 
 
 @pytest.mark.parametrize("name", ["smollm2", "deepseek_r1", "gemma"])
@@ -147,7 +147,7 @@ def test_a_template_without_system_messages_shows_them_before_the_first_question
 
 
 @each_family
-def test_every_later_system_message_is_shown_where_it_stands(family: ModelFamily):
+def test_every_later_system_message_is_shown_in_its_place(family: ModelFamily):
     template = family.template()
     _, rest = template.extension([USER], SAID, [SYSTEM, MORE])
     assert 0 <= rest.find("You are a miller.") < rest.find("And then?")
@@ -248,7 +248,7 @@ def test_words_in_brackets_that_structure_nothing_stay_as_they_are():
     assert "<table> <b>" in gemma.text([{"role": "user", "content": "<table> <b>"}])
 
 
-# Dates, and what a run fixes
+# Dates and other fixed settings of a run
 
 
 @pytest.mark.parametrize(("name", "shown"), [("llama32", "Today Date: 03 Feb 2021"), ("mistral31", "2021-02-03.")])
@@ -276,12 +276,12 @@ def test_a_tool_is_shown_as_json_would_show_it():
     assert template.text([USER], TOOLS) == f"{expected}{json.dumps(first, indent=1)}{USER['content']}<|end|>"
 
 
-def test_a_training_librarys_marks_are_passed_over():
+def test_a_training_librarys_marks_are_ignored():
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|end|>{% endfor %}"
     assert probed(source).text([USER, SAID]) == "How much is it?<|end|>This much.<|end|>"
 
 
-# What is refused at start
+# Templates that are refused at start
 
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 ONE = "{{ m.content }}<|end|>"
@@ -344,7 +344,7 @@ def test_a_template_that_cannot_be_continued_is_refused_with_the_reason(source: 
     with pytest.raises(TemplateRefused, match=reason.replace("*", r"\*")):
         probed(source)
     assert time.process_time() - begun < 5
-    assert probed(PLAIN).closes == {"<|end|>"}  # the next one goes through
+    assert probed(PLAIN).closes == {"<|end|>"}  # the next one is accepted
 
 
 def test_a_bound_grows_with_the_conversation():

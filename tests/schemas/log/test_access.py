@@ -1,4 +1,4 @@
-"""Clients at a broker that speaks TLS and SASL: all of them work, and what keeps one out is said in time."""
+"""Clients at a broker with TLS and SASL: all of them work, and a refusal is reported in time with its reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SASL = {"security.protocol": "sasl_ssl", "sasl.mechanism": "PLAIN", "sasl.userna
 
 @pytest.fixture(params=[*MECHANISMS, "certificate", "without TLS"])
 def door(request: pytest.FixtureRequest, secured: SecuredLog, topic_prefix: str) -> KafkaSettings:
-    """One of the ways in."""
+    """One way to connect."""
     if request.param == "certificate":
         address, options = secured.mutual, secured.mutual_options()
     elif request.param == "without TLS":
@@ -100,11 +100,11 @@ KEPT_OUT: dict[str, tuple[str, Callable[[SecuredLog], dict[str, str]], str]] = {
         "plain", lambda log: log.sasl_options(), r"PLAINTEXT broker listener.*security\.protocol",
     ),
 }  # fmt: skip
-"""Listener, options, and what is said."""
+"""Listener, options, and the expected message."""
 
 
 @pytest.mark.parametrize(("listener", "options", "said"), KEPT_OUT.values(), ids=KEPT_OUT)
-def test_what_keeps_a_client_out_is_said_in_time(
+def test_the_reason_of_a_refusal_is_reported_in_time(
     secured: SecuredLog, listener: str, options: Callable[[SecuredLog], dict[str, str]], said: str
 ):
     kafka = KafkaSettings(bootstrap=getattr(secured, listener), client_options=options(secured))
@@ -115,13 +115,13 @@ def test_what_keeps_a_client_out_is_said_in_time(
     assert "wrong" not in str(refused.value)
 
 
-def test_that_nobody_is_there_is_not_a_refusal():
+def test_an_absent_broker_is_not_a_refusal():
     begun = time.monotonic()
     check_access(KafkaSettings(bootstrap="127.0.0.1:9"))
     assert time.monotonic() - begun < DEADLINE_S
 
 
-def test_what_stands_before_brokers_that_are_gone_does_not_refuse():
+def test_a_proxy_without_brokers_is_not_a_refusal():
     def close_at_once(listener: socket.socket) -> None:
         with suppress(OSError):
             while True:
@@ -133,7 +133,7 @@ def test_what_stands_before_brokers_that_are_gone_does_not_refuse():
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_each_client_says_that_it_is_refused(secured: SecuredLog, topic_prefix: str, monkeypatch: pytest.MonkeyPatch):
+def test_each_client_reports_a_refusal(secured: SecuredLog, topic_prefix: str, monkeypatch: pytest.MonkeyPatch):
     impatient = {"delivery.timeout.ms": "2000", "log_level": "0"}
     options = secured.sasl_options(**WRONG) | impatient
     refused = KafkaSettings(bootstrap=secured.sasl, topic_prefix=topic_prefix, client_options=options)
@@ -165,7 +165,7 @@ def test_options_that_cannot_work_are_named(options: dict[str, str], said: str):
         security_of(KafkaSettings(bootstrap="127.0.0.1:9", client_options=options))
 
 
-def test_options_that_librdkafka_cannot_use_are_said(secured: SecuredLog):
+def test_options_that_librdkafka_cannot_use_are_reported(secured: SecuredLog):
     options = {**secured.mutual_options(), "ssl.key.password": "another"}
     with pytest.raises(SecurityError, match=r"ssl\.key\.location failed"):
         check_access(KafkaSettings(bootstrap=secured.mutual, client_options=options))

@@ -54,7 +54,7 @@ def test_drift_is_reported_and_missing_topics_too(settings: KafkaSettings):
     assert all(state.drift == ["missing"] for state in check_topics(absent))
 
 
-def test_what_an_answer_carries_is_limited_for_all_its_partitions_together():
+def test_the_size_of_an_answer_is_limited_over_all_its_partitions():
     limits = "fetch.max.bytes", "fetch.message.max.bytes"
     kafka = KafkaSettings(bootstrap="here:1")
     assert not groupless_settings(kafka, "c").keys() & set(limits)
@@ -93,7 +93,7 @@ def test_a_reader_starts_where_it_is_told(settings: KafkaSettings):
         assert one in read(reader)
 
 
-def test_equal_keys_lie_where_java_would_put_them(settings: KafkaSettings):
+def test_equal_keys_are_in_the_partition_that_java_computes(settings: KafkaSettings):
     with RecordProducer(settings, "test-writer") as producer:
         positions = producer.send_acked(Topic.DOCUMENTS, [("21", document(n)) for n in range(3)])
     # murmur2("21") = -973932308 (the test vector of Kafka's own UtilsTest), positive part modulo 4.
@@ -101,7 +101,7 @@ def test_equal_keys_lie_where_java_would_put_them(settings: KafkaSettings):
     assert [p.offset for p in positions] == [0, 1, 2]
 
 
-def test_poison_is_located_with_its_reason_and_the_stream_goes_on(settings: KafkaSettings):
+def test_poison_is_located_with_its_reason_and_the_stream_continues(settings: KafkaSettings):
     names = Names(settings.topic_prefix)
     with RecordProducer(settings, "test-writer") as producer:
         for value in (b"poison", None, b"\xc3\x01" + bytes(20)):
@@ -135,7 +135,7 @@ def dead_letters(settings: KafkaSettings) -> list[tuple[bytes | None, str]]:
     return found
 
 
-def test_a_group_member_goes_on_from_what_was_committed(settings: KafkaSettings):
+def test_a_group_member_continues_from_the_committed_offset(settings: KafkaSettings):
     write(settings, range(30))
     first = consume(settings, 30, commit=True)
     write(settings, range(30, 40))
@@ -172,6 +172,6 @@ def test_a_topic_that_does_not_exist_says_how_to_create_it(settings: KafkaSettin
         LogReader(settings.model_copy(update={"topic_prefix": "absent."}), [Topic.DOCUMENTS])
 
 
-def test_a_broker_that_is_not_there_is_said_to_be_not_there():
+def test_an_absent_broker_is_reported_as_absent():
     with pytest.raises(ConnectionError, match="tidemill stack up"):
         wait_for_broker(KafkaSettings(bootstrap="127.0.0.1:9"), deadline_s=0.5)

@@ -1,4 +1,4 @@
-"""Writing under a name: each record once, readers pass the ends of transactions, who was replaced writes no more."""
+"""Transactional writes: each record once, readers pass transaction ends, a replaced producer writes no more."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -43,8 +43,8 @@ def test_what_is_sent_is_in_the_log_once_and_in_order(log) -> None:
     writer.send_acked(Topic.STEPS, [plan(4)])
 
 
-def test_readers_reach_the_end_whatever_lies_there(log) -> None:
-    """From the beginning, from the end on, and from the offset after each record."""
+def test_readers_reach_the_end_of_any_log(log) -> None:
+    """Read from the beginning, from the end, and from the offset after each record."""
     writer = FencedProducer(log, "test", f"{log.topic_prefix}writer")
     with LogReader(log, [Topic.STEPS], start="end") as following, LogReader(log, [Topic.STEPS]) as reader:
         for step in range(1, 4):
@@ -61,7 +61,7 @@ def test_readers_reach_the_end_whatever_lies_there(log) -> None:
         assert [s for s, _ in steps_of(resumed)] == [4]
 
 
-def test_who_was_replaced_writes_nothing_more(log) -> None:
+def test_a_replaced_producer_writes_nothing_more(log) -> None:
     name = f"{log.topic_prefix}writer"
     older = FencedProducer(log, "test", name)
     older.send_acked(Topic.STEPS, [plan(1, "older")])
@@ -78,8 +78,8 @@ def test_who_was_replaced_writes_nothing_more(log) -> None:
         assert [who for _, who in steps_of(reader)] == ["older", "newer", "newer", "other", "newer"]
 
 
-def test_what_the_replaced_one_had_under_way_is_not_read_and_holds_nobody_up(log) -> None:
-    """He was halted within a transaction: readers wait for its end, until it is taken back."""
+def test_an_open_transaction_of_a_replaced_producer_is_not_read_and_blocks_no_reader(log) -> None:
+    """The producer stopped within a transaction: readers wait for its end, until it is aborted."""
     name = f"{log.topic_prefix}writer"
     halted = FencedProducer(log, "test", name)
     halted._producer.begin_transaction()
@@ -94,7 +94,7 @@ def test_what_the_replaced_one_had_under_way_is_not_read_and_holds_nobody_up(log
         halted._producer.commit_transaction(10)
 
 
-def test_a_log_that_is_not_there_is_said(monkeypatch) -> None:
+def test_an_absent_log_is_reported(monkeypatch) -> None:
     monkeypatch.setattr("tidemill.schemas.log.fenced_producer.START_TIMEOUT_S", 0.2)
     monkeypatch.setattr("tidemill.schemas.log.fenced_producer.CALL_TIMEOUT_S", 0.2)
     with pytest.raises(DeliveryError, match="did not take what name wrote"):
@@ -102,7 +102,7 @@ def test_a_log_that_is_not_there_is_said(monkeypatch) -> None:
 
 
 def test_calls_of_two_threads_follow_one_another(log) -> None:
-    """Each waits for the other's transaction; begun within it, one would be refused."""
+    """Each waits for the other's transaction; a transaction begun within another would be refused."""
     writer = FencedProducer(log, "test", f"{log.topic_prefix}writer")
     with ThreadPoolExecutor(2) as threads:
         sent = [threads.submit(writer.send_acked, Topic.STEPS, [plan(step), plan(step)]) for step in range(8)]
@@ -112,7 +112,7 @@ def test_calls_of_two_threads_follow_one_another(log) -> None:
         assert sorted(step for step, _ in steps_of(reader)) == sorted([*range(8)] * 2)
 
 
-def test_others_write_to_the_same_topic_unhindered(log) -> None:
+def test_other_producers_write_to_the_same_topic(log) -> None:
     FencedProducer(log, "test", f"{log.topic_prefix}writer").send_acked(Topic.STEPS, [plan(1)])
     RecordProducer(log, "test").send_acked(Topic.STEPS, [plan(2)])
     with LogReader(log, [Topic.STEPS]) as reader:

@@ -1,4 +1,4 @@
-"""Keys lie where Java's client, aiokafka and librdkafka put them."""
+"""Keys are in the partitions that Java's client, aiokafka and librdkafka compute."""
 
 from __future__ import annotations
 

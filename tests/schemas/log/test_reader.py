@@ -28,7 +28,7 @@ def here(offset: int, partition: int = 0) -> Position:
     return Position(Topic.DOCUMENTS.value, partition, offset)
 
 
-def test_a_record_is_fetched_by_its_position_and_the_reader_goes_on_from_there(log: KafkaSettings):
+def test_a_record_is_fetched_by_its_position_and_the_reader_continues_from_there(log: KafkaSettings):
     write(log, range(8), 0, LONG_AGO_MS)
     write(log, range(8, 10), 1)
     with LogReader(log, [Topic.DOCUMENTS], start="end") as reader:
@@ -43,7 +43,7 @@ def test_a_record_is_fetched_by_its_position_and_the_reader_goes_on_from_there(l
         assert {record.record.document_id for record in passed} <= {"d5", "d6", "d7"}
 
 
-def test_the_records_on_the_way_to_a_position_are_handed_over(log: KafkaSettings):
+def test_the_records_before_a_position_are_returned(log: KafkaSettings):
     write(log, range(6), 0, LONG_AGO_MS)
     with LogReader(log, [Topic.DOCUMENTS]) as reader:
         passed: list[ConsumedRecord] = []
@@ -51,7 +51,7 @@ def test_the_records_on_the_way_to_a_position_are_handed_over(log: KafkaSettings
         assert [record.offset for record in passed][:3] == [0, 1, 2]
 
 
-def test_a_position_without_a_record_is_told_at_once(log: KafkaSettings):
+def test_a_position_without_a_record_is_reported_at_once(log: KafkaSettings):
     full = Names(log.topic_prefix).of(Topic.DOCUMENTS)
     writer = Producer({"bootstrap.servers": log.address(), "transactional.id": full})
     writer.init_transactions(TRANSACTION_S)
@@ -61,7 +61,7 @@ def test_a_position_without_a_record_is_told_at_once(log: KafkaSettings):
         writer.commit_transaction(TRANSACTION_S)
     started = time.monotonic()
     with LogReader(log, [Topic.DOCUMENTS]) as reader:
-        # The end of a transaction takes an offset: the log ends with one.
+        # The end marker of a transaction uses an offset; this log ends with one.
         for offset in (1, 3):
             with pytest.raises(MissingRecordError, match=rf"documents\[0\] no longer holds offset {offset}"):
                 reader.at(here(offset))
@@ -75,7 +75,7 @@ def test_a_position_without_a_record_is_told_at_once(log: KafkaSettings):
     assert time.monotonic() - started < 90
 
 
-def test_positions_are_fetched_together_and_what_is_gone_is_left_out(log: KafkaSettings):
+def test_positions_are_fetched_together_without_deleted_records(log: KafkaSettings):
     write(log, range(8), 0, LONG_AGO_MS)
     write(log, range(8, 12), 1)
     delete(log, 2)
@@ -99,7 +99,7 @@ def test_a_partition_is_read_from_a_time_to_its_end(log: KafkaSettings):
         assert list(reader.read_since(Topic.DOCUMENTS, 1, 0)) == []
 
 
-def test_each_partition_that_lost_records_is_told(log: KafkaSettings):
+def test_each_partition_that_lost_records_is_reported(log: KafkaSettings):
     for partition in (0, 1):
         write(log, range(4), partition)
     full = Names(log.topic_prefix).of(Topic.DOCUMENTS)

@@ -1,4 +1,4 @@
-"""Records that the log deleted before they were read: told, and never passed in silence, by every reader."""
+"""Records that the log deleted before they were read: every reader reports them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def gap(read: Callable[[], list[ConsumedRecord]]) -> RetentionGap:
     return told.value
 
 
-def test_a_reader_that_falls_behind_the_log_is_told_and_may_go_on(settings: KafkaSettings):
+def test_a_reader_behind_the_log_gets_an_error_and_may_continue(settings: KafkaSettings):
     write(settings, range(10))
     with LogReader(settings, [Topic.DOCUMENTS]) as reader:
         assert offsets(reader.poll, 10) == list(range(10))
-        # A reader that is slower than retention.
+        # The reader is slower than retention.
         here = [TopicPartition(Names(settings.topic_prefix).of(Topic.DOCUMENTS), 0)]
         reader._log.client.pause(here)
         write(settings, range(10, 16))
@@ -61,7 +61,7 @@ def test_a_reader_that_falls_behind_the_log_is_told_and_may_go_on(settings: Kafk
         assert offsets(reader.poll, 5) == [13, 14, 15, 16, 17], "who seeks sees from the offset what is gone"
 
 
-def test_a_start_that_is_gone_is_told_and_the_beginning_is_what_is_kept(settings: KafkaSettings):
+def test_a_deleted_start_is_reported_and_the_beginning_is_the_first_kept_record(settings: KafkaSettings):
     write(settings, range(10))
     with LogReader(settings, [Topic.DOCUMENTS]) as early:
         delete(settings, 5)
@@ -72,7 +72,7 @@ def test_a_start_that_is_gone_is_told_and_the_beginning_is_what_is_kept(settings
         assert [located.offset for located in reader.read_to_end()] == [5, 6, 7, 8, 9]
 
 
-def test_a_place_behind_the_end_is_told(settings: KafkaSettings):
+def test_a_position_after_the_end_is_reported(settings: KafkaSettings):
     write(settings, range(3))
     with LogReader(settings, [Topic.DOCUMENTS], start={HERE: 50}) as reader:
         with pytest.raises(LookupError, match="is at offset 50 and the log ends at 3"):
@@ -93,14 +93,14 @@ def test_the_ends_of_transactions_are_no_gaps_and_are_read_past(settings: KafkaS
     with LogReader(settings, [Topic.DOCUMENTS]) as reader:
         found = [located.offset for located in reader.read_to_end()]
         ends = reader.end_offsets()
-        # An aborted record takes an offset, and the end of each transaction takes another.
+        # An aborted record uses an offset, and the end marker of each transaction uses another.
         assert found == [0, 2, 6, 8]
         assert reader.next_offsets() == ends == {HERE: 12}
     with LogReader(settings, [Topic.DOCUMENTS], start=ends) as reader:
         assert list(reader.read_to_end()) == []
 
 
-def test_a_group_goes_on_from_its_commit_or_is_told_that_it_is_gone(settings: KafkaSettings):
+def test_a_group_continues_from_its_commit_or_gets_an_error_if_it_is_deleted(settings: KafkaSettings):
     write(settings, range(10))
     delete(settings, 2)
     first = GroupConsumer(settings, "readers", [Topic.DOCUMENTS], client_id="test-member")

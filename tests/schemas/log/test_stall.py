@@ -1,4 +1,4 @@
-"""Who stands still although there is work, and a main loop that does not come round."""
+"""Stalls although there is work, and a main loop that hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = ("topic", 3)
 DEADLINE_S = 180.0
 
 
-def test_what_does_not_move_though_something_waits_is_told_once_a_timeout():
+def test_no_progress_with_waiting_records_is_reported_once_per_timeout():
     still: IdleTimes[str] = IdleTimes(10)
     assert still.observe("a", 1, True, 0) is None
     assert still.observe("a", 1, True, 9) is None
@@ -26,7 +26,7 @@ def test_what_does_not_move_though_something_waits_is_told_once_a_timeout():
     assert still.observe("a", 1, True, 20) == 10
 
 
-def test_movement_and_waiting_for_nothing_are_no_standstill():
+def test_progress_and_idleness_are_no_stall():
     still: IdleTimes[str] = IdleTimes(10)
     assert all(still.observe("a", n, True, n) is None for n in range(0, 100, 9))
     assert all(still.observe("a", 99, False, n) is None for n in range(100, 200, 9))
@@ -36,7 +36,7 @@ def test_movement_and_waiting_for_nothing_are_no_standstill():
 
 
 def polled(watch: ReadingWatch, begin: float, end: float) -> float:
-    """Poll ten times a second; the time of the last poll that was due."""
+    """Poll ten times a second. Returns the time of the last due poll."""
     due = begin
     for tenth in range(int(begin * 10), int(end * 10)):
         if watch.due(tenth / 10):
@@ -59,7 +59,7 @@ def test_a_reader_that_is_not_polled_is_not_stalled():
     assert not watch.observe(HERE, 5, 9, polled(watch, 3600, 3619))
 
 
-def test_a_log_that_does_not_answer_is_told_once_and_so_is_its_return():
+def test_a_log_that_does_not_answer_is_reported_once_and_so_is_its_return():
     watch = ReadingWatch(20.0, 0.0)
     watch.observe(HERE, 5, 9, polled(watch, 0, 6))
     assert watch.answered(6.0) is None
@@ -71,7 +71,7 @@ def test_a_log_that_does_not_answer_is_told_once_and_so_is_its_return():
     assert watch.answered(61.0) is None
 
 
-def test_no_timeout_looks_at_nothing():
+def test_no_timeout_checks_nothing():
     watch = ReadingWatch(0.0, 0.0)
     assert not any(watch.due(float(n)) for n in range(1000))
 

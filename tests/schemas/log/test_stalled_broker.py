@@ -1,4 +1,4 @@
-"""A broker that stops answering: the reader says so and goes on when it is back."""
+"""A broker that stops answering: the reader reports it and continues when the broker answers again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tidemill.schemas.log.reader import LogReader
 
 @pytest.fixture
 def stack(tmp_path, broker: None) -> Iterator[tuple[KafkaSettings, int]]:
-    """A broker of its own, and its process."""
+    """Start a separate broker; also yields its process."""
     own = LocalStack(StackSettings(data_dir=tmp_path / "stack", heap_mb=256))
     try:
         status = own.up()

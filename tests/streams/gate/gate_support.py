@@ -1,4 +1,4 @@
-"""Records that a gate reads, written as a product and its replicas would; and laws that its tests compare with."""
+"""Records that a gate reads, as a product and its replicas write them, and distributions to compare results with."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ QUICK = GateSettings(
 
 
 def manifest(version: int, run: RunSettings = RUN) -> Manifest:
-    """A version whose parent is the one before; the first has an anchor."""
+    """Return the manifest of a version whose parent is the previous one; version 0 has an anchor."""
     return build(Manifest, run_id=run.run_id, branch=run.branch, version=version, learning_rate=1e-5, n_elements=1,
                  n_changed=1, delta_bytes=1, fingerprint="f", anchor=Anchor("a", 1) if version == 0 else None,
                  trained_at=version, published_at=version)  # fmt: skip
 
 
 def bench(version: int, successes: int, rollouts: int = 16, name: str = "", run: RunSettings = RUN) -> Group:
-    """A held-out group that one version sampled."""
+    """Return a held-out group that one version sampled."""
     members = [
         GroupMember(
             rollout_id=f"{name}{version}-{number}", topic="rollouts", partition=0, offset=number,
@@ -60,7 +60,7 @@ def bench(version: int, successes: int, rollouts: int = 16, name: str = "", run:
 
 
 def outcome(number: int, arm: str, version: int, at: int, reward: float | None, user: str = "", **fields) -> Outcome:
-    """The end of one interaction, of a user of its own where none is named."""
+    """Return the outcome of one interaction. Without `user`, each interaction has a different user."""
     made = build(Outcome, interaction_id=f"i{number}", run_id=RUN.run_id, branch=RUN.branch,
                  user_id=user or f"u{number}", arm=arm, topic="interactions", offset=number, version_min=version,
                  version_max=version, sampled_tokens=40, latency_ms=900.0, reward=reward,
@@ -70,18 +70,18 @@ def outcome(number: int, arm: str, version: int, at: int, reward: float | None, 
 
 
 def ack(replica: str, version: int, at: int, run: RunSettings = RUN, status: AckStatus = AckStatus.PROVED) -> WeightAck:
-    """A replica serves a version."""
+    """Return a replica's acknowledgement of a version."""
     return build(WeightAck, replica_id=replica, run_id=run.run_id, branch=run.branch, incarnation="i", version=version,
                  status=status, at=at)  # fmt: skip
 
 
 def said(verdict: GateVerdict, version: int | None, at: int, by: str = "ada", reason: str = "seen") -> GateDecision:
-    """A person's decision."""
+    """Return a person's decision."""
     return GateDecision(RUN.run_id, RUN.branch, verdict, version, reason, by, {}, at)
 
 
 class Product:
-    """A gate, its log, and a product whose users are served what the gate decided."""
+    """A gate, its log, and a product that serves its users the versions that the gate chose."""
 
     def __init__(self, gate: GateSettings = QUICK, seed: int = 0) -> None:
         self.gate = gate
@@ -101,7 +101,7 @@ class Product:
         return next(record for record, _ in reversed(self.log) if isinstance(record, GateDecision))
 
     def write(self, record: Record, seconds: float = 0.001) -> list[GateDecision]:
-        """Append a record, and the decisions that it makes due. Returns them."""
+        """Append a record and the decisions that follow from it. Returns these decisions."""
         self.now += int(seconds * SECOND)
         return self._append(record, self.now)
 
@@ -117,17 +117,16 @@ class Product:
         return made
 
     def publish(self, *versions: int) -> None:
-        """Publish versions."""
         for version in versions:
             self.write(manifest(version))
 
     def serve(self, arm: str, version: int, reward: float | None, user: str = "", **fields) -> list[GateDecision]:
-        """One interaction from request to outcome."""
+        """Write the outcome of one more interaction. Returns the decisions that follow."""
         self._interactions += 1
         return self.write(outcome(self._interactions, arm, version, self.now + 1_000, reward, user, **fields), 0.01)
 
     def traffic(self, candidate: float, baseline: float, versions: Sequence[int], most: int = 2_000, **fields) -> int:
-        """Users one by one, alternating arms, thumbs up with these chances; until a decision. Returns how many."""
+        """Serve users in alternating arms, thumbs up with these chances, until a decision. Returns the user count."""
         for count in range(most):
             arm, chance, version = (
                 ("canary", candidate, versions[0]) if count % 2 else ("stable", baseline, versions[1])
@@ -138,7 +137,7 @@ class Product:
         return most
 
     def start(self, baseline_successes: int = 12, candidate_successes: int = 12) -> None:
-        """A baseline 0 and a candidate 1 that has passed its bench and is compared."""
+        """Publish baseline 0 and candidate 1, which passes its bench; its comparison starts."""
         self.publish(0)
         self.write(bench(0, baseline_successes))
         self.publish(1)
@@ -148,11 +147,11 @@ class Product:
 def exact_first_passage(
     up: float, down: float, bound: float, blocks: int, alpha: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Law of the first passage of a `Capital` against "the mean is at most `bound`", for observations of +1, -1 and 0.
+    """Compute when a `Capital` against "the mean is at most `bound`" first passes, for observations of +1, -1 and 0.
 
-    The capital depends on the counts of +1 and -1 alone, so that the paths over counts can be summed exactly.
+    The capital depends only on the counts of +1 and -1, so the paths over counts can be summed exactly.
 
-    Returns (f8[blocks + 1] chance to have passed by then, f8[blocks + 1] chance to pass just then).
+    Returns (f8[blocks + 1] chance to have passed by each block, f8[blocks + 1] chance to pass at that block).
     """
     bets = np.array(BETS) / (1.0 + bound)
     plus, minus, zero = np.log1p(bets * (1 - bound)), np.log1p(bets * (-1 - bound)), np.log1p(-bets * bound)
@@ -173,7 +172,7 @@ def exact_first_passage(
 
 
 def peeked_t_test(candidate: Sequence[float], baseline: Sequence[float], level: float = 1.96, first: int = 10) -> bool:
-    """Whether a fixed-horizon two-sample test, looked at after every observation, ever says that the arms differ."""
+    """Whether a fixed-horizon two-sample test, evaluated after every observation, ever reports a difference."""
     one, other = np.asarray(candidate), np.asarray(baseline)
     n = np.arange(1, min(len(one), len(other)) + 1)
     one, other = one[: len(n)], other[: len(n)]
@@ -184,22 +183,22 @@ def peeked_t_test(candidate: Sequence[float], baseline: Sequence[float], level: 
 
 
 def arrivals(share: float, random: np.random.Generator) -> Iterator[int]:
-    """Arms of users as they come: 0 the candidate's, 1 the baseline's."""
+    """Return the arms of users in the order of arrival: 0 the candidate's, 1 the baseline's."""
     while True:
         yield int(random.random() >= share)
 
 
 def most_observations(law: Iterable[tuple[float, float]], bound: float, alpha: float) -> float:
-    """Expected number of observations until evidence of level `alpha` that a mean is above a bound, or a little more.
+    """Bound the expected number of observations until evidence of level `alpha` that the mean is above `bound`.
 
     By Wald's identity the best single bet l needs log(n_bets / alpha) / E[log(1 + l * (x - m))] observations on average
-    to carry the mixture alone over 1/alpha, up to its last gain; the other bets only help.
+    to bring the mixture above 1/alpha without the other bets, up to its last gain; the other bets can only help.
 
     Args:
-        law: the observations' law, (value, probability).
-        bound: the mean that is bet against.
+        law: the distribution of the observations, (value, probability).
+        bound: the mean that the bets are against.
 
-    Returns infinity where no bet grows.
+    Returns infinity if no bet grows.
     """
     known = list(law)
     rates = (

@@ -1,8 +1,8 @@
-"""A policy that learns to escape its reward: the two live reward hacks of Composer, in a model small enough to read.
+"""A policy that learns to avoid bad rewards: the two reward hacks seen in production with Composer, in a small model.
 
-Tasks are easy or hard (a try succeeds with 0.9 or 0.25), and the policy edits, makes a broken tool call, or asks the
-user. It learns by REINFORCE without a baseline from rewards that the real map makes of the real signals: a thumb for
-an edit, an error report for a broken call, a report of the question for a question.
+Tasks are easy or hard (an edit succeeds with probability 0.9 or 0.25). The policy edits, makes a broken tool call, or
+asks the user. It learns by REINFORCE without a baseline. The real reward map computes the rewards from the real
+signals: a thumb for an edit, an error report for a broken call, a question report for a question.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GATE = GateSettings(outcomes_per_user=1, min_users=10 * USERS, rate_tolerance=0.
 
 
 def without(*kinds: SignalKind) -> dict[SignalKind, SignalRule]:
-    """The default rules, these kinds without weight."""
+    """Return the default rules, with weight 0 for these kinds."""
     rules = default_rules()
     return rules | {kind: rules[kind].model_copy(update={"weight": 0.0}) for kind in kinds}
 
@@ -41,11 +41,11 @@ MAPS = {
     "questions are free": RewardMap(rules=without(SignalKind.QUESTION_ASKED), no_signal=0.0),
     "every answer counts": RewardMap(),
 }
-"""The accountings, by what they do."""
+"""Reward maps by their effect."""
 
 
 def ending(reward_map: RewardMap, action: int, success: bool) -> RewardResult:
-    """What the signals of one answer amount to."""
+    """Compute the reward result of one answer from its signals."""
     seen = {SignalKind.EDIT_MADE: float(action == EDIT), SignalKind.QUESTION_ASKED: float(action == QUESTION)}
     if action == EDIT:
         seen[SignalKind.THUMB] = 1.0 if success else -1.0
@@ -60,16 +60,16 @@ class Checkpoint:
 
     step: int
     chances: np.ndarray
-    """f8[2, 3]: of each action, on easy and on hard tasks."""
+    """f8[2, 3]: the probability of each action, on easy and on hard tasks."""
 
     @property
     def on_hard(self) -> dict[str, float]:
-        """Shares of the actions on hard tasks."""
+        """The probability of each action on hard tasks."""
         return dict(zip(("edit", "broken", "question"), self.chances[HARD].round(3).tolist(), strict=True))
 
 
 def learn(reward_map: RewardMap, seed: int = 0) -> Iterator[Checkpoint]:
-    """Train, and stop now and then to look."""
+    """Train, and yield a checkpoint every `EVERY` steps."""
     random = np.random.default_rng(seed)
     table = np.array([[ending(reward_map, a, s).reward or 0.0 for s in (False, True)] for a in range(3)])
     logits = np.tile(START, (2, 1))
@@ -79,7 +79,7 @@ def learn(reward_map: RewardMap, seed: int = 0) -> Iterator[Checkpoint]:
             yield Checkpoint(step, chances)
         task = random.integers(2, size=BATCH)
         action = (random.random((BATCH, 1)) > chances[task].cumsum(1)[:, :2]).sum(1)
-        # An answer without a reward is left out: it moves nothing, as one of reward 0 does without a baseline.
+        # An answer without a reward is not trained: same as reward 0, which changes nothing without a baseline.
         reward = table[action, (random.random(BATCH) < SUCCESS[task]).astype(int)]
         gradient = np.zeros_like(logits)
         np.add.at(gradient, task, reward[:, None] * (np.eye(3)[action] - chances[task]))
@@ -87,7 +87,7 @@ def learn(reward_map: RewardMap, seed: int = 0) -> Iterator[Checkpoint]:
 
 
 def answers(reward_map: RewardMap, chances: np.ndarray, arm: str, version: int, first: int, seed: int) -> list[Outcome]:
-    """Outcomes of users whom the policy serves."""
+    """Return the outcomes of `USERS` users that the policy serves."""
     random = np.random.default_rng(seed)
     made = []
     for number in range(first, first + USERS):
@@ -98,7 +98,7 @@ def answers(reward_map: RewardMap, chances: np.ndarray, arm: str, version: int, 
 
 
 def alerts(reward_map: RewardMap, before: Checkpoint, now: Checkpoint, origin: dict[str, float]) -> list[Alert]:
-    """What the gate's guardrails say of two checkpoints that are served side by side."""
+    """Return the guardrail alerts of the gate for two checkpoints that are served at the same time."""
     comparison = ArmComparison(GATE, 1, 0, 0.5, 0, origin)
     candidate = answers(reward_map, now.chances, "canary", 1, 0, now.step)
     baseline = answers(reward_map, before.chances, "stable", 0, USERS, now.step + 1)
@@ -109,7 +109,7 @@ def alerts(reward_map: RewardMap, before: Checkpoint, now: Checkpoint, origin: d
 
 
 def course(reward_map: RewardMap, seed: int = 0) -> Iterator[tuple[Checkpoint, list[Alert]]]:
-    """Every checkpoint with the alerts of its comparison with the one before."""
+    """Yield every checkpoint with the alerts of its comparison with the previous one."""
     points = list(learn(reward_map, seed))
     yield points[0], []
     for before, now in itertools.pairwise(points):
@@ -117,6 +117,6 @@ def course(reward_map: RewardMap, seed: int = 0) -> Iterator[tuple[Checkpoint, l
 
 
 def origin_of(first: Checkpoint) -> dict[str, float]:
-    """What the first policy does, as the gate keeps it."""
+    """Return the rates of the first policy in the form in which the gate stores them."""
     edit, broken, question = first.chances.mean(0)
     return {"edit_rate": float(edit), "tool_error_rate": float(broken), "question_rate": float(question)}

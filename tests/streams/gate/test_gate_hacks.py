@@ -1,6 +1,6 @@
-"""Both live reward hacks reproduce with the accounting that allowed them, raise the alert, and go with the right one.
+"""Both reward hacks appear with the reward maps that allowed them, raise the alert, and disappear with the right map.
 
-The shares are those of hard tasks after 400 steps, from 71 % edits at the start.
+The shares are those on hard tasks after 400 steps; at the start, 71 % of the actions are edits.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ def last_of(accounting):
     return seen[-1][0].on_hard, rung
 
 
-def test_dropping_broken_calls_teaches_to_break_them():
+def test_dropping_broken_calls_teaches_broken_calls():
     shares, rung = last_of("broken calls are dropped")
     assert shares["edit"] < 0.03 and shares["broken"] > 0.4
     assert "edit_rate" in rung
 
 
-def test_free_questions_teach_to_ask():
+def test_questions_without_a_cost_teach_questions():
     shares, rung = last_of("questions are free")
     assert shares["question"] > 0.95
     assert "question_rate" in rung and "tool_error_rate" not in rung
 
 
-def test_an_accounting_without_an_escape_teaches_to_edit_and_rings_nothing():
+def test_a_complete_reward_map_teaches_edits_and_raises_no_alert():
     shares, rung = last_of("every answer counts")
     assert shares["edit"] > 0.95
     assert rung == set()

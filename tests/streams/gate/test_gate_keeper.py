@@ -1,4 +1,4 @@
-"""The gate's machine: what it decides on which evidence, that people win over it, that a restart decides the same."""
+"""The gate's machine: its decisions on the evidence, the priority of people's decisions, and restarts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_only_whole_completed_held_out_rollouts_count_for_the_bench():
     assert product.decisions[-2:] == [("admit", 1), ("canary", 1)]
 
 
-def test_versions_that_come_during_a_trial_are_skipped_and_named():
+def test_versions_published_during_a_trial_are_skipped_and_named():
     product = Product()
     product.start()
     product.publish(2, 3, 4)
@@ -112,7 +112,7 @@ def test_versions_that_come_during_a_trial_are_skipped_and_named():
     assert "skipped: 2, 3" in opened.reason
 
 
-def test_a_candidate_without_bench_results_does_not_keep_newer_ones_waiting():
+def test_a_candidate_without_bench_results_does_not_block_newer_ones():
     product = Product()
     product.publish(0, 1)
     tick(product, QUICK.bench_seconds + 1)
@@ -139,7 +139,7 @@ def test_a_comparison_without_evidence_ends_as_the_settings_say(promote, verdict
 
 
 @pytest.mark.parametrize("arm", ["fallback", "stable"])
-def test_users_for_whom_the_stable_pool_stood_in_count_when_the_canary_is_back(arm: str):
+def test_users_with_fallback_answers_count_when_the_canary_is_back(arm: str):
     product = Product(QUICK.model_copy(update={"max_seconds": 5.0, "promote_without_evidence": True, "min_users": 3}))
     product.start()
     for name in ("ann", "bob", "cid"):
@@ -149,7 +149,7 @@ def test_users_for_whom_the_stable_pool_stood_in_count_when_the_canary_is_back(a
     for name in ("ann", "bob", "cid"):
         product.serve("canary", 1, 1.0, user=name)
     tick(product, QUICK.user_window_s + 1.0)
-    # As answers of the stable arm they would have taken their users from the canary arm: it would never have enough.
+    # Answers of the stable arm would put these users into that arm, and the canary arm would have too few users.
     assert (product.last().verdict is GateVerdict.PROMOTE) == (arm == "fallback")
 
 
@@ -158,7 +158,7 @@ def test_users_for_whom_the_stable_pool_stood_in_count_when_the_canary_is_back(a
     {"observed": {"edit_made": 1.0, "tool_error": 1.0}}, {"sampled_tokens": 400}, {"sampled_tokens": 4},
     {"latency_ms": 9_000.0}],
 )  # fmt: skip
-def test_a_guardrail_stops_a_candidate_that_the_reward_likes(change):
+def test_a_guardrail_stops_a_candidate_with_a_better_reward(change):
     for on_alert, verdict in ((OnAlert.REJECT, GateVerdict.REJECT), (OnAlert.HOLD, GateVerdict.HOLD)):
         product = Product(QUICK.model_copy(update={"on_alert": on_alert, "min_users": 1000}))
         product.start()
@@ -168,7 +168,7 @@ def test_a_guardrail_stops_a_candidate_that_the_reward_likes(change):
         assert any(name.startswith("p_alert/") for name in made.numbers)
 
 
-def test_a_change_for_the_better_is_no_alert():
+def test_an_improvement_is_no_alert():
     product = Product(QUICK.model_copy(update={"min_users": 1000}))
     product.start()
     product.traffic(0.6, 0.6, (1, 0), most=400, latency_ms=10.0, observed={"edit_made": 1.0})
@@ -189,7 +189,7 @@ def test_a_hack_cannot_hide_in_the_exclusions():
         assert not ignored.serve("stable", 0, 1.0) + ignored.serve("canary", 1, None if number % 2 else 1.0)
 
 
-def test_many_small_steps_are_seen_against_the_first_baseline():
+def test_many_small_changes_are_detected_against_the_first_baseline():
     product = Product(QUICK.model_copy(update={"min_users": 30, "rate_tolerance": 0.2, "drift_rate_tolerance": 0.3}))
     product.start()
     rate = 0.95
@@ -247,7 +247,7 @@ def test_a_late_collapse_is_rolled_back_and_never_served_again():
     assert tick(product, 2.0)[-1].version == 2, "the gate goes on with what is trained next"
 
 
-def test_a_collapse_after_the_watch_window_is_left_to_the_next_comparison():
+def test_a_collapse_after_the_watch_window_does_not_roll_back():
     product = promoted(QUICK.model_copy(update={"watch_seconds": 5.0}))
     assert product.keeper.snapshot().watched == 1
     tick(product, 6.0)
@@ -265,7 +265,7 @@ def test_a_collapse_during_the_next_trial_ends_it():
     assert (tick(product, 2.0)[0].version, product.keeper.snapshot().stage) == (2, "comparison")
 
 
-def test_nothing_is_decided_while_a_person_holds():
+def test_nothing_is_decided_during_a_persons_hold():
     product = Product()
     product.start()
     product.write(said(GateVerdict.HOLD, 0, product.now, reason="a launch today"))
@@ -280,7 +280,7 @@ def test_nothing_is_decided_while_a_person_holds():
     assert product.decisions[-3:] == [("release", None), ("canary", 2), ("canary", 2)]
 
 
-def test_a_hold_that_a_decision_overran_is_said_again():
+def test_a_decision_that_crosses_a_hold_is_rolled_back():
     product = Product()
     product.start()
     held = said(GateVerdict.HOLD, 0, product.now)
@@ -293,7 +293,7 @@ def test_a_hold_that_a_decision_overran_is_said_again():
     assert product.keeper.snapshot().promoted == 0 and product.keeper.snapshot().held_by == held
 
 
-def test_a_veto_ends_a_trial_and_takes_back_what_was_promoted():
+def test_a_veto_ends_a_trial_and_rolls_back_a_promotion():
     product = Product()
     product.start()
     product.write(said(GateVerdict.REJECT, 1, product.now))
@@ -331,7 +331,7 @@ def test_revisions_replace_and_duplicates_do_not_count():
     assert (made.numbers["canary/reward"], made.numbers["canary/users"]) == (1.0, 6.0)
 
 
-def test_what_belongs_to_no_arm_is_left_alone():
+def test_outcomes_of_no_arm_are_ignored():
     product = Product(QUICK.model_copy(update={"min_users": 1}))
     product.start()
     at = product.now
@@ -346,7 +346,7 @@ def test_what_belongs_to_no_arm_is_left_alone():
     assert numbers["canary/interactions"] == numbers["stable/interactions"] == 0
 
 
-def test_an_erased_user_who_is_not_counted_yet_is_forgotten():
+def test_an_erased_user_is_not_counted():
     product = Product(QUICK.model_copy(update={"outcomes_per_user": 2}))
     product.start()
     product.serve("canary", 1, 1.0, "erased")
@@ -358,7 +358,7 @@ def test_an_erased_user_who_is_not_counted_yet_is_forgotten():
 
 
 def replayed(log, generation=2.0, gate=QUICK):
-    """A gate that reads a log again, as a restarted one does: merged by time, a decision after what it rests on."""
+    """Return a restarted gate that has read the log again: in the order of time, decisions after their evidence."""
     keeper = GateController(RUN, gate, generation)
     ordered = sorted(log, key=lambda entry: (entry[1], isinstance(entry[0], GateDecision)))
     for record, at in ordered:
@@ -390,7 +390,7 @@ def test_a_restart_at_any_record_decides_the_same():
     assert replayed([*product.log, *product.log]).snapshot() == replayed(product.log).snapshot()
 
 
-def test_two_gates_write_the_same_and_nothing_counts_twice():
+def test_two_gates_write_the_same_and_count_nothing_twice():
     first, second = GateController(RUN, QUICK, 1.0), GateController(RUN, QUICK, 2.0)
     product = Product()
     product.start()
@@ -453,7 +453,7 @@ def play(product, event):
 
 @settings(max_examples=60)
 @given(EVENTS)
-def test_whatever_comes_no_rule_is_broken(events):
+def test_no_sequence_of_records_breaks_a_rule(events):
     product = Product()
     product.publish(0)
     for event in events:

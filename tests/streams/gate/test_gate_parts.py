@@ -34,7 +34,7 @@ def take(users, arm, name, number, value, at=0, revision=0):
     return [(s.user_id, s.means()) for s in users.observe(arm, name, made, {"x": value}, at)]
 
 
-def test_a_user_counts_once_by_the_mean_of_his_first_outcomes():
+def test_a_user_counts_once_with_the_mean_of_their_first_outcomes():
     users = Users(most=3, window_us=100)
     assert take(users, "canary", "ada", 1, 1.0) == take(users, "canary", "ada", 2, 0.0) == []
     assert take(users, "canary", "ada", 3, 0.5) == [("ada", {"x": 0.5})]
@@ -44,7 +44,7 @@ def test_a_user_counts_once_by_the_mean_of_his_first_outcomes():
     assert users.settle_all() == []
 
 
-def test_a_user_is_waited_for_until_his_window_ends():
+def test_a_user_counts_at_the_end_of_their_window():
     users = Users(most=3, window_us=100)
     take(users, "canary", "ada", 1, 1.0, at=0)
     take(users, "stable", "bob", 2, 0.0, at=10)
@@ -54,7 +54,7 @@ def test_a_user_is_waited_for_until_his_window_ends():
     assert users.advance(10_000) == []
 
 
-def test_a_user_belongs_to_the_arm_where_he_was_first_seen():
+def test_a_user_belongs_to_the_arm_of_their_first_outcome():
     users = Users(most=2, window_us=100)
     take(users, "canary", "ada", 1, 1.0)
     assert take(users, "stable", "ada", 2, 0.0) == []
@@ -64,7 +64,7 @@ def test_a_user_belongs_to_the_arm_where_he_was_first_seen():
 
 
 def alarms(by_user, runs=60, people=60, answers=8):
-    """A/A tests in which users differ: how often two directions together raise an alarm."""
+    """Count the A/A tests, with users who differ, in which at least one of two directions raises an alarm."""
     random, found = np.random.default_rng(11), 0
     made = {(person, number): outcome(100 * person + number, str(person % 2), 1, 0, 0.0)
             for person in range(people) for number in range(answers)}  # fmt: skip
@@ -83,8 +83,8 @@ def alarms(by_user, runs=60, people=60, answers=8):
     return found
 
 
-def test_answers_to_one_user_are_not_so_many_users():
-    """The reason for the unit: answers taken one by one raise alarms where there is nothing."""
+def test_several_answers_to_one_user_are_not_several_users():
+    """The reason why users are the unit: if each answer counts separately, equal arms raise alarms."""
     assert alarms(by_user=True) <= 2 * ALPHA * 60
     assert alarms(by_user=False) > 4 * 2 * ALPHA * 60
 
@@ -101,7 +101,7 @@ def test_bounds_are_those_of_clopper_and_pearson():
 
 @settings(max_examples=40)
 @given(st.integers(1, 100), st.data())
-def test_bounds_hold_what_was_seen(rollouts, data):
+def test_bounds_contain_the_observed_rate(rollouts, data):
     result = BenchResult(data.draw(st.integers(0, rollouts)), rollouts)
     assert result.lower(ALPHA) <= result.rate <= result.upper(ALPHA)
     assert not result.is_significantly_worse(result, 0.0, ALPHA)
@@ -119,7 +119,7 @@ def test_an_equal_candidate_rarely_fails_and_a_worse_one_does():
     assert chance(0.1, 0.9, 0.1) > 0.9
 
 
-def test_a_result_is_taken_once():
+def test_a_result_is_counted_once():
     tally = Bench(8)
     assert tally.observe(bench(3, 5, 5)) == [] and tally.result(3) is None
     assert tally.observe(bench(3, 5, 5)) == []
@@ -157,7 +157,7 @@ def test_guardrails_keep_their_level_over_all_measures():
 
 
 @pytest.mark.parametrize(("change", "name"), [({"edit": 0.3}, "edit_rate"), ({"tokens": 300.0}, "tokens")])
-def test_guardrails_ring_for_what_moved_and_keep_ringing(change, name):
+def test_guardrails_alert_on_a_changed_measure_and_keep_alerting(change, name):
     random = np.random.default_rng(2)
     arms = ArmGuards(0.5, TOLERANCE)
     frozen = FrozenGuards({"edit_rate": 0.7, "tokens": 113.0}, TOLERANCE, 2.0, None)
@@ -170,7 +170,7 @@ def test_guardrails_ring_for_what_moved_and_keep_ringing(change, name):
         assert alert.name == name and alert.p_value <= ALPHA and f"{name} is" in str(alert)
 
 
-def test_a_veto_is_followed_by_leaving_the_version():
+def test_replicas_that_still_serve_a_vetoed_version_are_named():
     chain = Chain(RUN.run_id, RUN.branch)
     for version in (0, 1):
         chain.observe(manifest(version))
@@ -186,7 +186,7 @@ def test_a_veto_is_followed_by_leaving_the_version():
         decision(chain, GateVerdict.REJECT, 7, "", "bob", at=6)
 
 
-def test_a_trial_and_an_admission_do_not_limit_what_everyone_is_served():
+def test_a_trial_and_an_admission_do_not_limit_the_stable_pool():
     chain = Chain(RUN.run_id, RUN.branch)
     chain.observe(manifest(0))
     chain.observe(said(GateVerdict.PROMOTE, 0, 1))

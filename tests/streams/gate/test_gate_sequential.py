@@ -1,4 +1,4 @@
-"""Always-valid evidence: exact, within its level when looked at after every user, and as powerful as computed apart."""
+"""Always-valid evidence: exact, within its level if checked after every user, and with the computed power."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_capital_is_the_mean_of_products(values, bound):
 
 @pytest.mark.parametrize(("up", "down"), [(0.5, 0.5), (0.3, 0.2), (0.05, 0.4)])
 def test_the_expected_capital_is_one_where_the_mean_is_the_bound(up, down):
-    """Over every sequence of six, so that nothing is left to chance."""
+    """Covers every sequence of six observations, so the test has no randomness."""
     chance = {1.0: up, -1.0: down, 0.0: 1 - up - down}
     for side in Side:
         expected = 0.0
@@ -63,7 +63,7 @@ def test_the_expected_capital_is_one_where_the_mean_is_the_bound(up, down):
 
 
 @given(observations.filter(bool), st.floats(-1, 1, width=32), st.data())
-def test_a_corrected_observation_is_as_if_it_had_been_so_from_the_start(values, value, data):
+def test_a_corrected_observation_counts_as_if_it_came_first(values, value, data):
     place = data.draw(st.integers(0, len(values) - 1))
     one, other = Capital(-0.1, Side.BELOW), Capital(-0.1, Side.BELOW)
     for each in values:
@@ -86,7 +86,7 @@ def test_what_would_break_the_guarantee_is_refused():
 
 
 def compare(candidate, baseline, share, users, random, margin=0.0):
-    """Users one by one: whether each capital ever reached its threshold, and after how many blocks the last did."""
+    """Observe users one by one. Returns whether each capital reached its threshold, and the last one's block count."""
     width = 2.0
     worse, better = Capital(-margin / width, Side.BELOW), Capital(0.0, Side.ABOVE)
     arms = TwoArms(share, difference(width), (worse, better))
@@ -109,16 +109,16 @@ def test_equal_arms_raise_no_more_alarms_than_promised(share, chance):
         assert sum(run[direction] for run in runs) <= ALPHA * 200
 
 
-def test_a_test_for_one_look_fails_when_looked_at_every_time():
-    """The control: without it the test above might pass with arms that nothing could tell apart."""
+def test_a_fixed_horizon_test_fails_if_evaluated_after_every_user():
+    """The control: without it, the test above could pass with data in which no test raises an alarm."""
     random = np.random.default_rng(7)
     draw = lambda: np.where(random.random(400) < 0.5, 1.0, -1.0)  # noqa: E731
     alarms = sum(peeked_t_test(draw(), draw()) for _ in range(200))
     assert alarms > 4 * ALPHA * 200
 
 
-def test_power_is_what_the_exact_law_of_the_first_passage_says():
-    """Blocks of one and one, thumbs up 0.7 against 0.5: the contrast is +1 and -1 with 0.35 and 0.15."""
+def test_power_equals_the_exact_first_passage_distribution():
+    """Blocks of one user of each arm, thumbs up 0.7 against 0.5: the contrast is +1 or -1 with chance 0.35 or 0.15."""
     users, random = 240, np.random.default_rng(3)
     passed, just = exact_first_passage(0.7 * 0.5, 0.3 * 0.5, 0.0, users // 2, ALPHA)
     runs = []
@@ -174,7 +174,7 @@ def test_a_corrected_member_corrects_its_block():
     assert arms.mean(CANDIDATE) == pytest.approx(-0.125)
 
 
-def test_ratios_are_cut_and_have_no_scale():
+def test_ratios_are_clipped_and_have_no_scale():
     ratio = log_ratio(8.0)
     assert ratio([200.0], [100.0]) == pytest.approx(1 / 3) == pytest.approx(-ratio([100.0], [200.0]))
     assert ratio([1e9], [1.0]) == 1.0
