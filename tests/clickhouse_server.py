@@ -41,7 +41,7 @@ USERS = """<clickhouse>
 <users>{}</users>
 </clickhouse>"""
 ONE_USER = "<{0}><password>{1}</password><networks><ip>127.0.0.1</ip></networks><profile>default</profile></{0}>"
-FETCH_S, START_S = 600.0, 120.0
+FETCH_S, START_S = 240.0, 120.0
 
 
 def library() -> Path:
