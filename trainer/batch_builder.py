@@ -129,8 +129,8 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         self._set_aside = ExclusionCounts()
 
     def missed(self, version: int) -> str:
-        """Return a message about the groups that were set aside and that the next batch lacks; empty if the batch would
-        not be full with them either."""
+        """Return a message about the groups that were set aside, if the next batch would be full with them; otherwise
+        an empty string."""
         size, aside = self._run.groups_per_step, self._set_aside
         lacking = aside.groups and len(self._waiting) < size <= len(self._waiting) + aside.groups
         return aside.told(self._incarnation, version) if lacking else ""

@@ -139,8 +139,8 @@ class InputQueue(Generic[W]):
         return bool(replay_id) and replay_id not in self._accept_replays
 
     def name_exclusions(self, trained: Iterable[StepInput], most: int) -> list[StepExclusion]:
-        """End the records at `trained`, which a step trains; return the exclusions that it names, the oldest, at most
-        `most`. The next step names the remaining ones."""
+        """End the records at `trained`. Return the oldest exclusions, at most `most`, for the record of the step; the
+        next step names the remaining ones."""
         named, self._excluded = self._excluded[:most], self._excluded[most:]
         self._excluded_ids = {each.group_id for each in self._excluded if each.reason not in SECOND_RECORDS}
         self._decide(trained, named)

@@ -123,7 +123,7 @@ class RequestHandler:
         self._id = uuid.uuid4().hex
         self._user = router.pseudonyms.of(ask.user)
         unit = self._user or ask.session_id or self._id
-        canary = router.canary.lot(unit, router.settings.experiment_salt)
+        canary = router.canary.assign(unit, router.settings.experiment_salt)
         self._lot = canary if router.settings.pools.canary else ArmAssignment(Arm.STABLE, 1.0)
         self._token = router.signer.sign(self._id, self._user)
         self._turn: ChatTurn | None = None

@@ -72,7 +72,7 @@ class CanaryShare:
             return f"a canary needs {wanted}, not {decision.version} and {said:g}"
         return objection
 
-    def lot(self, unit: str, salt: str) -> ArmAssignment:
+    def assign(self, unit: str, salt: str) -> ArmAssignment:
         """Return the arm of a unit that keeps its arm: a pseudonym; without one, a conversation or a single request.
 
         `salt` is the experiment's.
