@@ -52,11 +52,17 @@ class Sink:
         self.settings = SinkSettings(**options)
         self.options = options
         self._command = [sys.executable, "-c", SINK, json.dumps([kafka.model_dump(), options])]
+        self._messages = Path(f"{options['path']}.stderr")
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stderr=subprocess.PIPE)
+        with self._messages.open("wb") as messages:
+            self.process = subprocess.Popen(self._command, stderr=messages)
         until(self._announced)
+
+    def check_running(self) -> None:
+        assert self.process is not None
+        assert self.process.poll() is None, self._messages.read_text()
 
     def refusal(self) -> str:
         """Return the error of a second process with these settings, which exits by itself."""
@@ -65,8 +71,7 @@ class Sink:
         return ended.stderr
 
     def _announced(self) -> bool:
-        assert self.process is not None
-        assert self.process.poll() is None, self.process.stderr.read().decode()
+        self.check_running()
         state = read_state(self.settings.directory)
         return state is not None and state.pid == self.process.pid
 
@@ -78,8 +83,7 @@ class Sink:
     def end(self, number: int) -> int:
         assert self.process is not None
         self.process.send_signal(number)
-        self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode
+        return self.process.wait(timeout=DEADLINE_S)
 
 
 @pytest.fixture
@@ -153,7 +157,13 @@ def test_a_repeatedly_killed_sink_loses_nothing_and_writes_nothing_twice(setting
         kills += sink.end(signal.SIGKILL) == -signal.SIGKILL
     sink.start()
     wanted = ends(settings)
-    until(lambda: stored(sink.settings) == wanted)
+
+    def missing() -> dict[tuple[str, int], tuple[int, int]]:
+        sink.check_running()
+        found = stored(sink.settings)
+        return {place: (found.get(place, 0), end) for place, end in wanted.items() if found.get(place, 0) != end}
+
+    until(lambda: not missing(), missing)
     assert sink.end(signal.SIGTERM) == 0
     assert kills == KILLS
     assert not (sink.settings.directory / STATE_FILE).exists()

@@ -53,6 +53,7 @@ class ReplicaThread:
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._ended.set)
         self._thread.join(60)
+        self._loop.close()
 
 
 @pytest.fixture
