@@ -17,8 +17,6 @@ from tidemill.schemas.codec import schema_file_name
 
 WATERMARKS = "sink_watermarks"
 GAPS = "sink_gaps"
-DEDUPLICATION_WINDOW = 1000
-"""Number of insert tokens that a table remembers: a retry of one of its last blocks writes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +38,16 @@ class Table:
         return (
             f"CREATE TABLE IF NOT EXISTS `{database}`.`{self.name}`\n(\n{columns}\n)\nENGINE = {engine.value}\n"
             f"ORDER BY (_topic, _partition, _offset)\n"
-            f"SETTINGS non_replicated_deduplication_window = {DEDUPLICATION_WINDOW}, "
-            f"{', '.join(table_settings(merges))}"
+            f"SETTINGS {', '.join(table_settings(merges))}"
         )
 
 
 def table_settings(merges: MergeSettings) -> list[str]:
-    """Return the merge settings of a table, as SHOW CREATE TABLE lists them."""
+    """Return the settings of a table, as SHOW CREATE TABLE lists them."""
     return [
+        # Without Keeper, ClickHouse stores a block's deduplication token before the block. If it is killed between the
+        # two, it drops the same block when the sink inserts it again.
+        "non_replicated_deduplication_window = 0",
         f"vertical_merge_algorithm_min_rows_to_activate = {merges.vertical_rows}",
         f"merge_max_block_size_bytes = {merges.block_bytes}",
         f"max_parts_to_merge_at_once = {merges.parts}",

@@ -65,14 +65,6 @@ class TableProgress:
                 self.highest[key] = row.offset
 
 
-def insert_token(rows: Sequence[Row]) -> str:
-    """Return the name of a block from its content, `topic:partition:first-last`, so that its retry is recognised."""
-    ranges: dict[Partition, list[int]] = defaultdict(list)
-    for row in rows:
-        ranges[row.topic, row.partition].append(row.offset)
-    return ";".join(f"{topic}:{p}:{min(o)}-{max(o)}" for (topic, p), o in sorted(ranges.items()))
-
-
 EVENT_TIMES: Mapping[type, str] = {Interaction: "served_at", Feedback: "observed_at", Outcome: "served_at"}
 """Record types that belong to a user, and the field with their event time."""
 
@@ -228,7 +220,7 @@ class Writer:
             table = tables()[record_type]
             missing = self._progress.missing(table.name, some)
             for part in cut(missing, self._insert_bytes):
-                self._insert_arrow(table.name, arrow_table(table.columns, part), insert_token(part))
+                self._insert_arrow(table.name, arrow_table(table.columns, part))
                 self._progress.wrote(table.name, part)
             written += len(missing)
         for row in rows:
@@ -245,7 +237,7 @@ class Writer:
             topics, partitions = zip(*moved, strict=True)
             columns = [NAME.array(topics), PARTITION.array(partitions), INTEGER.array(list(moved.values()))]
             data = pa.Table.from_arrays(columns, names=["_topic", "_partition", "next_offset"])
-            self._insert_arrow(WATERMARKS, data, "")
+            self._insert_arrow(WATERMARKS, data)
             self._progress.next_offsets.update(moved)
         return written
 
@@ -258,7 +250,7 @@ class Writer:
             INTEGER.array([gap.first]),
         ]
         data = pa.Table.from_arrays(columns, names=["_topic", "_partition", "first_offset", "end_offset"])
-        self._insert_arrow(GAPS, data, "")
+        self._insert_arrow(GAPS, data)
 
     def _delete(self, deletions: Iterable[Deletion]) -> None:
         for deletion in deletions:
@@ -269,17 +261,15 @@ class Writer:
                 statement = f"ALTER TABLE {table} DELETE WHERE {where} SETTINGS {DELETE_SETTINGS}"
                 self._client.command(statement, parameters=deletion.parameters)
 
-    def _insert_arrow(self, table: str, data: pa.Table, token: str) -> None:
+    def _insert_arrow(self, table: str, data: pa.Table) -> None:
         settings: dict[str, Any] = {**INSERT_SETTINGS, "max_insert_block_size": max(len(data), 1)}
-        if token:
-            settings["insert_deduplication_token"] = token
         # Compression is for a server; the embedded engine uses none.
         compression = self._client.write_compression if self._client.write_compression in ("lz4", "zstd") else None
         file, full = arrow_file(data.combine_chunks(), compression), f"`{self._database}`.`{table}`"
         self._client.raw_insert(full, data.schema.names, file, settings, "Arrow")
 
     def _create(self, engine: TableEngine, merges: MergeSettings) -> None:
-        """Create the tables; add the columns of a newer schema and the merge settings to those of an older release."""
+        """Create the tables; add the columns of a newer schema and the settings to those of an older release."""
         database, command = self._database, self._client.command
         command(f"CREATE DATABASE IF NOT EXISTS `{database}`")
         for name, definition in OWN_TABLES.items():

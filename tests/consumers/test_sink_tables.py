@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from tidemill.consumers.sink.engine import ALLOCATOR, connect, engine_options
 from tidemill.consumers.sink.rows import DeadLetter, cut, row_of
 from tidemill.consumers.sink.service import release_unused_memory
 from tidemill.consumers.sink.tables import tables
-from tidemill.consumers.sink.writer import TableProgress, Writer, insert_token
+from tidemill.consumers.sink.writer import TableProgress, Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.codec import RECORD_TYPES, current_schema
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -152,13 +153,19 @@ def test_a_crash_between_two_tables_of_a_flush_loses_nothing(client: Any):
     assert restarted.write(rows, {}) == len(rows) - len(rollouts)
 
 
-def test_a_retried_block_is_recognised_by_its_token(client: Any):
+def test_a_block_is_written_if_a_kill_left_only_its_deduplication_token(client: Any):
+    """A table of an older release has a deduplication window; ClickHouse stores a token before its block."""
     rows = rows_of([Document("d", "s", "t")])
-    two = [writer(client, "retry") for _ in range(2)]
-    for one in two:
-        one.write(rows, {})
-    assert client.query("SELECT count() FROM retry.documents").result_rows == [(1,)]
-    assert insert_token(rows) == "tidemill.documents:0:0-0"
+    older = writer(client, "tokens")
+    client.command("ALTER TABLE tokens.documents MODIFY SETTING non_replicated_deduplication_window = 1000")
+    older.write(rows, {})
+    listed = "SELECT path FROM system.parts WHERE database = 'tokens' AND table = 'documents' AND active"
+    ((part,),) = client.query(listed).result_rows
+    client.command("DETACH TABLE tokens.documents")
+    shutil.rmtree(part)
+    client.command("ATTACH TABLE tokens.documents")
+    assert writer(client, "tokens").write(rows, {}) == 1
+    assert client.query("SELECT count() FROM tokens.documents").result_rows == [(1,)]
 
 
 def test_an_insert_holds_no_more_than_its_bound_and_a_crash_between_two_writes_nothing_twice(
