@@ -43,6 +43,8 @@ OF_INTERACTION = ("interaction_path", "interaction")
 COOKIE = "tidemill_view"
 OPEN = ("/enter", "/static/")
 """Paths that are served without the token."""
+STATIC_CACHE = "max-age=60"
+"""Scripts and styles are the same on every view; a new release is loaded after a minute."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "font-src 'self'; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -82,7 +84,7 @@ def guarded(app: ASGIApp, settings: ViewSettings) -> ASGIApp:
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers[name] = value
-                headers.setdefault("Cache-Control", "no-store")
+                headers["Cache-Control"] = STATIC_CACHE if scope["path"].startswith("/static/") else "no-store"
             await send(message)
 
         if scope["type"] != "http":

@@ -128,7 +128,7 @@ def clipped(text: str, most: int) -> str:
 
 PLOTTED = frozenset({"line", "steps", "bars", "heat"})
 """Plots that the browser draws from rows."""
-PLACES = 400
+PLACES = 200
 """Maximum number of values of `x` that are drawn: a panel is about 600 pixels wide."""
 
 

@@ -25,7 +25,7 @@ from tidemill.consumers.view.tables import TableRows, Tables
 HERE = Path(__file__).parent
 MOST_VALUE = 2000
 """Maximum characters of a parameter's value."""
-ROWS = 200
+ROWS = 100
 """Number of rows of a panel's table shown at a time."""
 READ_ROWS = 50_000
 """Maximum rows read for a panel's query: a plot shows all of them."""

@@ -7,12 +7,15 @@ const seen = new Set();
 const plots = new Map();
 const colours = ["--s0", "--s1", "--s2", "--s3", "--s4", "--s5"];
 
+// A canvas does not know light-dark(): an element's computed colour is resolved, once for each theme.
+const known = new Map();
 const colour = (name) => {
-  // A canvas does not know light-dark(): an element's computed colour is resolved.
-  live.style.color = `var(${name})`;
-  const value = getComputedStyle(live).color;
-  live.style.color = "";
-  return value;
+  if (!known.has(name)) {
+    live.style.color = `var(${name})`;
+    known.set(name, getComputedStyle(live).color);
+    live.style.color = "";
+  }
+  return known.get(name);
 };
 
 async function read(panel) {
@@ -53,7 +56,7 @@ function show(panel, html, tag) {
   else if (slot) watcher.observe(slot);
   if (open) panel.querySelector("details").open = true;
   const scroll = panel.querySelector(".scroll");
-  if (scroll) scroll.scrollTop = scrolled;
+  if (scroll && scrolled) scroll.scrollTop = scrolled; // To set it costs a layout.
   localTimes(panel);
   draw(panel);
 }
@@ -241,4 +244,4 @@ async function again() {
 }
 if (panels.length) setTimeout(again, refreshMs);
 addEventListener("resize", () => panels.forEach(draw));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => panels.forEach(draw));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { known.clear(); panels.forEach(draw); });
