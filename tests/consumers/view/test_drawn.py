@@ -65,7 +65,7 @@ def test_a_plot_is_of_a_part_of_many_steps_and_of_the_last():
 
 
 def test_a_long_table_comes_in_parts_and_a_plot_says_what_it_leaves_out():
-    client = TestClient(application(Counted(rewards(1000)), ViewSettings()), base_url="http://127.0.0.1")
+    client = TestClient(application(Counted(rewards(3 * PLACES)), ViewSettings()), base_url="http://127.0.0.1")
     panel = client.get("/panel/reward_by_environment").text
     assert "One in 3 values of step is drawn" in panel and "<td" not in panel
     steps, address = list[str](), "/rows/reward_by_environment"
@@ -74,7 +74,7 @@ def test_a_long_table_comes_in_parts_and_a_plot_says_what_it_leaves_out():
         steps += re.findall(r'href="/run/step/(\d+)', part)
         later = re.search(r'href="([^"]*)" data-turn>later', part)
         address = html.unescape(later[1]) if later else ""
-    assert steps == [str(n) for n in range(1000) for _ in range(2)]
+    assert steps == [str(n) for n in range(3 * PLACES) for _ in range(2)]
     assert "&lt;a&gt;" in part and "<a>" not in part
 
 
