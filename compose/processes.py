@@ -35,8 +35,8 @@ from tidemill.schemas.shutdown import signals_deferred
 GRACE_S = 20.0
 LOG_TAIL_LINES = 15
 HEALTHY_S = 45.0
-"""Seconds. A shorter run that ended on its own with an error counts towards `MOST_FAILURES`."""
-MOST_FAILURES = 3
+"""Seconds. A shorter run that ended by itself counts towards `MOST_SHORT_RUNS`."""
+MOST_SHORT_RUNS = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Backoff before a role is restarted: doubled after each short run."""
 PR_SET_PDEATHSIG = 1
@@ -135,7 +135,7 @@ class Supervisor:
     def check(self, may_end: Sequence[str] = ()) -> None:
         """Check for ended roles, except those in `may_end` that ended without error.
 
-        Raises RoleDied for them, or, if roles are restarted, for one that fails soon after each start.
+        Raises RoleDied for them, or, if roles are restarted, for one that ends by itself soon after each start.
         """
         for name, role in list(self._roles.items()):
             code = role.process.poll()
@@ -151,8 +151,11 @@ class Supervisor:
         if name not in self._due:
             _signal_group(role, signal.SIGKILL)
             short = self._short_lives[name] = 1 if now - role.began > HEALTHY_S else self._short_lives[name] + 1
-            if code > 0 and short > MOST_FAILURES:
-                raise RoleDied(f"{name} failed {short} times in a row; the end of {role.log}:\n{role.tail()}")
+            if code >= 0 and short > MOST_SHORT_RUNS:
+                raise RoleDied(
+                    f"{name} ended soon after {short} starts in a row, the last time with status {code}; the end of "
+                    f"{role.log}:\n{role.tail()}"
+                )
             pause_s = min(FIRST_PAUSE_S * 2 ** (short - 1), LONGEST_PAUSE_S)
             self._due[name] = now + pause_s
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"

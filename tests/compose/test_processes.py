@@ -64,12 +64,16 @@ def test_a_killed_role_is_started_again_and_reported(
     assert not any(alive(pid) for pid in pids)
 
 
-def test_a_role_that_fails_at_each_start_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_role_that_ends_after_each_start_is_reported_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+):
     monkeypatch.setattr("tidemill.compose.processes.FIRST_PAUSE_S", 0.01)
     told: list[str] = []
+    body = f"print('no such thing'); sys.exit({code})"
     with Supervisor(tmp_path, restarted=told.append) as supervisor:
-        role = supervisor.start("bad", [], program=("-c", RECORDED.format(body="sys.exit('no such thing')")))
-        with pytest.raises(RoleDied, match=r"(?s)failed 4 times in a row.*no such thing"):
+        role = supervisor.start("bad", [], program=("-c", RECORDED.format(body=body)))
+        with pytest.raises(RoleDied, match=rf"(?s)after 4 starts in a row.* status {code};.*no such thing"):
             until(supervisor.check)
     assert len(told) == 3 and role.log.read_text().count("life") == 4
 
