@@ -32,7 +32,7 @@ class TokenTrace:
     weights: Tensor
     entropy: Tensor
     clipped: Tensor
-    """f4[]: number of tokens whose clipped surrogate had no gradient."""
+    """f4[]: number of tokens whose surrogate had no gradient, because the policy ratio was beyond its clip range."""
     cut: Tensor
     """bool[T]: tokens whose weight between sampler and trainer is bounded, or set to 0."""
     reference_logprobs: Tensor | None = None
@@ -59,7 +59,7 @@ def trace_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
         "mismatch/chi_square": chi_square(log_ratio),
         "mismatch/ess": effective_sample_size(log_ratio),
         "mismatch/beyond_2": share_beyond(log_ratio, 2.0),
-        "correction/bounded": float((~weights.isclose(log_ratio.exp())).double().mean()),
+        "correction/bounded": float(torch.cat([t.cut for t in traces]).double().mean()),
         "correction/mean": float(weights.double().mean()),
     }
 

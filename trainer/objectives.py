@@ -80,10 +80,7 @@ def clipped(tokens: Tokens, options: Options) -> Tensor:
 
 def sequence_clipped(tokens: Tokens, options: Options) -> Tensor:
     """c * min(s A, clip(s) A) with s = (pi(o) / pi_old(o))^(1 / |o|) of the rollout, f4[T]: GSPO (arXiv 2507.18071)."""
-    log_ratio = tokens.logprobs - tokens.old_logprobs
-    lengths = sequence_lengths(tokens.sequence, tokens.n_sequences).clamp(min=1)
-    ratio = (sequence_sum(log_ratio, tokens.sequence, tokens.n_sequences) / lengths).exp()[tokens.sequence]
-    return tokens.weights * _pessimistic(ratio, tokens.advantages, options)
+    return tokens.weights * _pessimistic(_sequence_ratio(tokens), tokens.advantages, options)
 
 
 def truncated_policy_gradient(tokens: Tokens, options: Options) -> Tensor:
@@ -180,12 +177,22 @@ def reference_divergence(tokens: Tokens, estimator: Estimator) -> Tensor:
     return ESTIMATORS[estimator](tokens.reference_logprobs - tokens.logprobs)
 
 
-def clip_fraction(tokens: Tokens, options: Options) -> Tensor:
-    """Return f4[]: number of tokens whose clipped surrogate has no gradient (w beyond the advantage's bound)."""
-    ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()
+def clipped_tokens(surrogate: Surrogate, tokens: Tokens, options: Options) -> Tensor:
+    """Return f4[]: number of tokens whose surrogate has no gradient, because w (for GSPO: s) is beyond the advantage's
+    bound; 0 for a surrogate that clips no token's gradient."""
+    if surrogate not in (clipped, sequence_clipped, decoupled):
+        return torch.zeros(())
+    ratio = _sequence_ratio(tokens) if surrogate is sequence_clipped else (tokens.logprobs - tokens.old_logprobs).exp()
     above = (ratio > 1.0 + options.clip_high) & (tokens.advantages > 0)
     below = (ratio < 1.0 - options.clip_low) & (tokens.advantages < 0)
     return (above | below).float().sum()
+
+
+def _sequence_ratio(tokens: Tokens) -> Tensor:
+    """Return f4[T]: (pi(o) / pi_old(o))^(1 / |o|) of the token's rollout."""
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    lengths = sequence_lengths(tokens.sequence, tokens.n_sequences).clamp(min=1)
+    return (sequence_sum(log_ratio, tokens.sequence, tokens.n_sequences) / lengths).exp()[tokens.sequence]
 
 
 def _pessimistic(ratio: Tensor, advantages: Tensor, options: Options) -> Tensor:

@@ -51,7 +51,7 @@ from tidemill.trainer.objectives import (
     Options,
     Recipe,
     Tokens,
-    clip_fraction,
+    clipped_tokens,
     constant_mean,
     decoupled,
     loss,
@@ -182,12 +182,7 @@ class Learner:
         self._older = OlderWeights(model, self.masters, self._ranks, settings.score_older_every)
 
     def train(
-        self,
-        groups: Sequence[TrainableGroup],
-        step: int,
-        version: int,
-        seed: int,
-        online: TrainableBatch | None = None,
+        self, groups: Sequence[TrainableGroup], step: int, version: int, seed: int, online: TrainableBatch | None = None
     ) -> StepOutcome:
         """Train step `step` on `groups` and on `online`, if given. The weights before the step are version `version`.
 
@@ -344,7 +339,7 @@ class Learner:
             sampler_logprobs=sampler.cpu(),
             weights=weights.cpu(),
             entropy=entropy.cpu(),
-            clipped=clip_fraction(tokens, part.options).cpu(),
+            clipped=clipped_tokens(part.recipe.surrogate, tokens, part.options).cpu(),
             cut=cut.cpu(),
             reference_logprobs=None if anchored.old is None or reference is None else reference.cpu(),
             routed=routed,

@@ -20,7 +20,7 @@ from tidemill.trainer.objectives import (
     ObjectiveName,
     Options,
     Tokens,
-    clip_fraction,
+    clipped_tokens,
     loss,
     reference_divergence,
 )
@@ -248,11 +248,14 @@ def test_losses_of_rows_add_up_to_the_loss_of_the_batch() -> None:
         assert parts == pytest.approx(loss(OBJECTIVES[name], whole, options_of(name)).item())
 
 
-def test_clip_fraction_counts_tokens_without_gradient() -> None:
-    advantages = ADVANTAGES[AdvantageKind.CENTRED](REWARDS)
-    name = ObjectiveName.DR_GRPO
+@pytest.mark.parametrize("name", ObjectiveName)
+def test_clipped_tokens_are_those_without_gradient(name: ObjectiveName) -> None:
+    advantages, recipe = ADVANTAGES[AdvantageKind.CENTRED](REWARDS), OBJECTIVES[name]
     _, gradient = value_and_gradient(name, advantages, np.ones_like(WEIGHTS))
-    assert int(clip_fraction(tokens_of(advantages), options_of(name))) == int((gradient == 0).sum()) > 0
+    clipped = int(clipped_tokens(recipe.surrogate, tokens_of(advantages), options_of(name)))
+    assert clipped == int((gradient == 0).sum())
+    clipping = {"grpo", "dr_grpo", "dapo", "gspo", "decoupled_ppo"}
+    assert (clipped > 0) is (name in clipping)
 
 
 # Corrections.

@@ -175,6 +175,13 @@ def test_minibatches_take_consecutive_groups_and_update_the_policy_in_between(gr
     assert outcome.metrics["clip_fraction"] > 0
 
 
+@pytest.mark.parametrize("kind", [CorrectionKind.NONE, CorrectionKind.SEQUENCE_TIS, CorrectionKind.GEOMETRIC])
+def test_a_weight_within_its_bounds_does_not_count_as_bounded(groups, kind: CorrectionKind) -> None:
+    correction = CorrectionSettings(kind=kind, low=0.0, high=1e30)
+    metrics = Learner(tiny_model(), settings_of(correction=correction), None).train(groups, 1, 0, seed=1).metrics
+    assert metrics["mismatch/max_abs_dlogp"] > 0 and metrics["correction/bounded"] == 0
+
+
 def test_state_of_another_model_is_refused() -> None:
     learner = Learner(tiny_model(), settings_of(), None)
     state = {k: v for k, v in learner.masters.state().items() if "layers.1" not in k}
