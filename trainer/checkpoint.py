@@ -29,6 +29,7 @@ from tidemill.trainer.trainable import TopicProgress
 
 HEADER = "tidemill"
 NAME = re.compile(r"step-(\d{8})\.safetensors")
+PARTIAL = ".partial"
 OTHER_RANKS = re.compile(r"step-(\d{8})\.rank-\d+-of-\d+\.safetensors")
 
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -90,10 +91,10 @@ class CheckpointStore:
 
     def _put(self, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Write one file in pieces from the tensors' own memory: as one value it would need the same memory again."""
-        with self._filesystem.open(f"{path}.partial", "wb") as file:
+        with self._filesystem.open(path + PARTIAL, "wb") as file:
             for piece in file_pieces({name: as_weight(name, tensor) for name, tensor in tensors.items()}, metadata):
                 file.write(piece)
-        self._filesystem.mv(f"{path}.partial", path)
+        self._filesystem.mv(path + PARTIAL, path)
 
     def _drop(self, pinned: Collection[int]) -> None:
         for old in self.steps()[: -self._keep]:
@@ -101,8 +102,9 @@ class CheckpointStore:
                 self._filesystem.rm(self._path(old))
         kept = self.steps()
         for name in self._names():
-            # Also files of an unfinished checkpoint.
-            if (match := OTHER_RANKS.fullmatch(name)) and int(match[1]) not in kept:
+            # Also files of a checkpoint that was interrupted while it was written.
+            match = OTHER_RANKS.fullmatch(name)
+            if name.endswith(PARTIAL) or (match and int(match[1]) not in kept):
                 self._filesystem.rm(f"{self._folder}/{name}")
 
     def steps(self) -> list[int]:

@@ -141,3 +141,10 @@ def test_an_unfinished_checkpoint_is_not_listed(store: CheckpointStore) -> None:
     path = Path(store.write(state_of(1), {"master/w": torch.zeros(1)}))
     path.rename(path.with_name("step-00000002.safetensors.partial"))
     assert store.steps() == []
+
+
+def test_files_of_an_interrupted_checkpoint_are_deleted_with_the_next_one(store: CheckpointStore) -> None:
+    path = Path(store.write(state_of(1), {"master/w": torch.zeros(1)}))
+    path.rename(path.with_name("step-00000002.rank-1-of-2.safetensors.partial"))
+    kept = store.write(state_of(3), {"master/w": torch.zeros(1)})
+    assert list(path.parent.iterdir()) == [Path(kept)]
