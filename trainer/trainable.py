@@ -116,12 +116,11 @@ class InputQueue(Generic[W]):
         following = dict(self._read)
         for partition, offset in again:
             following[partition] = min(following[partition], offset)
+        # Offsets before the position are never read again.
+        self._ended = {p: {at for at in ended if at >= following.get(p, 0)} for p, ended in self._ended.items()}
         return TopicProgress(
             next_offsets=following,
-            ended_above={
-                p: sorted(at for at in offsets if at >= following.get(p, 0) and (p, at) not in again)
-                for p, offsets in self._ended.items()
-            },
+            ended_above={p: sorted(at for at in ended if (p, at) not in again) for p, ended in self._ended.items()},
             remembered=list(self._remembered),
         )
 

@@ -455,6 +455,17 @@ def dead_letters(log: KafkaSettings) -> list[bytes]:
     return [m.value() for m in messages if m.error() is None]
 
 
+def test_a_long_run_keeps_no_offsets_before_its_position() -> None:
+    builder = builder_of()
+    for number in range(100):
+        group = bare_group(f"g{number}", "eval", 0, 0)
+        builder.wants(Reference(StepInput(group.group_id, Topic.GROUPS.value, 0, number), group), 0)
+        if number % 10 == 9:
+            builder.take(0)
+            assert builder.progress().next_offsets == {0: number + 1}
+            assert not any(builder._ended.values())
+
+
 def test_rollouts_written_before_the_reader_started_are_fetched_by_offset(log) -> None:
     producer = RecordProducer(log, "test")
     write_groups(log, range(6), size=2)
