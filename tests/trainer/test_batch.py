@@ -158,6 +158,13 @@ def test_malformed_rollout_is_refused_with_the_reason(change, message: str) -> N
         check(bad, VOCAB)
 
 
+def test_a_logprob_that_a_sampler_rounded_to_above_0_is_trained() -> None:
+    """The producers take it too (`sampling.completion.Logprob`)."""
+    made = make_segment(1)
+    segment = replace(made, logprobs=with_value(made.logprobs, "<f4", 7, 5e-5))
+    check(make_rollout("g", 0, 1.0, segments=[segment]), VOCAB)
+
+
 def forked(rollout, at: int):
     """Return another rollout with the same tokens before `at`."""
     (segment,) = rollout.segments
