@@ -38,6 +38,7 @@ from tidemill.trainer.replay.steps import (
     write_metrics,
 )
 from tidemill.trainer.run import run
+from tidemill.trainer.trained_weights import TrainedWeights
 
 STEPS = 5
 RUN = run_of("trained", STEPS)
@@ -103,6 +104,12 @@ def test_the_same_inputs_give_the_same_weights_from_the_start_and_from_a_checkpo
     assert trained.ends() == before
 
 
+def test_whole_weights_are_made_only_for_a_breakpoint(trained, monkeypatch):
+    """For a model that only all ranks together can hold, each rank would need memory for all of it."""
+    monkeypatch.setattr(TrainedWeights, "whole", None)
+    assert [step.same for step in made(trained.replay(), 1, 2)] == [True, True]
+
+
 def test_without_its_model_a_run_is_replayed_from_the_anchor_of_version_0(moved):
     shutil.rmtree(moved.settings.model)
     assert [step.same for step in made(moved.replay(), 1, 2)] == [True, True]
@@ -122,11 +129,16 @@ def test_other_settings_are_refused_or_are_a_counterfactual_from_the_same_start(
 
 
 def test_a_breakpoint_shows_the_data_of_a_step(trained, tmp_path):
-    halts: list[Halt] = []
-    (third,) = made(trained.replay(), 3, 3, halt=halts.append)
-    (halt,) = halts
-    assert trained.steps[1].fingerprint == fingerprint_of(halt.weights)
-    folder = write_halt(tmp_path / "out", halt)
+    folders: list[Path] = []
+
+    def write(halt: Halt) -> None:
+        assert trained.steps[1].fingerprint == fingerprint_of(halt.weights())
+        folders.append(write_halt(tmp_path / "out", halt))
+        with pytest.raises(FileExistsError, match="give another --out"):
+            write_halt(tmp_path / "out", halt)
+
+    (third,) = made(trained.replay(), 3, 3, halt=write)
+    (folder,) = folders
     write_metrics(folder, third)
     assert json.loads((folder / "step.json").read_text())["step"] == 3
     groups = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
@@ -138,8 +150,6 @@ def test_a_breakpoint_shows_the_data_of_a_step(trained, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.bfloat16)
     stored = load_file(folder / "weights" / "model.safetensors")
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in stored.items())
-    with pytest.raises(FileExistsError, match="give another --out"):
-        write_halt(tmp_path / "out", halt)
 
 
 def test_weights_that_differ_from_the_recorded_ones_are_reported(moved, tmp_path):

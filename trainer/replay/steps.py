@@ -62,8 +62,8 @@ class Halt:
 
     record: TrainStep
     batch: StepBatch
-    weights: ServingView
-    """The serving weights that it starts from."""
+    weights: Callable[[], ServingView]
+    """Returns the serving weights that it starts from, whole; call it before the step is computed."""
     base_model: Path
     """The checkpoint with the configuration and tokenizer for these weights."""
 
@@ -75,12 +75,7 @@ class StepReplay:
     """
 
     def __init__(
-        self,
-        kafka: KafkaSettings,
-        run: RunSettings,
-        store: StoreSettings,
-        settings: TrainerSettings,
-        job: Job = SINGLE,
+        self, kafka: KafkaSettings, run: RunSettings, store: StoreSettings, settings: TrainerSettings, job: Job = SINGLE
     ) -> None:
         self._settings = replayable(settings, store, run)
         self._steps = {record.version: record for record in read_steps(kafka, run.run_id)}
@@ -134,7 +129,7 @@ class StepReplay:
                     )
                 self._go_to(record.parent_version)
             batch = self._inputs.of(record)
-            halt(Halt(record, batch, self._weights.whole(), Path(self._settings.model)))
+            halt(Halt(record, batch, self._weights.whole, Path(self._settings.model)))
             yield self._make(record, batch)
 
     def _go_to(self, version: int) -> None:
@@ -236,7 +231,7 @@ def write_halt(root: Path, halt: Halt) -> Path:
     if (online := halt.batch.online) is not None:
         members = [_trajectory(interaction) for interaction in online.interactions]
         _write_json(folder / "online.json", {**dataclasses.asdict(online.batch), "interactions": members})
-    write_anchor(str((folder / "weights").absolute()), halt.base_model, halt.weights)
+    write_anchor(str((folder / "weights").absolute()), halt.base_model, halt.weights())
     return folder
 
 
