@@ -65,10 +65,11 @@ class Job:
         def compare() -> None:
             for rank, of_rank in enumerate(found):
                 for name, value in of_rank.items():
-                    if value != found[0][name]:
+                    first = found[0].get(name)  # None if the installations differ in their settings
+                    if value != first:
                         raise ValueError(
-                            f"rank {rank} has {name} {value}, rank 0 has {found[0][name]}: start all ranks with the "
-                            "same settings and the same installation"
+                            f"rank {rank} has {name} {value}, rank 0 has {first}: start all ranks with the same "
+                            "settings and the same installation"
                         )
 
         self.ranks.on_first(compare)

@@ -13,6 +13,8 @@ from tests.trainer import rank_driver
 from tests.trainer.conftest import tiny_model
 from tests.trainer.families import make_model
 from tests.trainer.rank_driver import STEPS, settings_of
+from tidemill.kernels.weights.ranks import SingleRank
+from tidemill.trainer.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 KL = {"kl": {"coefficient": 0.05}, "objective": "grpo", "minibatches": 2}
@@ -206,3 +208,15 @@ def test_ranks_with_different_settings_are_refused(out):
             "rank 1 has trainer.row_tokens 128, rank 0 has 96: start all ranks"
             in found(out, "different", rank)["error"]
         )
+
+
+class TwoInstallations(SingleRank):
+    """Two ranks, of which the second one's Tidemill has a setting that the first one's does not have."""
+
+    def gather(self, make):
+        return [make(), {**make(), "trainer.colour": "blue"}]
+
+
+def test_ranks_with_different_installations_are_refused():
+    with pytest.raises(ValueError, match=r"rank 1 has trainer.colour blue, rank 0 has None.*the same installation"):
+        Job(TwoInstallations()).require_same({"trainer": settings_of()})
