@@ -27,7 +27,7 @@ from tidemill.producers.environments.base import Environment, Split, TaskDraft, 
 from tidemill.producers.environments.find import options_json
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import EnvironmentEntry, RunSettings
-from tidemill.schemas.records import Group, Mode, Task
+from tidemill.schemas.records import CloseReason, Group, Mode, Task
 
 
 class Stage(StrEnum):
@@ -90,6 +90,8 @@ class TaskSource:
         self._questions = [Questions(entry, opened, run, feed) for entry, opened in environments]
         self._issued: dict[str, tuple[Questions, str]] = {}
         """Training groups by id: the environment's questions, and the payload of the issued question."""
+        self._closed: dict[str, bool] = {}
+        """By id of a closed training group: whether all its rollouts succeeded."""
         self._turns = take_turns([entry.weight for entry, _ in environments])
         self._order: list[int] = []
         """Index of the environment for each training index so far."""
@@ -100,18 +102,24 @@ class TaskSource:
         self._held_out = [(questions, questions.held_out()) for questions in asked]
 
     def observe(self, record: Task | Group) -> None:
-        """Process a training task that a feeder issued, or its group. A group counts only after its task."""
+        """Process a training task that a feeder issued, or its group, in any order; each counts once."""
         if record.run_id != self._run.run_id or record.mode is not Mode.TRAIN:
             return
+        name = record.group_id
         if isinstance(record, Group):
-            if record.group_id in self._issued:
-                questions, payload = self._issued[record.group_id]
-                questions.close_group(payload, all(member.success for member in record.members))
-        elif record.group_id not in self._issued and parse_task_name(record.task_id) is not None:
-            for questions in self._questions:
-                if questions.title == record.environment:
-                    questions.observe(record.payload)
-                    self._issued[record.group_id] = (questions, record.payload)
+            # A late rollout is the only member of its record.
+            if name in self._closed or record.closed_by is CloseReason.LATE:
+                return
+            self._closed[name] = all(member.success for member in record.members)
+        else:
+            found = next((each for each in self._questions if each.title == record.environment), None)
+            if name in self._issued or found is None or parse_task_name(record.task_id) is None:
+                return
+            found.observe(record.payload)
+            self._issued[name] = (found, record.payload)
+        if name in self._issued and name in self._closed:
+            questions, payload = self._issued[name]
+            questions.close_group(payload, self._closed[name])
 
     def task(self, name: TaskName, issued_at: int, issued_version: int) -> Task:
         """Return the task to issue as `name`. Raises TaskError if its environment has no unused question."""
