@@ -160,11 +160,13 @@ class Score:
         names = [part.name for part in self.rewards]
         if len(set(names)) < len(names):
             return f"two reward components have one name: {', '.join(names)}"
+        if not isinstance(self.success, bool | None):
+            return f"success is {self.success!r:.60}, expected True, False or None"
         numbers = {f"{part.name}.{kind}": getattr(part, kind) for part in self.rewards for kind in ("value", "weight")}
         for name, number in (*numbers.items(), *self.metrics.items()):
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
                 return f"{name} is {number!r:.60}, which is no finite number"
-        return ""
+        return "" if math.isfinite(self.total) else f"the sum of the rewards is {self.total}, which is no finite number"
 
 
 class Environment(ABC):

@@ -188,11 +188,14 @@ class AgentEndpoint:
         except ValidationError as error:
             raise _Refused(400, f"this is no result: {faults(error, 'result', most=3)}") from error
         rewards = tuple(RewardComponent(name, value, 1.0) for name, value in given.rewards.items())
+        score = Score(rewards, given.success, given.metrics)
+        if fault := score.fault():
+            raise _Refused(400, f"this is no result: {fault}")
         try:
-            guest.policy.post(Score(rewards, given.success, given.metrics))
+            guest.policy.post(score)
         except ValueError as error:
             raise _Refused(400, str(error)) from error
-        return _json({"reward": sum(given.rewards.values())})
+        return _json({"reward": score.total})
 
 
 def _json(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

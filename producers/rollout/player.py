@@ -18,13 +18,7 @@ from tidemill.producers.environments.base import EnvironmentFailed, EnvironmentH
 from tidemill.producers.environments.open import EnvironmentSet
 from tidemill.producers.environments.process import ProcessLost
 from tidemill.producers.rollout.endpoint import AgentEndpoint
-from tidemill.producers.rollout.policy import (
-    GIVEN_UP,
-    RecordedTurn,
-    RolloutPolicy,
-    recorded_turns,
-    turn_record,
-)
+from tidemill.producers.rollout.policy import GIVEN_UP, RecordedTurn, RolloutPolicy, recorded_turns, turn_record
 from tidemill.producers.sampling.completion import Completion, build_expert_ids, build_segment
 from tidemill.producers.sampling.replicas import ReplicaClient, ReplicaIdentity, ReplicaPool, ReplicaSession
 from tidemill.schemas.chat.contexts import Context
@@ -34,6 +28,8 @@ from tidemill.schemas.records import Claim, Rollout, RolloutStatus, SamplingPara
 
 LOG = logging.getLogger(__name__)
 EXPIRED = "expired before start"
+LONGEST_REASON = 4_000
+"""Most characters of the reason of a failed rollout that are recorded."""
 MOST_ATTEMPTS = 3
 """How often an episode is started without progress: its process was lost, or its recorded turns are of another
 incarnation."""
@@ -171,7 +167,8 @@ def failed_rollout(
         group_size=task.group_size,
         deadline_at=task.deadline_at,
         status=RolloutStatus.FAILED,
-        failure=reason,
+        # The text may be foreign: one that the log refuses would end the worker, and the next one.
+        failure=reason[:LONGEST_REASON].encode(errors="replace").decode(),
         segments=[],
         claim=None,
         rewards=[],

@@ -556,8 +556,8 @@ EPISODES = [
     ("returns numbers", EnvironmentFailed, "raised AttributeError"),
     ("returns surrogate", EnvironmentFailed, "surrogates not allowed"),
     ("returns name", EnvironmentFailed, "returned no score: Expected `str`, got `int` - at `$.rewards[0].name`"),
-    ("returns success", EnvironmentFailed, "returned no score: Expected `bool | null`, got `str` - at `$.success`"),
-    ("returns object", EnvironmentFailed, "not JSON serializable"),
+    ("returns success", EnvironmentFailed, "returned no score: success is 'perhaps', expected"),
+    ("returns object", EnvironmentFailed, "returned no score: success is <object object"),
     ("returns spite", EnvironmentFailed, "no items"),
     ("returns large", EnvironmentFailed, "the score has 100,000,"),
 ]

@@ -17,6 +17,7 @@ from tidemill.producers.environments.process import ProcessLost
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.player import EXPIRED, Player
 from tidemill.producers.sampling.replicas import open_replica_client
+from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import EnvironmentEntry
 from tidemill.schemas.records import RewardComponent, Rollout, RolloutStatus
 
@@ -173,6 +174,8 @@ def scored(*components, success=True, metrics=None):
         (scored(("x", 1.0, math.inf)), "x.weight is inf"),
         (scored(("x", "1", 1.0)), "x.value is '1'"),
         (scored(("x", True, 1.0)), "x.value is True"),
+        (scored(("x", 1e308, 1.0), ("y", 1e308, 1.0)), "the sum of the rewards is inf"),
+        (scored(("x", 1.0, 1.0), success="yes"), "success is 'yes', expected True, False or None"),
         (scored(), "no reward component"),
         (scored(("x", 1.0, 1.0), ("x", 0.0, 1.0)), "two reward components have one name"),
         (scored(("x", 1.0, 1.0), metrics={"m": math.nan}), "m is nan"),
@@ -180,6 +183,15 @@ def scored(*components, success=True, metrics=None):
 )
 def test_a_reward_that_is_not_a_number_fails_the_rollout(new_replica, chat, odd, reason):
     assert reason in failed(play(settings_for(new_replica()), chat, task(payload=ODD), {"ledger": Another(odd)}))
+
+
+def test_any_text_of_a_failure_can_be_recorded(new_replica, chat):
+    async def odd(_task, _policy):
+        raise EnvironmentFailed("half of a pair: \ud800" + " and more" * 10**6)
+
+    found = play(settings_for(new_replica()), chat, task(payload=ODD), {"ledger": Another(odd)})
+    assert failed(found).startswith("half of a pair: ? and more")
+    assert len(Codec().encode(found)) < 10_000
 
 
 def test_metrics_and_components_are_recorded(new_replica, chat):
