@@ -261,7 +261,7 @@ class RolloutPolicy(AttemptPolicy):
         room = settings.max_context_tokens - len(asked.ids)
         if room <= 0:
             raise self._no_room(messages, len(asked.ids), trained)
-        wanted = min(room, settings.max_turn_tokens if max_tokens is None else max(1, max_tokens))
+        wanted = min(room, settings.max_turn_tokens, room if max_tokens is None else max(1, max_tokens))
         unknown: int | None = None
         if settings.expert_ids:
             # The first token whose expert ids no turn of the context contains; for a turn that is not trained, none

@@ -244,6 +244,13 @@ def test_the_last_turn_gets_only_the_room_that_is_left(texts):
     assert session.max_tokens == [3] and reply.finish == "length" and policy.contexts.all[0].ids[prompt:]
 
 
+@pytest.mark.parametrize(("asked", "given"), [(None, 200), (7, 7), (0, 1), (4096, 200)])
+def test_a_turn_is_never_longer_than_the_setting(texts, asked, given):
+    session = Script(texts, "a long answer")
+    asyncio.run(policy_of(session).chat([USER], max_tokens=asked))
+    assert session.max_tokens == [given]
+
+
 def test_a_full_context_is_not_a_failure(texts):
     prompt = len(texts.open([USER]))
     policy = policy_of(Script(texts, "a long answer"), max_context=prompt + 3)
