@@ -104,9 +104,7 @@ def separate_calls(lengths: Sequence[int]) -> TreeCalls:
     return tree_calls(parents)
 
 
-def _runs(
-    parents: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _runs(parents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return start and end of each run without a branch, and the end of the subtree that begins with it."""
     tokens = np.arange(len(parents))
     children = np.bincount(parents[parents >= 0], minlength=len(parents))

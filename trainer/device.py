@@ -15,11 +15,7 @@ KEPT_BLOCK, KEPT_BLOCK_SHARDED = 1 << 30, 1 << 23
 """Bytes of the largest block that `keep_freed_memory` keeps; the second for a sharded model. Gathered layers are
 allocated and freed between long-lived activations: if kept, they left holes of up to half of a rank's memory."""
 
-_FIXED_ON_A_GPU = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "NCCL_ALGO": "Ring",
-    "NCCL_PROTO": "Simple",
-}
+_FIXED_ON_A_GPU = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 """Environment variables that the libraries read when they start. Without them, matrix products and sums over ranks may
 differ in their last bits from one call to the next. A value that is already set is kept."""
 

@@ -63,11 +63,7 @@ class RecordedInputs:
     """The inputs of recorded steps and of plans, read again from the log."""
 
     def __init__(
-        self,
-        kafka: KafkaSettings,
-        limit_bytes: int,
-        vocab_size: int,
-        routed: RoutedShape | None = None,
+        self, kafka: KafkaSettings, limit_bytes: int, vocab_size: int, routed: RoutedShape | None = None
     ) -> None:
         self._vocab_size = vocab_size
         self.routed = routed

@@ -111,12 +111,7 @@ class TrainedWeights:
 
     @_on_every_rank
     def train(
-        self,
-        groups: Sequence[TrainableGroup],
-        step: int,
-        version: int,
-        seed: int,
-        online: TrainableBatch | None,
+        self, groups: Sequence[TrainableGroup], step: int, version: int, seed: int, online: TrainableBatch | None
     ) -> StepOutcome:
         return self._learner.train(groups, step, version, seed, online)
 

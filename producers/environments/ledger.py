@@ -14,15 +14,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tidemill.producers.environments.base import (
-    Environment,
-    EnvironmentOptions,
-    Policy,
-    Score,
-    TaskDraft,
-    TaskQuery,
-    read_payload,
-)
+from tidemill.producers.environments import base
 from tidemill.producers.environments.toolbox import ToolBox
 from tidemill.schemas.chat.messages import Message
 from tidemill.schemas.records import RewardComponent, Task
@@ -49,7 +41,7 @@ def sub(a: int, b: int) -> int:
 CALCULATOR = ToolBox(add, sub)
 
 
-class LedgerOptions(EnvironmentOptions):
+class LedgerOptions(base.EnvironmentOptions):
     """Difficulty and reward of the ledgers."""
 
     entries: int = Field(default=4, ge=1, le=MOST_ENTRIES)
@@ -100,7 +92,7 @@ class LedgerTask(BaseModel):
 
 def parse_ledger(payload: str) -> LedgerTask:
     """Return the ledger in a task's payload. Raises TaskError."""
-    return read_payload(LedgerTask, payload, "ledger")
+    return base.read_payload(LedgerTask, payload, "ledger")
 
 
 def closing(message: Message) -> tuple[int, bool] | None:
@@ -109,7 +101,7 @@ def closing(message: Message) -> tuple[int, bool] | None:
     return None if found is None or message.get("tool_calls") else (int(found[1]), found[2] is not None)
 
 
-class LedgerEnvironment(Environment):
+class LedgerEnvironment(base.Environment):
     """Total a ledger with a calculator. Rewards a right answer, and executable turns a little."""
 
     options_model = LedgerOptions
@@ -118,7 +110,7 @@ class LedgerEnvironment(Environment):
     needs_tools = True
     options: LedgerOptions
 
-    def tasks(self, query: TaskQuery) -> Iterator[TaskDraft]:
+    def tasks(self, query: base.TaskQuery) -> Iterator[base.TaskDraft]:
         """Yield ledgers without end; every running balance is from 0 to `CEILING`.
 
         Amounts do not repeat until all have been used, so that an amount identifies its entry.
@@ -136,9 +128,9 @@ class LedgerEnvironment(Environment):
                 )
                 balance += entries[-1]
             ledger = LedgerTask(entries=tuple(entries))
-            yield TaskDraft(ledger.payload(), ledger.prompt(), length + 1 + options.spare_turns)
+            yield base.TaskDraft(ledger.payload(), ledger.prompt(), length + 1 + options.spare_turns)
 
-    async def play(self, task: Task, policy: Policy) -> Score:
+    async def play(self, task: Task, policy: base.Policy) -> base.Score:
         """Converse until the policy answers, or has used all its turns."""
         messages: list[Message] = [{"role": "user", "content": parse_ledger(task.payload).prompt()}]
         for _ in range(task.max_turns):
@@ -150,7 +142,7 @@ class LedgerEnvironment(Environment):
             messages += answers or [{"role": "user", "content": "error: call a tool, or reply: answer N"}]
         return await self.rescore(task, messages)
 
-    async def rescore(self, task: Task, messages: Sequence[Message]) -> Score:
+    async def rescore(self, task: Task, messages: Sequence[Message]) -> base.Score:
         """Score the last answer against the balance, and the share of the policy's turns that could be executed."""
         turns = [message for message in messages if message["role"] == "assistant"]
         errors = sum(
@@ -160,4 +152,4 @@ class LedgerEnvironment(Environment):
         right = answered is not None and answered[0] == parse_ledger(task.payload).balance
         executed = max(0.0, 1 - errors / len(turns)) if turns else 0.0
         tool_use = RewardComponent("tool_use", executed, self.options.tool_use_weight)
-        return Score((RewardComponent("answer", float(right), 1.0), tool_use), success=right)
+        return base.Score((RewardComponent("answer", float(right), 1.0), tool_use), success=right)

@@ -27,14 +27,7 @@ from pydantic import ConfigDict
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments import base
 from tidemill.producers.environments.base import EnvironmentFailed, Score, TaskError
-from tidemill.producers.environments.spawning import (
-    MESSAGE_BYTES,
-    PORTABLE,
-    START_S,
-    SpawnedProcess,
-    encode,
-    failure,
-)
+from tidemill.producers.environments.spawning import MESSAGE_BYTES, PORTABLE, START_S, SpawnedProcess, encode, failure
 from tidemill.schemas.chat.messages import Message, Tools, checked_tools
 from tidemill.schemas.records import Task
 

@@ -20,13 +20,7 @@ from typing import Any
 
 from pydantic import Field
 
-from tidemill.producers.environments.base import Environment, EnvironmentOptions
-from tidemill.producers.environments.find import (
-    EnvironmentAdapter,
-    EnvironmentListing,
-    EnvironmentType,
-    UnknownEnvironment,
-)
+from tidemill.producers.environments import base, find
 
 BUILT_IN = {
     "harbor": "its tasks run in containers",
@@ -38,7 +32,7 @@ BUILT_IN = {
 _REQUIRES = re.compile(r"verifiers\s*($|[^\w.-])")
 
 
-class VerifiersOptions(EnvironmentOptions):
+class VerifiersOptions(base.EnvironmentOptions):
     """Options of a taskset and of the agents that play it."""
 
     taskset: dict[str, Any] = Field(default_factory=dict)
@@ -61,36 +55,38 @@ class VerifiersOptions(EnvironmentOptions):
     """Smallest reward of a solved rollout."""
 
 
-class Verifiers(EnvironmentAdapter):
+class Verifiers(find.EnvironmentAdapter):
     """Adapter for tasksets that are installed as modules."""
 
-    def members(self) -> Iterator[EnvironmentListing]:
+    def members(self) -> Iterator[find.EnvironmentListing]:
         """Yield the modules of installed distributions that require verifiers. Raises ImportError without verifiers."""
         _installed()
         for each in distributions():
             if each.name != "tidemill" and any(_REQUIRES.match(line) for line in each.requires or ()):
                 roots = {file.parts[0].removesuffix(".py") for file in each.files or () if file.suffix == ".py"}
                 for root in sorted(filter(str.isidentifier, roots)):
-                    yield EnvironmentListing(root, str(each.metadata.json.get("summary", "")))
+                    yield find.EnvironmentListing(root, str(each.metadata.json.get("summary", "")))
         for name, problem in BUILT_IN.items():
-            yield EnvironmentListing(name, "comes with verifiers", problem)
+            yield find.EnvironmentListing(name, "comes with verifiers", problem)
 
-    def member(self, name: str) -> EnvironmentType:
+    def member(self, name: str) -> find.EnvironmentType:
         """Return the taskset of a module, which is not imported yet. Raises UnknownEnvironment, ImportError."""
         _installed()
         module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()  # as verifiers parses ids
         if module in BUILT_IN:
-            raise UnknownEnvironment(f"verifiers:{name} is not offered: {BUILT_IN[module]}")
+            raise find.UnknownEnvironment(f"verifiers:{name} is not offered: {BUILT_IN[module]}")
         if not module.isidentifier() or importlib.util.find_spec(module) is None:
-            raise UnknownEnvironment(f"verifiers:{name}: there is no module {module}; install the taskset's package")
+            raise find.UnknownEnvironment(
+                f"verifiers:{name}: there is no module {module}; install the taskset's package"
+            )
 
-        def make(options: VerifiersOptions) -> Environment:
+        def make(options: VerifiersOptions) -> base.Environment:
             from tidemill.producers.environments.verifiers_bridge import VerifiersTaskset  # takes five seconds
 
             return VerifiersTaskset(module, options)
 
         about = f"the taskset {module} of verifiers"
-        return EnvironmentType(f"verifiers:{name}", about, VerifiersOptions, "process", True, make)
+        return find.EnvironmentType(f"verifiers:{name}", about, VerifiersOptions, "process", True, make)
 
 
 def _installed() -> None:

@@ -27,14 +27,7 @@ from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.open import EnvironmentSet
 from tidemill.producers.outbox import OVERHEAD_BYTES, SPAN_BYTES, Outbox, SegmentClaims, anchor_of_run
 from tidemill.producers.rollout.endpoint import AgentEndpoint
-from tidemill.producers.rollout.intake import (
-    POLL_S,
-    OffsetTracker,
-    Partition,
-    TaskIntake,
-    TaskProgress,
-    TaskRecovery,
-)
+from tidemill.producers.rollout.intake import POLL_S, OffsetTracker, Partition, TaskIntake, TaskProgress, TaskRecovery
 from tidemill.producers.rollout.player import Player
 from tidemill.producers.sampling.replicas import open_replica_client
 from tidemill.schemas.catalogue import Names, Topic

@@ -101,20 +101,16 @@ class ReplicaPool:
 class ReplicaClient:
     """Requests to single replicas, over shared connections. Open with `open_replica_client`."""
 
-    def __init__(self, session: aiohttp.ClientSession, model: str | None, quotes: bool, limit_s: float) -> None:
-        """Wrap a session without a limit.
-
-        Args:
-            model: named in each completion request; None: the model that the replica serves.
-            quotes: whether error messages quote the replica's message, which may contain a part of the prompt.
-            limit_s: longest time of a request in seconds.
-        """
-        self._session, self._model, self._quotes, self._limit_s = session, model, quotes, limit_s
+    def __init__(self, session: aiohttp.ClientSession, settings: RolloutSettings | RouterSettings) -> None:
+        self._session, self._settings = session, settings
+        # A replica's message may contain a part of the prompt, which is a user's if the router asked.
+        self._quotes = isinstance(settings, RolloutSettings)
         self._identities: dict[str, ReplicaIdentity] = {}
 
     async def complete(self, address: str, prompt: list[int], sampling: Sampling) -> Completion:
         """Sample one turn. Raises ReplicaUnavailable, BadResponse."""
-        body = request_body(prompt, sampling, self._model)
+        model = self._settings.model if isinstance(self._settings, RolloutSettings) else None
+        body = request_body(prompt, sampling, model)
         async with self.request("POST", address, COMPLETIONS_PATH, body) as response:
             self.forget_other(address, response)
             answer = await read_body(response)
@@ -153,7 +149,7 @@ class ReplicaClient:
         """
         headers = None if body is None else {"content-type": "application/json"}
         # aiohttp's own limit ignores a cancellation, such as a caller's deadline, in the same step of the event loop.
-        limit = asyncio.timeout(self._limit_s if limited else None)
+        limit = asyncio.timeout(self._settings.request_timeout_s if limited else None)
         try:
             async with limit, self._session.request(method, address + path, data=body, headers=headers) as response:
                 if response.status != 200:
@@ -182,8 +178,7 @@ async def open_replica_client(settings: RolloutSettings | RouterSettings) -> Asy
     """Yield a client without a limit of connections, closed at the end. Proxies in the environment are not used."""
     timeout = aiohttp.ClientTimeout(total=None, connect=settings.connect_timeout_s)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        model = settings.model if isinstance(settings, RolloutSettings) else None
-        yield ReplicaClient(session, model, isinstance(settings, RolloutSettings), settings.request_timeout_s)
+        yield ReplicaClient(session, settings)
 
 
 class ReplicaSession:

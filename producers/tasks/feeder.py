@@ -29,13 +29,7 @@ from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.environments.base import Environment
 from tidemill.producers.environments.open import open_environment
 from tidemill.producers.tasks.admission import AdmissionController
-from tidemill.producers.tasks.source import (
-    Stage,
-    TaskName,
-    TaskSource,
-    evaluation_size,
-    parse_task_name,
-)
+from tidemill.producers.tasks.source import Stage, TaskName, TaskSource, evaluation_size, parse_task_name
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.config import EnvironmentEntry, KafkaSettings, RunSettings
