@@ -189,7 +189,7 @@ def _segment_problem(segment: Segment, vocab_size: int) -> str:
     if n and segment.ids().max() >= vocab_size:
         return f"token id {segment.ids().max()} is not in the model's vocabulary of {vocab_size}"
     if n and mask.max() > 1:
-        return "the loss mask holds values other than 0 and 1"
+        return "the loss mask has values other than 0 and 1"
     if n and mask[0]:
         return "its first token is marked as sampled, and has nothing before it to be predicted from"
     logprobs = segment.sampled_logprobs()[mask == 1]
@@ -313,8 +313,8 @@ def checked_ids(payload: bytes, segments: Sequence[Segment], shape: RoutedShape)
     rows = sum(routed_tokens(segment) for segment in segments)
     if ids.shape != (rows, shape.layers, shape.top_k):
         raise InvalidRoutingError(
-            f"expert ids of {list(ids.shape)} tokens, layers and experts a token, and the segments and the model need "
-            f"{[rows, shape.layers, shape.top_k]}"
+            f"expert ids have the shape {list(ids.shape)} (tokens, layers, experts of a token), and the segments and "
+            f"the model need {[rows, shape.layers, shape.top_k]}"
         )
     ordered = np.sort(ids[:, list(shape.routed)], axis=-1)
     if ordered.max(initial=0) >= shape.experts:

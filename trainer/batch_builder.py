@@ -54,7 +54,7 @@ NAMED = 3
 
 @dataclass(slots=True)
 class ExclusionCounts:
-    """Counts of the groups that were set aside since the last batch, by reason."""
+    """Counts of the groups that were excluded for reasons that settings can change, since the last batch."""
 
     of_others: int = 0
     incarnations: Counter[str] = field(default_factory=Counter)
@@ -69,7 +69,7 @@ class ExclusionCounts:
     def groups(self) -> int:
         return self.of_others + self.ahead + self.otherwise.total()
 
-    def told(self, own: str | None, version: int) -> str:
+    def warning(self, own: str | None, version: int) -> str:
         """Return the warning: numbers, reasons and remedy, for a trainer of incarnation `own` at `version`."""
         reasons = []
         if self.of_others:
@@ -93,7 +93,7 @@ class ExclusionCounts:
                 "the logprobs of the model's own distribution: set rollout.temperature to 1, or "
                 "trainer.accept_other_sampling to train them all the same"
             )
-        return f"{self.groups} groups were set aside, since {'; and '.join(causes)}"
+        return f"{self.groups} groups were excluded, since {'; and '.join(causes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +129,11 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         self._set_aside = ExclusionCounts()
 
     def missed(self, version: int) -> str:
-        """Return a message about the groups that were set aside, if the next batch would be full with them; otherwise
+        """Return a message about the groups that were excluded, if the next batch would be full with them; otherwise
         an empty string."""
         size, aside = self._run.groups_per_step, self._set_aside
         lacking = aside.groups and len(self._waiting) < size <= len(self._waiting) + aside.groups
-        return aside.told(self._incarnation, version) if lacking else ""
+        return aside.warning(self._incarnation, version) if lacking else ""
 
     @property
     def waiting(self) -> int:

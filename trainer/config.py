@@ -290,13 +290,15 @@ class TrainerSettings(Section):
     def _settings_fit_each_other(self) -> Self:
         if self.objective in CORRECT_THEMSELVES and self.correction.kind is not CorrectionKind.NONE:
             raise ValueError(
-                f"{self.objective} holds its own weight between sampler and trainer: set correction.kind to none"
+                f"{self.objective} contains its own weight between sampler and trainer: set correction.kind to none"
             )
         if self.routing_plausible and self.routing is not Routing.REPLAYED:
-            raise ValueError("routing_plausible is about replayed experts: set routing to replayed, or it to 0")
+            raise ValueError(
+                "routing_plausible applies only to replayed experts: set routing to replayed, or routing_plausible to 0"
+            )
         if self.routing is not Routing.OFF and self.online.enabled:
             raise ValueError(
-                "answers to users are recorded without expert ids: set routing to off, or online.enabled off"
+                "answers to users are recorded without expert ids: set routing to off, or online.enabled to false"
             )
         if self.forward is Forward.MASTERS and self.serving_format is ServingFormat.BF16:
             raise ValueError("the weights served in bf16 are the master weights in bf16: set forward to matched")
@@ -304,12 +306,12 @@ class TrainerSettings(Section):
             return self
         if self.in_order:
             raise ValueError(
-                "what joins an online batch depends on the time that it waited: set in_order to false, or "
-                "online.enabled off"
+                "the groups that join an online batch depend on the time that it waited: set in_order to false, or "
+                "online.enabled to false"
             )
         if self.minibatches > 1:
             raise ValueError(
-                "an online batch is trained in one large step: set minibatches to 1, or online.enabled off"
+                "an online batch is trained in one large step: set minibatches to 1, or online.enabled to false"
             )
         if self.online.max_policy_lag and self.correction.kind is CorrectionKind.NONE:
             raise ValueError(

@@ -196,12 +196,12 @@ def alarms(slices: Sequence[MismatchSlice]) -> dict[str, float]:
 def warning(found: Mapping[str, float]) -> str:
     """Return the text of a warning about alarms: their numbers, and the advice."""
     bounds = {name: ALARMS[name.split("/")[1]] for name in found}
-    told = ", ".join(f"{name} is {value:.3g} (alarm from {bounds[name]:g} on)" for name, value in found.items())
+    numbers = ", ".join(f"{name} is {value:.3g} (alarm from {bounds[name]:g} on)" for name, value in found.items())
     return (
-        f"sampler and trainer are far apart: {told}. If `{MismatchPart.ENGINES}` is, they compute different logprobs "
-        "from equal weights: compare the model, the precision and the device of replica and trainer. If only "
-        f"`{MismatchPart.LAGGED}` is, the weights moved: lower run.max_policy_lag or the learning rate. `tidemill "
-        "query mismatch_where` shows on which tokens"
+        f"the mismatch between sampler and trainer is large: {numbers}. If `{MismatchPart.ENGINES}` is large, they "
+        "compute different logprobs from equal weights: compare the model, the precision and the device of replica and "
+        f"trainer. If only `{MismatchPart.LAGGED}` is, the weights have changed too much since sampling: lower "
+        "run.max_policy_lag or the learning rate. `tidemill query mismatch_where` shows on which tokens"
     )
 
 

@@ -88,7 +88,7 @@ class ResumedRun:
         if plan.config_hash != session.config_hash:
             outdated = f"it was planned {session.difference(plan.config_hash)}"
         elif plan.parent_version in self.line.abandoned:
-            outdated = f"the gate gave up version {plan.parent_version}, from which it starts"
+            outdated = f"the gate abandoned version {plan.parent_version}, from which it starts"
         else:
             try:
                 with self.recorded_inputs() as inputs:
@@ -96,13 +96,13 @@ class ResumedRun:
             except (LookupError, InvalidRolloutError, NotRepeatableError) as error:
                 outdated = f"its inputs can no longer be read ({error})"
         if batch is not None and batch.online is not None and self.queue.erased(batch.online):
-            outdated = "a user asked for something of its inputs to be erased"
+            outdated = "a user asked to erase a part of its inputs"
         if outdated or batch is None:
-            _log.warning("step %d was begun, and is planned again: %s", plan.step, outdated)
+            _log.warning("step %d was planned before the stop, and is planned again: %s", plan.step, outdated)
             return None
         if session.place.version != plan.parent_version:
             self.go_back(plan.parent_version, plan.step - 1)
-        _log.info("step %d was begun by trainer %s and is taken on the same inputs", plan.step, plan.trainer)
+        _log.info("step %d was planned by trainer %s and is taken on the same inputs", plan.step, plan.trainer)
         self.builder.observe_step(plan)
         self.queue.observe_step(plan)
         return session.take(plan, batch)
@@ -170,7 +170,7 @@ def _require_recorded(session: Session, record: TrainStep) -> None:
     if session.config_hash != record.config_hash:
         # The serving format is the only setting that changes the weights loaded from a checkpoint.
         raise TrainerCheckpointError(
-            f"{found}, trained {session.difference(record.config_hash)}: start with the trainer.serving_format of "
-            "then: it cannot change during a run. If it has not changed, the checkpoint is damaged"
+            f"{found}, trained {session.difference(record.config_hash)}: start with the run's "
+            "trainer.serving_format, which cannot change. If it has not changed, the checkpoint is damaged"
         )
     raise TrainerCheckpointError(f"{found}: it is damaged or of another run; delete it, and an older one is used")

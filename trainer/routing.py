@@ -165,6 +165,6 @@ def _require_same_scores(router: Any) -> None:  # noqa: ANN401 - transformers' r
         told = ADAPTERS[type(router).__name__](trial, logits, ids).to(scores.dtype)
     if not torch.equal(told, scores):
         raise UntrainableModelError(
-            f"trainer.routing: {type(router).__name__} scores experts otherwise than its adapter in "
+            f"trainer.routing: {type(router).__name__} computes other scores than its adapter in "
             "trainer/routing.py: this version of transformers has changed it"
         )

@@ -228,7 +228,7 @@ class EventIntake:
         # Only holders of a valid token reach this line, so that no client can use up another user's limit or memory.
         wait = self._of_user.take(record.user_id or record.interaction_id, 1, time.monotonic())
         if wait:
-            detail = f"more than {self._settings.user_rate:g} events per second in the name of one user"
+            detail = f"more than {self._settings.user_rate:g} events per second for one user"
             raise Problem(429, detail, retry_after_s=wait)
         return record
 

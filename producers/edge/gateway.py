@@ -70,7 +70,7 @@ TIMEOUT_S = 2.0
 GRACE_S = 5
 BACKLOG = 512
 OTHER_ROUTE = "other"
-DESCRIPTION = """Tells Tidemill what a product's users did with the answers that they got.
+DESCRIPTION = """Takes the signals of a product's users about the answers that they were served.
 
 Each event names the answer, by the interaction token that the router returned with it, and its user. Give `event_id` or
 `observed_at`: an event sent twice then counts once, so that a request answered with 429 or 503, or not at all, may
@@ -83,19 +83,19 @@ def _described(said: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
 
 REFUSALS = _described(
     {
-        400: "The body is no JSON.",
+        400: "The body is not JSON.",
         401: "The API key is not known.",
-        408: "The body came too slowly.",
+        408: "The body arrived too slowly.",
         413: "The body is too long.",
         415: "The body is not declared as JSON.",
-        422: "The event says something that it cannot.",
-        429: "Too many events; come again after `Retry-After` seconds.",
-        503: "Not acknowledged by the log in time; send it again.",
+        422: "The event is not valid; `detail` names the field.",
+        429: "Too many events; send them again after `Retry-After` seconds.",
+        503: "The log did not acknowledge the event in time; send it again.",
     }
 )
 NOT_SERVED = _described({403: "The interaction was not served to this user."})
 SOME_REFUSED: dict[int | str, dict[str, Any]] = {
-    207: {"model": BatchOut, "description": "Some were refused: each result says why."}
+    207: {"model": BatchOut, "description": "Some events were refused: each result has the reason."}
 }
 
 

@@ -22,14 +22,14 @@ class RouterMetrics(CollectorRegistry):
             registry=self,
         )  # fmt: skip
         self.unrecorded = Counter(
-            "tidemill_router_unrecorded", "Answers that the log did not acknowledge, by what became of them.", ["end"],
+            "tidemill_router_unrecorded", "Answers that the log did not acknowledge, by result.", ["end"],
             registry=self,
         )  # fmt: skip
-        self.retries = Counter("tidemill_router_retries", "Requests that another replica was asked for.", registry=self)
+        self.retries = Counter("tidemill_router_retries", "Requests that were sent to another replica.", registry=self)
         self.fallbacks = Counter(
             "tidemill_router_fallbacks", "Requests of the canary arm that the stable pool answered.", registry=self
         )
-        self.in_flight = Gauge("tidemill_router_in_flight", "Requests in hand.", registry=self)
+        self.in_flight = Gauge("tidemill_router_in_flight", "Unfinished requests.", registry=self)
         self.share = Gauge("tidemill_router_canary_share", "Share of the users in the canary arm.", registry=self)
         self.first_token = Histogram(
             "tidemill_router_first_token_seconds", "From the request to its first token.", ["arm"],

@@ -79,7 +79,7 @@ async def read_body(request: Request, limit: int) -> bytes:
             if len(body) > limit:
                 raise too_long
     except ClientDisconnect as error:
-        raise Problem(400, "the client went away", close=True) from error
+        raise Problem(400, "the client disconnected", close=True) from error
     return bytes(body)
 
 

@@ -157,7 +157,7 @@ class RequestHandler:
             elif isinstance(error, ReplicaUnavailable):
                 refusal = unavailable("the answer was interrupted")
             else:
-                refusal = Refusal(504, "no whole answer in time", "timeout_error")
+                refusal = Refusal(504, "no complete answer in time", "timeout_error")
             if not self.begun:
                 raise refusal from error
             await self._break_off(FAILED)

@@ -89,7 +89,7 @@ class Router:
             made = located.record
             objection = self.canary.observe(made) if isinstance(made, GateDecision) else located.error
             if objection:
-                LOG.warning("decision at %s left out: %s", located.position, objection)
+                LOG.warning("decision at %s ignored: %s", located.position, objection)
         self.metrics.share.set(self.canary.share)
 
     async def drain(self) -> None:
@@ -103,7 +103,7 @@ class Router:
         try:
             self._check_key(request)
             if self._places.locked():
-                raise Refusal(429, "too many requests in hand: try again later", "rate_limit_error")
+                raise Refusal(429, "too many unfinished requests: try again later", "rate_limit_error")
             async with self._places:
                 with self.metrics.in_flight.track_inprogress():
                     exchange = await self._admit(request, send)
@@ -114,7 +114,7 @@ class Router:
             self.metrics.responses.labels(str(refusal.status)).inc()
             await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
         except ClientDisconnect:
-            LOG.info("a client went away before its request was whole")
+            LOG.info("a client disconnected before the end of its request")
 
     def _check_key(self, request: Request) -> None:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

@@ -33,7 +33,7 @@ from tidemill.schemas.gate_decisions import BranchDecisions, canary_share
 from tidemill.schemas.records import CANARY_SHARE, Arm, GateDecision, GateVerdict
 
 MODELS_PATH = "/v1/models"
-_GAVE_UP = ("abort", "error")
+_ABORTED = ("abort", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +193,6 @@ def _document(text: bytes) -> dict[str, Any]:
         raise BadResponse("the answer is not a JSON object")
     choices = document.get("choices")
     listed = choices if isinstance(choices, list) else []
-    if "error" in document or any(isinstance(one, dict) and one.get("finish_reason") in _GAVE_UP for one in listed):
-        raise ReplicaUnavailable("the engine gave the request up")
+    if "error" in document or any(isinstance(one, dict) and one.get("finish_reason") in _ABORTED for one in listed):
+        raise ReplicaUnavailable("the engine aborted the request")
     return document

@@ -165,7 +165,7 @@ class EpisodeProcess:
         except ConnectionError:
             pass  # it ended before it had read everything
         except (ValueError, RecursionError) as error:
-            fault = f"its process sent no message that can be read ({error!r:.200})"
+            fault = f"its process sent an invalid message ({error!r:.200})"
         finally:
             self._watching.cancel()
             hung, self.over = self.over, self.over or "its process has ended"
@@ -209,7 +209,7 @@ class EpisodeProcess:
     ) -> None:
         try:
             if call.policy is None:
-                raise base.GenerationFailed("a conversation that was held before is scored without the policy")
+                raise base.GenerationFailed("an earlier conversation is scored without the policy")
             said = await call.policy.chat(messages, tools=tools_of(tools), max_tokens=most, trained=trained)
             answer = ["reply", request, said.message, said.finish, said.malformed, said.tokens]
             line = encode(answer, "a reply of the policy", base.GenerationFailed)
@@ -399,7 +399,7 @@ def hello_of(name: str, line: bytes) -> OpenedEnvironment | None:
             try:
                 return msgspec.convert(learned, OpenedEnvironment)
             except msgspec.ValidationError as error:
-                raise EnvironmentFailed(f"environment {name} declares what cannot be: {error}") from error
+                raise EnvironmentFailed(f"environment {name} declares an invalid property: {error}") from error
         case ["refused", str(kind), str(text), str(trace)]:
             own = EnvironmentFailed(f"environment {name} raised {text} when it was opened\n{trace}")
             raise PORTABLE[kind](text) if kind in PORTABLE else own

@@ -105,9 +105,7 @@ class Program(base.Environment):
         finally:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
-        raise base.EnvironmentFailed(
-            f"{task.environment} asks the policy nothing, so that an agent program has no task"
-        )
+        raise base.EnvironmentFailed(f"{task.environment} never calls the policy, so that an agent program has no task")
 
 
 class _FirstRequest:

@@ -113,7 +113,7 @@ class ReasoningGymEnvironment(base.Environment):
                 except Exception as error:  # the library fails to make some of its items, with errors of any type
                     failures += 1
                     if failures == PATIENCE:
-                        raise base.TaskError(f"reasoning_gym:{self._task} makes no more items: {error!r}") from error
+                        raise base.TaskError(f"reasoning_gym:{self._task} cannot make more items: {error!r}") from error
                 else:
                     failures = 0
                     yield draft

@@ -176,8 +176,8 @@ def main() -> None:
             deny_network()
     except OSError as error:
         text = (
-            f"no sockets can be kept from its process here ({error.strerror}): allow it to open some "
-            "(`network = true`), or run it in the worker (`isolation = 'loop'`)"
+            f"this machine cannot deny sockets to its process ({error.strerror}): allow them (`network = true`), or "
+            "run it in the worker (`isolation = 'loop'`)"
         )
         connection.sendall(encode(["refused", *failure(base.EnvironmentFailed(text))]))
         return

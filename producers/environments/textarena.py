@@ -30,7 +30,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "Bandit-v0": "it pays the regret, so that a worse choice earns more",
     "Bandit-v0-hard": "it pays the regret, so that a worse choice earns more",
     "Set-v0": "it counts one card that is named three times as a set",
-    "Sokoban-v0-medium": "it takes up to minutes to make a board",
+    "Sokoban-v0-medium": "it can take minutes to make a board",
 }
 UNSEEN = frozenset(("GuessTheNumber", "Mastermind", "Minesweeper"))
 """Games whose first text is equal for every solution: the number of the game is added to their openings, so that
@@ -146,7 +146,7 @@ class TextArenaEnvironment(base.Environment):
             except Exception as error:  # a game fails to make a board with errors of any type
                 failures += 1
                 if failures == PATIENCE:
-                    raise base.TaskError(f"textarena:{self._game} makes no more games: {error!r}") from error
+                    raise base.TaskError(f"textarena:{self._game} cannot make more games: {error!r}") from error
                 continue
             failures = 0
             yield base.TaskDraft(task.model_dump_json(), game.opening, self.options.turns)

@@ -400,7 +400,7 @@ def fault_of(episode: vf.Episode) -> str:
         missing = [name for name, reward in trace.rewards.items() if reward is None]
         if missing:
             return f"agent {who}: reward {missing[0]} was not computed"
-    return "" if episode.ok else "the episode did not end well, and verifiers does not say why"
+    return "" if episode.ok else "the episode failed, and verifiers gives no reason"
 
 
 def score_of(episode: vf.Episode, success_at: float) -> base.Score:

@@ -18,7 +18,7 @@ from tidemill.producers.environments.base import EnvironmentFailed, EnvironmentH
 from tidemill.producers.environments.open import EnvironmentSet
 from tidemill.producers.environments.process import ProcessLost
 from tidemill.producers.rollout.endpoint import AgentEndpoint
-from tidemill.producers.rollout.policy import GIVEN_UP, RecordedTurn, RolloutPolicy, recorded_turns, turn_record
+from tidemill.producers.rollout.policy import CANCELLED, RecordedTurn, RolloutPolicy, recorded_turns, turn_record
 from tidemill.producers.sampling.completion import Completion, build_expert_ids, build_segment
 from tidemill.producers.sampling.replicas import ReplicaClient, ReplicaIdentity, ReplicaPool, ReplicaSession
 from tidemill.schemas.chat.contexts import Context
@@ -136,7 +136,7 @@ class Player:
         except TaskError as error:
             raise EnvironmentFailed(f"task: {error}") from error
         except Exception as error:  # an environment may raise any error, and the worker's other episodes continue
-            if limit.expired() and policy.failure in ("", GIVEN_UP):
+            if limit.expired() and policy.failure in ("", CANCELLED):
                 reason = f"timeout: no result within {limit_s:.1f} s; {policy.session.failures_so_far()}"
                 raise EnvironmentFailed(reason) from error
             if policy.failure:

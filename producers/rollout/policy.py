@@ -37,7 +37,7 @@ from tidemill.schemas.stored_object import digest
 
 LOG = logging.getLogger(__name__)
 OVER = "the episode is over"
-GIVEN_UP = "a call was given up before its answer came"
+CANCELLED = "a call was cancelled before it was answered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class RolloutPolicy(AttemptPolicy):
             return await self._turn(asked, told, shown, max_tokens, trained)
         except asyncio.CancelledError:
             if not self._closed:
-                self._failed(GIVEN_UP)
+                self._failed(CANCELLED)
             raise
         except (GenerationFailed, ContextFull):
             raise

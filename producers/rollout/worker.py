@@ -93,9 +93,9 @@ class Worker:
         thread = ThreadPoolExecutor(1, thread_name_prefix="tidemill-intake")
         try:
             while not stop.is_set():
-                liveness.beat(f"a round with {len(self._jobs)} tasks in hand", LOG_WAIT_S)
+                liveness.beat(f"a round with {len(self._jobs)} unfinished tasks", LOG_WAIT_S)
                 await self._round(intake, thread, self._in_hand() < self._settings.max_concurrent_episodes)
-            liveness.beat("finishing what is in hand", self._settings.grace_s + LOG_WAIT_S)
+            liveness.beat("finishing the running episodes", self._settings.grace_s + LOG_WAIT_S)
             loop = asyncio.get_running_loop()
             deadline = loop.time() + self._settings.grace_s
             if self._jobs:

@@ -101,7 +101,7 @@ def test_changed_settings_plan_the_step_again_with_a_log_message(log, settings, 
     changed = settings.model_copy(update={"length_divisor": 3.0})
     with caplog.at_level(logging.WARNING):
         train(changed, 1)
-    assert "step 1 was begun, and is planned again: it was planned with other settings" in caplog.text
+    assert "step 1 was planned before the stop, and is planned again: it was planned with other settings" in caplog.text
     (step,) = written(log, TrainStep)
     hashes = [settings.arithmetic_hash(), changed.arithmetic_hash()]
     assert [plan.config_hash for plan in written(log, StepPlan)] == hashes
@@ -117,7 +117,7 @@ def test_a_step_is_planned_again_without_missing_inputs(log, settings, train, ca
         future.result()
     with caplog.at_level(logging.WARNING):
         train(settings, 1)
-    assert "step 1 was begun, and is planned again: its inputs can no longer be read" in caplog.text
+    assert "step 1 was planned before the stop, and is planned again: its inputs can no longer be read" in caplog.text
     (step,) = written(log, TrainStep)
     assert names(step) == ["g2", "g3"]
     assert {e.group_id: e.reason for e in step.exclusions} == {"g0": "missing_rollout", "g1": "missing_rollout"}
@@ -132,7 +132,7 @@ def test_a_step_from_an_abandoned_parent_is_planned_again(log, online_settings, 
     serve(log, "again", 1, closed_at=3)
     with caplog.at_level(logging.WARNING):
         train(online_settings, 3)
-    assert "step 3 was begun, and is planned again: the gate gave up version 2" in caplog.text
+    assert "step 3 was planned before the stop, and is planned again: the gate abandoned version 2" in caplog.text
     steps = written(log, TrainStep)
     assert [(s.parent_version, names(s)) for s in steps] == [(0, ["b0"]), (1, ["b1"]), (1, ["again"])]
     assert steps[2].metrics["online/decisions"] == 1
@@ -161,7 +161,7 @@ def test_a_step_with_an_erased_user_is_planned_again(log, online_settings, train
     erase(log, "user-b0-1")
     with caplog.at_level(logging.WARNING):
         train(online_settings, 1)
-    assert "planned again: a user asked for something of its inputs to be erased" in caplog.text
+    assert "planned again: a user asked to erase a part of its inputs" in caplog.text
     (step,) = written(log, TrainStep)
     assert {e.group_id: e.reason for e in step.exclusions} == {"b0-1": "erased"}
     assert step.metrics["online/members"] == 3

@@ -160,7 +160,7 @@ def test_a_run_keeps_its_serving_format(log, settings, store) -> None:
     with pytest.raises(VersionError, match="version 0 of run stopped, branch main, is in the log with fingerprint"):
         train_until(log, changed, store, "stopped", 1)
     train_until(log, settings, store, "stopped", 2)
-    with pytest.raises(TrainerCheckpointError, match=r"other settings.*start with the trainer\.serving_format of then"):
+    with pytest.raises(TrainerCheckpointError, match=r"other settings.*start with the run's trainer\.serving_format"):
         train_until(log, changed, store, "stopped", 1)
     manifests = written(log, Manifest, "stopped")
     assert [(m.version, m.serving_format) for m in manifests] == [(0, ""), (1, ""), (2, "")]

@@ -234,9 +234,9 @@ def test_a_group_without_ids_is_not_trained_with_replay() -> None:
 
 
 BAD = {
-    "short by a row": (lambda ids: ids[:-1], "the segments and the model need"),
-    "another number of layers": (lambda ids: ids[:, :2], "the segments and the model need"),
-    "another number of experts a token": (lambda ids: ids[..., :1], "the segments and the model need"),
+    "short by a row": (lambda ids: ids[:-1], "and the segments and the model need"),
+    "another number of layers": (lambda ids: ids[:, :2], "and the segments and the model need"),
+    "another number of experts a token": (lambda ids: ids[..., :1], "and the segments and the model need"),
     "out of range": (lambda ids: ids + 5, "expert id 12 is not among the model's 8 experts"),
     "one expert twice": (lambda ids: ids * 0, "a token is sent to one expert twice"),
     "another type": (lambda ids: ids.astype(np.float32), "expected u1 or u2"),
@@ -291,7 +291,7 @@ def test_a_model_whose_routing_cannot_be_replayed_is_refused_at_the_start() -> N
     gate = changed.model.layers[2].mlp.gate
     computes = gate.forward
     gate.forward = lambda states: (*(answer * 2 for answer in computes(states)[:2]), computes(states)[2])
-    with pytest.raises(UntrainableModelError, match="scores experts otherwise than its adapter"):
+    with pytest.raises(UntrainableModelError, match="computes other scores than its adapter"):
         Learner(changed, asked, None)
 
 
@@ -305,7 +305,7 @@ def test_other_families_are_routed_by_their_adapters(family: str) -> None:
 def test_settings_that_do_not_fit_are_refused_and_routing_is_part_of_the_arithmetic() -> None:
     with pytest.raises(ValueError, match="answers to users are recorded without expert ids"):
         settings_of(routing=Routing.REPLAYED, online=OnlineSettings(enabled=True))
-    with pytest.raises(ValueError, match="routing_plausible is about replayed experts"):
+    with pytest.raises(ValueError, match="routing_plausible applies only to replayed experts"):
         settings_of(routing_plausible=0.1)
     hashes = [settings_of(routing=routing).arithmetic_hash() for routing in Routing]
     assert hashes[0] == hashes[1] and len(set(hashes)) == 3

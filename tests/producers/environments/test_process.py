@@ -516,7 +516,7 @@ async def test_a_process_whose_keeper_is_killed_ends(temporary):
 def test_a_process_that_sends_an_invalid_message_is_lost(word):
     found = play_one(f"speaks_for_itself {word}")
     assert isinstance(found, ProcessLost)
-    assert "no message that can be read" in str(found)
+    assert "sent an invalid message" in str(found)
 
 
 # The end of an episode.

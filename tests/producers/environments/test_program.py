@@ -343,7 +343,7 @@ def test_an_environment_without_a_first_request_has_no_task_for_a_program() -> N
             return await policy.chat([{"role": "user", "content": "x"}], trained=False)
 
     for inner, kind, reason in (
-        (Silent, EnvironmentFailed, "asks the policy nothing"),
+        (Silent, EnvironmentFailed, "never calls the policy"),
         (Refusing, TaskError, "no such riddle"),
         (Program2, EnvironmentFailed, "runs its own program"),
         (UserFirst, EnvironmentFailed, "simulated user"),

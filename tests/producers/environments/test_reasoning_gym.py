@@ -270,7 +270,7 @@ def test_items_that_cannot_be_made_are_skipped(monkeypatch):
     stream = environment.tasks(TaskQuery(0))
     got = [next(stream).asks for _ in range(100)]
     assert got == [make(seeds[0])[3 * place]["question"] for place in range(100)]
-    with pytest.raises(TaskError, match=r"chain_sum makes no more items: RuntimeError\('no path'\)"):
+    with pytest.raises(TaskError, match=r"chain_sum cannot make more items: RuntimeError\('no path'\)"):
         list(islice(stream, PATIENCE))
     assert seeds == [seeds[0] + ITEMS * chunk for chunk in range(len(seeds))] and len(seeds) == 3
 

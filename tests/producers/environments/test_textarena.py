@@ -311,7 +311,7 @@ def test_invalid_options_are_refused(name, given, complaint):
 
 def test_games_that_cannot_be_made_are_refused():
     environment = opened("GuessTheNumber-v0", min_number=9, max_number=3)
-    with pytest.raises(TaskError, match="GuessTheNumber-v0 makes no more games: ValueError"):
+    with pytest.raises(TaskError, match="GuessTheNumber-v0 cannot make more games: ValueError"):
         drawn(environment)
     assert PATIENCE > 1
 

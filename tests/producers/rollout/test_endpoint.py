@@ -348,7 +348,7 @@ async def test_a_client_that_disconnects_cancels_its_generation() -> None:
         async with asyncio.timeout(60):
             while not policy.session.cancelled:
                 await asyncio.sleep(0)
-        assert "given up" in policy.failure
+        assert "cancelled" in policy.failure
 
 
 async def test_the_end_of_the_episode_cancels_generations_and_fails_nothing() -> None:

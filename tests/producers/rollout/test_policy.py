@@ -313,7 +313,7 @@ async def test_a_cancelled_call_fails_the_rollout(texts):
     session.gate = asyncio.Event()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(policy.chat([USER]), 0.01)
-    assert policy.failure == "a call was given up before its answer came"
+    assert policy.failure == "a call was cancelled before it was answered"
 
 
 def test_a_rollout_has_one_incarnation_of_version_numbers(texts):
