@@ -75,7 +75,8 @@ class Router:
         self.chat: ChatServer | None = None
         """None until the run's chat format is known."""
         self._places = asyncio.Semaphore(settings.max_concurrent_requests)
-        self._running: set[asyncio.Task[None]] = set()
+        self.unfinished: set[asyncio.Task[None]] = set()
+        """Requests, and records of answers that wait for the log."""
 
     def build(self) -> Starlette:
         """Return the ASGI application."""
@@ -94,8 +95,8 @@ class Router:
 
     async def drain(self) -> None:
         """Wait until every unfinished request has been recorded."""
-        while self._running:
-            await asyncio.gather(*self._running, return_exceptions=True)
+        while self.unfinished:
+            await asyncio.gather(*self.unfinished, return_exceptions=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request completely; parts of the answer are sent as they arrive."""
@@ -147,8 +148,8 @@ class Router:
                 pass
 
         work, gone = asyncio.create_task(exchange.run()), asyncio.create_task(departure())
-        self._running.add(work)
-        work.add_done_callback(self._running.discard)
+        self.unfinished.add(work)
+        work.add_done_callback(self.unfinished.discard)
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:

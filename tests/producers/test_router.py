@@ -271,6 +271,22 @@ async def test_a_client_that_disconnects_leaves_a_record_and_ends_the_request_at
         await asyncio.wait_for(replica.aborted.wait(), 20)
 
 
+async def test_the_router_waits_for_the_record_of_a_client_that_disconnected():
+    """The router ends after `drain`, and with it everything that the log has not acknowledged."""
+    async with rig() as router:
+        router.outbox.hold = asyncio.Event()
+        async with router.post({**ASK, "stream": True}) as response:
+            await asyncio.wait_for(router.outbox.asked.wait(), 20)
+            response.close()
+        await until(lambda: router.router.metrics.in_flight._value.get() == 0)
+        draining = asyncio.create_task(router.router.drain())
+        await asyncio.sleep(0)  # it begins
+        assert not draining.done() and router.outbox.written == []
+        router.outbox.hold.set()
+        await asyncio.wait_for(draining, 20)
+        assert [made.finish_reason for made in router.outbox.written] == ["stop"]
+
+
 async def test_a_client_that_disconnects_before_an_answer_leaves_no_record():
     async def told(replica, _request, _body):
         try:
@@ -284,7 +300,7 @@ async def test_a_client_that_disconnects_before_an_answer_leaves_no_record():
         await until(lambda: replica.requests)
         asking.cancel()
         await asyncio.wait_for(replica.aborted.wait(), 20)
-        await until(lambda: not router.router._running)
+        await until(lambda: not router.router.unfinished)
         assert router.outbox.written == []
 
 
@@ -347,7 +363,7 @@ async def test_too_many_requests_at_once_are_refused():
     async with rig(max_concurrent_requests=2) as router:
         router.replicas[0].go_on.clear()
         held = [asyncio.create_task(router.streamed(ASK)) for _ in range(2)]
-        await until(lambda: len(router.router._running) == 2)
+        await until(lambda: len(router.router.unfinished) == 2)
         status, answer = await router.asked(ASK)
         assert status == 429 and answer["error"]["type"] == "rate_limit_error"
         router.replicas[0].go_on.set()
