@@ -7,7 +7,6 @@ that only contains the answer; a reply with exactly 1 solves the task.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import io
 import itertools
@@ -18,8 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import cache, partial
 from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 from random import Random
 from typing import Any, Literal, get_type_hints
 
@@ -162,29 +159,32 @@ class ReasoningGym(find.EnvironmentAdapter):
     """Adapter for the tasks of the installed reasoning-gym."""
 
     def members(self) -> Iterator[find.EnvironmentListing]:
-        """Yield every registered task, read from the library's source, since an import takes seconds."""
-        spec = find_spec("reasoning_gym")
-        if spec is None or not spec.submodule_search_locations:
-            raise ImportError("reasoning-gym is not installed")
-        found: dict[str, str] = {}
-        for path in Path(spec.submodule_search_locations[0]).rglob("*.py"):
-            source = path.read_text(encoding="utf-8")
-            if "\nregister_dataset(" in source:
-                found |= registered(source)
-        for name, about in sorted(found.items()):
-            yield find.EnvironmentListing(name, about, NOT_OFFERED.get(name, ""))
+        """Yield every task. Raises ImportError."""
+        for name, (dataset, _) in sorted(_datasets().items()):
+            yield find.EnvironmentListing(name, _about(dataset), NOT_OFFERED.get(name, ""))
 
     def member(self, name: str) -> find.EnvironmentType:
         """Return the task of a name. Raises UnknownEnvironment, ImportError."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # from compiling a dependency's source
-            import reasoning_gym  # noqa: F401 - fills the registry
-            from reasoning_gym.factory import DATASETS
-        find.check_member("reasoning_gym", "reasoning-gym has no task", name, DATASETS, NOT_OFFERED.get(name, ""))
-        dataset, config = DATASETS[name]
-        about, make = (dataset.__doc__ or "").strip().partition("\n")[0], partial(ReasoningGymEnvironment, task=name)
+        datasets, make = _datasets(), partial(ReasoningGymEnvironment, task=name)
+        find.check_member("reasoning_gym", "reasoning-gym has no task", name, datasets, NOT_OFFERED.get(name, ""))
+        dataset, config = datasets[name]
         isolation: Literal["loop", "process"] = "process" if name in EXECUTES | SLOW else "loop"
-        return find.EnvironmentType(f"reasoning_gym:{name}", about, task_options(config), isolation, False, make)
+        options = task_options(config)
+        return find.EnvironmentType(f"reasoning_gym:{name}", _about(dataset), options, isolation, False, make)
+
+
+def _datasets() -> Mapping[str, tuple[type, type]]:
+    """Import the library; return the class and the settings of each task. Raises ImportError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # from compiling a dependency's source
+        import reasoning_gym  # noqa: F401 - fills the registry
+        from reasoning_gym.factory import DATASETS
+    datasets: Mapping[str, tuple[type, type]] = DATASETS
+    return datasets
+
+
+def _about(dataset: type) -> str:
+    return (dataset.__doc__ or "").strip().partition("\n")[0]
 
 
 @cache
@@ -215,26 +215,6 @@ def parse_item(payload: str) -> GymItem:
     """Return the item in a task's payload. Raises TaskError."""
     item = base.read_payload(GymItem, payload, "item of reasoning-gym")
     return item.model_copy(update={"metadata": _without_tuples(item.metadata)})
-
-
-def registered(source: str) -> dict[str, str]:
-    """Return the datasets that a module of the library registers: first docstring lines by name."""
-    tree = ast.parse(source)
-    constants = {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    abouts = {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)}
-    found = {}
-    for node in tree.body:
-        match node:
-            case ast.Expr(value=ast.Call(func=ast.Name(id="register_dataset"), args=[name, ast.Name(id=kind), *_])):
-                text = name.value if isinstance(name, ast.Constant) else constants[ast.unparse(name)]
-                found[str(text)] = abouts.get(kind, "").partition("\n")[0]
-    return found
 
 
 def between_tags(reply: str) -> str | None:

@@ -246,10 +246,6 @@ class _RunningEpisode:
     full: str = ""
     """The error text of a full context; empty if none."""
 
-    def fail(self, error: Exception) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(error)
-
 
 class PolicyClient(vf.Client):  # type: ignore[misc]
     """Answers each call with the policy of its episode, and stores the first failure."""
@@ -289,7 +285,8 @@ class PolicyClient(vf.Client):  # type: ignore[misc]
             playing.full = str(error)
             raise vf.ProviderError(f"{CONTEXT_FULL}: {error}", status_code=400) from error
         except Exception as error:
-            playing.fail(error)
+            if not playing.failed.done():
+                playing.failed.set_exception(error)
             raise vf.ProviderError(str(error), status_code=400) from error
         raw = whole_answer("turn", body["model"], int(time.time()), reply.message, reply.finish, reply.tokens)
         response = dialect.parse_response(dialect.validate_response(raw))

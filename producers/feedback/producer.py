@@ -186,14 +186,9 @@ class AsyncFeedbackProducer(FeedbackMethods[Coroutine[Any, Any, str]]):
     async def send(
         self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]
     ) -> str:
-        """Send one signal, and return its event id when the log has it. Arguments as for `FeedbackProducer.send`.
-
-        Raises:
-            BadFeedback: a ValueError that names the argument; `NotServed` for a token that is not this user's.
-            FeedbackQueueFull, LogUnreachable: the log is too slow, or no broker answered; the signal was not accepted.
-            FeedbackNotDelivered: not acknowledged within the deadline; the signal may have been written.
-            LookupError: the topic does not exist.
-        """
+        """Send one signal, and return its event id when the log has it. Arguments and errors as for
+        `FeedbackProducer.send`; FeedbackNotDelivered also for a signal that was not acknowledged within the deadline:
+        it may have been written."""
         record = self._maker.make(self._source, now_us(), interaction, kind, value, **event)
         reason = (await self._acknowledged.deliver([record], self._deadline_s))[0]
         if reason:

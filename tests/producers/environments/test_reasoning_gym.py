@@ -4,8 +4,6 @@ import asyncio
 import io
 import json
 import random
-import subprocess
-import sys
 import time
 import warnings
 from contextlib import redirect_stdout
@@ -31,7 +29,6 @@ from tidemill.producers.environments.reasoning_gym import (
     draft_of,
     item_of,
     parse_item,
-    registered,
     task_options,
 )
 
@@ -121,7 +118,7 @@ def graded(dataset, answer, item):
         return type(error)
 
 
-def test_the_list_contains_the_librarys_tasks_without_importing_it():
+def test_the_list_contains_the_librarys_tasks():
     from reasoning_gym.factory import DATASETS
 
     assert set(MEMBERS) == set(DATASETS) and len(MEMBERS) == 106
@@ -129,19 +126,6 @@ def test_the_list_contains_the_librarys_tasks_without_importing_it():
     assert {name for name, each in MEMBERS.items() if each.problem} == set(NOT_OFFERED) <= set(DATASETS)
     assert set(DATASETS) >= EXECUTES | SLOW
     assert MEMBERS["chain_sum"].about == "Generates simple arithmetic tasks using only + and - operators"
-    script = (
-        "import sys; from tidemill.producers.environments.reasoning_gym import ReasoningGym;"
-        "assert len(list(ReasoningGym().members())) == 106; assert 'reasoning_gym' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
-
-
-def test_registered_reads_names_and_first_lines():
-    source = (
-        'NAME = "b"\nclass A:\n    """About a.\n\n    More."""\nclass B: pass\n'
-        'register_dataset("a", A, AC)\nregister_dataset(NAME, B, BC)\n'
-    )
-    assert registered(source) == {"a": "About a.", "b": ""}
 
 
 def test_a_task_that_is_not_offered_has_a_reason():
