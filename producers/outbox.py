@@ -1,8 +1,8 @@
 """The producers' access to the log: batches of records from many coroutines, the claim check, the run's first anchor.
 
 Invariants: `Outbox.write` returns only after the log's acknowledgement. If the log refuses a batch, each writer of that
-batch gets the error: no failure is silent. All calls to the producer run on one thread, and records with equal keys
-stay in order.
+batch gets the error: no failure is silent. If the object store refuses a record, only its own writer does. All calls to
+the producer run on one thread, and records with equal keys stay in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Claim, Interaction, Manifest, Record, Rollout, Segment
 from tidemill.schemas.stored_object import digest, store_claim
@@ -105,24 +105,33 @@ class Outbox:
     async def _send_all(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            failure: Exception | None = None
             try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._send, batch)
+                failures = await asyncio.get_running_loop().run_in_executor(self._thread, self._send, batch)
             except Exception as error:  # noqa: BLE001 - any error is raised at each writer
-                failure = error
-            waiting = [letter.written for letter in batch if letter.written is not None and not letter.written.done()]
-            for written in waiting:
-                if failure is None:
-                    written.set_result(None)
-                else:
-                    written.set_exception(failure)
-            if failure is not None and not waiting:
-                self._failure = failure
+                failures = [error] * len(batch)
+            raised = False
+            for letter, failure in zip(batch, failures, strict=True):
+                if letter.written is not None and not letter.written.done():
+                    if failure is None:
+                        letter.written.set_result(None)
+                    else:
+                        letter.written.set_exception(failure)
+                        raised = True
+            if not raised:
+                self._failure = next(filter(None, failures), self._failure)
 
-    def _send(self, batch: list[_OutgoingRecord]) -> None:
-        for letter in batch:
-            self._producer.send(letter.topic, self._prepare(letter.record), key=letter.key)
+    def _send(self, batch: list[_OutgoingRecord]) -> list[Exception | None]:
+        """Write a batch; return the error of each record that could not be prepared. Raises DeliveryError."""
+        failures: list[Exception | None] = [None] * len(batch)
+        for place, letter in enumerate(batch):
+            try:
+                self._producer.send(letter.topic, self._prepare(letter.record), key=letter.key)
+            except DeliveryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - of the store, for instance, which the other records do not need
+                failures[place] = error
         self._producer.flush()
+        return failures
 
 
 class SegmentClaims:

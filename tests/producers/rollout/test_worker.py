@@ -140,6 +140,29 @@ async def test_a_refused_batch_raises_in_its_writers():
     outbox.close()
 
 
+async def test_a_record_that_the_store_refuses_fails_alone():
+    class Log:
+        def send(self, _topic, record, *, key):
+            written.append(record.at)
+
+        def flush(self):
+            pass
+
+    def prepare(record):
+        if record.at == 1:
+            raise OSError("the store is down")
+        return record
+
+    written, outbox = [], Outbox(Log(), Topic.ROLLOUTS, prepare)
+    ended = await asyncio.gather(*(outbox.write("k", Tick("t", at)) for at in (0, 1, 2)), return_exceptions=True)
+    assert [str(each) for each in ended] == ["None", "the store is down", "None"] and written == [0, 2]
+    outbox.post("k", Tick("t", 1))
+    await outbox.write("k", Tick("t", 3))
+    with pytest.raises(OSError, match="the store is down"):
+        await outbox.drain()
+    outbox.close()
+
+
 # -- the role on a real Kafka ---------------------------------------------------------------------------------------
 
 
