@@ -161,7 +161,7 @@ class Score:
         if len(set(names)) < len(names):
             return f"two reward components have one name: {', '.join(names)}"
         if not isinstance(self.success, bool | None):
-            return f"success is {self.success!r:.60}, expected True, False or None"
+            return f"success is {self.success!r:.60}, expected True, False or None: convert it by bool()"
         numbers = {f"{part.name}.{kind}": getattr(part, kind) for part in self.rewards for kind in ("value", "weight")}
         for name, number in (*numbers.items(), *self.metrics.items()):
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):

@@ -10,8 +10,11 @@ indistinguishable from a forged one.
 from __future__ import annotations
 
 import base64
+import hashlib
 import hmac
 import re
+
+from pydantic import SecretStr
 
 from tidemill.producers.product.settings import ProductSettings
 
@@ -29,7 +32,7 @@ class Signer:
     """Signs interactions and verifies them. Raises KeysMissing if the product's keys are not configured."""
 
     def __init__(self, product: ProductSettings) -> None:
-        self._keys = [key.get_secret_value().encode() for key in product.require_keys().signing_keys]
+        self._keys = [_Keyed(key) for key in product.require_keys().signing_keys]
 
     def sign(self, interaction_id: str, pseudonym: str) -> str:
         """Return the token of an interaction that was served to a user. Raises ValueError for an invalid id."""
@@ -52,9 +55,25 @@ class Signer:
         raise BadToken("this interaction was not served to this user: the token is forged, altered or another's")
 
 
-def _signature(key: bytes, interaction_id: str, pseudonym: str) -> bytes:
+class _Keyed:
+    """HMAC-SHA256 (RFC 2104), key hashed once: half the time of a copied `hmac.HMAC`; each signal needs two."""
+
+    def __init__(self, key: SecretStr) -> None:
+        secret = key.get_secret_value().encode()
+        block = (secret if len(secret) <= 64 else hashlib.sha256(secret).digest()).ljust(64, b"\x00")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in block))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in block))
+
+    def digest(self, message: bytes) -> bytes:
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(message)
+        outer.update(inner.digest())
+        return outer.digest()
+
+
+def _signature(key: _Keyed, interaction_id: str, pseudonym: str) -> bytes:
     signed = _TOKEN_PURPOSE + f"{interaction_id}\x00{pseudonym}".encode()
-    return base64.urlsafe_b64encode(hmac.digest(key, signed, "sha256"))[:_SIGNATURE_LETTERS]
+    return base64.urlsafe_b64encode(key.digest(signed))[:_SIGNATURE_LETTERS]
 
 
 _PSEUDONYM_PURPOSE = b"tidemill/pseudonym/1\x00"
@@ -75,7 +94,7 @@ class Pseudonyms:
     """
 
     def __init__(self, product: ProductSettings) -> None:
-        self._key = product.require_keys().pseudonym_key.get_secret_value().encode()
+        self._key = _Keyed(product.require_keys().pseudonym_key)
 
     def of(self, user: str | None) -> str:
         """Return the pseudonym of a user id, equal for equal bytes; `NOBODY` for None. Raises BadUserId."""
@@ -89,4 +108,4 @@ class Pseudonyms:
             raise BadUserId(f"the user id is no text: {error.reason}") from error
         if not 0 < len(data) <= LONGEST_USER_BYTES:
             raise BadUserId(f"a user id has 1 to {LONGEST_USER_BYTES} bytes, not {len(data)}")
-        return hmac.digest(self._key, _PSEUDONYM_PURPOSE + data, "sha256").hex()[:_HEX_DIGITS]
+        return self._key.digest(_PSEUDONYM_PURPOSE + data).hex()[:_HEX_DIGITS]

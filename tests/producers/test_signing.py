@@ -134,6 +134,9 @@ def test_random_keys_are_used_once():
     assert first.require_keys() != second.require_keys()
 
 
-def test_a_pseudonym_is_hmac_sha256():
-    expected = hmac.digest(OTHER.encode(), b"tidemill/pseudonym/1\x00ann", "sha256")
-    assert Pseudonyms(PRODUCT).of("ann") == expected.hex()[:32]
+@pytest.mark.parametrize("length", [32, 64, 65, 200])
+def test_the_hash_is_hmac_sha256(length: int):
+    key = "k" * length
+    product = ProductSettings.model_validate({"signing_keys": [OLD], "pseudonym_key": key})
+    expected = hmac.digest(key.encode(), b"tidemill/pseudonym/1\x00ann", "sha256")
+    assert Pseudonyms(product).of("ann") == expected.hex()[:32]
