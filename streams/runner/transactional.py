@@ -25,6 +25,7 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
 
+from tidemill.schemas.codec import RegistryError
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.access import AccessRefused, SecurityError, check_access, security_of
 from tidemill.schemas.log.admin import admin_client, create_missing
@@ -163,7 +164,7 @@ class TransactionalRunner(Runner):
                 LOG.warning("the last transaction was not committed, its records are read again: %s", error.args[0])
         except _Stopped:
             pass
-        except (KafkaException, RetentionGap, ValueError) as error:
+        except (KafkaException, RegistryError, RetentionGap, ValueError) as error:
             raise StreamFailure(f"{self._processor.name} ended: {error}") from error
         finally:
             watchdog.stop()
