@@ -217,16 +217,16 @@ def open_fetcher(
     """
     with ExitStack() as stack:
         readers = [
-            LogReader(
-                kafka,
-                [Topic.DELTAS],
-                start="end",
-                client_id=f"{client_id}-{n}",
-                share=(n, connections),
-                fetch_bytes=fetch_bytes,
+            stack.enter_context(
+                LogReader(
+                    kafka,
+                    [Topic.DELTAS],
+                    start="end",
+                    client_id=f"{client_id}-{n}",
+                    share=(n, connections),
+                    fetch_bytes=fetch_bytes,
+                )
             )
             for n in range(connections)
         ]
-        for reader in readers:
-            stack.enter_context(reader)
         yield SharedFetcher([ChunkFetcher(reader, timeout_s) for reader in readers])
