@@ -127,7 +127,7 @@ class VersionGraph:
             self.forks.setdefault(record.version, fork)
             return fork
         if held.anchor is None and record.anchor is not None:
-            self.manifests[record.version] = record
+            self.manifests[record.version] = replace(held, anchor=record.anchor)
         previous = self.newest_version
         self.newest_version = record.version if previous is None else max(previous, record.version)
         if not self._keep_tensors:
