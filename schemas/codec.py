@@ -148,7 +148,7 @@ class Codec:
         """Return the framed bytes of a record. Raises ValueError if a field does not fit its schema, RegistryError."""
         schema = _current().get(type(record))
         if schema is None:
-            raise ValueError(f"{type(record).__name__} is no record of the log")
+            raise ValueError(f"{type(record).__name__} is not a record of the log")
         if self._registry is None:
             begin = schema.mark
         else:

@@ -213,7 +213,7 @@ def test_a_size_of_what_is_not_there_takes_no_memory(record_type: type):
 
 @pytest.mark.parametrize("other", [None, VersionSpan(1, 0, 1), type("Tock", (Tick,), {})("w", 1)])
 def test_what_is_no_record_of_the_log_is_refused(other: Any):
-    with pytest.raises(ValueError, match="is no record of the log"):
+    with pytest.raises(ValueError, match="is not a record of the log"):
         Codec().encode(other)
 
 
