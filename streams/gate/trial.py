@@ -170,14 +170,14 @@ class ArmComparison:
         found = measures(outcome, self._gate.reward_low, self._gate.reward_high)
         self._take(self._users.observe(arm, unit_of(outcome), outcome, found, at_us))
         if len(self._interactions[Arm.CANARY]) >= self._gate.max_interactions:
-            self._end("as many outcomes as may be")
+            self._end("max_interactions")
 
     def advance(self, at_us: int) -> None:
         """Advance event time to `at_us`."""
         if self.conclusion is None:
             self._take(self._users.advance(at_us))
         if at_us - self.started_at >= to_us(self._gate.max_seconds):
-            self._end("as long as may be")
+            self._end("max_seconds")
 
     def forget(self, user_id: str) -> None:
         """Delete a user's outcomes, unless they are counted already."""
@@ -226,11 +226,11 @@ class ArmComparison:
         if self.worse.log_evidence >= threshold:
             return Conclusion(GateVerdict.REJECT, f"worse than the baseline by more than {self._gate.margin:g}")
         if self._guards.alerts:
-            said = f"a guardrail has moved: {names(self._guards.alerts)}"
-            return Conclusion(GateVerdict(self._gate.on_alert.value), said)
+            reason = f"a guardrail changed by more than its tolerance: {names(self._guards.alerts)}"
+            return Conclusion(GateVerdict(self._gate.on_alert.value), reason)
         if self._drift.alerts:
-            said = f"drifted away from the first baseline: {names(self._drift.alerts)}"
-            return Conclusion(GateVerdict(self._gate.on_drift.value), said)
+            reason = f"differs from the first baseline by more than the tolerance: {names(self._drift.alerts)}"
+            return Conclusion(GateVerdict(self._gate.on_drift.value), reason)
         if not self._enough_users():
             return None
         if self.better.log_evidence >= threshold:
@@ -249,8 +249,8 @@ class ArmComparison:
             return
         promote = self._gate.promote_without_evidence
         verdict = GateVerdict.PROMOTE if promote else GateVerdict.HOLD
-        said = f"no evidence of harm, nor of its absence, after {limit}"
-        self.conclusion = Conclusion(verdict, said, on_evidence=False)
+        reason = f"no evidence of harm, nor of its absence, before the limit {limit}"
+        self.conclusion = Conclusion(verdict, reason, on_evidence=False)
 
 
 def unit_of(outcome: Outcome) -> str:

@@ -125,7 +125,7 @@ class FeedbackJoin:
                 overdue = [held for held in entry.held if held.arrived_at + self._early_wait_us <= entry.due_at]
                 self._keep_held(entry, [held for held in entry.held if held not in overdue])
                 for held in overdue:
-                    self._reject(held, f"unknown interaction: none came within {self._settings.early_wait_s:g} s")
+                    self._reject(held, f"unknown interaction: no record of it within {self._settings.early_wait_s:g} s")
             else:
                 self._store.forget(entry)
 

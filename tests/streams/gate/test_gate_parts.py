@@ -226,7 +226,7 @@ def test_a_trial_and_an_admission_do_not_limit_the_stable_pool():
         ({"reward_low": 1.0, "reward_high": 1.0}, "must be above reward_low"),
         ({"margin": 2.0}, "margin 2 must be below"),
         ({"watch_margin": 3.0}, "watch_margin 3 must be below"),
-        ({"ignored": {"speed"}}, "speed is no measure; these are: edit_rate"),
+        ({"ignored": {"speed"}}, "speed is not a measure; the measures are: edit_rate"),
         ({"share": 1.0}, "share"),
         ({"alpha": 0.0}, "alpha"),
         ({"colour": "red"}, "colour"),
