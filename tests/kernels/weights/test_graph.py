@@ -75,7 +75,7 @@ def test_the_same_record_again_changes_nothing_and_other_weights_are_refused():
     assert held.newest.version == 1
     with pytest.raises(VersionError, match=r"fork_from=ForkPoint\('main', 0\)"):
         observe_published(held, manifest(1, 0, fingerprint="f" * 32))
-    with pytest.raises(VersionError, match=r"What the log has stays$"):
+    with pytest.raises(VersionError, match=r"The version in the log is not changed$"):
         observe_published(held, manifest(0, fingerprint="f" * 32))
     assert held.manifests[1].fingerprint == manifest(1).fingerprint, "the first contents are kept"
 
