@@ -220,7 +220,7 @@ def read_header(data: memoryview) -> BlockHeader:
     name_length, total, start, elements, changed, length = (source.varint() for _ in range(6))
     base, target = (Fingerprint.from_bytes(bytes(source.take(16))) for _ in range(2))
     if len(source.rest()):
-        raise DeltaError("a block's header has bytes to spare")
+        raise DeltaError("a block's header has extra bytes")
     header = BlockHeader(
         data[: len(MAGIC)] == SEVERAL_MAGIC, encoding, BY_CODE[code], name_length, total, start, elements, changed,
         length, base, target, DIGESTS[digest_code], bytes(data[size - DIGEST_SIZE : size]),
@@ -228,7 +228,7 @@ def read_header(data: memoryview) -> BlockHeader:
     if not 0 < elements <= BLOCK_ELEMENTS or total > TENSOR_LIMIT:
         raise DeltaError(f"a block of {elements} elements in a tensor of {total}")
     if start + elements > total:
-        raise DeltaError(f"a block at {start} + {elements} leaves its tensor of {total}")
+        raise DeltaError(f"a block at {start} + {elements} exceeds its tensor of {total}")
     if not 0 < changed <= elements:
         raise DeltaError(f"{changed} changed elements in a block of {elements}")
     if header.several and elements != total:
@@ -251,7 +251,7 @@ def read_body(header: BlockHeader, fields: memoryview, body: memoryview) -> Enco
     if len(body) != header.body_length:
         raise DeltaError(f"the delta ends inside a block: {len(body)} of {header.body_length} bytes")
     if _digest(header.digest_kind, fields[:-DIGEST_SIZE], name, payload) != header.digest:
-        raise DeltaError(f"digest mismatch in a block of {bytes(name)[:80]!r}: its bytes were changed on the way")
+        raise DeltaError(f"digest mismatch in a block of {bytes(name)[:80]!r}: its bytes were changed")
     if header.several:
         parts = read_directory(name, header.elements)
     else:

@@ -91,7 +91,7 @@ def _checked(streams: ClassStreams, n_elements: int) -> ClassStreams:
     """Return the streams. Raises DeltaError if a gap is longer than the block."""
     if streams.gaps.size and int(streams.gaps.max()) >= n_elements:
         longest = streams.gaps.max()
-        raise DeltaError(f"a gap of {longest} in a block of {n_elements} elements: a stream leaves its block")
+        raise DeltaError(f"a gap of {longest} in a block of {n_elements} elements: a stream exceeds its block")
     return streams
 
 
@@ -128,7 +128,7 @@ def _numbers(data: memoryview, n: int) -> Values:
 
 
 STATE_BYTES = 5
-PROBLEMS = {rans.TRUNCATED: "ends early", rans.OVERLONG: "leaves its block", rans.LEFT_OVER: "has bytes to spare"}
+PROBLEMS = {rans.TRUNCATED: "ends early", rans.OVERLONG: "exceeds its block", rans.LEFT_OVER: "has extra bytes"}
 
 
 def encode_rans(streams: ClassStreams) -> bytes:

@@ -117,9 +117,9 @@ def decode_delta(pieces: Iterable[bytes | memoryview], version: int, parent: int
     if magic != STREAM_MAGIC or stream_format != STREAM_FORMAT:
         raise DeltaError(f"not a delta of format {STREAM_FORMAT}: it begins with {bytes(data[:8]).hex()}")
     if xxhash.xxh3_128_digest(data[: EDGE.size]) != data[EDGE.size :]:
-        raise DeltaError("digest mismatch in the delta's header: its bytes were changed on the way")
+        raise DeltaError("digest mismatch in the delta's header: its bytes were changed")
     if (its_version, its_parent) != (version, parent):
-        raise DeltaError(f"the delta leads from {its_parent} to {its_version}, not from {parent} to {version}")
+        raise DeltaError(f"the delta is from version {its_parent} to {its_version}, not from {parent} to {version}")
     digests, blocks, changed = xxhash.xxh3_128(), 0, 0
     while source.peek(len(TRAILER_MAGIC)) != TRAILER_MAGIC:
         header, block = _take_block(source)
@@ -216,7 +216,7 @@ def resolve(block: EncodedBlock, bits: AnyArray, offset: int | None = None) -> B
     would not give the target fingerprint.
     """
     if len(block.parts) != 1:
-        raise DeltaError(f"a block covers {len(block.parts)} tensors where one was asked about")
+        raise DeltaError(f"a block covers {len(block.parts)} tensors where one is expected")
     found = _resolve(block, [_local(block.parts[0], flat_bits(bits, element_type(block.dtype)), offset)])
     return found[0] if found else None
 
@@ -229,7 +229,7 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
     kind, rows = element_type(block.dtype), []
     for part in block.parts:
         if part.name not in tensors:
-            raise DeltaError(f"the delta changes {part.name}, which is no tensor here")
+            raise DeltaError(f"the delta changes {part.name}, which these weights do not have")
         rows.append(_local(part, flat_bits(tensors[part.name], kind), None))
     return _resolve(block, rows)
 
@@ -316,7 +316,7 @@ def _split(
 def _local(part: BlockPart, flat: AnyArray, offset: int | None) -> AnyArray:
     """Return a part's elements in `flat`, which begins at `offset`, or is the whole tensor."""
     if offset is None and len(flat) != part.tensor_elements:
-        raise DeltaError(f"{part.name}: {len(flat)} elements here, {part.tensor_elements} where the delta was made")
+        raise DeltaError(f"{part.name}: {len(flat)} elements here, {part.tensor_elements} where the delta was encoded")
     first = part.start - (offset or 0)
     if first < 0 or first + part.n > len(flat):
         raise DeltaError(f"{part.name}: {len(flat)} elements at {offset} do not hold {part.n} at {part.start}")

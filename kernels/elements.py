@@ -92,7 +92,7 @@ class TensorChange(NamedTuple):
 def element_type(dtype: str) -> ElementType:
     """Return the element type with a name. Raises DeltaError for a type that a delta cannot carry."""
     if dtype not in BY_NAME:
-        raise DeltaError(f"dtype {dtype!r} cannot be carried by a delta; known are {', '.join(BY_NAME)}")
+        raise DeltaError(f"a delta does not support dtype {dtype!r}; it supports {', '.join(BY_NAME)}")
     return BY_NAME[dtype]
 
 
@@ -120,7 +120,7 @@ def flat_row(tensor: AnyArray) -> AnyArray:
     import torch
 
     if not tensor.is_contiguous():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: its patterns are no single row")
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous")
     row_types = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.int64}
     if tensor.element_size() not in row_types:
         raise TypeError(f"elements have 1, 2, 4 or 8 bytes, those of {tensor.dtype} {tensor.element_size()}")

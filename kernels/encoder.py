@@ -96,7 +96,7 @@ class DeltaEncoder:
         old, new = flat_bits(old_bits, kind), flat_bits(new_bits, kind)
         end, total = start + len(old), start + len(old) if total is None else total
         if start < 0 or end > total:
-            raise DeltaError(f"{name}: {len(old)} elements at {start} leave their tensor of {total}")
+            raise DeltaError(f"{name}: {len(old)} elements at {start} exceed their tensor of {total}")
         share = SMALL_SHARE if is_on_host(old_bits) else SMALL_SHARE_ON_GPU
         if not (len(old) == total <= settings.block_elements // share):
             cuts = range(start // settings.block_elements * settings.block_elements, end, settings.block_elements)
@@ -108,7 +108,7 @@ class DeltaEncoder:
                     yield _block([difference], kind, old[span], difference.changes, settings)
             return
         if any(name in waiting.differences for waiting in self._waiting.values()):
-            raise DeltaError(f"{name} comes twice in one delta")
+            raise DeltaError(f"{name} is twice in one delta")
         difference = _difference(BlockPart(name, total, 0, total), old, new)
         if difference is None:
             return

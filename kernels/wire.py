@@ -35,7 +35,7 @@ class WireReader:
 
     def take(self, size: int) -> memoryview:
         if size > len(self._data) - self._at:
-            raise DeltaError(f"a field of {size} bytes where {len(self._data) - self._at} are left")
+            raise DeltaError(f"a field of {size} bytes exceeds the {len(self._data) - self._at} bytes that remain")
         self._at += size
         return self._data[self._at - size : self._at]
 
@@ -50,7 +50,7 @@ class WireReader:
             value |= (byte & 127) << 7 * place
             if byte < 128:
                 if byte == 0 and place:
-                    raise DeltaError("an integer is longer than it need be")
+                    raise DeltaError("an integer is not in its shortest form")
                 return value
         raise DeltaError(f"an integer of more than {VARINT_BYTES} bytes")
 
@@ -96,7 +96,7 @@ class BitReader:
     def close(self) -> None:
         """Raise DeltaError unless the padding of the last byte is zero."""
         if self._value:
-            raise DeltaError("bits are set behind the last one that counts")
+            raise DeltaError("the padding after the last bit is not zero")
 
 
 LEVEL = 3
@@ -120,5 +120,5 @@ def decompress(frame: memoryview, expected: int) -> memoryview:
     except zstandard.ZstdError as error:
         raise DeltaError(f"the payload is not a zstandard frame: {error}") from error
     if len(unpacked) != expected:
-        raise DeltaError(f"the payload holds {len(unpacked)} bytes where the block's header says {expected}")
+        raise DeltaError(f"the payload has {len(unpacked)} bytes where the block's header says {expected}")
     return memoryview(unpacked)

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from functools import cached_property, lru_cache
+from http import HTTPStatus
 from importlib.resources import files
 from typing import Any, get_args
 
@@ -29,6 +30,10 @@ RECORD_TYPES: dict[str, type[Record]] = {cls.__name__: cls for cls in get_args(R
 
 class DecodeError(ValueError):
     """A value that cannot be decoded; the message has the reason."""
+
+
+class RegistryError(ConnectionError):
+    """The schema registry does not answer, or refuses a request: whether a value can be decoded is not known."""
 
 
 class _Schema:
@@ -140,10 +145,10 @@ class Codec:
         self._registry = _Registry(registry_url) if registry_url else None
 
     def encode(self, record: Record) -> bytes:
-        """Return the framed bytes of a record. Raises ValueError if a field does not fit its schema."""
+        """Return the framed bytes of a record. Raises ValueError if a field does not fit its schema, RegistryError."""
         schema = _current().get(type(record))
         if schema is None:
-            raise ValueError(f"{type(record).__name__} is no record of the log")
+            raise ValueError(f"{type(record).__name__} is not a record of the log")
         if self._registry is None:
             begin = schema.mark
         else:
@@ -154,7 +159,7 @@ class Codec:
             raise ValueError(f"{type(record).__name__} does not fit its schema: {error}") from error
 
     def decode(self, data: bytes | None) -> Record:
-        """Return the record of framed bytes, in either framing. Raises DecodeError."""
+        """Return the record of framed bytes, in either framing. Raises DecodeError, RegistryError."""
         if data is None:
             raise DecodeError("the record has no value (a tombstone)")
         schema = _by_mark().get(data[:10])
@@ -182,22 +187,33 @@ class _Registry:
         self._schemas: dict[int, _Schema] = {}
 
     def id_of(self, record_type: type) -> int:
-        """Return the id of a type's current schema; registers the schema on first use."""
+        """Return the id of a type's current schema; registers the schema on first use. Raises RegistryError."""
         if record_type not in self._ids:
             from confluent_kafka.schema_registry import Schema
 
-            text = json.dumps(current_schema(record_type))
-            self._ids[record_type] = self._client.register_schema(
-                f"tidemill.{record_type.__name__}", Schema(text, "AVRO")
-            )
+            schema = Schema(json.dumps(current_schema(record_type)), "AVRO")
+            try:
+                self._ids[record_type] = self._client.register_schema(f"tidemill.{record_type.__name__}", schema)
+            except Exception as error:
+                raise _registry_error(error) from error
         return self._ids[record_type]
 
     def schema_of(self, schema_id: int) -> _Schema:
-        """Return the writer's schema of an id. Raises DecodeError if it is not a schema of Tidemill."""
+        """Return the writer's schema of an id. Raises DecodeError if it is not a schema of Tidemill, RegistryError."""
         if schema_id not in self._schemas:
             try:
-                document = json.loads(self._client.get_schema(schema_id).schema_str or "null")
-                self._schemas[schema_id] = _Schema(document)
-            except Exception as error:  # an unknown id, bad JSON and a foreign schema raise the same error
-                raise DecodeError(f"schema id {schema_id} of the registry is not readable: {error}") from error
+                text = self._client.get_schema(schema_id).schema_str
+            except Exception as error:
+                if getattr(error, "http_status_code", None) != HTTPStatus.NOT_FOUND:
+                    raise _registry_error(error) from error
+                raise DecodeError(f"the schema registry has no schema with id {schema_id}") from error
+            try:
+                self._schemas[schema_id] = _Schema(json.loads(text or "null"))
+            except Exception as error:  # bad JSON and a foreign schema raise errors of many types; callers get one
+                raise DecodeError(f"schema id {schema_id} of the registry is no schema of Tidemill: {error}") from error
         return self._schemas[schema_id]
+
+
+def _registry_error(error: Exception) -> RegistryError:
+    """Return the error for a request that failed: the client raises errors of its HTTP library and of its own."""
+    return RegistryError(f"the schema registry failed: {error}. Check that it runs, and `kafka.registry_url`")

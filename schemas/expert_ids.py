@@ -36,11 +36,11 @@ def unpacked_ids(payload: bytes) -> ExpertIds:
             raise ValueError(f"its format is {version}")
         shape, by_columns, dtype = np.lib.format.read_array_header_1_0(stream)  # type: ignore[no-untyped-call]
     except Exception as error:  # NumPy parses the header as Python, and raises errors of many types
-        raise ValueError(f"expert ids are no .npy array: {error}") from error
+        raise ValueError(f"expert ids are not an .npy array: {error}") from error
     if dtype not in _KINDS or len(shape) != 3 or by_columns:
         raise ValueError(f"expert ids are {dtype}{list(shape)}, expected u1 or u2[tokens, layers, top_k]")
     # The number of values is that of the bytes that exist: a header may claim any number.
     found = np.frombuffer(payload, dtype, offset=stream.tell())
     if found.size != np.prod(shape, dtype=object):
-        raise ValueError(f"expert ids are cut short: {found.size} values for {list(shape)}")
+        raise ValueError(f"expert ids are truncated: {found.size} values for {list(shape)}")
     return found.reshape(shape)

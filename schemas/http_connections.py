@@ -36,7 +36,7 @@ def bind(host: str, port: int, setting: str, backlog: int | None = None) -> sock
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
         section = setting.partition(".")[0]
-        raise PortTaken(f"{section}.host {host!r} is no address of this machine ({error.strerror})") from error
+        raise PortTaken(f"{section}.host {host!r} is not an address of this machine ({error.strerror})") from error
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
@@ -54,7 +54,7 @@ def bind(host: str, port: int, setting: str, backlog: int | None = None) -> sock
 LOG = logging.getLogger(__name__)
 OTHER_FILES = 128
 """Number of files that a process opens in addition to its clients' connections."""
-TELL_EVERY_S = 60.0
+WARN_EVERY_S = 60.0
 _NETWORK_BYTES = 8
 """Length of the address of a /64 network: the owner of one IPv6 address has the whole network."""
 
@@ -94,7 +94,7 @@ class ConnectionTable:
         self._waiting: dict[Connection, None] = {}
         """Ordered by the start of the wait."""
         self._closed = 0
-        self._told_at = float("-inf")
+        self._warned_at = float("-inf")
 
     def enter(self, connection: Connection, address: str) -> None:
         """Add the connection of a client that has connected."""
@@ -138,10 +138,10 @@ class ConnectionTable:
                 waiting.close_for_another()
                 return
 
-    def tell(self, client: object, why: str) -> None:
-        """Log that a client's connection was closed, at most once in `TELL_EVERY_S`."""
+    def log_closed(self, client: object, why: str) -> None:
+        """Log that a client's connection was closed, at most once in `WARN_EVERY_S`."""
         self._closed += 1
         now = time.monotonic()
-        if now - self._told_at >= TELL_EVERY_S:
-            LOG.warning("connections closed since this was last said: %d; now one of %s: %s", self._closed, client, why)
-            self._closed, self._told_at = 0, now
+        if now - self._warned_at >= WARN_EVERY_S:
+            LOG.warning("%d connections closed since the last warning; the last, of %s: %s", self._closed, client, why)
+            self._closed, self._warned_at = 0, now

@@ -135,7 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def close_for_another(self) -> None:
         """Close the connection, to make room for another one."""
-        self._end("it waited longest for its client when there was no place left")
+        self._end("the limit on connections was reached, and it had waited longest for its client")
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Register a client that has connected."""
@@ -229,7 +229,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             self._expect_reading()
         elif self._phase is _Phase.HEADER:
-            late = f"no whole header came within {settings.header_timeout_s:g} s"
+            late = f"the header did not arrive within {settings.header_timeout_s:g} s"
             # A client that has sent nothing has requested nothing.
             self._end(late, HTTPStatus.REQUEST_TIMEOUT if self._beside_body else None)
         elif self.flow.read_paused:
@@ -249,12 +249,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() < self._unsent:
             self._expect_reading()
         else:
-            self._end(f"it took nothing of its answer for {self._settings.unread_timeout_s:g} s")
+            self._end(f"the client read nothing of its answer for {self._settings.unread_timeout_s:g} s")
 
     def _end(self, why: str, status: HTTPStatus | None = None) -> None:
         """Close the connection. If its request has no answer yet, send the status with the reason first."""
         self._room.leave(self)
-        self._room.tell(self.client, why)
+        self._room.log_closed(self.client, why)
         in_answer = self._phase is _Phase.ANSWER or (self._phase is _Phase.BODY and self.cycle.response_started)
         if self.cycle is not None:
             self.cycle.disconnected = True

@@ -77,7 +77,7 @@ def object_pieces(stored: StoredObject, piece_bytes: int = PIECE_BYTES) -> Itera
         n_bytes += len(piece)
         yield piece
     if n_bytes != stored.n_bytes:
-        raise StoredObjectError(f"{stored.uri} has {n_bytes} of {stored.n_bytes} bytes: it was cut short")
+        raise StoredObjectError(f"{stored.uri} has {n_bytes} of {stored.n_bytes} bytes: it was truncated")
     if state.hexdigest() != stored.digest:
         raise StoredObjectError(
             f"{stored.uri} was changed after it was stored: its {n_bytes} bytes have another digest"
@@ -111,7 +111,7 @@ def _store_errors(uri: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise StoredObjectError(f"{uri} is gone: there is no such object") from error
+        raise StoredObjectError(f"{uri} does not exist in the store") from error
     except OSError as error:
         raise StoreUnavailableError(f"{uri}: the store failed: {error}") from error
     except (ValueError, ImportError) as error:
@@ -138,7 +138,7 @@ def load_claim(claim: Claim) -> bytes:
         filesystem, path = fsspec.core.url_to_fs(claim.uri)
         payload: bytes = filesystem.cat_file(path, end=claim.n_bytes + 1)
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise ClaimError(f"claimed bytes are gone: {claim.uri}") from error
+        raise ClaimError(f"the claimed bytes do not exist in the store: {claim.uri}") from error
     except ValueError as error:  # no file system supports this URI: a record may contain any text
         raise ClaimError(f"claimed bytes cannot be reached: {claim.uri!r}: {error}") from error
     if len(payload) != claim.n_bytes or digest(payload) != claim.digest:
@@ -158,7 +158,7 @@ def claimed_rollout(rollout: Rollout, codec: Codec) -> Rollout:
         return rollout
     record = codec.decode(load_claim(rollout.claim))
     if not isinstance(record, Rollout) or record.rollout_id != rollout.rollout_id:
-        raise ForeignClaimError(f"{rollout.claim.uri} does not hold rollout {rollout.rollout_id}")
+        raise ForeignClaimError(f"{rollout.claim.uri} does not contain rollout {rollout.rollout_id}")
     return record
 
 
@@ -168,7 +168,7 @@ def claimed_interaction(interaction: Interaction, codec: Codec) -> Interaction:
         return interaction
     record = codec.decode(load_claim(interaction.claim))
     if not isinstance(record, Interaction) or record.interaction_id != interaction.interaction_id:
-        raise ForeignClaimError(f"{interaction.claim.uri} does not hold interaction {interaction.interaction_id}")
+        raise ForeignClaimError(f"{interaction.claim.uri} does not contain interaction {interaction.interaction_id}")
     return record
 
 

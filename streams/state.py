@@ -135,7 +135,7 @@ class EntryBytes(Generic[E, Head]):
             raise StateError(f"an entry begins with one of {sorted(self._entries)}, not {data[:1]!r}")
         entry = known.read(data, 1)
         if entry.key != key:
-            raise StateError(f"the entry of {entry.key!r} lies under the key {key!r}")
+            raise StateError(f"the entry of {entry.key!r} is stored under the key {key!r}")
         return entry
 
 

@@ -91,23 +91,25 @@ def begin_anchor(uri: str, base_model: Path, dtype: str | None = "bfloat16") -> 
     Args:
         dtype: element type to write into the configuration; None keeps the base model's.
 
-    Raises AnchorError if `base_model` has no readable configuration, before anything is removed.
+    Raises AnchorError if `base_model` has no readable configuration, before anything is removed, StoreUnavailableError
+    if the store fails.
     """
     try:
         config = json.loads((base_model / CONFIG).read_text())
     except (OSError, ValueError) as error:
-        raise AnchorError(f"{base_model} is no Hugging Face model directory: {error}") from error
+        raise AnchorError(f"{base_model} is not a Hugging Face model directory: {error}") from error
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
     taken_over = {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode()}
     taken_over |= {source.name: source.read_bytes() for pattern in COPIED for source in base_model.glob(pattern)}
-    filesystem, path = fsspec.core.url_to_fs(uri)
-    if filesystem.exists(f"{path}/{MARKER}"):
-        filesystem.rm_file(f"{path}/{MARKER}")
-    # The weights of an unfinished anchor may be split over files with other names than the new ones.
-    if filesystem.exists(path):
-        filesystem.rm(path, recursive=True)
+    with _anchor_errors(uri):
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        if filesystem.exists(f"{path}/{MARKER}"):
+            filesystem.rm_file(f"{path}/{MARKER}")
+        # The weights of an unfinished anchor may be split over files with other names than the new ones.
+        if filesystem.exists(path):
+            filesystem.rm(path, recursive=True)
     return [put_file(uri, name, [content]) for name, content in sorted(taken_over.items())]
 
 
@@ -118,11 +120,15 @@ def put_file(uri: str, name: str, pieces: Iterator[bytes | memoryview] | Sequenc
 
 
 def finish_anchor(uri: str, files: Sequence[AnchorFile]) -> Anchor:
-    """Write the marker, which turns the files at `uri` into an anchor."""
-    filesystem, path = fsspec.core.url_to_fs(uri)
+    """Write the marker, which turns the files at `uri` into an anchor.
+
+    Raises StoreUnavailableError if the store fails.
+    """
     listed = {file.name: {"n_bytes": file.n_bytes, "digest": file.digest} for file in files}
     marker = json.dumps({"format": MARKER_FORMAT, "files": listed}, indent=2).encode()
-    filesystem.pipe_file(f"{path}/{MARKER}", marker)
+    with _anchor_errors(uri):
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        filesystem.pipe_file(f"{path}/{MARKER}", marker)
     return Anchor(uri=filesystem.unstrip_protocol(path), n_bytes=sum(file.n_bytes for file in files))
 
 
@@ -189,7 +195,7 @@ def _checked(uri: str, file: AnchorFile, directory: Path) -> Path:
                     state.update(piece)
                     n_bytes += len(piece)
         except FileNotFoundError as error:
-            raise AnchorError(f"anchor {uri} has lost its file {file.name}") from error
+            raise AnchorError(f"anchor {uri} has no file {file.name}, which its marker lists") from error
     if AnchorFile(file.name, n_bytes, state.hexdigest()) != file:
         raise AnchorError(f"{file.name} of anchor {uri} was changed after it was written")
     return local
@@ -202,7 +208,7 @@ def _anchor_errors(uri: str) -> Iterator[None]:
     except AnchorError:
         raise
     except (ImportError, ValueError) as error:
-        raise AnchorError(f"anchor {uri} cannot be read: {error}") from error
+        raise AnchorError(f"anchor {uri} cannot be accessed: {error}") from error
     except OSError as error:
         raise StoreUnavailableError(f"anchor {uri}: the store failed: {error}") from error
 

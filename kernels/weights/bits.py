@@ -73,7 +73,7 @@ def as_weight(name: str, value: WeightLike) -> Weight:
             raise TypeError(f"{name}: {value.dtype} has patterns of {expected}, not {value.bits.dtype}")
         return value
     if value.dtype not in PLAIN:
-        raise TypeError(f'{name}: an array of {value.dtype} does not say what it holds: give Weight("int8", bits)')
+        raise TypeError(f'{name}: an array of {value.dtype} has no element type: give Weight("int8", bits)')
     return Weight(PLAIN[value.dtype], value)
 
 

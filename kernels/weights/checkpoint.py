@@ -87,7 +87,7 @@ def specs_of(tensors: Mapping[str, Weight]) -> list[TensorSpec]:
 def bits_in_memory(tensors: Mapping[str, Weight], name: str) -> Bits:
     """Return one tensor's patterns, uN[n], flat, in its own memory. Raises WeightFilesError if it does not exist."""
     if name not in tensors:
-        raise WeightFilesError(f"the checkpoint holds no tensor {name}")
+        raise WeightFilesError(f"the checkpoint has no tensor {name}")
     return np.array(tensors[name].bits, copy=True).reshape(-1)
 
 
@@ -178,6 +178,6 @@ def _map_file(path: Path) -> Iterator[tuple[str, Weight]]:
     for name, described in header.items():
         dtype = _TYPES.get(described["dtype"])
         if dtype is None:
-            raise WeightFilesError(f"{path}: {name} holds {described['dtype']}, which a delta cannot carry")
+            raise WeightFilesError(f"{path}: {name} has dtype {described['dtype']}, which a delta does not support")
         begin, end = described["data_offsets"]
         yield name, Weight(dtype, np.frombuffer(data[begin:end], BY_NAME[dtype].bits).reshape(described["shape"]))

@@ -171,8 +171,8 @@ class VersionLog:
         ordered = sorted(shards, key=lambda shard: shard.position.shard)
         fingerprint, published_at, incarnation = total_fingerprint(tensors).hex(), now_us(), self.graph.incarnation
         if self.graph.newest is None:
-            said = f"{self._run.run_id}/{self._run.branch}/{fingerprint}/{published_at}"
-            incarnation = self._incarnation or hashlib.sha256(said.encode()).hexdigest()[:16]
+            identity = f"{self._run.run_id}/{self._run.branch}/{fingerprint}/{published_at}"
+            incarnation = self._incarnation or hashlib.sha256(identity.encode()).hexdigest()[:16]
         made = Manifest(
             run_id=self._run.run_id,
             branch=self._run.branch,

@@ -98,7 +98,7 @@ class ChunkFetcher:
         except StoreUnavailableError as error:
             raise FetchTimeoutError(str(error)) from error
         if digest.hexdigest() != shard.digest or n_bytes != shard.n_bytes:
-            raise CorruptDeltaError(f"shard {shard.shard} of version {manifest.version} is not what its record names")
+            raise CorruptDeltaError(f"shard {shard.shard} of version {manifest.version} does not match its record")
 
     def _logged(self, manifest: Manifest, shard: ShardPosition) -> Iterator[bytes]:
         places = [(shard.partition, offset) for offset in shard.offsets]
@@ -184,7 +184,7 @@ def _payload(manifest: Manifest, shard: ShardPosition, sequence: int, located: C
             f"{where} is chunk {chunk.sequence} of {chunk.total} of shard {chunk.shard} of version {chunk.version}"
         )
     if xxhash.xxh3_128_hexdigest(chunk.payload) != chunk.digest:
-        raise CorruptDeltaError(f"{where} does not have the digest that it states")
+        raise CorruptDeltaError(f"{where} does not have the digest in its record")
     return chunk.payload
 
 
@@ -217,16 +217,16 @@ def open_fetcher(
     """
     with ExitStack() as stack:
         readers = [
-            LogReader(
-                kafka,
-                [Topic.DELTAS],
-                start="end",
-                client_id=f"{client_id}-{n}",
-                share=(n, connections),
-                fetch_bytes=fetch_bytes,
+            stack.enter_context(
+                LogReader(
+                    kafka,
+                    [Topic.DELTAS],
+                    start="end",
+                    client_id=f"{client_id}-{n}",
+                    share=(n, connections),
+                    fetch_bytes=fetch_bytes,
+                )
             )
             for n in range(connections)
         ]
-        for reader in readers:
-            stack.enter_context(reader)
         yield SharedFetcher([ChunkFetcher(reader, timeout_s) for reader in readers])

@@ -122,12 +122,12 @@ class VersionGraph:
             fork = (
                 f"fork: version {record.version} was published with parent {held.parent} and fingerprint "
                 f"{held.fingerprint}, and again with parent {record.parent} and fingerprint {record.fingerprint}; "
-                "the first one stands"
+                "the first one is used"
             )
             self.forks.setdefault(record.version, fork)
             return fork
         if held.anchor is None and record.anchor is not None:
-            self.manifests[record.version] = record
+            self.manifests[record.version] = replace(held, anchor=record.anchor)
         previous = self.newest_version
         self.newest_version = record.version if previous is None else max(previous, record.version)
         if not self._keep_tensors:
@@ -267,13 +267,13 @@ class VersionGraph:
         at = version
         while (delta := self.delta(at)) is not None:
             if expired := self.expired(delta.shards):
-                return f"the delta of version {at} is {expired}; no usable anchor lies after it"
+                return f"the delta of version {at} is {expired}; there is no usable anchor after it"
             if delta.base not in self.manifests:
-                return f"its ancestor {delta.base} is not in the log, and no usable anchor lies after it"
+                return f"its ancestor {delta.base} is not in the log, and there is no usable anchor after it"
             if delta.base >= at:
                 return f"version {at} names the later version {delta.base} as its parent"
             at = delta.base
-        return f"the anchor of version {at}, on which it rests, is missing or damaged"
+        return f"it needs the anchor of version {at}, which is missing or damaged"
 
 
 def require_same(published: Manifest, fingerprint: str) -> None:
@@ -285,5 +285,5 @@ def require_same(published: Manifest, fingerprint: str) -> None:
     raise VersionError(
         f"version {published.version} of run {published.run_id}, branch {published.branch}, is in the log with "
         f"fingerprint {published.fingerprint}, not {fingerprint}: two trainers on one run, a step that was not "
-        f"repeatable, or a trainer that went back to an older checkpoint. What the log has stays{fork}"
+        f"repeatable, or a trainer that went back to an older checkpoint. The version in the log is not changed{fork}"
     )

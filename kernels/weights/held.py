@@ -163,11 +163,11 @@ def rebuild_whole(make: Callable[[], HeldVersion], ranks: Ranks) -> HeldVersion:
     """
     made = ranks.on_first(make)
 
-    def said() -> tuple[int, dict[str, Place]]:
+    def outline() -> tuple[int, dict[str, Place]]:
         assert made is not None
         return made.version, {name: place_of(name, part) for name, part in made.parts.items()}
 
-    version, places = ranks.from_first(said)
+    version, places = ranks.from_first(outline)
     if made is not None:
         return made
     return HeldVersion(

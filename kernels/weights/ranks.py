@@ -200,4 +200,4 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RanksLostError(f"a rank is gone or did not answer in time: {error}") from error
+        raise RanksLostError(f"a rank ended or did not answer in time: {error}") from error

@@ -246,7 +246,7 @@ def rebuild(kafka: KafkaSettings, path: UpdatePath, tensors: Sequence[TensorInfo
             rebuilder.follow(path, Draft(mirror), outline=tensors)
         except (RefusedAnchorError, RefusedDeltaError) as error:
             raise VersionError(
-                f"version {last.version} of run {last.run_id}, branch {last.branch}, cannot be made again: {error}"
+                f"version {last.version} of run {last.run_id}, branch {last.branch}, cannot be rebuilt: {error}"
             ) from error
     parts = {one.name: TensorPart(one.name, one.dtype, tuple(one.shape), 0, mirror.bits(one.name)) for one in tensors}
     return HeldVersion(last.version, parts)

@@ -97,7 +97,7 @@ class SkipPublisher:
             return
         if self._ranks.from_first(lambda: self._jobs.qsize() >= self._settings.skip_backlog):
             self.dropped += len(skips)
-            _log.warning("version %d goes without skip-deltas: %d versions wait", held.version, self._jobs.qsize())
+            _log.warning("version %d gets no skip-deltas: %d versions wait", held.version, self._jobs.qsize())
             return
         self._jobs.put((held.snapshot(), skips, lengths if keep else ()))
         if self._thread is None:
@@ -129,11 +129,11 @@ class SkipPublisher:
                         self._publish(weights, skip, producer)
                     except Exception:  # noqa: BLE001 - after any error the version is whole without its skip-delta
                         self.dropped += 1
-                        _log.exception("version %d goes without a delta from version %d", weights.version, skip.base)
+                        _log.exception("version %d gets no skip-delta from version %d", weights.version, skip.base)
                 self._bases.update(dict.fromkeys(lengths, weights))
             except RanksLostError:
                 self.dropped += len(skips)
-                _log.exception("version %d goes without skip-deltas", weights.version)
+                _log.exception("version %d gets no skip-deltas", weights.version)
             finally:
                 self._jobs.task_done()
         self._jobs.task_done()

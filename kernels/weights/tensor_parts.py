@@ -126,8 +126,8 @@ def as_part(name: str, value: TensorLike) -> TensorPart:
     end = value.start + value.n
     if value.name != name or value.bits.ndim != 1 or not 0 <= value.start <= end <= value.total:
         raise ValueError(
-            f"{name}: the part given is elements {value.start} to {end} of {value.name}{list(value.shape)}, as an "
-            f"array of {value.bits.ndim} dimensions: give a flat array of elements that lie in the tensor"
+            f"{name}: it is elements {value.start} to {end} of {value.name}{list(value.shape)}, as an "
+            f"array of {value.bits.ndim} dimensions: give a flat array of elements within the tensor"
         )
     return value
 

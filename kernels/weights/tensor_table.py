@@ -60,7 +60,7 @@ def load_tensor_table(table: TensorTable) -> list[TensorInfo]:
     try:
         found = [TensorInfo(**fields) for fields in fastavro.reader(io.BytesIO(payload), _schema())]
     except Exception as error:  # fastavro raises errors of many types on invalid bytes; callers get one
-        raise StoredObjectError(f"{table.uri} is no tensor table: {type(error).__name__}: {error}") from error
+        raise StoredObjectError(f"{table.uri} is not a tensor table: {type(error).__name__}: {error}") from error
     if len(found) != table.n_tensors:
         raise StoredObjectError(f"{table.uri} lists {len(found)} tensors, its manifest says {table.n_tensors}")
     return found

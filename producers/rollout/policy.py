@@ -243,7 +243,7 @@ class RolloutPolicy(AttemptPolicy):
             raise self._no_room(messages, most, trained)
         try:
             if trained:
-                return self.contexts.ask(messages, tools)
+                return self.contexts.begin(messages, tools)
             ids, turns = self._chat.open(messages, tools), sum(each["role"] == "assistant" for each in messages)
             return PendingTurn(Context(tools, [], ids, count=turns), Origin.FRESH, ids, ())
         except TemplateRefused as error:
@@ -274,7 +274,7 @@ class RolloutPolicy(AttemptPolicy):
             raise GenerationFailed(OVER)
         read = self._chat.read(made.token_ids, tools, asked.context.count)
         if trained:
-            self.contexts.said(asked, made.token_ids, read.message, made)
+            self.contexts.add_turn(asked, made.token_ids, read.message, made)
             self.conversation = [*messages, copy.deepcopy(read.message)]  # the caller may change its own copy
         finish = "tool_calls" if read.message.get("tool_calls") else made.finish_reason
         counts = (len(asked.ids), len(made.token_ids))

@@ -122,14 +122,14 @@ def _json_calls(body: str, _schemas: Schemas) -> list[ToolCall]:
         value, end = _JSON.raw_decode(body, at)
         for each in value if isinstance(value, list) else [value]:
             if not isinstance(each, dict) or not isinstance(each.get("name"), str):
-                raise ValueError("the text is no call in this grammar")
+                raise ValueError("the text is not a call in this grammar")
             identifier = str(each.get("id"))
             # Templates that show ids (Mistral's) refuse any other form.
             known = identifier if re.fullmatch(r"[A-Za-z0-9]{9}", identifier) else ""
             calls.append(ToolCall(each["name"], _object(each.get("arguments", each.get("parameters", {}))), known))
         at = _BETWEEN_OBJECTS.match(body, end).end()  # type: ignore[union-attr]  # it matches nothing as well
     if not calls:
-        raise ValueError("the text is no call in this grammar")
+        raise ValueError("the text is not a call in this grammar")
     return calls
 
 
@@ -137,7 +137,7 @@ def _object(given: object) -> str:
     """Return the JSON text of an object that is given as an object or as JSON text. Raises ValueError."""
     value = _JSON.decode(given) if isinstance(given, str) else given
     if not isinstance(value, dict):
-        raise ValueError("the text is no call in this grammar")
+        raise ValueError("the text is not a call in this grammar")
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
@@ -150,13 +150,13 @@ def _named_arguments(begin: str, end: str) -> Callable[[str, Schemas], list[Tool
         while at < len(body):
             named = before.match(body, at)
             if named is None:
-                raise ValueError("the text is no call in this grammar")
+                raise ValueError("the text is not a call in this grammar")
             value, at = _JSON.raw_decode(body, named.end())
             found.append(ToolCall(named["name"], _object(value), named.groupdict().get("id") or ""))
             ended = behind.match(body, at)
             at = ended.end() if ended is not None else at
         if not found:
-            raise ValueError("the text is no call in this grammar")
+            raise ValueError("the text is not a call in this grammar")
         return found
 
     return calls
@@ -185,7 +185,7 @@ def _tagged_calls(
     def calls(body: str, schemas: Schemas) -> list[ToolCall]:
         named = pattern.match(body)
         if named is None:
-            raise ValueError("the text is no call in this grammar")
+            raise ValueError("the text is not a call in this grammar")
         schema, given = schemas.get(named["name"], _NOTHING), {}
         rest = body[named.end() :].strip().removesuffix("</function>").strip()
         at = 0
@@ -206,7 +206,7 @@ def _enclosed(text: str, at: int, ends: tuple[str, str]) -> tuple[str, int]:
     begin = at + len(ends[0])
     end = text.find(ends[1], begin)
     if not text.startswith(ends[0], at) or end < 0:
-        raise ValueError("the text is no call in this grammar")
+        raise ValueError("the text is not a call in this grammar")
     return text[begin:end], end + len(ends[1])
 
 

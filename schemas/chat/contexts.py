@@ -63,7 +63,7 @@ class _End(Generic[T]):
 
     context: Context[T]
     identities: tuple[Identity, ...]
-    said: Message
+    message: Message
     length: int
     """Number of ids of the context up to this end."""
     count: int
@@ -71,7 +71,7 @@ class _End(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class PendingTurn(Generic[T]):
-    """A request with its context: sample after `ids`, then pass the turn to `Contexts.said`."""
+    """A request with its context: sample after `ids`, then pass the turn to `Contexts.add_turn`."""
 
     context: Context[T]
     origin: Origin
@@ -92,7 +92,7 @@ class Contexts(Generic[T]):
         self.all: list[Context[T]] = []
         """All contexts with a turn of their own, in order of the first turn; only filled if `most` is None."""
 
-    def ask(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> PendingTurn[T]:
+    def begin(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> PendingTurn[T]:
         """Return the context of a request with checked messages. Raises TemplateRefused."""
         identities = tuple(map(identity, messages))
         keys = [hash(tools.identity)]
@@ -107,23 +107,23 @@ class Contexts(Generic[T]):
         known, context, shared = len(found.identities), found.context, found.context.ids
         # Reuse the known texts, to save memory: each HTTP request contains new copies of them.
         identities = found.identities + identities[known:]
-        more = self._chat.extend(shared[found.length - 1], context.head, found.said, messages[known:], tools)
+        more = self._chat.extend(shared[found.length - 1], context.head, found.message, messages[known:], tools)
         if len(shared) == found.length and not context.busy:
             context.busy = True
             return PendingTurn(context, Origin.APPEND, [*shared, *more], identities, keys[-1])
         fork = Context[T](tools, context.head, [*shared[: found.length], *more], count=found.count, busy=True)
         return PendingTurn(fork, Origin.FORK, fork.ids, identities, keys[-1])
 
-    def said(self, asked: PendingTurn[T], ids: Sequence[int], message: Message, made: T) -> None:
+    def add_turn(self, asked: PendingTurn[T], ids: Sequence[int], message: Message, made: T) -> None:
         """Add the turn that was sampled for a request."""
         context = asked.context
         start = len(asked.ids)
         context.ids = [*asked.ids, *ids]
         context.turns.append(SampledTurn(start, len(context.ids), made))
         context.count, context.busy = context.count + 1, False
-        said = identity(message)
-        key = hash((asked.key, said))
-        self._ends[key] = _End(context, (*asked.messages, said), message, len(context.ids), context.count)
+        own = identity(message)
+        key = hash((asked.key, own))
+        self._ends[key] = _End(context, (*asked.messages, own), message, len(context.ids), context.count)
         self._ends.move_to_end(key)
         if self._most is None and len(context.turns) == 1:
             self.all.append(context)

@@ -72,7 +72,7 @@ class ChatFormat:
         self,
         last: int,
         head: Sequence[Message],
-        said: Message,
+        turn: Message,
         new: Sequence[Message],
         tools: Tools = NO_TOOLS,
     ) -> list[int]:
@@ -81,12 +81,12 @@ class ChatFormat:
         Args:
             last: the last sampled id; if the turn was cut off, its end is added.
             head: the messages before the conversation's first turn of the assistant.
-            said: the sampled turn.
+            turn: the sampled turn.
             new: the messages that answer it.
 
         Raises TemplateRefused.
         """
-        ids = self.encode("".join(self.template.extension(head, said, new, tools)))
+        ids = self.encode("".join(self.template.extension(head, turn, new, tools)))
         return ids[1:] if ids[0] == last else ids
 
     def read(self, ids: Sequence[int], tools: Tools = NO_TOOLS, turn: int = 0) -> ReadTurn:
@@ -218,7 +218,7 @@ def _read(address: str) -> str | None:
     except FileNotFoundError:
         return None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{address} is no text: {error}") from error
+        raise ValueError(f"{address} is not UTF-8 text: {error}") from error
 
 
 def _object(address: str) -> dict[str, Any]:
@@ -226,5 +226,5 @@ def _object(address: str) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
     except ValueError as error:
-        raise ValueError(f"{address} is no JSON: {error}") from error
+        raise ValueError(f"{address} is not JSON: {error}") from error
     return value if isinstance(value, dict) else {}

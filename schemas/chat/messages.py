@@ -137,7 +137,7 @@ def _joined(content: object) -> object:
         raise BadMessage(".content must be a text or a list of text parts")
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadMessage(".content holds a part that is no text: this model reads only text")
+            raise BadMessage(".content contains a part that is not text: this model reads only text")
     return "".join(part["text"] for part in content)
 
 
@@ -181,7 +181,7 @@ def _json(value: object, place: str) -> str:
     try:
         return _text(json.dumps(value, ensure_ascii=False, allow_nan=False), place)
     except (TypeError, ValueError, RecursionError):
-        raise BadMessage(f"{place} is no JSON") from None
+        raise BadMessage(f"{place} is not JSON") from None
 
 
 def _text(value: object, place: str) -> str:
@@ -191,7 +191,7 @@ def _text(value: object, place: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise BadMessage(f"{place} holds half of a surrogate pair, which is no character") from None
+            raise BadMessage(f"{place} contains half of a surrogate pair, which is not a character") from None
     return value
 
 

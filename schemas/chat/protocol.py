@@ -50,7 +50,7 @@ def json_object(body: bytes) -> dict[str, Any]:
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise BadMessage("the body holds half of a surrogate pair, which is no character") from None
+        raise BadMessage("the body contains half of a surrogate pair, which is not a character") from None
     except (ValueError, RecursionError) as error:
         raise BadMessage("the body is not JSON") from error
     if not isinstance(value, dict):
@@ -59,7 +59,7 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 _JSON = json.JSONDecoder(parse_constant=_no_number)
@@ -74,11 +74,11 @@ def chat_request(asked: Mapping[str, Any], *, formats: bool = False) -> ChatRequ
     messages, tools = checked_messages(asked.get("messages")), checked_tools(asked.get("tools"))
     choice = asked.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise BadMessage("`tool_choice` is only taken as auto or none: a forced call is not sampled by the policy")
+        raise BadMessage("`tool_choice` must be auto or none: a forced call is not sampled by the policy")
     if asked.get("n") not in (None, 1):
-        raise BadMessage("`n` is only taken as 1: send the request again for another answer")
+        raise BadMessage("`n` must be 1: send the request again for another answer")
     if not formats and asked.get("response_format") not in (None, {"type": "text"}):
-        raise BadMessage('`response_format` is only taken as {"type": "text"}')
+        raise BadMessage('`response_format` must be {"type": "text"}')
     field = "max_tokens" if asked.get("max_completion_tokens") is None else "max_completion_tokens"
     most = asked.get(field)
     if most is not None and (type(most) is not int or most < 1):
@@ -152,7 +152,7 @@ class TurnStream:
         self.ids: list[int] = []
         """All ids of the turn so far."""
         self._text = ""
-        self._told = 0
+        self._returned = 0
         """Number of characters of the content that were returned."""
 
     def take(self, ids: Sequence[int]) -> str:
@@ -164,21 +164,21 @@ class TurnStream:
             self.ids.append(token)
             if token not in ends:
                 text += self._chat.step(self._decoder, token)
-        if self._told and not self._tools and not self._stop:  # content has begun, and no text can end it
-            self._told += len(text)
+        if self._returned and not self._tools and not self._stop:  # content has begun, and no text can end it
+            self._returned += len(text)
             return text
         self._text += text
         content = self._certain()
         if self._stop:  # a longer stop text may begin in the last characters, and before the one that is found
             content = self._cut(content)[: max(0, len(content) - self._longest_stop + 1)]
-        return self._tell(content)
+        return self._new_text(content)
 
     def end(self, ids: Sequence[int] = ()) -> tuple[ReadTurn, str]:
         """Add the last ids. Return the whole turn, and the content that was not returned yet."""
         self.ids += ids
         read = self._chat.read(self.ids, self._tools, self._turn)
         content = self._cut(str(read.message["content"]))
-        return replace(read, message={**read.message, "content": content}), self._tell(content)
+        return replace(read, message={**read.message, "content": content}), self._new_text(content)
 
     def _certain(self) -> str:
         begin, end = THOUGHT
@@ -205,7 +205,7 @@ class TurnStream:
         """Return the content up to the first of the texts that end the turn."""
         return content[: min((at for stop in self._stop if (at := content.find(stop)) >= 0), default=len(content))]
 
-    def _tell(self, content: str) -> str:
-        new = content[self._told :]
-        self._told = max(self._told, len(content))
+    def _new_text(self, content: str) -> str:
+        new = content[self._returned :]
+        self._returned = max(self._returned, len(content))
         return new

@@ -73,7 +73,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - as jinja2
         size = [len(each) if isinstance(each, Sized) else abs(each) for each in (left, right)]
         if operator == "**" or size[0] * size[1] > MOST_CHARACTERS:
-            raise SecurityError(f"`{operator}` makes something too large")
+            raise SecurityError(f"the result of `{operator}` is too large")
         return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - as jinja2

@@ -79,7 +79,7 @@ class ChatServer:
                     raise BadMessage(f"`messages` have {len(ids)} tokens, at most {self._most_tokens} are served")
             return ChatTurn(self.chat, self._contexts, request, stream, versions)
         except TemplateRefused as error:
-            raise BadMessage(f"`messages` cannot be shown: {error}") from error
+            raise BadMessage(f"`messages` cannot be rendered: {error}") from error
         except RecursionError:
             raise BadMessage("`tools` are nested too deeply") from None
 
@@ -95,7 +95,7 @@ class ChatTurn:
             chat.template.call_grammar  # noqa: B018 - raises now, where it would after the turn has been sampled
         self._chat, self._contexts, self._request = chat, contexts, request
         self._is_stream, self._versions = stream, versions
-        self._asked = contexts.ask(request.messages, request.tools)
+        self._asked = contexts.begin(request.messages, request.tools)
         self._turn = TurnStream(chat, request.tools, self._asked.context.count, request.stop)
         self._begun = self._ended = False
 
@@ -125,16 +125,16 @@ class ChatTurn:
             return {**document, **chunk(*head, {}), "choices": []} if "usage" in document else dict(document)
         choice = document["choices"][0]
         ids = choice.get("token_ids") or []
-        told = {field: choice[field] for field in _VERSIONS if field in choice} if self._versions else {}
+        extra = {field: choice[field] for field in _VERSIONS if field in choice} if self._versions else {}
         if self._request.alternatives is not None:
-            told["logprobs"] = {"content": self._logprobs(ids, choice.get("logprobs") or {})}
+            extra["logprobs"] = {"content": self._logprobs(ids, choice.get("logprobs") or {})}
         if self._request.token_ids:
-            told["token_ids"] = ids
+            extra["token_ids"] = ids
         answer = self._answer(head, ids, choice.get("finish_reason"))
-        if answer is None and not told:
+        if answer is None and not extra:
             return None
         answer = answer or chunk(*head, {})
-        answer["choices"][0] |= told
+        answer["choices"][0] |= extra
         if self._request.token_ids and choice.get("prompt_token_ids"):
             answer["prompt_token_ids"] = choice["prompt_token_ids"]
         if document.get("usage"):
@@ -153,7 +153,7 @@ class ChatTurn:
             text = self._turn.take(ids)
             return chunk(*head, {**delta, "content": text}) if text or delta else None
         read, text = self._turn.end(ids)
-        self._contexts.said(self._asked, self._turn.ids, read.message, None)
+        self._contexts.add_turn(self._asked, self._turn.ids, read.message, None)
         self._ended, calls = True, call_deltas(read.message)
         finish = "tool_calls" if calls else finish
         if not self._is_stream:
@@ -161,11 +161,11 @@ class ChatTurn:
         rest = {"reasoning_content": read.message.get("reasoning_content"), "content": text, "tool_calls": calls}
         return chunk(*head, {**delta, **{field: value for field, value in rest.items() if value}}, finish)
 
-    def _logprobs(self, ids: Sequence[int], told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _logprobs(self, ids: Sequence[int], given: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return OpenAI's chat form of the logprobs of `/v1/completions`, in which tokens have the form token_id:N."""
-        most, likely = self._request.alternatives, told.get("top_logprobs") or [{}] * len(ids)
+        most, likely = self._request.alternatives, given.get("top_logprobs") or [{}] * len(ids)
         content = []
-        for token, logprob, others in zip(ids, told.get("token_logprobs") or [], likely, strict=False):
+        for token, logprob, others in zip(ids, given.get("token_logprobs") or [], likely, strict=False):
             named = sorted((others or {}).items(), key=lambda item: -item[1])[:most]
             content.append({
                 **self._token(token, logprob),

@@ -83,7 +83,7 @@ class ChatTemplate:
         try:
             self._render = ChatSandbox(settings.date).bounded(source)
         except (jinja2.TemplateError, RecursionError) as error:
-            raise TemplateRefused(f"the chat template is no usable Jinja template: {error}") from error
+            raise TemplateRefused(f"the chat template is not a usable Jinja template: {error}") from error
         self._variables = {**names, **settings.arguments}
         self.specials = sorted(specials, key=len, reverse=True)
         """Texts of special tokens, which no content can spell."""
@@ -96,7 +96,7 @@ class ChatTemplate:
         )
         # Random, so that content cannot contain the mark: it would be mistaken for the sampled turn.
         self._mark = secrets.token_hex(12)
-        self._told: Callable[[str], tuple[list[ShownTool], str]] = self._told_anew
+        self._shown_tools: Callable[[str], tuple[list[ShownTool], str]] = self._make_shown_tools
         self.closes: set[str] = set()
         """Texts of the special tokens that end a turn."""
         self.prompts: list[str] = []
@@ -114,16 +114,16 @@ class ChatTemplate:
         self.grammar = self._probe_calls() if self.shows_tools else None
         if self.grammar is None:
             self._native_calls = self.shows_results = False
-        self._told = lru_cache(maxsize=MOST_TOOLS)(self._told_anew)
+        self._shown_tools = lru_cache(maxsize=MOST_TOOLS)(self._make_shown_tools)
 
     def _probe_conversations(self) -> None:
         """Probe how conversations without tools continue. Raises TemplateRefused."""
-        said: Message = {"role": "assistant", "content": self._mark}
+        turn: Message = {"role": "assistant", "content": self._mark}
         for self._without_tools in ({"tools": None}, {}, {"tools": []}):  # some templates do not accept None
             if self._shows([_USER], _USER["content"]):
                 break
         asked = self.text([_USER])
-        whole = self.text([_USER, said, _MORE])
+        whole = self.text([_USER, turn, _MORE])
         if _USER["content"] not in asked:
             raise TemplateRefused("the chat template does not show a user's message")
         close, rest = self._continued(whole)
@@ -131,7 +131,7 @@ class ChatTemplate:
         if not before.startswith(asked[: asked.find(_USER["content"])]) or _USER["content"] not in before:
             raise TemplateRefused("the chat template rewrites the text before a turn when the conversation continues")
         if _MORE["content"] not in rest:
-            raise TemplateRefused("the chat template does not show a new message behind the turn that it answers")
+            raise TemplateRefused("the chat template does not show a new message after the turn that it answers")
         if self._shows_end_within(close):
             raise TemplateRefused(
                 f"the chat template writes a turn in parts that each end with {close}, so that its first part would be "
@@ -143,7 +143,7 @@ class ChatTemplate:
         if not self._shows([_USER, _MORE], _MORE["content"]):
             self._no_user_after.add("user")
         try:
-            self._shows_later_system = _SYSTEM["content"] in self.extension([_USER], said, [_SYSTEM, _MORE])[1]
+            self._shows_later_system = _SYSTEM["content"] in self.extension([_USER], turn, [_SYSTEM, _MORE])[1]
         except TemplateRefused:
             self._shows_later_system = False
 
@@ -165,15 +165,15 @@ class ChatTemplate:
                 grammar = self._grammar(call)
                 if grammar is None:
                     continue
-                said = {"role": "assistant", "content": self._mark, "tool_calls": [call]}
+                turn = {"role": "assistant", "content": self._mark, "tool_calls": [call]}
                 result = {**_RESULT, "tool_call_id": identifier}
                 self.grammar = grammar
-                self._shows_content = self._shows([_USER, said], self._mark, _PROBE_TOOLS)
-                self._one_call = not self._shows([_USER, {**said, "tool_calls": [call] * 2}], "probe_key", _PROBE_TOOLS)
-                self.shows_results = self._shows([_USER, said, result], result["content"], _PROBE_TOOLS)
-                if self.shows_results and not self._shows([_USER, said, result, _MORE], _MORE["content"], _PROBE_TOOLS):
+                self._shows_content = self._shows([_USER, turn], self._mark, _PROBE_TOOLS)
+                self._one_call = not self._shows([_USER, {**turn, "tool_calls": [call] * 2}], "probe_key", _PROBE_TOOLS)
+                self.shows_results = self._shows([_USER, turn, result], result["content"], _PROBE_TOOLS)
+                if self.shows_results and not self._shows([_USER, turn, result, _MORE], _MORE["content"], _PROBE_TOOLS):
                     self._no_user_after.add("tool")
-                close, rest = self.extension([_USER], said, [result], _PROBE_TOOLS)
+                close, rest = self.extension([_USER], turn, [result], _PROBE_TOOLS)
                 self.closes.add(close)
                 self.prompts.append(rest)
                 return grammar
@@ -218,7 +218,7 @@ class ChatTemplate:
                     before = shown.pop()
                     each = {**before, "content": f"{before['content']}\n\n{each['content']}"}
                 shown.append(each)
-        told, explained = self._told(tools.identity) if tools else ([], "")
+        listed, explained = self._shown_tools(tools.identity) if tools else ([], "")
         if explained and shown and shown[0]["role"] == "system":
             shown[0] = {**shown[0], "content": f"{shown[0]['content']}\n\n{explained}".lstrip()}
         elif explained:
@@ -228,28 +228,32 @@ class ChatTemplate:
             if not shown or shown[0]["role"] != "user":
                 shown = [{"role": "user", "content": ""}, *shown]
             shown[0] = {**shown[0], "content": f"{first}\n\n{shown[0]['content']}".rstrip()}
-        steps = MOST_STEPS + MOST_STEPS_EACH * (len(shown) + len(told))
-        variables = {**self._variables, **({"tools": told} if told else self._without_tools), "messages": shown}
+        steps = MOST_STEPS + MOST_STEPS_EACH * (len(shown) + len(listed))
+        variables = {
+            **self._variables,
+            **({"tools": listed} if listed else self._without_tools),
+            "messages": shown,
+        }
         try:
             return self._render(steps, {**variables, "add_generation_prompt": prompt})
         except Exception as error:  # a template is a program of the model's author, and may raise any error
-            raise TemplateRefused(f"the chat template does not take this conversation: {error!s:.300}") from error
+            raise TemplateRefused(f"the chat template does not accept this conversation: {error!s:.300}") from error
 
     def extension(
-        self, head: Sequence[Message], said: Message, new: Sequence[Message], tools: Tools = NO_TOOLS
+        self, head: Sequence[Message], turn: Message, new: Sequence[Message], tools: Tools = NO_TOOLS
     ) -> tuple[str, str]:
-        """Return the text that ends the sampled turn `said`, and the text from there to the assistant's next turn.
+        """Return the text that ends the sampled `turn`, and the text from there to the assistant's next turn.
 
         Args:
             head: the messages before the conversation's first turn of the assistant.
-            said: the sampled turn; only its calls matter here, to show their results.
+            turn: the sampled turn; only its calls matter here, to show their results.
             new: the messages that answer it.
 
         Raises TemplateRefused.
         """
         marked: dict[str, Any] = {"role": "assistant", "content": self._mark}
-        if said.get("tool_calls") and any(message["role"] == "tool" for message in new):
-            calls = marked["tool_calls"] = list(said["tool_calls"][: 1 if self._one_call else None])
+        if turn.get("tool_calls") and any(message["role"] == "tool" for message in new):
+            calls = marked["tool_calls"] = list(turn["tool_calls"][: 1 if self._one_call else None])
             if not self._shows_content:
                 function = {**calls[-1]["function"], "arguments": json.dumps({self._mark: ""})}
                 calls[-1] = {**calls[-1], "function": function}
@@ -274,14 +278,16 @@ class ChatTemplate:
                 return found[0], whole[found.end() :]
         raise TemplateRefused("no special token of the chat template ends a turn of the assistant")
 
-    def _told_anew(self, tools: str) -> tuple[list[ShownTool], str]:
+    def _make_shown_tools(self, tools: str) -> tuple[list[ShownTool], str]:
         """Return the tools for the template, or the text of a system message that explains them."""
-        told = [ShownTool(self.broken(tool)) for tool in json.loads(tools)]
+        listed = [ShownTool(self.broken(tool)) for tool in json.loads(tools)]
         if self.shows_tools:
             if not self._native_calls:
                 _ = self.call_grammar  # raises, with the reason
-            return told, ""
-        return [], TOOLS_TEXT.format(tools="\n".join(json.dumps(each["function"], ensure_ascii=False) for each in told))
+            return listed, ""
+        return [], TOOLS_TEXT.format(
+            tools="\n".join(json.dumps(each["function"], ensure_ascii=False) for each in listed)
+        )
 
     def _message(self, message: Message) -> list[dict[str, Any]]:
         """Return the message in this template's form: several messages if it supports only one call for each turn."""

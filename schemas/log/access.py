@@ -196,10 +196,10 @@ def check_access(kafka: KafkaSettings) -> None:
         wanted = "TLS"
     if wanted:
         raise AccessRefused(
-            f"Kafka at {kafka.address()} closes each connection of this client, which speaks {security.protocol}: "
-            f"either the broker is shutting down (its log says why, for instance a full disk), or the listener wants "
-            f"{wanted}. For the latter set in kafka.client_options security.protocol to SSL, SASL_SSL or "
-            "SASL_PLAINTEXT, as the listener has it, with the options that belong to it"
+            f"Kafka at {kafka.address()} closes each connection of this client, which uses {security.protocol}: "
+            "either the broker is shutting down (its log says why, for instance a full disk), or the listener "
+            f"requires {wanted}. For the latter set in kafka.client_options security.protocol to SSL, SASL_SSL or "
+            "SASL_PLAINTEXT, as the listener is configured, with the options of that protocol"
         )
 
 
@@ -232,6 +232,6 @@ def _advice(security: Security, refusal: str) -> str:
             "and to name the host by which it is reached"
         )
     return (
-        f"This client speaks {security.protocol}; check in kafka.client_options security.protocol, and "
+        f"This client uses {security.protocol}; check in kafka.client_options security.protocol, and "
         "ssl.certificate.location and ssl.key.location where the brokers ask for a client's certificate"
     )

@@ -129,7 +129,7 @@ class FencedProducer:
         if cause.code() in FENCED:
             return FencedError(
                 f"another process has begun to write as {self._name}, so this process can write nothing more: "
-                "one of the two was started by mistake, or this process was away and has been replaced; let the other "
-                "process continue"
+                "one of the two was started by mistake, or this process was suspended and has been replaced; let the "
+                "other process continue"
             )
-        return DeliveryError(f"the log did not take what {self._name} wrote: {cause}")
+        return DeliveryError(f"the log did not accept the records of {self._name}: {cause}")

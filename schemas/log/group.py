@@ -45,7 +45,7 @@ class GroupConsumer:
         topics = list(topics)
         self._may_have_holes = {self._names.of(topic) for topic in topics if is_compacted(topic)}
         self._consumer.subscribe(
-            [self._names.of(topic) for topic in topics], on_assign=self._begin, on_revoke=self._let_go
+            [self._names.of(topic) for topic in topics], on_assign=self._begin, on_revoke=self._revoke
         )
 
     def _begin(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
@@ -56,7 +56,7 @@ class GroupConsumer:
         begin = [(tp.topic, tp.partition, self._next[tp.topic, tp.partition]) for tp in partitions]
         consumer.incremental_assign([TopicPartition(t, p, OFFSET_BEGINNING if o is None else o) for t, p, o in begin])
 
-    def _let_go(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+    def _revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         for tp in partitions:
             self._next.pop((tp.topic, tp.partition), None)
             self._paused.discard((tp.topic, tp.partition))

@@ -67,9 +67,9 @@ class IdleTimes(Generic[K]):
         if not waiting or last != position:
             since = now
         still = now - since
-        told = still >= self._timeout
-        self._seen[key] = (position, now if told else since)
-        return still if told else None
+        is_due = still >= self._timeout
+        self._seen[key] = (position, now if is_due else since)
+        return still if is_due else None
 
     def forget(self) -> None:
         """Start all times again, after a period in which no key could make progress."""
@@ -90,7 +90,7 @@ class ReadingWatch:
         self._interval_s = timeout_s / LOOKS_PER_TIMEOUT
         self._still: IdleTimes[Partition] = IdleTimes(timeout_s)
         self._polled_at_s = self._looked_at_s = self._answered_at_s = now_s
-        self._told_silence = False
+        self._silence_reported = False
 
     def due(self, now_s: float) -> bool:
         """Record a poll, and return whether it is time to request the end offsets of the partitions."""
@@ -123,9 +123,9 @@ class ReadingWatch:
     def answered(self, now_s: float) -> float | None:
         """Record that the log answered for all partitions. Returns how long it had not, if that was reported."""
         self._polled_at_s = now_s
-        silent_s, told = now_s - self._answered_at_s, self._told_silence
-        self._answered_at_s, self._told_silence = now_s, False
-        return silent_s if told else None
+        silent_s, reported = now_s - self._answered_at_s, self._silence_reported
+        self._answered_at_s, self._silence_reported = now_s, False
+        return silent_s if reported else None
 
     def unanswered(self, now_s: float) -> float | None:
         """Record that the log did not answer. Returns for how long, once that reaches the timeout, otherwise None."""
@@ -133,9 +133,9 @@ class ReadingWatch:
         # The request itself took time in which nothing was polled.
         self._polled_at_s = now_s
         silent_s = now_s - self._answered_at_s
-        if self._told_silence or silent_s < self._timeout_s:
+        if self._silence_reported or silent_s < self._timeout_s:
             return None
-        self._told_silence = True
+        self._silence_reported = True
         return silent_s
 
 
@@ -230,7 +230,7 @@ class ReadingGuard:
                 raise ReadingStalled(f"{stall}; start this process again")
             if stall and partition not in self._warned:
                 self._warned.add(partition)
-                LOG.warning("%s: %s; what waits may be what compaction left of the log's end", self._name, stall)
+                LOG.warning("%s: %s; compaction may have removed the records at the end of the log", self._name, stall)
 
     def rest(self) -> None:
         """Start all times again: this poll is expected to return nothing, so no partition can make progress."""

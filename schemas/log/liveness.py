@@ -81,7 +81,7 @@ class Liveness:
             if silent_s is None:
                 continue
             message = (
-                f"{self._role} hangs: no progress for {silent_s:.0f} s, the last thing it did was: {self._activity}. "
+                f"{self._role} hangs: no progress for {silent_s:.0f} s, its last activity: {self._activity}. "
                 f"The process ends with status {EXIT_HUNG}, to be started again (`kafka.stall_timeout_s` sets how long "
                 "is too long). Its threads:\n"
             )

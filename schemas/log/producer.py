@@ -42,7 +42,7 @@ class RecordProducer:
         self._codec = codec or Codec(kafka.registry_url)
         self._producer = Producer(producer_settings(kafka, client_id))
         self._kafka = kafka
-        self._let_in = False
+        self._accepted = False
         self._failure: KafkaError | None = None
 
     def send(
@@ -125,7 +125,7 @@ class RecordProducer:
             raise DeliveryError(f"{left} records not acknowledged within {timeout_s:g} s")
 
     def _delivered(self, error: KafkaError | None, _message: Message) -> None:
-        self._let_in |= error is None
+        self._accepted |= error is None
         if error is not None:
             self._failure = error
 
@@ -137,12 +137,12 @@ class RecordProducer:
 
     def _raise_refusal(self) -> None:
         """Raise the brokers' refusal, if any: librdkafka reports only a timeout to a producer that is refused."""
-        if not self._let_in:
+        if not self._accepted:
             try:
                 check_access(self._kafka)
             except AccessRefused as error:
                 raise DeliveryError(str(error)) from error
-            self._let_in = True
+            self._accepted = True
 
     def __enter__(self) -> Self:
         return self

@@ -314,8 +314,8 @@ class LogReader:
         """Return the record at a position of a topic that is followed. Reading then continues after it.
 
         Args:
-            passed: called with each other record between the reader's current offset and the position; without it,
-                these records are skipped.
+            passed: called with every other record that is read meanwhile, also of other partitions; without it, these
+                records are dropped.
 
         Raises MissingRecordError, TimeoutError if the log delivers nothing for `SILENCE_S`, and as `poll`.
         """

@@ -56,7 +56,7 @@ class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
             case None:
                 return located.error
             case other:
-                return f"{type(other).__name__} is no record of this topic"
+                return f"{type(other).__name__} is not a record of this topic"
 
     def fall_due(self) -> None:
         """Close the groups whose deadline has passed; delete those that closed more than `done_ttl_s` ago."""
@@ -93,7 +93,7 @@ class GroupAssembler(OneTopicMachine[Entry, AssemblyHead]):
         elif name in group.members:
             return ""
         elif header != group.header:
-            return f"it disagrees with the earlier rollouts of its group: {header} against {group.header}"
+            return f"its header {header} differs from that of the earlier rollouts of its group, {group.header}"
         for other in group.members.values():
             if other.index == rollout.index:
                 return f"index {rollout.index} of the group is taken by rollout {other.rollout_id!r}"
@@ -159,7 +159,7 @@ def broken_contract(key: bytes | None, rollout: Rollout) -> str:
     if key != rollout.group_id.encode():
         return f"the key {key!r} is not the group_id {rollout.group_id!r}"
     if not rollout.group_id or not rollout.rollout_id or rollout.group_id.startswith(NO_IDENTIFIER):
-        return f"group_id {rollout.group_id!r} or rollout_id {rollout.rollout_id!r} is no identifier"
+        return f"group_id {rollout.group_id!r} or rollout_id {rollout.rollout_id!r} is not an identifier"
     if not 0 <= rollout.index < rollout.group_size:
         return f"index {rollout.index} is outside a group of {rollout.group_size}"
     if rollout.status is RolloutStatus.FAILED:

@@ -120,7 +120,7 @@ class GateSettings(Section):
         unknown = self.ignored - {guardrail.name for guardrail in GUARDRAILS}
         if unknown:
             known = ", ".join(guardrail.name for guardrail in GUARDRAILS)
-            raise ValueError(f"ignored: {', '.join(sorted(unknown))} is no measure; these are: {known}")
+            raise ValueError(f"ignored: {', '.join(sorted(unknown))} is not a measure; the measures are: {known}")
         return self
 
     @property

@@ -78,9 +78,9 @@ class GateController:
             return []
         hold, late = self._branch.standing.hold, self._branch.standing.overrun
         if hold is not None and late is not None:
-            came = f"{late.verdict.value} {late.version} came after it"
-            said = f"{hold.verdict.value} by {hold.decided_by} stands; {came}"
-            return [self._decision(GateVerdict.ROLL_BACK, hold.version, said, {})]
+            later = f"{late.verdict.value} {late.version} was decided after it"
+            reason = f"{hold.verdict.value} by {hold.decided_by} applies; {later}"
+            return [self._decision(GateVerdict.ROLL_BACK, hold.version, reason, {})]
         if hold is not None:
             return []
         steps = (self._admission, self._roll_back, self._in_trial)
@@ -120,7 +120,7 @@ class GateController:
         for version in sorted(self._branch.admissible - standing.learners - standing.rejected.keys()):
             if version in standing.versions:
                 numbers = {**self._bench_numbers("bench", version), "floor": self._gate.floor}
-                reason = f"success on held-out tasks is surely at least {self._gate.floor:g}"
+                reason = f"the lower bound of the success on held-out tasks reaches the floor of {self._gate.floor:g}"
                 yield self._decision(GateVerdict.ADMIT, version, reason, numbers)
                 return
 
@@ -128,7 +128,7 @@ class GateController:
         standing, watch = self._branch.standing, self._branch.watch
         baseline = standing.baseline
         if standing.collapsed is not None:
-            reason = f"rolled back to {baseline}: what it did in its watch window must not come again"
+            reason = f"rolled back to {baseline}: it must not be served again"
             yield self._decision(GateVerdict.REJECT, standing.collapsed, reason, {})
         elif baseline in standing.rejected:
             older = standing.fallback(baseline, self._branch.proved)
@@ -161,7 +161,7 @@ class GateController:
             yield self._decision(done.verdict, version, reason, numbers)
         elif trial.canary.share == 0.0:
             numbers = {**self._trial_numbers(trial), CANARY_SHARE: self._gate.share}
-            yield self._decision(GateVerdict.CANARY, trial.version, "the comparison goes on", numbers)
+            yield self._decision(GateVerdict.CANARY, trial.version, "the comparison continues", numbers)
 
     def _in_bench(self, trial: Trial) -> Iterator[GateDecision]:
         gate, bench = self._gate, self._branch.bench
@@ -171,28 +171,29 @@ class GateController:
             waited = self._seconds_since(trial.canary.opened_at)
             if waited >= gate.bench_seconds and self._branch.candidate() not in (None, trial.version):
                 rollouts = f"{bench.tally(trial.version).rollouts} of {gate.bench_rollouts} rollouts"
-                yield from self._open_newest(f"version {trial.version} is passed over: {rollouts} in {waited:g} s")
+                yield from self._open_newest(f"version {trial.version} is skipped: {rollouts} in {waited:g} s")
             return
         numbers, objection = self._trial_numbers(trial), ""
         if result.rate < gate.floor:
             objection = f", below the floor of {gate.floor:g}"
         elif baseline is not None and result.is_significantly_worse(baseline, gate.bench_margin, gate.bench_alpha):
-            objection = f" against {baseline.rate:.3g}: surely worse by more than {gate.bench_margin:g}"
+            objection = f" against {baseline.rate:.3g}: significantly worse by more than {gate.bench_margin:g}"
         if objection:
-            said = f"success on held-out tasks is {result.rate:.3g}{objection}"
-            yield self._decision(GateVerdict.REJECT, trial.version, said, {**numbers, EVIDENCE: 1.0})
+            reason = f"success on held-out tasks is {result.rate:.3g}{objection}"
+            yield self._decision(GateVerdict.REJECT, trial.version, reason, {**numbers, EVIDENCE: 1.0})
             return
-        said = f"passed the bench with {result.rate:.3g}; to be compared with {trial.baseline} among users"
-        yield self._decision(GateVerdict.CANARY, trial.version, said, {**numbers, CANARY_SHARE: gate.share})
+        reason = f"passed the bench with {result.rate:.3g}; to be compared with {trial.baseline} among users"
+        yield self._decision(GateVerdict.CANARY, trial.version, reason, {**numbers, CANARY_SHARE: gate.share})
 
     def _open_newest(self, reason: str) -> Iterator[GateDecision]:
         version = self._branch.candidate()
         if version is None:
             return
         skipped = self._branch.skipped(version)
-        said = f"{reason}; skipped: {', '.join(map(str, skipped))}" if skipped else reason
+        if skipped:
+            reason = f"{reason}; skipped: {', '.join(map(str, skipped))}"
         numbers = {CANARY_SHARE: 0.0, "skipped": float(len(skipped)), "baseline": float(self._branch.standing.baseline)}
-        yield self._decision(GateVerdict.CANARY, version, f"{said}; the bench comes first", numbers)
+        yield self._decision(GateVerdict.CANARY, version, f"{reason}; the bench comes first", numbers)
 
     def _trial_numbers(self, trial: Trial) -> dict[str, float]:
         since = trial.canary.opened_at if trial.comparison is None else trial.comparison.started_at

@@ -114,8 +114,8 @@ def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: thread
     """
     stop = stop or stop_on_signals()
     controller, begin = rebuild(kafka, run, gate, now_us())
-    said = controller.snapshot()
-    LOG.info("gate of %s/%s: %s; version %d is served", run.run_id, run.branch, said.stage, said.promoted)
+    state = controller.snapshot()
+    LOG.info("gate of %s/%s: %s; version %d is served", run.run_id, run.branch, state.stage, state.promoted)
     with (
         RecordProducer(kafka, CLIENT_ID) as producer,
         LogReader(kafka, TOPICS, start=begin, client_id=CLIENT_ID) as reader,

@@ -57,7 +57,7 @@ class Capital:
 
     def __init__(self, bound: float, side: Side) -> None:
         if not -1.0 < bound < 1.0:
-            raise ValueError(f"a bound of {bound:g} leaves nothing to bet on: it must lie strictly between -1 and 1")
+            raise ValueError(f"a bound of {bound:g} is impossible: it must be strictly between -1 and 1")
         self._sign = side.value
         self._bound = bound * side.value
         self._bets = tuple(bet / (1.0 + self._bound) for bet in BETS)

@@ -13,6 +13,7 @@ of their first outcomes in it. Invariants:
 - a user is settled when they have `most` outcomes, or `window_us` of event time after their first; later ones do not
   count, except for corrections of counted ones;
 - a user belongs to the arm in which they were first seen; their outcomes in the other arm do not count;
+- after an erasure, a user who was not settled begins again with their next outcome; a settled one does not count again;
 - a repeated outcome changes nothing, and a higher revision replaces a lower one.
 """
 
@@ -93,8 +94,16 @@ class Users:
         return self.advance(max((due for due, _ in self._due), default=0))
 
     def forget(self, name: str) -> None:
-        """Delete a user's outcomes. Their settled means remain in the sums: they cannot be extracted from these."""
-        self._users.pop(name, None)
+        """Delete a user's outcomes. Settled means remain in the sums: they cannot be extracted from these."""
+        user = self._users.get(name)
+        if user is None:
+            return
+        user.outcomes.clear()
+        if not user.settled:
+            # Otherwise a later outcome would count at the end of the window of the deleted ones.
+            del self._users[name]
+            self._due = [(due, other) for due, other in self._due if other != name]
+            heapq.heapify(self._due)
 
 
 _NUMBER = {Arm.CANARY: CANDIDATE, Arm.STABLE: BASELINE}
@@ -161,14 +170,14 @@ class ArmComparison:
         found = measures(outcome, self._gate.reward_low, self._gate.reward_high)
         self._take(self._users.observe(arm, unit_of(outcome), outcome, found, at_us))
         if len(self._interactions[Arm.CANARY]) >= self._gate.max_interactions:
-            self._end("as many outcomes as may be")
+            self._end("max_interactions")
 
     def advance(self, at_us: int) -> None:
         """Advance event time to `at_us`."""
         if self.conclusion is None:
             self._take(self._users.advance(at_us))
         if at_us - self.started_at >= to_us(self._gate.max_seconds):
-            self._end("as long as may be")
+            self._end("max_seconds")
 
     def forget(self, user_id: str) -> None:
         """Delete a user's outcomes, unless they are counted already."""
@@ -217,11 +226,11 @@ class ArmComparison:
         if self.worse.log_evidence >= threshold:
             return Conclusion(GateVerdict.REJECT, f"worse than the baseline by more than {self._gate.margin:g}")
         if self._guards.alerts:
-            said = f"a guardrail has moved: {names(self._guards.alerts)}"
-            return Conclusion(GateVerdict(self._gate.on_alert.value), said)
+            reason = f"a guardrail changed by more than its tolerance: {names(self._guards.alerts)}"
+            return Conclusion(GateVerdict(self._gate.on_alert.value), reason)
         if self._drift.alerts:
-            said = f"drifted away from the first baseline: {names(self._drift.alerts)}"
-            return Conclusion(GateVerdict(self._gate.on_drift.value), said)
+            reason = f"differs from the first baseline by more than the tolerance: {names(self._drift.alerts)}"
+            return Conclusion(GateVerdict(self._gate.on_drift.value), reason)
         if not self._enough_users():
             return None
         if self.better.log_evidence >= threshold:
@@ -240,8 +249,8 @@ class ArmComparison:
             return
         promote = self._gate.promote_without_evidence
         verdict = GateVerdict.PROMOTE if promote else GateVerdict.HOLD
-        said = f"no evidence of harm, nor of its absence, after {limit}"
-        self.conclusion = Conclusion(verdict, said, on_evidence=False)
+        reason = f"no evidence of harm, nor of its absence, before the limit {limit}"
+        self.conclusion = Conclusion(verdict, reason, on_evidence=False)
 
 
 def unit_of(outcome: Outcome) -> str:
@@ -273,12 +282,16 @@ class PromotionWatch:
         self._gate, self.version, self.since = gate, version, since
         self._users = Users(gate.outcomes_per_user, to_us(gate.user_window_s))
         self._guards = FrozenGuards(before, drift_tolerance(gate), gate.reward_width, gate.watch_margin)
-        self.users = 0
-        """Number of users that were counted."""
+        self._counted: set[str] = set()
 
     def over(self, at_us: int) -> bool:
         """Whether the window has passed."""
         return at_us - self.since > to_us(self._gate.watch_seconds)
+
+    @property
+    def users(self) -> int:
+        """Number of users that were counted."""
+        return len(self._counted)
 
     @property
     def alerts(self) -> list[Alert]:
@@ -303,5 +316,5 @@ class PromotionWatch:
 
     def _take(self, settled: Iterable[TrialUser]) -> None:
         for user in settled:
-            self.users += 1
+            self._counted.add(user.user_id)
             self._guards.observe(user.user_id, user.means())

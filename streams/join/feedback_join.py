@@ -125,7 +125,7 @@ class FeedbackJoin:
                 overdue = [held for held in entry.held if held.arrived_at + self._early_wait_us <= entry.due_at]
                 self._keep_held(entry, [held for held in entry.held if held not in overdue])
                 for held in overdue:
-                    self._reject(held, f"unknown interaction: none came within {self._settings.early_wait_s:g} s")
+                    self._reject(held, f"unknown interaction: no record of it within {self._settings.early_wait_s:g} s")
             else:
                 self._store.forget(entry)
 
@@ -208,18 +208,18 @@ class FeedbackJoin:
         else:
             case.signals[signal.event_id] = signal
             case.arrivals[signal.event_id] = at_us
-            if case.open:
-                self._set_end(case, at_us)
-                return
+            self._use_signals(case, at_us)
+
+    def _use_signals(self, case: InteractionState, at_us: int) -> None:
+        """Use a changed set of signals: set when an open interaction ends, or correct the reward of an ended one."""
+        if not case.open:
             self._store.save(case)
             result = reward_of(self._map, case.signals.values())
             if result.reward != case.reward and not self._exclusion(case):
                 previous, case.reward = case.reward, result.reward
                 case.revision += 1
                 self._emit(case, result, "", previous, at_us)
-
-    def _set_end(self, case: InteractionState, at_us: int) -> None:
-        """Set when an open interaction ends, from its current signals."""
+            return
         end_at = case.full_wait_at
         for kind, signal in standing(case.signals.values()).items():
             if kind in self._close_on:
@@ -286,10 +286,7 @@ class FeedbackJoin:
             if found is not None and event_id in found.signals:
                 del found.signals[event_id], found.arrivals[event_id]
                 self.counts["erased_feedback"] += 1
-                if found.open:
-                    self._set_end(found, at_us)
-                    return
-                self._store.save(found)
+                self._use_signals(found, at_us)
             elif early is not None and any(held.signal.event_id == event_id for held in early.held):
                 self.counts["erased_feedback"] += 1
                 self._keep_held(early, [held for held in early.held if held.signal.event_id != event_id])

@@ -37,12 +37,12 @@ def read(located: ConsumedRecord, run_id: str, clock_skew_us: int) -> Item:
     if isinstance(record, Tick):
         return None
     if record is not None:
-        return Rejected(located, f"{type(record).__name__} is no record of {topic.value}")
+        return Rejected(located, f"{type(record).__name__} is not a record of {topic.value}")
     if located.value is None:
         try:
             key = (located.key or b"").decode()
         except UnicodeDecodeError:
-            return Rejected(located, f"the key {located.key!r} of a tombstone is no text")
+            return Rejected(located, f"the key {located.key!r} of a tombstone is not UTF-8 text")
         return None if key.startswith(NO_IDENTIFIER) else located
     return Rejected(located, located.error)
 
@@ -53,15 +53,15 @@ def broken_interaction(located: ConsumedRecord, interaction: Interaction, clock_
     if located.key != name.encode():
         return f"the key {located.key!r} is not the interaction_id {name!r}"
     if not name or name.startswith(NO_IDENTIFIER) or not interaction.user_id:
-        return f"interaction_id {name!r} or user_id {interaction.user_id!r} is no identifier"
+        return f"interaction_id {name!r} or user_id {interaction.user_id!r} is not an identifier"
     if interaction.sampled_tokens < 0 or not -1 <= interaction.version_min <= interaction.version_max:
         versions = f"versions {interaction.version_min} to {interaction.version_max}"
-        return f"{interaction.sampled_tokens} sampled tokens of {versions} cannot be"
+        return f"{interaction.sampled_tokens} sampled tokens of {versions} are impossible"
     if not (math.isfinite(interaction.latency_ms) and interaction.latency_ms >= 0):
-        return f"latency_ms {interaction.latency_ms} is no duration"
+        return f"latency_ms {interaction.latency_ms} is not a duration"
     ahead_us = interaction.served_at - located.timestamp_ms * 1_000
     if interaction.served_at < 0 or ahead_us > clock_skew_us:
-        return f"served_at {interaction.served_at} lies {to_s(ahead_us):g} s after the time of its own record"
+        return f"served_at {interaction.served_at} is {to_s(ahead_us):g} s after the time of its own record"
     return ""
 
 
@@ -77,5 +77,7 @@ def broken_feedback(key: bytes | None, feedback: Feedback) -> str:
     if feedback.corrects == feedback.event_id:
         return f"event {feedback.event_id!r} corrects itself"
     if feedback.value is None:
-        return "" if feedback.corrects else "a signal without a value must say in `corrects` which event it withdraws"
+        return (
+            "" if feedback.corrects else "without a value, a signal must name in `corrects` the event that it withdraws"
+        )
     return signals.check(feedback.kind, feedback.value)

@@ -129,8 +129,8 @@ class UserRequestState:
         """Whether the newest consent request before an interaction was served is an opt-out."""
         if not self.wishes:
             return False
-        said = [wish for wish in self.wishes if wish.wish is not UserWish.ERASE and wish.at <= served_at]
-        return bool(said) and said[-1].wish is UserWish.OPT_OUT
+        earlier = [wish for wish in self.wishes if wish.wish is not UserWish.ERASE and wish.at <= served_at]
+        return bool(earlier) and earlier[-1].wish is UserWish.OPT_OUT
 
     def erased(self, served_at: int) -> bool:
         """Whether an erasure was requested that covers an interaction served at this time."""

@@ -101,14 +101,14 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
                 try:
                     key = (located.key or b"").decode()
                 except UnicodeDecodeError:
-                    return f"the key {located.key!r} of a tombstone is no text"
+                    return f"the key {located.key!r} of a tombstone is not UTF-8 text"
                 erased = None if key.startswith(NO_IDENTIFIER) else self._waiting(key)
                 if erased is not None:
                     self._drop(erased, ERASED)
             case None:
                 return located.error
             case other:
-                return f"{type(other).__name__} is no record of this topic"
+                return f"{type(other).__name__} is not a record of this topic"
         return ""
 
     def _erase(self, request: UserRequest) -> None:
@@ -328,7 +328,7 @@ def broken_outcome(key: bytes | None, outcome: Outcome) -> str:
     if not name or name.startswith(NO_IDENTIFIER) or key != name.encode():
         return f"the key {key!r} is not the interaction_id {name!r}"
     if (outcome.reward is None) != bool(outcome.exclusion):
-        return f"reward {outcome.reward} and exclusion {outcome.exclusion!r}: an ending is one of the two"
+        return f"reward {outcome.reward} and exclusion {outcome.exclusion!r}: an outcome has exactly one of the two"
     numbers = [n for n in (outcome.reward, outcome.previous_reward, outcome.latency_ms) if n is not None]
     if not all(map(math.isfinite, numbers)):
         return f"rewards and latency must be finite: {numbers}"

@@ -50,7 +50,7 @@ def checked_partitions(kafka: KafkaSettings, processor: Processor) -> int:
     ]
     counts = {names.of(topic): len(existing[names.of(topic)].partitions) for topic in aligned}
     if len(set(counts.values())) != 1:
-        raise StreamFailure(f"records meet by partition number, so these topics need equal partition counts: {counts}")
+        raise StreamFailure(f"records are joined by partition number: these topics need the same number: {counts}")
     return next(iter(counts.values()))
 
 

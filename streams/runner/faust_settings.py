@@ -58,7 +58,7 @@ def broker_credentials(kafka: KafkaSettings) -> Credentials | None:
     refused = sorted(name for name, value in given.items() if name not in TAKEN and value.lower() != ONLY.get(name))
     if refused:
         raise SecurityError(
-            f"kafka.client_options: a stream worker cannot follow {', '.join(refused)}. It takes "
+            f"kafka.client_options: a stream worker does not support {', '.join(refused)}. It supports "
             f"{', '.join(sorted(TAKEN))}, and always verifies the broker's certificate and host name: leave the others "
             "out of its configuration, and write certificates and keys to PEM files"
         )
@@ -67,7 +67,7 @@ def broker_credentials(kafka: KafkaSettings) -> Credentials | None:
         return SSLCredentials(context) if context else None
     if security.mechanism not in WITH_PASSWORD:
         raise SecurityError(
-            f"kafka.client_options: sasl.mechanism is {security.mechanism!r}, and a stream worker speaks only "
+            f"kafka.client_options: sasl.mechanism is {security.mechanism!r}, and a stream worker supports only "
             f"{', '.join(WITH_PASSWORD)}: give it a user of one of these, or a listener that asks for a certificate "
             "(security.protocol SSL)"
         )
@@ -95,7 +95,7 @@ def _tls(security: Security) -> ssl.SSLContext:
         except (ssl.SSLError, OSError) as error:
             raise SecurityError(
                 f"kafka.client_options: ssl.certificate.location ({security.certificate or 'not set'}), "
-                f"ssl.key.location ({security.key or 'not set'}) and ssl.key.password do not go together: {error}"
+                f"ssl.key.location ({security.key or 'not set'}) and ssl.key.password do not match: {error}"
             ) from error
     return context
 

@@ -167,8 +167,8 @@ class FaustRunner(Runner):
         # The first record after a seek is the first one still in the log. After it, only compaction may remove records.
         elif tp in self._reading and not self._transport.holes.take(tp, expected, offset):
             raise StreamFailure(
-                f"{tp.topic}[{tp.partition}] went from offset {expected} to {offset}: records were lost on the way, or "
-                "a transactional producer writes to this topic; start the worker again to read from its last position"
+                f"{tp.topic}[{tp.partition}] went from offset {expected} to {offset}: the records between were lost, "
+                "or a transactional producer writes to this topic; restart the worker to read from its last position"
             )
 
     # Writing
@@ -269,7 +269,7 @@ class FaustRunner(Runner):
             await asyncio.wait_for(self.app.stop(), STOP_TIMEOUT_S)
         except TimeoutError:
             # Faust ignores a stop while it joins a group. No data is lost: unwritten records are read again.
-            LOG.error("Faust did not stop within %g s; ending the process", STOP_TIMEOUT_S)
+            LOG.error("Faust did not stop within %g s: the process ends", STOP_TIMEOUT_S)
             os._exit(EXIT_HUNG)
         finally:
             await asyncio.to_thread(watchdog.stop)

@@ -77,7 +77,7 @@ def _opened(key: str, value: bytes) -> tuple[bytes, int, bytes]:
     if kind == _HEAD:
         number = key.removeprefix(_HEAD_PREFIX)
         if not (key.startswith(_HEAD_PREFIX) and number.isdecimal()):
-            raise StateError(f"a head lies under the key {key!r}")
+            raise StateError(f"a head is stored under the key {key!r}")
         if value[1 : _ENVELOPE.size] != _ENVELOPE.pack(kind, int(number))[1:]:
             return kind, int(number), _HEADS.write(JournalHead(-1, 0, value[1:]))
     return kind, _ENVELOPE.unpack_from(value)[1], value[_ENVELOPE.size :]

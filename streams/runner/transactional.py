@@ -25,6 +25,7 @@ from typing import Any
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
 
+from tidemill.schemas.codec import RegistryError
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.access import AccessRefused, SecurityError, check_access, security_of
 from tidemill.schemas.log.admin import admin_client, create_missing
@@ -124,7 +125,7 @@ class TransactionalRunner(Runner):
         try:
             create_missing(client, [topic])
         except KafkaException as error:
-            raise StreamFailure(f"the state topic {self._changelog} cannot be made: {error.args[0]}") from error
+            raise StreamFailure(f"the state topic {self._changelog} cannot be created: {error.args[0]}") from error
         found = len(client.list_topics(self._changelog, METADATA_TIMEOUT_S).topics[self._changelog].partitions)
         if found != partitions:
             raise StreamFailure(
@@ -163,7 +164,7 @@ class TransactionalRunner(Runner):
                 LOG.warning("the last transaction was not committed, its records are read again: %s", error.args[0])
         except _Stopped:
             pass
-        except (KafkaException, RetentionGap, ValueError) as error:
+        except (KafkaException, RegistryError, RetentionGap, ValueError) as error:
             raise StreamFailure(f"{self._processor.name} ended: {error}") from error
         finally:
             watchdog.stop()
@@ -264,7 +265,7 @@ class TransactionalRunner(Runner):
             for topic in self._processor.inputs:
                 offsets.append(TopicPartition(self._names.of(topic), partition, machine.next_offset(topic)))
         if self._producer.flush(TRANSACTION_TIMEOUT_MS / 1000):
-            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "the log did not take the transaction's records"))
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "the log did not accept the transaction's records"))
         member = self._consumer.consumer_group_metadata()
         resumed(lambda timeout_s: self._producer.send_offsets_to_transaction(offsets, member, timeout_s))
         resumed(self._producer.commit_transaction)
@@ -278,8 +279,8 @@ class TransactionalRunner(Runner):
             raise error
         if over:
             raise StreamFailure(
-                f"{self._processor.name} ended: another worker writes as this one ({cause}): two have one "
-                "`stream.instance`, or this one was away and has been replaced"
+                f"{self._processor.name} ended: another worker has the same transactional id ({cause}): two have one "
+                "`stream.instance`, or this one was suspended and has been replaced"
             ) from error
         LOG.warning("a transaction is aborted, its records are decided again: %s", cause)
         owned = set(self._machines)
@@ -326,7 +327,7 @@ class TransactionalRunner(Runner):
         consumer.unassign()
 
     def _lost(self, consumer: Consumer, _partitions: list[TopicPartition]) -> None:
-        LOG.warning("the group gave this worker up; it joins again")
+        LOG.warning("the group removed this worker; it joins again")
         self._abort()
         consumer.unassign()
 

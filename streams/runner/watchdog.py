@@ -78,9 +78,9 @@ class Watchdog:
         still_s = self._still.observe(None, progress, bool(waiting) or not ready, now_s)
         if still_s is None:
             return ""
-        what = f"while {waiting} records wait" if waiting else "towards being ready to read"
+        during = f"while {waiting} records wait" if waiting else "in the recovery of the state"
         return (
-            f"no progress for {still_s:.0f} s {what}: the worker is stalled and must be started again "
+            f"no progress for {still_s:.0f} s {during}: the worker is stalled and must be started again "
             "(`stall_timeout_s` sets how long is too long)"
         )
 

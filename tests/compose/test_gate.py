@@ -162,7 +162,7 @@ def test_versions_are_rejected_promoted_and_rolled_back(branch, gate, tmp_path):
     branch.wait_last(GateVerdict.ADMIT, 0)
     branch.publish(1, 1)
     rejected = branch.wait_last(GateVerdict.REJECT, 1)
-    assert "surely worse" in rejected.reason and rejected.numbers["replicas"] == 1
+    assert "significantly worse" in rejected.reason and rejected.numbers["replicas"] == 1
     branch.publish(2, 12)
     branch.wait_compared(2)
     branch.users(0.1, (2, 0), 60, seed=1)

@@ -136,7 +136,7 @@ def test_checkpoints_are_compared_without_a_log(tmp_path):
         ({"v": torch.zeros(4)}, "'v' in the second"),
         ({"w": torch.zeros(5)}, r"float32 \(4,\) became float32 \(5,\)"),
         ({"w": torch.zeros(4, dtype=torch.float16)}, "became float16"),
-        ({"w": torch.zeros(4, dtype=torch.int64)}, "holds I64, which a delta cannot carry"),
+        ({"w": torch.zeros(4, dtype=torch.int64)}, "has dtype I64, which a delta does not support"),
     ],
 )
 def test_checkpoints_that_cannot_be_compared_are_explained(tmp_path, tensors, message):

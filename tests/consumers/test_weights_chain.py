@@ -85,7 +85,7 @@ def test_a_missing_anchor_is_not_used():
     chain = long_chain(anchors=(0, 6))
     found = chain.require_path(8, lambda made: made.version != 6)
     assert found.anchor.version == 0
-    with pytest.raises(Unreachable, match="anchor of version 0, on which it rests, is missing"):
+    with pytest.raises(Unreachable, match="needs the anchor of version 0, which is missing"):
         long_chain().require_path(3, lambda _: False)
 
 
@@ -106,7 +106,7 @@ def test_the_first_content_of_a_version_stays():
     chain = long_chain()
     chain.observe(manifest(5, fingerprint="f" * 32))
     assert chain.manifests[5].fingerprint == f"{5:032x}"
-    assert "the first one stands" in chain.forks[5]
+    assert "the first one is used" in chain.forks[5]
     assert rows(chain)[5].fork == chain.forks[5]
 
 

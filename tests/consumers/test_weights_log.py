@@ -221,7 +221,7 @@ def test_tensors_listed_in_a_table_are_found(log, tmp_path):
     assert verified(log).offender is None
     Path(table.uri.removeprefix("file://")).unlink()
     offender = verified(log).offender
-    assert offender.version == 3 and "is gone" in offender.reason
+    assert offender.version == 3 and "does not exist" in offender.reason
 
 
 def test_a_version_is_checked_out_as_a_checkpoint(log, tmp_path):

@@ -16,6 +16,7 @@ import fastavro
 import msgspec
 import numpy as np
 import pytest
+from confluent_kafka.schema_registry import Schema, SchemaRegistryClient, SchemaRegistryError
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from tests.generated import LONG, damaged, records_of
 from tests.records import neutral
 from tests.schemas.test_compatibility import written
 from tidemill.schemas import avro_code
-from tidemill.schemas.codec import RECORD_TYPES, Codec, DecodeError, current_schema, read_body
+from tidemill.schemas.codec import RECORD_TYPES, Codec, DecodeError, RegistryError, current_schema, read_body
 from tidemill.schemas.records import Document, Record, Task, Tick, VersionSpan
 
 RECORDS = st.one_of(*(records_of(cls) for cls in RECORD_TYPES.values()))
@@ -132,12 +133,30 @@ def test_what_has_no_schema_is_refused(value: bytes | None):
 
 
 def test_a_registry_id_of_a_foreign_schema_is_refused():
-    from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
-
     client = SchemaRegistryClient.new_client({"url": "mock://foreign"})
     foreign = client.register_schema("s", Schema('{"type":"record","name":"Other","fields":[]}', "AVRO"))
     with pytest.raises(DecodeError):
         codec_of("mock://foreign").decode(b"\x00" + foreign.to_bytes(4, "big"))
+
+
+def test_an_unknown_registry_id_is_refused():
+    with pytest.raises(DecodeError, match="no schema with id 7"):
+        codec_of("mock://unknown").decode(b"\x00" + (7).to_bytes(4, "big"))
+
+
+def test_a_registry_that_does_not_answer_refuses_no_record(monkeypatch: pytest.MonkeyPatch):
+    # Otherwise every record that is read during an outage would become a dead letter.
+    def no_answer(*_given: object) -> None:
+        raise SchemaRegistryError(503, 50003, "the leader does not answer")
+
+    value = codec_of("mock://codec").encode(Tick("w", 5))
+    codec = Codec("mock://outage")
+    for name in ("get_schema", "register_schema"):
+        monkeypatch.setattr(type(SchemaRegistryClient.new_client({"url": "mock://outage"})), name, no_answer)
+    with pytest.raises(RegistryError, match=r"failed: .*does not answer.* Check that it runs"):
+        codec.decode(value)
+    with pytest.raises(RegistryError):
+        codec.encode(Tick("w", 5))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +213,7 @@ def test_a_size_of_what_is_not_there_takes_no_memory(record_type: type):
 
 @pytest.mark.parametrize("other", [None, VersionSpan(1, 0, 1), type("Tock", (Tick,), {})("w", 1)])
 def test_what_is_no_record_of_the_log_is_refused(other: Any):
-    with pytest.raises(ValueError, match="is no record of the log"):
+    with pytest.raises(ValueError, match="is not a record of the log"):
         Codec().encode(other)
 
 

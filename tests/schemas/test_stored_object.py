@@ -48,7 +48,7 @@ def test_a_relative_directory_is_named_absolutely(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason"), [(b"payloae", "another digest"), (b"payloa", "cut short"), (b"payload+", "more than")]
+    ("damage", "reason"), [(b"payloae", "another digest"), (b"payloa", "truncated"), (b"payload+", "more than")]
 )
 def test_changed_bytes_are_refused(folder, damage, reason):
     stored = put_object(f"{folder}/one", [b"payload"])
@@ -68,9 +68,9 @@ def test_no_more_is_read_than_the_record_names(folder):
 
 def test_a_missing_object_is_reported_as_missing(folder):
     stored = put_object(f"{folder}/one", [b"payload"])
-    with pytest.raises(StoredObjectError, match="gone"):
+    with pytest.raises(StoredObjectError, match="does not exist"):
         read_object(replace(stored, uri=stored.uri + "-not"))
-    with pytest.raises(StoredObjectError, match="gone"):
+    with pytest.raises(StoredObjectError, match="does not exist"):
         read_object(replace(stored, uri=stored.uri.rpartition("/")[0]))
 
 
@@ -126,7 +126,12 @@ def test_changed_claimed_bytes_are_refused(tmp_path: Path, damage: bytes):
 
 @pytest.mark.parametrize(
     ("uri", "said"),
-    [("{}/two", "gone"), ("{}", "gone"), ("memory://claims/two", "gone"), ("nowhere://one", "cannot be reached")],
+    [
+        ("{}/two", "do not exist"),
+        ("{}", "do not exist"),
+        ("memory://claims/two", "do not exist"),
+        ("nowhere://one", "cannot be reached"),
+    ],
 )
 def test_missing_claimed_bytes_are_reported_as_missing(tmp_path: Path, uri: str, said: str):
     claim = store_claim(str(tmp_path), "one", b"payload")

@@ -204,6 +204,15 @@ def test_a_tombstone_of_an_unknown_interaction_erases_its_feedback():
     assert joined(TwoLogs().write(99, AGAIN).erase(99.5, Topic.INTERACTIONS, "a").tick(LATER_S)) == []
 
 
+def test_a_tombstone_of_one_signal_of_an_ended_interaction_corrects_its_reward():
+    logs = served().write(102, feedback("a", "e")).tick(104).erase(105, Topic.FEEDBACK, "a/e").tick(110)
+    found = [(o.revision, o.reward, o.previous_reward, o.exclusion) for o in outcomes(joined(logs))]
+    assert found == [(0, 1.0, None, ""), (1, None, 1.0, "no_signal")]
+    assert len(outcomes(joined(logs.write(111, request(UserWish.ERASE, 111)).tick(112)))) == 2
+    erased = served().write(102, feedback("a", "e")).tick(104).write(105, request(UserWish.ERASE, 105))
+    assert len(outcomes(joined(erased.erase(106, Topic.FEEDBACK, "a/e").tick(110)))) == 1
+
+
 OPT_OUT, OPT_IN = UserWish.OPT_OUT, UserWish.OPT_IN
 
 

@@ -110,7 +110,7 @@ def test_a_worker_replaced_during_a_pause_writes_nothing_more(settings, groups, 
         with stream_process(settings, tmp_path / "two", **fast) as two:
             found = read_records(groups, lambda read: len(read) >= GROUPS, 240, two)
             os.kill(one.process.pid, signal.SIGCONT)
-            noticed = ("the group gave this worker up", "a transaction is aborted")
+            noticed = ("the group removed this worker", "a transaction is aborted")
             until(lambda: any(said in one.log.read_text() for said in noticed), lambda: one.log.read_text(), 240)
             assert one.running(), one.log.read_text()
             fill(settings, [GROUPS])

@@ -43,7 +43,7 @@ def test_progress_and_idleness_are_no_stall(looks):
 
 def test_a_recovery_without_progress_is_a_stall():
     first, second = stalls([(95.0, False, 95, None), (105.0, False, 95, None)])
-    assert (first, "towards being ready to read" in second) == ("", True)
+    assert (first, "in the recovery of the state" in second) == ("", True)
 
 
 def test_settings_refuse_what_cannot_work():

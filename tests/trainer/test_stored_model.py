@@ -108,7 +108,7 @@ REFUSED = {
     "embed_tokens.weight and lm_head.weight are tied and stored with different": lambda tensors: tensors.update(UNTIED),
     "up_proj.weight is stored as int8": lambda tensors: tensors.update({NAME: torch.ones(96, 64, dtype=torch.int8)}),
     "more than once, also as model.layers.1": lambda tensors: tensors.update({NAME[6:]: torch.ones(96, 64)}),
-    "which a delta cannot carry": lambda tensors: tensors.update({NAME: torch.ones(96, 64, dtype=torch.int64)}),
+    "which a delta does not support": lambda tensors: tensors.update({NAME: torch.ones(96, 64, dtype=torch.int64)}),
 }
 
 

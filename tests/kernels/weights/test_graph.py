@@ -75,9 +75,14 @@ def test_the_same_record_again_changes_nothing_and_other_weights_are_refused():
     assert held.newest.version == 1
     with pytest.raises(VersionError, match=r"fork_from=ForkPoint\('main', 0\)"):
         observe_published(held, manifest(1, 0, fingerprint="f" * 32))
-    with pytest.raises(VersionError, match=r"What the log has stays$"):
+    with pytest.raises(VersionError, match=r"The version in the log is not changed$"):
         observe_published(held, manifest(0, fingerprint="f" * 32))
-    assert held.manifests[1].fingerprint == manifest(1).fingerprint, "the first contents stand"
+    assert held.manifests[1].fingerprint == manifest(1).fingerprint, "the first contents are kept"
+
+
+def test_a_second_record_adds_only_an_anchor():
+    first, second = manifest(1, 0), replace(manifest(1, 0, anchor=1), step=7, incarnation="other")
+    assert graph_of([manifest(0, anchor=1), first, second]).newest == replace(first, anchor=second.anchor)
 
 
 def test_the_next_version_follows_the_newest():

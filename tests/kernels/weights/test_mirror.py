@@ -1,6 +1,7 @@
 """The mirror follows anchors and deltas, forwards and back, bit for bit, for every element type; reading of deltas."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from threading import Barrier
 
@@ -14,13 +15,14 @@ from tests.kernels.encoding import encode_delta
 from tests.records import build
 from tidemill.kernels.delta import DeltaError, FingerprintMismatch, TensorChange
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
-from tidemill.kernels.weights import delta_shard
+from tidemill.kernels.weights import delta_fetch, delta_shard
 from tidemill.kernels.weights.anchor import AnchorError
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.weights.graph import Delta
 from tidemill.kernels.weights.mirror import Draft
 from tidemill.kernels.weights.rebuild import Decoder
+from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import Manifest, ShardPosition, TensorInfo
 
 DTYPES = {
@@ -243,6 +245,24 @@ def test_the_fetcher_goes_back_only_to_a_delta_from_before_the_log_was_opened(op
     assert many.log.sought == ([0] if opened_after else [])
 
 
+def test_a_connection_that_fails_closes_the_earlier_ones(monkeypatch):
+    closed = []
+
+    class Reader(nullcontext):
+        def __init__(self, *_given, client_id, **_options):
+            super().__init__()
+            if client_id == "c-2":
+                raise LookupError("no topic")
+
+        def __exit__(self, *_error):
+            closed.append(self)
+
+    monkeypatch.setattr(delta_fetch, "LogReader", Reader)
+    with pytest.raises(LookupError), delta_fetch.open_fetcher(KafkaSettings(), 1.0, 3, "c"):
+        pass
+    assert len(closed) == 2
+
+
 def test_shards_are_decoded_at_the_same_time():
     """Each of two shards waits until the other is read, so both succeed only if they are read at the same time."""
     many, both = ManyChunks(2), Barrier(2, timeout=60)
@@ -263,7 +283,7 @@ def test_an_error_of_one_shard_ends_the_others():
     shards = [many.manifest.shards[0], replace(many.manifest.shards[1], digest="0" * 32)]
     fetcher, decoder = ChunkFetcher(many.log, 200.0), Decoder(2)
     begun = time.monotonic()
-    with pytest.raises(ValueError, match="not what its record names"):
+    with pytest.raises(ValueError, match="does not match its record"):
         decoder.decode(Delta(many.manifest, 0, tuple(shards), 0), fetcher.pieces, lambda block: ())
     assert time.monotonic() - begun < 60
     decoder.close()

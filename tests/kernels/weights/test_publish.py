@@ -146,7 +146,7 @@ def test_a_chain_with_a_lost_delta_is_not_continued(publication, open_publisher,
     manifests = publish_all(open_publisher(TO_STORE), views[:3])
     Path(manifests[2].shards[0].uri.removeprefix("file://")).unlink()
     restarted = open_publisher(TO_STORE)
-    with pytest.raises(VersionError, match=r"version 2 .* cannot be made again: .* is gone"):
+    with pytest.raises(VersionError, match=r"version 2 .* cannot be rebuilt: .* does not exist"):
         restarted.publish(3, views[3])
     assert restarted.publish(2, views[2]).version == 2, "whoever has the weights can go on"
     assert restarted.publish(3, views[3]).parent == 2
@@ -228,7 +228,7 @@ BAD = {
     "missing": (lambda view: {name: view[name] for name in view if name != "norm"}, "in one of them only: norm"),
     "extra": (lambda view: spoil(view, "lm_head.weight", np.zeros(4, np.uint16)), r"lm_head\.weight"),
     "int64": (lambda view: spoil(view, "norm", torch.zeros(16, dtype=torch.int64)), "norm is .*int64"),
-    "untyped": (lambda view: spoil(view, "gate", view["gate"].bits), "does not say what it holds"),
+    "untyped": (lambda view: spoil(view, "gate", view["gate"].bits), "has no element type"),
     "width": (lambda view: spoil(view, "gate", Weight("int8", np.zeros(40, np.uint16))), "int8 has patterns of uint8"),
 }
 
@@ -374,7 +374,7 @@ def test_a_publisher_closed_by_an_error_leaves_no_thread(publication, views):
 def test_a_missing_base_model_is_reported(publication, tmp_path, views):
     arguments = (publication.kafka, publication.run, publication.store)
     with WeightPublisher.open(*arguments, base_model=tmp_path / "missing") as publisher:
-        with pytest.raises(ValueError, match="no Hugging Face model directory"):
+        with pytest.raises(ValueError, match="not a Hugging Face model directory"):
             publisher.publish(0, views[0])
         (tmp_path / "missing").mkdir()
         (tmp_path / "missing" / "config.json").write_text(json.dumps({}))

@@ -59,7 +59,7 @@ class Streams:
         (offset,) = shard.offsets
         yield from self.streams[offset]
         if self.faults.get(offset) == "damaged":
-            raise CorruptDeltaError("not what its record names")
+            raise CorruptDeltaError("it does not match its record")
         if self.faults.get(offset) == "late":
             raise FetchTimeoutError("did not arrive")
 

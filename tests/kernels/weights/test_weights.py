@@ -145,7 +145,7 @@ def part(name, whole, start, end):
     ids=["another tensor's", "past the end", "before the start", "not flat"],
 )
 def test_a_part_that_does_not_belong_to_the_tensor_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"^w: the part given is elements"):
+    with pytest.raises(ValueError, match=r"^w: it is elements"):
         HeldVersion.copy_of(0, {"w": wrong})
 
 

@@ -21,13 +21,13 @@ def sample(contexts: Contexts[list[int]], asked: PendingTurn[list[int]], text: s
     """Answer a request with a text."""
     ids = [*CHAT.encode(text), *([END] if ended else [])]
     message = CHAT.read(ids, asked.context.tools, asked.context.count).message
-    contexts.said(asked, ids, message, ids)
+    contexts.add_turn(asked, ids, message, ids)
     return message
 
 
 def turn(contexts: Contexts[list[int]], messages: list[Message], text: str, tools: Tools = NO_TOOLS) -> list[Message]:
     """A conversation with one more turn, and the question that follows it."""
-    return [*messages, sample(contexts, contexts.ask(messages, tools), text), MORE]
+    return [*messages, sample(contexts, contexts.begin(messages, tools), text), MORE]
 
 
 # How a request is handled
@@ -36,7 +36,7 @@ def turn(contexts: Contexts[list[int]], messages: list[Message], text: str, tool
 def test_a_request_that_continues_appends():
     contexts = Contexts[list[int]](CHAT)
     once = turn(contexts, [USER], "One.")
-    asked = contexts.ask(once)
+    asked = contexts.begin(once)
     assert asked.origin is Origin.APPEND and [asked.context] == contexts.all
     first = contexts.all[0].turns[0]
     assert asked.ids[: first.end] == contexts.all[0].ids
@@ -51,7 +51,7 @@ def test_a_request_that_begins_with_a_part_forks():
     turn(contexts, once, "Two.")
     shared = contexts.all[0].ids[: contexts.all[0].turns[0].end]
     other: list[Message] = [*once[:-1], {"role": "user", "content": "Another question."}]
-    asked = contexts.ask(other)
+    asked = contexts.begin(other)
     assert asked.origin is Origin.FORK and asked.ids[: len(shared)] == shared
     assert asked.ids == CHAT.open(other)
     sample(contexts, asked, "Three.")
@@ -76,25 +76,25 @@ def test_a_request_that_begins_with_a_part_forks():
 def test_any_other_request_is_fresh_and_rendered_anew(messages: list[Message], tools: Tools):
     contexts = Contexts[list[int]](CHAT)
     turn(contexts, [USER], "One.")
-    asked = contexts.ask(messages, tools)
+    asked = contexts.begin(messages, tools)
     assert asked.origin is Origin.FRESH and asked.ids == CHAT.open(messages, tools)
     assert asked.context.count == sum(message["role"] == "assistant" for message in messages)
 
 
 def test_a_turn_that_comes_back_in_another_json_style_is_known():
     contexts = Contexts[list[int]](CHAT)
-    said = sample(contexts, contexts.ask([USER], TOOLS), FAMILIES["qwen3"].call)
+    said = sample(contexts, contexts.begin([USER], TOOLS), FAMILIES["qwen3"].call)
     call = said["tool_calls"][0]
     arguments = json.dumps(json.loads(call["function"]["arguments"]), separators=(",", ":"))
     sent_back = {**said, "tool_calls": [{**call, "function": {**call["function"], "arguments": arguments}}]}
     result = {"role": "tool", "content": "3", "tool_call_id": call["id"]}
-    assert contexts.ask([USER, sent_back, result], TOOLS).origin is Origin.APPEND
+    assert contexts.begin([USER, sent_back, result], TOOLS).origin is Origin.APPEND
 
 
 def test_parallel_calls_are_an_append_and_a_fork():
     contexts = Contexts[list[int]](CHAT)
     once = turn(contexts, [USER], "One.")
-    first, second = contexts.ask(once), contexts.ask(once)
+    first, second = contexts.begin(once), contexts.begin(once)
     assert (first.origin, second.origin) == (Origin.APPEND, Origin.FORK)
     assert first.ids == second.ids
     sample(contexts, second, "B.")
@@ -106,17 +106,17 @@ def test_a_turn_that_was_not_sampled_leaves_its_context_to_the_next_request():
     contexts = Contexts[list[int]](CHAT)
     once = turn(contexts, [USER], "One.")
     before = list(contexts.all[0].ids)
-    contexts.release(contexts.ask(once))
+    contexts.release(contexts.begin(once))
     assert contexts.all[0].ids == before
-    assert contexts.ask(once).origin is Origin.APPEND
+    assert contexts.begin(once).origin is Origin.APPEND
 
 
 def test_of_two_equal_turns_the_later_one_is_continued():
     contexts = Contexts[list[int]](CHAT)
-    first, second = contexts.ask([USER]), contexts.ask([USER])
+    first, second = contexts.begin([USER]), contexts.begin([USER])
     said = sample(contexts, first, "One.")
     sample(contexts, second, "One.", ended=False)
-    asked = contexts.ask([USER, said, MORE])
+    asked = contexts.begin([USER, said, MORE])
     assert asked.origin is Origin.APPEND and asked.context is second.context
 
 
@@ -146,7 +146,7 @@ class Rollout:
         last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         end = self.ends.get(self.key(messages[: last + 1], tools)) if 0 <= last < len(messages) - 1 else None
         before = {id(context): list(context.ids) for context in self.contexts.all}
-        asked = self.contexts.ask(messages, tools)
+        asked = self.contexts.begin(messages, tools)
         assert all(context.ids == before[id(context)] for context in self.contexts.all)
         if self.most is None:
             if end is None:
@@ -181,7 +181,7 @@ class Rollout:
         if self.draw.random() < 0.7:
             ids = [*ids, END]
         message = CHAT.read(ids, tools, asked.context.count).message
-        self.contexts.said(asked, ids, message, ids)
+        self.contexts.add_turn(asked, ids, message, ids)
         assert asked.context.ids == [*before, *ids]
         self.sampled.append(ids)
         self.lengths.setdefault(id(asked.context), []).append(len(asked.context.ids))
@@ -235,14 +235,14 @@ def test_a_server_remembers_the_most_recent_turns_alone(draw: random.Random, ste
     for messages, tools in {rollout.key(*each): each for each in rollout.known}.values():
         calls = messages[-1].get("tool_calls", ())
         results = [{"role": "tool", "content": "9", "tool_call_id": call["id"]} for call in calls]
-        remembered += rollout.contexts.ask([*messages, *results, USER], tools).origin is not Origin.FRESH
+        remembered += rollout.contexts.begin([*messages, *results, USER], tools).origin is not Origin.FRESH
     assert remembered == min(most, len(rollout.ends))
 
 
 def test_a_turn_that_is_asked_for_again_is_kept_longer():
     contexts = Contexts[list[int]](CHAT, 2)
     first, second = turn(contexts, [USER], "One."), turn(contexts, [MORE], "Two.")
-    assert contexts.ask(first).origin is Origin.APPEND
+    assert contexts.begin(first).origin is Origin.APPEND
     turn(contexts, [{"role": "user", "content": "A third."}], "Three.")
-    assert contexts.ask(second).origin is Origin.FRESH
-    assert contexts.ask(first).origin is Origin.FORK  # its first request is still in progress
+    assert contexts.begin(second).origin is Origin.FRESH
+    assert contexts.begin(first).origin is Origin.FORK  # its first request is still in progress

@@ -29,7 +29,7 @@ def played(family: ModelFamily, draw: random.Random) -> tuple[int, int]:
         contexts = Contexts[list[int]](chat)
         messages: list[Message] = [{"role": "user", "content": prose(draw)}]
         for _ in range(5):
-            asked = contexts.ask(messages, TOOLS)
+            asked = contexts.begin(messages, TOOLS)
             text = (prose(draw, 40) if draw.random() < 0.6 else "") or family.call
             ids = odd_ids(draw, chat, text)
             if draw.random() < 0.25:
@@ -38,7 +38,7 @@ def played(family: ModelFamily, draw: random.Random) -> tuple[int, int]:
                 ids.append(draw.choice(chat.stop_token_ids))
             read = chat.read(ids, TOOLS, asked.context.count)
             before = list(asked.context.ids)
-            contexts.said(asked, ids, read.message, ids)
+            contexts.add_turn(asked, ids, read.message, ids)
             context = asked.context
             assert context.ids[: len(before)] == before
             messages.append(read.message)
@@ -236,16 +236,16 @@ def test_a_base_model_needs_a_template_from_the_settings(tmp_path: Path):
         ("tokenizer.json", None, FileNotFoundError, "needs a fast tokenizer's file"),
         ("tokenizer.json", "{", ValueError, "is not a tokenizer"),
         ("tokenizer.json", "\x00" * 1000, ValueError, "is not a tokenizer"),
-        ("tokenizer_config.json", "{", ValueError, "is no JSON"),
+        ("tokenizer_config.json", "{", ValueError, "is not JSON"),
         ("tokenizer_config.json", "[]", TemplateRefused, "has no chat template"),
         ("tokenizer_config.json", None, TemplateRefused, "has no chat template"),
         ("tokenizer_config.json", '{"chat_template": {"a": 1}}', TemplateRefused, "has no chat template"),
         ("tokenizer_config.json", '{"chat_template": [3, {"name": "rag"}]}', TemplateRefused, "has no chat template"),
-        ("tokenizer_config.json", "\udcff", ValueError, "is no text"),
-        ("chat_template.jinja", "\udcff", ValueError, "is no text"),
-        ("generation_config.json", "{", ValueError, "is no JSON"),
+        ("tokenizer_config.json", "\udcff", ValueError, "is not UTF-8 text"),
+        ("chat_template.jinja", "\udcff", ValueError, "is not UTF-8 text"),
+        ("generation_config.json", "{", ValueError, "is not JSON"),
         ("chat_template.jinja", "", TemplateRefused, "does not show a user's message"),
-        ("chat_template.jinja", "{% for", TemplateRefused, "no usable Jinja template"),
+        ("chat_template.jinja", "{% for", TemplateRefused, "not a usable Jinja template"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_its_file(

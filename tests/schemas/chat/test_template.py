@@ -286,7 +286,7 @@ def test_a_training_librarys_marks_are_ignored():
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 ONE = "{{ m.content }}<|end|>"
 REFUSED = {
-    "no Jinja": ("{% for m in messages %}", "no usable Jinja template"),
+    "no Jinja": ("{% for m in messages %}", "not a usable Jinja template"),
     "too long": (PLAIN + "{# " + "x" * 10_000_000 + " #}", "more than 1048576"),
     "raises": ("{{ raise_exception('not today') }}", "not today"),
     "shows no question": ("<|end|>", "does not show a user's message"),
@@ -303,7 +303,7 @@ REFUSED = {
     ),
     "puts questions first": (
         "{% for m in messages | sort(attribute='role', reverse=true) %}" + ONE + "{% endfor %}",
-        "does not show a new message behind the turn",
+        "does not show a new message after the turn",
     ),
     "alters turns": ("{% for m in messages %}{{ m.content | upper }}<|end|>{% endfor %}", "does not show a user's"),
     "ends no turn": ("{% for m in messages %}{{ m.content }}\n\n{% endfor %}", "no special token"),

@@ -79,18 +79,18 @@ KEPT_OUT: dict[str, tuple[str, Callable[[SecuredLog], dict[str, str]], str]] = {
         "misnamed", lambda log: log.sasl_options(), r"certificate verify failed.*to name the host",
     ),
     "plaintext": (
-        "sasl", lambda _: {}, r"closes each connection.*speaks PLAINTEXT.*wants TLS.*security\.protocol",
+        "sasl", lambda _: {}, r"closes each connection.*uses PLAINTEXT.*requires TLS.*security\.protocol",
     ),
     "without TLS": (
         "sasl", lambda log: log.sasl_options(security_protocol="SASL_PLAINTEXT"),
-        r"closes each connection.*speaks SASL_PLAINTEXT.*wants TLS.*security\.protocol",
+        r"closes each connection.*uses SASL_PLAINTEXT.*requires TLS.*security\.protocol",
     ),
     "nameless": (
-        "named", lambda _: {}, r"closes each connection.*speaks PLAINTEXT.*SASL.*security\.protocol",
+        "named", lambda _: {}, r"closes each connection.*uses PLAINTEXT.*SASL.*security\.protocol",
     ),
     "nameless by TLS": (
         "sasl", lambda log: {**TLS, "ssl.ca.location": str(log.ca)},
-        r"closes each connection.*speaks SSL.*SASL.*security\.protocol",
+        r"closes each connection.*uses SSL.*SASL.*security\.protocol",
     ),
     "without certificate": (
         "mutual", lambda log: {**TLS, "ssl.ca.location": str(log.ca)},
@@ -99,7 +99,7 @@ KEPT_OUT: dict[str, tuple[str, Callable[[SecuredLog], dict[str, str]], str]] = {
     "TLS to plain": (
         # OpenSSL reports the closed connection before or after it reads that the answer is not TLS.
         "plain", lambda log: log.sasl_options(),
-        r"(PLAINTEXT broker listener|closed by peer).*speaks SASL_SSL.*security\.protocol",
+        r"(PLAINTEXT broker listener|closed by peer).*uses SASL_SSL.*security\.protocol",
     ),
 }  # fmt: skip
 """Listener, options, and the expected message."""

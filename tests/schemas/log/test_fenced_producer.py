@@ -97,7 +97,7 @@ def test_an_open_transaction_of_a_replaced_producer_is_not_read_and_blocks_no_re
 def test_an_absent_log_is_reported(monkeypatch) -> None:
     monkeypatch.setattr("tidemill.schemas.log.fenced_producer.START_TIMEOUT_S", 0.2)
     monkeypatch.setattr("tidemill.schemas.log.fenced_producer.CALL_TIMEOUT_S", 0.2)
-    with pytest.raises(DeliveryError, match="did not take what name wrote"):
+    with pytest.raises(DeliveryError, match="did not accept the records of name"):
         FencedProducer(KafkaSettings(bootstrap="127.0.0.1:9"), "test", "name")
 
 

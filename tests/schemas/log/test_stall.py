@@ -117,7 +117,7 @@ def test_a_loop_that_hangs_ends_the_process_and_says_where():
     _, said = hung.communicate(timeout=DEADLINE_S)
     assert hung.returncode == EXIT_HUNG
     assert "the test role hangs: no progress for" in said
-    assert "the last thing it did was: round 9" in said
+    assert "its last activity: round 9" in said
     assert "most recent call first" in said
 
 

@@ -67,7 +67,7 @@ def test_no_candidate_reaches_users_past_a_failed_bench():
     product = Product()
     product.start(baseline_successes=16, candidate_successes=4)
     assert product.decisions == [("admit", 0), ("canary", 1), ("reject", 1)]
-    assert "surely worse" in product.last().reason
+    assert "significantly worse" in product.last().reason
     floor = Product(QUICK.model_copy(update={"floor": 0.5}))
     floor.start(baseline_successes=8, candidate_successes=7)
     assert floor.decisions == [("canary", 1), ("reject", 1)]
@@ -119,7 +119,7 @@ def test_a_candidate_without_bench_results_does_not_block_newer_ones():
     assert product.decisions == [("canary", 1)]
     product.publish(2)
     assert product.decisions == [("canary", 1), ("canary", 2)]
-    assert "version 1 is passed over: 0 of 16 rollouts" in product.last().reason
+    assert "version 1 is skipped: 0 of 16 rollouts" in product.last().reason
 
 
 @pytest.mark.parametrize(("promote", "verdict"), [(True, GateVerdict.PROMOTE), (False, GateVerdict.HOLD)])
@@ -206,7 +206,7 @@ def test_many_small_changes_are_detected_against_the_first_baseline():
         product.publish(version + 1)
         product.write(bench(version + 1, 12))
     made = product.last()
-    assert made.verdict is GateVerdict.HOLD and "drifted away from the first baseline: edit_rate" in made.reason
+    assert made.verdict is GateVerdict.HOLD and "the tolerance: edit_rate" in made.reason
     assert made.numbers["stable/edit_rate"] - made.numbers["canary/edit_rate"] < 0.2 + 0.1
     tried = product.keeper.snapshot().head
     product.write(said(GateVerdict.RELEASE, None, product.now))
@@ -288,7 +288,7 @@ def test_a_decision_that_crosses_a_hold_is_rolled_back():
     product.write(held)
     [again] = product.write(replace(other, numbers={GENERATION: 1.0}))
     assert (again.verdict, again.version) == (GateVerdict.ROLL_BACK, 0)
-    assert again.reason == "hold by ada stands; promote 1 came after it"
+    assert again.reason == "hold by ada applies; promote 1 was decided after it"
     assert tick(product, 10.0) == []
     assert product.keeper.snapshot().promoted == 0 and product.keeper.snapshot().held_by == held
 

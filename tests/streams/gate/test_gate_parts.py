@@ -21,10 +21,10 @@ from tidemill.streams.gate.bench import Bench, BenchResult
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.guardrails import ArmGuards, FrozenGuards, Tolerance, measures
 from tidemill.streams.gate.sequential import Capital, Side, TwoArms, difference
-from tidemill.streams.gate.trial import Users
+from tidemill.streams.gate.trial import PromotionWatch, Users
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gate_support import RUN, ack, bench, manifest, outcome, said
+from gate_support import QUICK, RUN, ack, bench, manifest, outcome, said
 
 ALPHA = 0.05
 
@@ -59,8 +59,31 @@ def test_a_user_belongs_to_the_arm_of_their_first_outcome():
     take(users, "canary", "ada", 1, 1.0)
     assert take(users, "stable", "ada", 2, 0.0) == []
     assert take(users, "canary", "ada", 3, 0.0) == [("ada", {"x": 0.5})]
+
+
+def test_an_erased_user_who_was_counted_does_not_count_again():
+    users = Users(most=1, window_us=100)
+    assert take(users, "canary", "ada", 1, 1.0) == [("ada", {"x": 1.0})]
     users.forget("ada")
-    assert take(users, "stable", "ada", 4, 0.0) == []
+    assert take(users, "canary", "ada", 1, 1.0) == take(users, "canary", "ada", 2, 0.0) == []
+    assert take(users, "stable", "ada", 3, 0.0) == users.settle_all() == []
+
+
+def test_an_erased_user_who_was_not_counted_begins_again():
+    users = Users(most=2, window_us=100)
+    take(users, "canary", "ada", 1, 1.0, at=0)
+    take(users, "canary", "bob", 2, 1.0, at=5)
+    users.forget("ada")
+    take(users, "stable", "ada", 3, 0.0, at=60)
+    assert [settled.user_id for settled in users.advance(110)] == ["bob"]
+    assert [(s.arm, s.user_id, s.means()) for s in users.advance(160)] == [("stable", "ada", {"x": 0.0})]
+
+
+def test_a_promotion_s_watch_counts_each_user_once():
+    watch = PromotionWatch(QUICK, 1, 0, {"reward": 0.5})
+    for number, revision in ((1, 0), (1, 1), (2, 0)):
+        watch.observe(outcome(number, "stable", 1, 10, 0.5, revision=revision), 10)
+    assert watch.users == 2
 
 
 def alarms(by_user, runs=60, people=60, answers=8):
@@ -203,7 +226,7 @@ def test_a_trial_and_an_admission_do_not_limit_the_stable_pool():
         ({"reward_low": 1.0, "reward_high": 1.0}, "must be above reward_low"),
         ({"margin": 2.0}, "margin 2 must be below"),
         ({"watch_margin": 3.0}, "watch_margin 3 must be below"),
-        ({"ignored": {"speed"}}, "speed is no measure; these are: edit_rate"),
+        ({"ignored": {"speed"}}, "speed is not a measure; the measures are: edit_rate"),
         ({"share": 1.0}, "share"),
         ({"alpha": 0.0}, "alpha"),
         ({"colour": "red"}, "colour"),
