@@ -218,7 +218,7 @@ def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None)
 
 
 def parse_assignments(assignments: list[str]) -> dict[str, Any]:
-    """Parse `["trainer.max_steps=3"]` to `{"trainer": {"max_steps": "3"}}`; the model parses the values.
+    """Parse `["run.max_steps=3"]` to `{"run": {"max_steps": "3"}}`; the model parses the values.
 
     A value that begins with `[` or `{` is JSON, as in an environment variable.
 
@@ -230,7 +230,7 @@ def parse_assignments(assignments: list[str]) -> dict[str, Any]:
         path, equals, value = text.partition("=")
         keys = path.split(".")
         if not equals or len(keys) < 2 or not all(keys):
-            raise ConfigError(f"--set {text!r}: expected SECTION.KEY=VALUE, for instance trainer.max_steps=40")
+            raise ConfigError(f"--set {text!r}: expected SECTION.KEY=VALUE, for instance run.max_steps=40")
         try:
             read = json.loads(value) if value.startswith(("[", "{")) else value
         except ValueError as error:

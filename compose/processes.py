@@ -86,12 +86,12 @@ class Supervisor:
         """Keep the roles' logs in a directory.
 
         Args:
-            environment: of every role, in addition to this process's own.
+            environment: of every role. None: that of this process.
             restarted: called with a message for each role that ended early and is restarted. None: that is an error.
             started: called with the process id of each role.
         """
         self._log_dir = log_dir
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = os.environ if environment is None else environment
         self._roles: dict[str, Role] = {}
         self._restarted, self._started = restarted, started
         self._short_lives: Counter[str] = Counter()

@@ -51,8 +51,8 @@ Try it: `tidemill demo`. You can also start each role separately, with any Kafka
     tidemill train --bootstrap kafka:9092 --run-id tuesday
     tidemill serve --bootstrap kafka:9092 --run-id tuesday --port 8100
 
-Settings come from a TOML file (`--config`), then the environment (`TIDEMILL_TRAINER__MAX_STEPS=40`), then flags
-(`--set trainer.max_steps=40`). A flag overrides the environment, which overrides the file.""",
+Settings come from a TOML file (`--config`), then the environment (`TIDEMILL_RUN__MAX_STEPS=40`), then flags
+(`--set run.max_steps=40`). A flag overrides the environment, which overrides the file.""",
 )
 
 app.add_typer(stack_app, name="stack")

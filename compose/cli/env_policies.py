@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -134,14 +135,15 @@ class _EndpointPolicy(TriedPolicy):
         }
         if tools:
             body["tools"] = list(checked_tools(tools))
+        answer = ""
         try:
             async with endpoint.session.post(f"{endpoint.base_url}/chat/completions", json=body) as response:
-                answer = await response.json(content_type=None)
-                choice = answer["choices"][0]
-                reply = Reply(checked_message(choice["message"], "message"), choice["finish_reason"])
+                answer = await response.text()
+            choice = json.loads(answer)["choices"][0]
+            reply = Reply(checked_message(choice["message"], "message"), choice["finish_reason"])
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise GenerationFailed(f"{endpoint.base_url}: {error!r}") from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise GenerationFailed(f"{endpoint.base_url} answered no completion: {str(answer)[:300]}") from error
+            raise GenerationFailed(f"{endpoint.base_url} answered no completion: {answer[:300]}") from error
         self.conversation = [*messages, reply.message]
         return reply

@@ -19,7 +19,6 @@ from tidemill.compose.options import (
     given,
     key_values,
     settings_from,
-    with_local_log,
     with_reachable_log,
 )
 from tidemill.compose.output import CsvOption, JsonOption, print_document, print_json, print_rows, utc, working
@@ -46,7 +45,7 @@ def topics(
     options = {
         "config": config, "assignments": assignments, "bootstrap": bootstrap, "topic_prefix": topic_prefix
     }  # fmt: skip
-    kafka = with_local_log(settings_from(options)).kafka
+    kafka = with_reachable_log(settings_from(options)).kafka
     created = create_topics(kafka) if create else []
     states = check_topics(kafka)
     fine = {name: "created" for name in created}

@@ -178,9 +178,10 @@ def export_command(
     kafka = with_reachable_log(settings).kafka
     from tidemill.consumers.operate.replay.archive import export
     from tidemill.consumers.operate.replay.plan import LogOrigin
+    from tidemill.schemas.codec import Codec
 
     with closing(LogOrigin(kafka, chosen)) as origin, remaining("reading") as progress:
-        made, sha256 = export(origin, file, progress)
+        made, sha256 = export(origin, file, Codec(kafka.registry_url), progress)
     if as_json:
         print_json({"file": str(file), "file_sha256": sha256, **asdict(made)})
         return
@@ -209,6 +210,7 @@ def import_command(
     Example: `tidemill replay import step7.avro --into bug-17. --yes`
     """
     from tidemill.consumers.operate.replay.archive import ArchiveError, ArchiveOrigin
+    from tidemill.schemas.codec import Codec
 
     settings = settings_of({})
     copy_from = copying_of(settings, into)
@@ -218,7 +220,7 @@ def import_command(
         if found != sha256.lower():
             raise ArchiveError(f"{file} has sha256 {found}: it is not the file that was exported")
     with remaining("checking") as progress:
-        origin = ArchiveOrigin(file, progress)
+        origin = ArchiveOrigin(file, Codec(settings.kafka.registry_url), progress)
     copy_from(with_reachable_log(settings).kafka, origin)
 
 

@@ -7,6 +7,7 @@ written to a file.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -23,7 +24,13 @@ from tidemill.schemas.records import Arm
 
 CONFIG_NAME = "settings.toml"
 ONLINE_CONFIG_NAME = "settings-online.toml"
-SECRETS: Mapping[str, Any] = {"product": True, "router": {"api_keys"}, "users": {"api_key"}, "gateway": {"api_keys"}}
+SECRETS: Mapping[str, Any] = {
+    "product": {"signing_keys", "pseudonym_key"},
+    "router": {"api_keys"},
+    "users": {"api_key"},
+    "gateway": {"api_keys"},
+    "sink": {"password"},
+}
 """The settings that are never written to a file, in addition to the log's passwords."""
 PASSWORD = "password"
 """The end of the names of `kafka.client_options` that are passwords."""
@@ -143,10 +150,19 @@ class DemoPlan:
         tree["feed"] |= {"replicas": 1, "replica_ids": [CANARY], "eval_every": 1}
         (self.directory / ONLINE_CONFIG_NAME).write_text(tomli_w.dumps(tree), "utf-8")
 
-    def log_environment(self) -> dict[str, str]:
-        """Return the environment variables of every role: the log's passwords, if there are any."""
+    def role_environment(self) -> dict[str, str]:
+        """Return the environment of every role: that of this process without settings, and the passwords.
+
+        Settings in it are in the files too, where the plan has changed some: a role would prefer those of the
+        environment.
+        """
+        own = {name: value for name, value in os.environ.items() if not _is_setting(name)}
         hidden = {name: value for name, value in self.settings.kafka.client_options.items() if name.endswith(PASSWORD)}
-        return {"TIDEMILL_KAFKA__CLIENT_OPTIONS": json.dumps(hidden)} if hidden else {}
+        if hidden:
+            own["TIDEMILL_KAFKA__CLIENT_OPTIONS"] = json.dumps(hidden)
+        if password := self.settings.sink.password.get_secret_value():
+            own["TIDEMILL_SINK__PASSWORD"] = password
+        return own
 
     def product_environment(self) -> dict[str, str]:
         """Return the environment variables of the router and the users: the product's keys."""
@@ -206,6 +222,12 @@ class DemoPlan:
 
     def _online(self, *command: str) -> list[str]:
         return [*command, "--config", str(self.directory / ONLINE_CONFIG_NAME)]
+
+
+def _is_setting(variable: str) -> bool:
+    """Whether an environment variable, in upper or lower case, sets a section of the settings or a part of one."""
+    prefix, _, path = variable.lower().partition("_")
+    return prefix == "tidemill" and path.partition("__")[0] in TidemillSettings.model_fields
 
 
 def _address(port: int) -> str:

@@ -55,7 +55,7 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
         plan = plan.with_log_of(located)
         with Supervisor(
             plan.log_directory,
-            plan.log_environment(),
+            plan.role_environment(),
             restarted=partial(console.print, style="yellow", highlight=False, soft_wrap=True),
             started=guard.watch,
         ) as supervisor:

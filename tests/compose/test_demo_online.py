@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -304,9 +305,31 @@ def test_the_log_s_passwords_reach_the_roles_only_by_their_environment(tmp_path:
     for name in (CONFIG_NAME, ONLINE_CONFIG_NAME):
         read = load_settings(plan.directory / name).kafka.client_options
         assert read == {name: options[name] for name in ("security.protocol", "sasl.username")}
-    for name, value in plan.log_environment().items():
+    for name, value in plan.role_environment().items():
         monkeypatch.setenv(name, value)
     assert load_settings(plan.directory / CONFIG_NAME).kafka.client_options == options
+
+
+def test_the_roles_read_the_plan_s_settings_also_if_the_environment_sets_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TIDEMILL_RUN__MAX_STEPS", "7")
+    monkeypatch.setenv("tidemill_run__run_id", "mine")
+    monkeypatch.setenv("TIDEMILL_STORE", '{"root": "elsewhere"}')
+    monkeypatch.setenv("TIDEMILL_TRACEBACK", "1")
+    given = {"demo": {"data_dir": str(tmp_path), "online_batches": 3}, "sink": {"password": "hush"}}
+    plan = DemoPlan.of(load_settings(None, {**given, "product": {"clock_skew_s": 5}}))
+    plan.write_config()
+    environment = plan.role_environment()
+    for name in set(os.environ) - set(environment):
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    read = load_settings(plan.directory / ONLINE_CONFIG_NAME)
+    assert (read.run.run_id, read.run.max_steps) == (plan.settings.run.run_id, 7 + 3)
+    assert read.store.root == str(plan.directory / "store") and read.product.clock_skew_s == 5
+    assert read.sink.password.get_secret_value() == "hush"
+    assert os.environ["TIDEMILL_TRACEBACK"] == "1" and "PATH" in environment
 
 
 def test_act_two_alone_needs_a_model(tmp_path: Path):

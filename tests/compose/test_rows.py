@@ -314,7 +314,7 @@ def test_the_rewards_of_tried_episodes_are_rows(monkeypatch):
 
 def test_topics_are_listed(monkeypatch):
     states = [TopicState("t.rollouts", 6, []), TopicState("t.groups", 3, ["3 partitions, not 6", "retention"])]
-    monkeypatch.setattr("tidemill.compose.cli.log_commands.with_local_log", lambda settings: settings)
+    monkeypatch.setattr("tidemill.compose.cli.log_commands.with_reachable_log", lambda settings: settings)
     monkeypatch.setattr("tidemill.compose.cli.log_commands.check_topics", lambda _kafka: states)
     listed = run("topics", "--csv")
     assert listed.exit_code == 1

@@ -224,9 +224,10 @@ def follow(log: WeightLog, decision: int, ended: threading.Event) -> None:
             return
 
 
-def test_a_log_that_does_not_answer_is_reported_in_one_line():
+@pytest.mark.parametrize("command", [("weights", "log"), ("topics", "--create")])
+def test_a_log_that_does_not_answer_is_reported_in_one_line(command: tuple[str, ...]):
     result = subprocess.run(
-        [sys.executable, "-m", "tidemill.compose.cli", "weights", "log", "--bootstrap", "127.0.0.1:9"],
+        [sys.executable, "-m", "tidemill.compose.cli", *command, "--bootstrap", "127.0.0.1:9"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 1

@@ -76,14 +76,18 @@ class ArchiveManifest:
     """Objects outside the log that records refer to, with their sizes in bytes: they are not in the archive."""
 
 
-def export(origin: ReplayOrigin, file: Path, progress: Progress = no_progress) -> tuple[ArchiveManifest, str]:
+def export(
+    origin: ReplayOrigin, file: Path, codec: Codec, progress: Progress = no_progress
+) -> tuple[ArchiveManifest, str]:
     """Write the records that an origin selects to a file, atomically: either the complete file exists or none.
+
+    `codec` decodes the records to find the objects that they refer to.
 
     Returns the manifest and the sha256 of the file. Raises ArchiveError if the log loses records during the export,
     and the errors of `LogOrigin.plan`.
     """
     plan = origin.plan(None, progress)
-    schemas, claims = _named_in(_chosen(origin, plan), Codec())
+    schemas, claims = _named_in(_chosen(origin, plan), codec)
     made = ArchiveManifest(
         format=FORMAT,
         made_at=now_us(),
@@ -121,18 +125,18 @@ def export(origin: ReplayOrigin, file: Path, progress: Progress = no_progress) -
 
 
 class ArchiveOrigin:
-    """The records of an archive. The whole archive is checked before it is used.
+    """The records of an archive. The whole archive is checked before it is used; `codec` decodes its references.
 
     Raises ArchiveError if it is damaged, truncated or changed, FileNotFoundError if it does not exist.
     """
 
-    def __init__(self, file: Path, progress: Progress = no_progress) -> None:
+    def __init__(self, file: Path, codec: Codec, progress: Progress = no_progress) -> None:
         # One open file for checking and reading: the same bytes are checked and read.
         self._file = file.open("rb")
         try:
             self.manifest = _manifest_of(self._file)
             self._plan = _empty_plan(self.manifest)
-            self._check(progress)
+            self._check(codec, progress)
         except BaseException:  # the file is closed after any error
             self._file.close()
             raise
@@ -152,8 +156,8 @@ class ArchiveOrigin:
     def close(self) -> None:
         self._file.close()
 
-    def _check(self, progress: Progress) -> None:
-        plan, codec = self._plan, Codec()
+    def _check(self, codec: Codec, progress: Progress) -> None:
+        plan = self._plan
         for record in watched(_records(self._file), self.manifest.records, progress):
             lane = plan.lanes.get(record.lane)
             if lane is None or not lane.start <= record.offset < lane.end:

@@ -15,6 +15,7 @@ from tests.consumers.operate.replay_support import group, rollout
 from tests.consumers.operate.test_replay_log import records_of, under, without_marks, written_log
 from tests.consumers.operate.test_replay_parts import ordered_by_sorting, plan_of
 from tidemill.compose.cli import app
+from tidemill.consumers.operate import no_progress
 from tidemill.consumers.operate.replay.archive import MANIFEST, ArchiveError, ArchiveOrigin, export
 from tidemill.consumers.operate.replay.records import RawRecord
 from tidemill.consumers.operate.replay.selection import Selection
@@ -57,12 +58,12 @@ def some_records():
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
     file = tmp_path_factory.mktemp("archive") / "a.avro"
-    return file, *export(Memory(some_records()), file)
+    return file, *export(Memory(some_records()), file, Codec())
 
 
 def test_an_archive_gives_the_records_that_were_written_to_it(archive):
     file, made, _ = archive
-    origin = ArchiveOrigin(file)
+    origin = ArchiveOrigin(file, Codec())
     plan = origin.plan(None, lambda _done, _of: None)
     assert list(origin.ordered(plan)) == ordered_by_sorting(some_records())
     assert plan.sha256() == made.sha256 == plan_of(some_records()).sha256()
@@ -86,7 +87,7 @@ def test_a_damaged_archive_is_refused_or_unharmed(archive, tmp_path_factory, dat
     other = tmp_path_factory.getbasetemp() / "damaged.avro"
     other.write_bytes(damaged)
     try:
-        origin = ArchiveOrigin(other)
+        origin = ArchiveOrigin(other, Codec())
     except ArchiveError:
         return
     # A byte without effect, such as a space in the header's schema.
@@ -111,7 +112,7 @@ def test_tampering_is_refused(archive, tmp_path):
     file, _, _ = archive
     other = tmp_path / "other.avro"
     rewritten(file, other)
-    ArchiveOrigin(other).close()
+    ArchiveOrigin(other, Codec()).close()
     for change in (
         lambda rows: rows[:-1],
         lambda rows: [*rows, rows[-1]],
@@ -121,19 +122,19 @@ def test_tampering_is_refused(archive, tmp_path):
     ):
         rewritten(file, other, rows=change)
         with pytest.raises(ArchiveError, match=r"not those that were exported|not in the archive's manifest"):
-            ArchiveOrigin(other)
+            ArchiveOrigin(other, Codec())
     rewritten(file, other, metadata={MANIFEST: json.dumps({"format": 1})})
     with pytest.raises(ArchiveError, match="manifest is damaged"):
-        ArchiveOrigin(other)
+        ArchiveOrigin(other, Codec())
 
 
 def test_a_file_that_is_not_an_archive_is_refused(tmp_path):
     other = tmp_path / "other"
     other.write_bytes(b"no archive at all")
     with pytest.raises(ArchiveError, match="no archive of Tidemill"):
-        ArchiveOrigin(other)
+        ArchiveOrigin(other, Codec())
     with pytest.raises(FileNotFoundError):
-        ArchiveOrigin(tmp_path / "absent")
+        ArchiveOrigin(tmp_path / "absent", Codec())
 
 
 def test_an_export_that_fails_leaves_no_file(tmp_path):
@@ -142,8 +143,20 @@ def test_an_export_that_fails_leaves_no_file(tmp_path):
             return ordered_by_sorting(self._lanes)[1:]
 
     with pytest.raises(ArchiveError, match="lost records"):
-        export(Losing(some_records()), tmp_path / "a.avro")
+        export(Losing(some_records()), tmp_path / "a.avro", Codec())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_references_are_found_in_records_of_a_schema_registry(tmp_path):
+    codec, file = Codec("mock://archive"), tmp_path / "a.avro"
+    records = {
+        lane: [replace(one, value=codec.encode(Codec().decode(one.value))) for one in held if one.offset in (0, 3, 8)]
+        for lane, held in some_records().items()
+    }
+    assert export(Memory(records), file, codec)[0].not_included == {"file:///data/store/r2": 1234}
+    origin = ArchiveOrigin(file, codec)
+    assert origin.plan(None, no_progress).referred == {("rollouts", 0, 0), ("rollouts", 0, 3)}
+    origin.close()
 
 
 def test_a_range_of_a_log_goes_through_a_file_into_another_prefix(kafka, tmp_path, topic_prefix):
