@@ -147,7 +147,8 @@ class ReplicaSettings(Section):
     log_stats: bool = False
     """Export vLLM's engine statistics on `/metrics`; costs a few percent of the server's time."""
     staging_dir: Path | None = None
-    """Directory to which remote anchors are downloaded; a private temporary directory if not set."""
+    """Directory in which the process makes its private temporary directory, for remote anchors and whole checkpoints;
+    the system's directory for temporary files if not set."""
     fetch_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time between the last chunk of a delta and the next, before the version is refused, in seconds. Chunks
     arrive `fetch_bytes` at a time."""

@@ -80,7 +80,7 @@ class ReplicaStatus:
     serving_format: str = ""
     """Low-bit format to which its weights are rounded (dequantised values); empty without one."""
     applied: int = 0
-    """Versions applied in place by this process."""
+    """Versions proved and served by this process, the first one included."""
     refused: int = 0
     """Versions refused by this process."""
     last_pause_ms: float = 0.0

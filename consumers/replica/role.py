@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
@@ -24,7 +23,7 @@ from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
 from tidemill.consumers.replica.ledger import Ledger, ReplicaStatus, Write
 from tidemill.consumers.replica.server import build_replica_app, make_server, server_arguments
-from tidemill.consumers.replica.staging import FOLLOWED, StartVersion, UpdateStaging, join
+from tidemill.consumers.replica.staging import FOLLOWED, StartVersion, UpdateStaging, join, private_directory
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault, Subscriber, follow
 from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of
@@ -112,8 +111,8 @@ async def running_replica(
 def serve(kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, chat: ChatSettings) -> None:
     """Run the role in this process, which has the engine's environment, until SIGTERM or SIGINT."""
     server_arguments("", settings)  # refuses invalid arguments now, not after the wait for an anchor
-    with tempfile.TemporaryDirectory(prefix="tidemill-replica-") as private:
-        uvloop.run(Replica(kafka, run, settings, chat, settings.staging_dir or Path(private)).run())
+    with private_directory(settings.staging_dir) as private:
+        uvloop.run(Replica(kafka, run, settings, chat, Path(private)).run())
 
 
 class Replica:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -35,6 +36,27 @@ FOLLOWED = (Topic.MANIFESTS, Topic.GATE)
 
 DENSE = 4
 """If more than one in this many elements changes, the whole version is written instead of its changes."""
+
+FIRST_S = 0.5
+LONGEST_S = 30.0
+
+
+class Backoff:
+    """Backoff that doubles after each failure in a row."""
+
+    def __init__(self) -> None:
+        self._wait_s = FIRST_S
+        self._until = float("-inf")
+
+    def failed(self, now: float) -> None:
+        self._until = now + self._wait_s
+        self._wait_s = min(2 * self._wait_s, LONGEST_S)
+
+    def succeeded(self) -> None:
+        self._wait_s, self._until = FIRST_S, float("-inf")
+
+    def may_try(self, now: float) -> bool:
+        return now >= self._until
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +115,13 @@ class UpdateStaging:
         self._rebuilder.close()
 
 
+def private_directory(parent: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """Make a temporary directory in `parent` (None: the system's) that no other replica uses: all write equal names."""
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix="tidemill-replica-", dir=parent)
+
+
 def save_whole(mirror: Mirror, anchor: Path, directory: Path) -> None:
     """Write the mirror's version as a checkpoint in a new directory, with an anchor's configuration and tokenizer."""
     weights = ("*.safetensors", "*.safetensors.index.json", MARKER)
@@ -131,22 +160,23 @@ def join(
         closing(UpdateStaging(fetcher, directory, settings.decode_threads)) as staging,
     ):
         found: Iterable[ConsumedRecord] = records.read_to_end()
-        said = False
+        warned, patience = False, Backoff()
         while not stopped():
             for located in found:
                 # Unreadable records are only skipped here; the subscriber dead-letters those that it reads.
                 record = located.record
                 if isinstance(record, Manifest | SkipDelta | GateDecision) and (objection := state.observe(record)):
                     logger.warning("%s", objection)
-            joined = _build(state, staging, records, directory / "joined")
-            if joined is not None:
-                return joined
-            if not said:
+            if patience.may_try(time.monotonic()):
+                joined = _build(state, staging, records, directory / "joined", patience)
+                if joined is not None:
+                    return joined
+            if not warned:
                 logger.warning(
                     "%s waits for a version with an anchor that the gate lets it serve: is the trainer running?",
                     settings.replica_id,
                 )
-                said = True
+                warned = True
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(
                     f"no usable anchor was published within {settings.anchor_wait_s:g} s: start the trainer"
@@ -155,7 +185,9 @@ def join(
     return None
 
 
-def _build(state: ReplicaState, staging: UpdateStaging, records: LogReader, directory: Path) -> StartVersion | None:
+def _build(
+    state: ReplicaState, staging: UpdateStaging, records: LogReader, directory: Path, patience: Backoff
+) -> StartVersion | None:
     while (move := state.plan()) is not None:
         mirror = Mirror()
         try:
@@ -168,6 +200,7 @@ def _build(state: ReplicaState, staging: UpdateStaging, records: LogReader, dire
             state.delta_refused(error.delta)
         except FetchTimeoutError as error:
             logger.warning("version %d cannot be reached yet: %s", move.target.version, error)
+            patience.failed(time.monotonic())
             return None
         else:
             prepared.draft.keep()

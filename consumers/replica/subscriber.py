@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tidemill.consumers.replica.ledger import Applied, Ledger, WriteRefusedError
-from tidemill.consumers.replica.staging import PreparedUpdate, UpdateStaging
+from tidemill.consumers.replica.staging import Backoff, PreparedUpdate, UpdateStaging
 from tidemill.consumers.replica.state import ReplicaState, Said, UpdateAction
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
 from tidemill.kernels.weights.mirror import Mirror
@@ -34,29 +34,9 @@ if TYPE_CHECKING:
     from tidemill.consumers.replica.engine import ReplicaEngine
 
 logger = logging.getLogger(__name__)
-FIRST_S = 0.5
-LONGEST_S = 30.0
 IDLE_S = 0.25
 """Time between checks for the retry of a timed-out update while no record arrives, in seconds."""
 BATCH = 500
-
-
-class Backoff:
-    """Backoff that doubles after each failure in a row."""
-
-    def __init__(self) -> None:
-        self._wait_s = FIRST_S
-        self._until = float("-inf")
-
-    def failed(self, now: float) -> None:
-        self._until = now + self._wait_s
-        self._wait_s = min(2 * self._wait_s, LONGEST_S)
-
-    def succeeded(self) -> None:
-        self._wait_s, self._until = FIRST_S, float("-inf")
-
-    def may_try(self, now: float) -> bool:
-        return now >= self._until
 
 
 class ReplicaFault(RuntimeError):
@@ -100,15 +80,21 @@ class Subscriber:
         elif objection:
             logger.warning("left out: %s", objection)
 
-    async def advance(self) -> None:
+    async def advance(self, begins: Callable[[], None] = lambda: None) -> None:
         """Carry out the updates that the records so far require, and refuse every other version with a reason.
+
+        Args:
+            begins: called before each update. Versions that arrive during an update cause the next one, so that this
+                call may be long although each update is short.
 
         Raises:
             ReplicaFault: the engine cannot return to any proved version.
         """
         while (move := self._state.plan()) is not None:
-            waiting = move == self._late and not self._patience.may_try(time.monotonic())
-            if waiting or not await self._carry_out(move):
+            if move == self._late and not self._patience.may_try(time.monotonic()):
+                return
+            begins()
+            if not await self._carry_out(move):
                 return
         for manifest, reason in self._state.refusals():
             self._refuse(manifest, reason)
@@ -216,7 +202,7 @@ async def follow(
         bury: writes an unusable record, with the reason, as a dead letter; reading continues.
         check: called before each poll; raises if the replica cannot serve any more.
         poll_interval_s: how long one poll waits for a record, in seconds.
-        acting: receives a heartbeat when an update begins and ends.
+        acting: receives a heartbeat when each update begins, and when there is none left to do.
         move_timeout_s: longest time for an update, in seconds.
     """
     acting, news, ended = acting or Liveness("", 0.0), asyncio.Event(), asyncio.Event()
@@ -235,8 +221,7 @@ async def follow(
     async def act() -> None:
         while not (ended.is_set() or stop.is_set()):
             news.clear()
-            acting.beat("a move to another version", move_timeout_s)
-            await subscriber.advance()
+            await subscriber.advance(lambda: acting.beat("a change to another version", move_timeout_s))
             acting.beat("waiting for records")
             with suppress(TimeoutError):
                 await asyncio.wait_for(news.wait(), IDLE_S)

@@ -50,10 +50,14 @@ MIN_SECONDS = 0.001
 
 
 def _headers(request: Request) -> dict[str, str]:
+    query_id = request.query_params.get("query_id", "")
+    # The server cannot send other characters in a header.
+    if not (query_id.isascii() and query_id.isprintable()):
+        query_id = ""
     return {
         PID_HEADER: str(os.getpid()),
         "X-ClickHouse-Server-Display-Name": "tidemill-sink",
-        "X-ClickHouse-Query-Id": request.query_params.get("query_id") or str(uuid.uuid4()),
+        "X-ClickHouse-Query-Id": query_id or str(uuid.uuid4()),
         "X-ClickHouse-Timezone": "UTC",
     }
 

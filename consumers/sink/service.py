@@ -33,7 +33,7 @@ from tidemill.schemas.shutdown import stop_on_signals
 log = logging.getLogger(__name__)
 POLL_S = 0.1
 READ_ROWS = 100
-"""Maximum records of one read: a batch may exceed its limit by this number."""
+"""Maximum records of one read: a batch may exceed its limit by this number, and by the dead letters of one read."""
 FLUSH_S = 900.0
 """Maximum duration of a flush; after it the process counts as hung. The engine's own timeouts are shorter."""
 

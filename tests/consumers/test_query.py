@@ -34,10 +34,12 @@ from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.http_connections import bind
 from tidemill.schemas.records import (
+    Group,
     LagCount,
     Mismatch,
     MismatchSlice,
     Mode,
+    Rollout,
     Staleness,
     StepExclusion,
     StepInput,
@@ -204,6 +206,14 @@ def test_groups_and_spans(answers):
         for r in answers["rollouts_spanning_versions"]
     }
     assert spans == {("train", 0): (1, 0), ("train", 1): (3, 1), ("train", 2): (1, 1), ("eval", 1): (1, 0)}
+
+
+def test_rollouts_and_groups_that_were_written_twice_count_once(answers, tmp_path: Path):
+    records = small_run()
+    sink = filled(tmp_path, [*records, *(one for one in records if isinstance(one, Group | Rollout))])
+    with closing(connect(sink)):
+        for name in ("failures", "groups_by_close_reason", "rollouts_spanning_versions"):
+            assert table(ask(sink, name)) == answers[name], name
 
 
 def test_versions_and_replicas(answers):

@@ -124,6 +124,14 @@ def test_bad_requests_are_answered(url: str):
     assert ask(url, "SELECT 1", default_format="Nonsense").headers["X-ClickHouse-Exception-Code"] == "73"
 
 
+@pytest.mark.parametrize("query_id", ["日本", "é", "a\r\nX-Evil: 1", "a\x7f"])
+def test_a_query_id_that_no_header_can_hold_is_replaced(url: str, query_id: str):
+    reply = ask(url, "SELECT 1", query_id=query_id)
+    assert (reply.status_code, reply.text) == (200, "1\n")
+    assert len(reply.headers["X-ClickHouse-Query-Id"]) == 36
+    assert ask(url, "SELECT 1", query_id="mine").headers["X-ClickHouse-Query-Id"] == "mine"
+
+
 def test_a_query_is_stopped_at_its_time_limit(url: str):
     reply = ask(url, "SELECT sum(sipHash64(number)) FROM numbers(100000000000)")
     assert (reply.status_code, reply.headers["X-ClickHouse-Exception-Code"]) == (408, "159")

@@ -6,8 +6,10 @@
 import asyncio
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -15,7 +17,11 @@ import pytest
 from tests.consumers import replica_driver as driver
 from tests.consumers.replica_support import ArrayReplica, base_directory, small_view
 from tests.records import build
-from tidemill.consumers.replica.subscriber import LONGEST_S, Backoff, ReplicaFault, follow
+from tidemill.consumers.replica import staging
+from tidemill.consumers.replica.config import ReplicaSettings
+from tidemill.consumers.replica.staging import LONGEST_S, Backoff
+from tidemill.consumers.replica.state import ReplicaState
+from tidemill.consumers.replica.subscriber import ReplicaFault, follow
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher, CorruptDeltaError, FetchTimeoutError
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -271,6 +277,19 @@ def test_missing_chunks_time_out_and_are_fetched_later(harness):
         asyncio.run(harness.subscriber.advance())
 
 
+def test_each_update_of_a_replica_that_is_behind_begins_with_a_heartbeat(harness):
+    begun = []
+
+    def begins():
+        begun.append(harness.state.serving)
+        if len(begun) < 3:
+            harness.subscriber.receive(harness.next())
+
+    harness.subscriber.receive(harness.next())
+    asyncio.run(harness.subscriber.advance(begins))
+    assert begun == [0, 1, 2]
+
+
 def test_a_roll_back_goes_to_an_older_version_by_its_changed_elements(harness):
     for _ in range(4):
         harness.observe(harness.next())
@@ -355,7 +374,7 @@ class NotedSubscriber:
         if len(self.received) == self.enough:
             self.gate.set()
 
-    async def advance(self):
+    async def advance(self, begins):
         self.advances += 1
         await asyncio.wait_for(self.gate.wait(), 20)
         if len(self.received) >= self.enough:
@@ -391,7 +410,7 @@ def test_unusable_records_are_set_aside_and_the_others_are_followed():
 @pytest.mark.parametrize("which", ["acting", "checking"])
 def test_a_failure_ends_the_follower_with_its_reason(which):
     class Failing(NotedSubscriber):
-        async def advance(self):
+        async def advance(self, begins):
             if which == "acting":
                 raise RuntimeError("the engine is gone")
 
@@ -406,6 +425,51 @@ def test_a_failure_ends_the_follower_with_its_reason(which):
 
     with pytest.raises(RuntimeError, match="the engine is gone"):
         asyncio.run(run())
+
+
+class JoinedLog(PolledLog):
+    """The log that a starting replica reads: one manifest, then nothing for a number of polls."""
+
+    def __init__(self, manifest, polls):
+        super().__init__()
+        self.manifest, self.left = manifest, polls
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def read_to_end(self):
+        return [located(self.manifest)]
+
+    def poll(self, timeout_s):
+        self.left -= 1
+        return []
+
+
+def test_a_start_from_a_store_that_does_not_answer_is_tried_again_after_a_backoff(harness, monkeypatch, tmp_path):
+    manifest = harness.next(anchor=True)
+    log, tried = JoinedLog(manifest, 200), []
+
+    def prepare(*_):
+        tried.append(log.left)
+        raise FetchTimeoutError("the store does not answer")
+
+    monkeypatch.setattr(staging, "LogReader", lambda *_, **__: log)
+    monkeypatch.setattr(staging, "open_fetcher", lambda *_: nullcontext())
+    monkeypatch.setattr(staging.UpdateStaging, "prepare", prepare)
+    monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=lambda: (200 - log.left) / 20))
+    state = ReplicaState(manifest.run_id, manifest.branch)
+    assert staging.join(None, ReplicaSettings(), state, tmp_path, lambda: log.left == 0) is None
+    assert [200 - left for left in tried] == [0, 10, 30, 70, 150]
+
+
+def test_replicas_with_one_staging_directory_use_separate_directories_in_it(tmp_path):
+    parent = tmp_path / "not" / "yet"
+    with staging.private_directory(parent) as one, staging.private_directory(parent) as other:
+        assert one != other and Path(one).parent == Path(other).parent == parent
+    assert list(parent.iterdir()) == []
 
 
 def test_backoff_doubles_up_to_a_limit_and_starts_again():

@@ -4,7 +4,7 @@
 SELECT *
 FROM
 (
-    SELECT 'failed rollout' AS what, environment AS source, failure AS reason, count() AS times, max(_timestamp) AS latest
+    SELECT 'failed rollout' AS what, environment AS source, failure AS reason, uniqExact(run_id, rollout_id) AS times, max(_timestamp) AS latest
     FROM rollouts
     WHERE status = 'failed'
     GROUP BY environment, failure

@@ -12,6 +12,11 @@ SELECT
     )) AS in_trained_groups,
     round(avg(sampled_tokens), 1) AS sampled_tokens,
     max(version_max - version_min) AS widest_span
-FROM rollouts
+FROM
+(
+    SELECT run_id, mode, rollout_id, spans.version, sampled_tokens, version_min, version_max
+    FROM rollouts
+    LIMIT 1 BY cityHash64(run_id, rollout_id)
+)
 GROUP BY run_id, mode, versions
 ORDER BY run_id, mode, versions
