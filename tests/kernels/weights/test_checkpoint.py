@@ -97,5 +97,5 @@ def test_an_index_with_a_file_outside_its_directory_is_refused(tmp_path, name):
 
 def test_types_that_a_delta_cannot_carry_are_refused(tmp_path):
     save_file({"position_ids": torch.arange(3)}, tmp_path / WEIGHTS)
-    with pytest.raises(WeightFilesError, match="position_ids holds I64"):
+    with pytest.raises(WeightFilesError, match="position_ids has dtype I64"):
         map_checkpoint(tmp_path)

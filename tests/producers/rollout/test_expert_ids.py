@@ -169,7 +169,7 @@ def test_an_answers_ids_are_read_for_the_requested_tokens():
         (None, "set replica.expert_ids on every replica"),
         (3, "set replica.expert_ids on every replica"),
         ("?", "routed_experts"),
-        (base64.b64encode(b"junk").decode(), "no .npy array"),
+        (base64.b64encode(b"junk").decode(), "not an .npy array"),
         (in_base64(experts([1, 2, 3, 4])), "4 tokens, expected 5"),
         (in_base64(experts([1, 2, 3, 4, 5, 6])), "6 tokens, expected 5"),
         (in_base64(np.zeros((5, 2))), "expected u1 or u2"),
