@@ -6,7 +6,7 @@ SIGKILL, to the whole process group.
 
 The guard is a process of its own that ends all processes of a command if the command itself was killed: its roles, then
 its local stack. The command writes the id of each role to the guard's standard input, and at the end that it has ended
-them itself. If the input ends without that message, the command was killed.
+them itself. If the input ends without that message, the command was killed, or interrupted while it ended them.
 """
 
 from __future__ import annotations
@@ -222,16 +222,20 @@ class ChildGuard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        self._tell(DONE)
+    def __exit__(self, kind: object, *_error: object) -> None:
+        if kind is None:
+            self._tell(DONE)
+        else:
+            # An interrupt while the command ended its roles may have left some of them: the guard ends them.
+            assert self._process.stdin is not None
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
         self._process.wait()
 
     def _tell(self, word: str) -> None:
         assert self._process.stdin is not None
-        try:
+        with suppress(BrokenPipeError):  # the guard was killed and needs no message
             print(word, file=self._process.stdin, flush=True)
-        except BrokenPipeError:  # the guard was killed and needs no message
-            return
 
 
 def main() -> None:

@@ -104,21 +104,25 @@ with ChildGuard(Path(sys.argv[1]) / "stack", processes.GRACE_S) as guard:
         while not role.log.read_text().strip():
             time.sleep(0.01)
         print(role.process.pid, int(role.log.read_text()), flush=True)
-        if sys.argv[2] == "wait":
+        if sys.argv[2] == "killed":
             time.sleep(600)
+        if sys.argv[2] == "interrupted":
+            supervisor.stop_all = lambda: sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_a_guard_ends_the_processes_of_a_killed_command(tmp_path: Path, killed: bool):
-    command = [sys.executable, "-c", GUARDED, str(tmp_path), "wait" if killed else "end"]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("end", "status"), [("killed", -signal.SIGKILL), ("interrupted", 3), ("ended", 0)], ids=lambda value: str(value)
+)
+def test_a_guard_ends_the_processes_of_a_command_that_cannot(tmp_path: Path, end: str, status: int):
+    """A command can be killed, or interrupted a second time while it waits for the end of its roles."""
+    parent = subprocess.Popen([sys.executable, "-c", GUARDED, str(tmp_path), end], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     guard = int(parent.stdout.readline())
     role, child = map(int, parent.stdout.readline().split())
-    if killed:
+    if end == "killed":
         parent.kill()
-    assert parent.wait(60) == (-signal.SIGKILL if killed else 0)
+    assert parent.wait(60) == status
     until(lambda: not any(map(alive, (role, child, guard))), "nobody outlives the command")
 
 
