@@ -50,8 +50,8 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
 
     version: int
     epoch: int = 0
-    """Number of weight writes: a version that is served again after a roll-back has another salt, because requests
-    that were admitted under it at first have continued under other weights."""
+    """Number of weight writes, including those that were undone: a version that is served again after a roll-back has
+    another salt, because requests that were admitted under it at first have continued under other weights."""
     kv_policy: KvPolicy
     holdings: RankCoverage
     """The elements that each rank holds, engine core by engine core."""
@@ -195,8 +195,10 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             try:
                 reports = await self._done("tidemill_commit", version, self.kv_policy is KvPolicy.RECOMPUTE)
             except WriteRefusedError:
-                # An engine core that has written undoes it; one that has refused has nothing to undo.
+                # An engine core that has written undoes it; one that has refused has nothing to undo. Prefixes that it
+                # computed in between have the present salt: it is not used again.
                 await self._cores("tidemill_undo")
+                self.epoch += 1
                 raise
         self.version, self.epoch = version, self.epoch + 1
         slowest = {name: max(report[name] for report in reports) for name in _TIMES}
@@ -241,14 +243,15 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         *rest: Any,  # noqa: ANN401 - vLLM's own types
         **options: Any,  # noqa: ANN401 - vLLM's own types
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run vLLM's `generate`, salted with the version served now.
+        """Run vLLM's `generate`, salted with the version served now, in addition to the request's own salt.
 
         Raises VLLMValidationError for a seeded request on a CPU.
         """
         if sampling_params.seed is not None and current_platform.is_cpu():
             # On a CPU a seeded request that is prefilled in two pieces crashes the engine core (vLLM 0.32).
             raise VLLMValidationError("this replica takes no per-request seeds: leave `seed` out", parameter="seed")
-        salted = {**prompt, "cache_salt": f"version-{self.version}-{self.epoch}"}
+        salt = f"version-{self.version}-{self.epoch}-{prompt.get('cache_salt') or ''}"
+        salted = {**prompt, "cache_salt": salt}
         outputs: AsyncGenerator[RequestOutput, None] = super().generate(salted, sampling_params, *rest, **options)
         return outputs
 
