@@ -23,7 +23,7 @@ from tidemill.consumers.replica.config import FETCH_BYTES
 from tidemill.consumers.replica.staging import save_whole
 from tidemill.consumers.weights.chain import Chain
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
-from tidemill.kernels.weights.anchor import fetch_anchor
+from tidemill.kernels.weights.anchor import discard_copy, fetch_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, SharedFetcher, open_fetcher
@@ -88,8 +88,10 @@ class Builder:
         if manifest.anchor is None:
             raise UnusableWeights(f"version {manifest.version} has no anchor")
         with _as_unusable():
-            tensors = map_checkpoint(fetch_anchor(manifest.anchor.uri, self._directory))
-            objection = fingerprint_objection(tensors, with_tensors(manifest))
+            files = fetch_anchor(manifest.anchor.uri, self._directory)
+            objection = fingerprint_objection(map_checkpoint(files), with_tensors(manifest))
+        # A chain may have more anchors than fit on the disk.
+        discard_copy(manifest.anchor.uri, files)
         if objection:
             raise UnusableWeights(f"it is not version {manifest.version}: {objection}")
 

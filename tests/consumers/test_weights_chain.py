@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
+import fsspec
 import pytest
 
-from tests.consumers.weight_log import acknowledgement
-from tests.records import build
+from tests.consumers.weight_log import acknowledgement, first_view, write_checkpoint
+from tests.records import build, tensor_infos
+from tidemill.consumers.weights.builder import Builder
 from tidemill.consumers.weights.chain import Chain, DecisionFollowers, decision, rows
 from tidemill.consumers.weights.verify import default_start
+from tidemill.kernels.weights.delta_fetch import SharedFetcher
 from tidemill.kernels.weights.graph import UnknownVersion, Unreachable, VersionError
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
@@ -208,3 +213,14 @@ def test_a_pin_moves_no_replica_back_and_a_release_leads_to_the_head():
     assert released.behind == {"a": 8}
     released.observe(acknowledgement(RUN, "a", 10, at=1002))
     assert not released.behind
+
+
+def test_a_checked_anchor_leaves_no_copy_of_its_files(tmp_path: Path):
+    """A verification checks every anchor of a chain: together they may not fit on the disk."""
+    view = first_view()
+    fsspec.filesystem("memory").put(str(write_checkpoint(tmp_path / "v4", view)), "/checked/v4", recursive=True)
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    with closing(Builder(SharedFetcher([]), copies)) as builder:
+        builder.check_anchor(replace(manifest(4), tensors=tensor_infos(view), anchor=Anchor("memory://checked/v4", 1)))
+    assert list(copies.iterdir()) == []
