@@ -52,7 +52,7 @@ class Cleared:
     absent: int = 0
     """Number of objects that did not exist any more."""
     foreign: list[str] = field(default_factory=list)
-    """Objects outside the store's root: not deleted, for a person to examine."""
+    """Claims that name no object below the store's root: not deleted, for a person to examine."""
 
 
 def delete_claims(root: str, claims: Iterable[Claim], cleared: Cleared) -> None:
@@ -65,7 +65,7 @@ def delete_claims(root: str, claims: Iterable[Claim], cleared: Cleared) -> None:
             filesystem, path = fsspec.core.url_to_fs(claim.uri)
             home, folder = fsspec.core.url_to_fs(root)
             inside = path.startswith(f"{folder.rstrip('/')}/") and ".." not in path.split("/")
-            if type(filesystem) is not type(home) or not inside:
+            if type(filesystem) is not type(home) or not inside or filesystem.isdir(path):
                 cleared.foreign.append(claim.uri)
                 continue
             filesystem.rm_file(path)

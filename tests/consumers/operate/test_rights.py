@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,16 +140,20 @@ def test_only_claimed_bytes_below_the_root_are_deleted(tmp_path: Path):
     outside = store_claim(str(tmp_path / "storekeeper"), "a", b"bytes")
     sneaky = Claim(f"{root}/../storekeeper/a", 5, "d")
     elsewhere = Claim("memory://store/a", 5, "d")
+    folder = Claim(str(root / "run"), 5, "d")
     cleared = Cleared()
-    delete_claims(str(root), [inside, inside, outside, sneaky, elsewhere], cleared)
+    delete_claims(str(root), [inside, inside, outside, sneaky, elsewhere, folder], cleared)
     assert (cleared.deleted, cleared.absent) == (1, 1)
-    assert cleared.foreign == [outside.uri, sneaky.uri, elsewhere.uri]
+    assert cleared.foreign == [outside.uri, sneaky.uri, elsewhere.uri, folder.uri]
     assert not (root / "run/claims/a").exists()
     assert (tmp_path / "storekeeper/a").exists()
 
 
-def test_a_store_that_does_not_delete_is_a_clear_error(tmp_path: Path):
-    (tmp_path / "a" / "b").mkdir(parents=True)
+def test_a_store_that_does_not_delete_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(self: LocalFileSystem, path: str) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(LocalFileSystem, "rm_file", refuse)
     with pytest.raises(ConnectionError, match="run the erasure again"):
         delete_claims(str(tmp_path), [Claim(str(tmp_path / "a"), 1, "d")], Cleared())
 
