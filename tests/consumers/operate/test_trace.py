@@ -199,6 +199,12 @@ def test_a_later_version_of_another_parent_does_not_contain_it():
     assert "no replica serves now: last decision promote" in path["end"]
 
 
+def test_a_version_is_first_served_at_the_earliest_time_of_any_replica():
+    early = replace(ack(2, r.AckStatus.PROVED), replica_id="replica-1", at=START_US - SECOND)
+    path = traced(located([*WHOLE, early]))
+    assert path["versions"][0].served_first_at == START_US - SECOND
+
+
 def test_a_users_versions_are_those_whose_steps_trained_on_them():
     two, three = interaction("i1", "ann"), interaction("i2", "bob")
     left_out = online_batch(1, [member(outcome(two, 1.0)), member(outcome(three, 1.0))])
