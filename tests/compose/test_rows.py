@@ -41,6 +41,7 @@ from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.writer import Writer
 from tidemill.consumers.weights.chain import VersionRow
 from tidemill.producers.environments.check import ScriptedPolicy
+from tidemill.producers.environments.ledger import LedgerEnvironment
 from tidemill.schemas.log.admin import TopicState
 from tidemill.schemas.records import GateDecision, GateVerdict, Task
 from tidemill.streams.gate.controller import Snapshot
@@ -289,6 +290,11 @@ def test_environments_are_listed_shown_and_checked():
     assert [(row["name"], row["ok"]) for row in rows_in(checked.stdout_bytes)] == [
         (clause["name"], "true") for clause in clauses
     ]
+
+
+def test_an_environment_without_a_task_is_reported(monkeypatch):
+    monkeypatch.setattr(LedgerEnvironment, "tasks", lambda *_: iter(()))
+    assert "environment ledger gives no task" in str(run("env", "show", "ledger").exception)
 
 
 def test_the_rewards_of_tried_episodes_are_rows(monkeypatch):
