@@ -346,7 +346,7 @@ def test_an_audit_prints_its_checks_as_rows_and_the_rest_separately(monkeypatch)
         "chain\ttrue\t0\t\\N",
         f"endings\tfalse\t1200\t{told}",
     ]
-    assert "rollouts: 5 trained" in piped.stderr and "done again: nothing" in piped.stderr
+    assert "rollouts: 5 trained" in piped.stderr and "repeated: nothing" in piped.stderr
     assert f"NOT SOUND, 1 of 2 checks failed. First offender (endings): {found}" in piped.stderr
     assert [row["first_offender"] for row in rows_in(run("audit", "--csv").stdout_bytes)] == ["", str(found)]
     assert json.loads(run("audit", "--json").stdout)["checks"][1]["offenders"] == 1200
@@ -461,7 +461,7 @@ def test_a_copy_gives_its_topics(capsysbinary):
         {"topic": "groups", "partitions": "2", "filled": "1", "records": "1", "bytes": "1500", "first": "2026-01-01",
          "last": "2026-01-02"}
     ]  # fmt: skip
-    assert b"2 references lead to records that are not selected" in said.err
+    assert b"2 references are to records that are not selected" in said.err
     assert b"nothing was written: --yes copies 1 records" in said.err
     carry_out(replay, **options, as_json=True, as_csv=False)
     assert json.loads(capsysbinary.readouterr().out)["records"] == 1

@@ -101,7 +101,7 @@ def test_the_order_in_which_topics_are_read_changes_nothing(order: list[Topic]):
 ENDS = [
     ([], "the log holds no such interaction"),
     ([SERVED], "waits for its end"),
-    ([SERVED, outcome(SERVED, None, "no_signal")], "excluded: no_signal, as outcomes[0]@0 says"),
+    ([SERVED, outcome(SERVED, None, "no_signal")], "excluded: no_signal, in outcomes[0]@0"),
     ([SERVED, REWARDED], "waits for its online batch"),
     (
         [SERVED, REWARDED, online_batch(0, [], dropped={"old_version": 2})],
@@ -110,7 +110,7 @@ ENDS = [
     ([SERVED, REWARDED, BATCH], "waits for the trainer in batch run/main/0"),
     (
         [SERVED, REWARDED, BATCH, step(2, [], [r.StepExclusion(BATCH.batch_id, "online-batches", 0, 0, "stale", 1)])],
-        "left out by the trainer (stale), as train.steps[0]@0 says",
+        "excluded by the trainer (stale), in train.steps[0]@0",
     ),
     (
         [
@@ -119,7 +119,7 @@ ENDS = [
             BATCH,
             replace(TRAINED, exclusions=[r.StepExclusion("i0", "interactions", 0, 0, "erased", 1)]),
         ],
-        "left out by the trainer (erased)",
+        "excluded by the trainer (erased)",
     ),
     (WHOLE[:5], "trained into version 2, which is not published yet"),
     (WHOLE[:6], "trained into version 2, which no replica serves now"),
@@ -243,7 +243,7 @@ def test_an_erased_user_keeps_their_versions_and_loses_their_outcomes():
     ("inputs", "exclusions", "end"),
     [
         ([r.StepInput("g0", "groups", 0, 0)], [], "its group was trained into version 1"),
-        ([], [r.StepExclusion("g0", "groups", 0, 0, "stale", 2)], "left out by the trainer: stale"),
+        ([], [r.StepExclusion("g0", "groups", 0, 0, "stale", 2)], "excluded by the trainer: stale"),
         ([], [], "waits for the trainer"),
     ],
 )
