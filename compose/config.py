@@ -234,7 +234,9 @@ def parse_assignments(assignments: list[str]) -> dict[str, Any]:
         try:
             read = json.loads(value) if value.startswith(("[", "{")) else value
         except ValueError as error:
-            raise ConfigError(f"--set {path}: the value begins like JSON, and is none: {error}") from error
+            raise ConfigError(
+                f"--set {path}: the value begins like JSON, but cannot be read as JSON: {error}"
+            ) from error
         merge(tree, nest(keys, read))
     return tree
 

@@ -208,7 +208,7 @@ def moment_us(text: str | None) -> int | None:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise ValueError(
-            f"{text!r} is no moment: write it like 2026-01-31T14:05:00 or 2026-01-31T14:05+02:00"
+            f"{text!r} is not a time: write it like 2026-01-31T14:05:00 or 2026-01-31T14:05+02:00"
         ) from error
     aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     whole = aware - datetime.fromtimestamp(0, UTC)

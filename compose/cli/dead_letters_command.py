@@ -92,7 +92,7 @@ def show(
     settings = settings_of({})
     place = _place(name)
     with _dead_letters(settings) as letters:
-        from tidemill.consumers.operate.replay.dead_letters import readable
+        from tidemill.consumers.operate.replay.dead_letters import ERASED, readable
         from tidemill.schemas.codec import Codec
 
         letter = letters.one(*place)
@@ -100,6 +100,7 @@ def show(
         from tidemill.consumers.operate.replay.selection import utc_text
 
         sequel, value = letters.sequel([letter]), letter.value or b""
+        problem = ERASED if sequel.is_erased(letter, record) else problem
         document = {
             "letter": letter.name,
             "source": letter.origin,
@@ -161,7 +162,7 @@ def redrive(
 
     Only values that can be read now are sent back, each once: the new record names the one that failed. If it fails
     again, it becomes another dead letter, with one more attempt, up to --limit. Letters so old that the log no longer
-    shows whether they were sent back are not sent; nor are those whose key was erased.
+    shows whether they were sent back are not sent; nor are those whose key or user was erased.
 
     Examples: `tidemill dead-letters redrive --topic rollouts --reason "unknown framing"` ·
     `tidemill dead-letters redrive rollouts.dlq/3/17 --transform mend:value --yes`
@@ -200,9 +201,9 @@ def _dead_letters(settings: TidemillSettings) -> Iterator[DeadLetters]:
 
 def _chosen(letters: DeadLetters, names: list[str] | None, topic: list[str] | None, reason: str) -> list[StoredLetter]:
     if not (names or topic or reason):
-        raise typer.BadParameter("say which letters: by their places, --topic or --reason")
+        raise typer.BadParameter("name the letters: by their positions, --topic or --reason")
     if names and (topic or reason):
-        raise typer.BadParameter("give places, or --topic and --reason, and not both")
+        raise typer.BadParameter("give positions, or --topic and --reason, and not both")
     if names:
         return [letters.one(*_place(name)) for name in dict.fromkeys(names)]
     return [letter for letter in letters.read(_topics(topic)) if reason in letter.reason]
@@ -225,7 +226,7 @@ def _place(name: str) -> tuple[str, int, int]:
         or not topic.endswith(DEAD_LETTER_SUFFIX)
         or not (partition.isdecimal() and offset.isdecimal())
     ):
-        raise ValueError(f"{name!r} is no place of a dead letter: expected one such as rollouts.dlq/3/17")
+        raise ValueError(f"{name!r} is not the position of a dead letter: expected one such as rollouts.dlq/3/17")
     return topic, int(partition), int(offset)
 
 

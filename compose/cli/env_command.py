@@ -76,7 +76,9 @@ async def show(
     from tidemill.schemas.chat.messages import checked_tools
 
     async with _opened(name, option) as environment:
-        draft = next(environment.tasks(TaskQuery(seed)))
+        draft = next(iter(environment.tasks(TaskQuery(seed))), None)
+        if draft is None:
+            raise ValueError(f"environment {name} gives no task: check its options, or give others with --option")
         policy = ScriptedPolicy([""], draft.max_turns)
         try:
             score = await environment.play(task_of(environment, name, draft, seed), policy)

@@ -131,7 +131,7 @@ def _show(made: GateDecision, following: DecisionFollowers, *, written: bool, wa
     for replica in sorted(set(following.behind) - set(following.beyond)):
         typer.echo(f"{replica} still serves {following.behind[replica]}", err=True)
     if not following.behind:
-        typer.echo(f"followed by {', '.join(sorted(following.serving)) or 'no replica: none has written lately'}")
+        typer.echo(f"followed by {', '.join(sorted(following.serving)) or 'no replica: none has acknowledged lately'}")
 
 
 gate_app = typer.Typer(
@@ -268,7 +268,7 @@ def print_status(found: Snapshot) -> None:
         hold = found.held_by
         stage = f"held by {hold.decided_by} ({hold.verdict.value} {hold.version}): {hold.reason}"
     elif found.candidate is None:
-        stage = "nothing is tried"
+        stage = "no version is on trial"
     else:
         doing = "is benched on held-out tasks" if found.stage == "bench" else "is compared among users"
         stage = f"version {found.candidate} {doing}"

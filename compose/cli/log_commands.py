@@ -67,7 +67,7 @@ def audit(
         bool,
         typer.Option(
             "--complete",
-            help="The run is over: what is still open is a fault, but for groups left after step run.max_steps.",
+            help="The run is over: all open work is a fault, except groups that remain after step run.max_steps.",
         ),
     ] = False,
     ended: Annotated[
@@ -80,10 +80,10 @@ def audit(
         bool, typer.Option("--allow-truncated", help="Records that retention deleted are no fault.")
     ] = False,
     grace_s: Annotated[
-        float, typer.Option("--grace", min=0.0, help="Seconds of event time that something may be overdue.")
+        float, typer.Option("--grace", min=0.0, help="Seconds of event time by which a record may be late.")
     ] = 600.0,
 ) -> None:
-    """Audit the whole log of a run: was everything trained once or ended with a reason, and is every record true?
+    """Audit the whole log of a run: was everything trained once or ended with a reason, and are all records correct?
 
     Reads every topic except the bytes of the weights and derives the state of each rollout from them: queued,
     dispatched, running, scored, grouped, then trained, evaluated, excluded, failed, late, rejected or unused. Then it
@@ -125,7 +125,7 @@ def audit(
         heads = ("check", "passed", "offenders", "first_offender")
         rows = ((one.name, one.passed, one.offenders, one.first and str(one.first)) for one in report.checks)
         print_rows(heads, rows, as_csv=as_csv, formats={"offenders": ","})
-        for title, counts in (("rollouts", report.states), ("read", report.counts), ("done again", report.repeated)):
+        for title, counts in (("rollouts", report.states), ("read", report.counts), ("repeated", report.repeated)):
             told = ", ".join(f"{number:,} {what}" for what, number in counts.items())
             typer.echo(f"{title}: {told or 'nothing'}", err=True)
         typer.echo(f"run {report.run_id}: {report.verdict()}", err=True)
@@ -260,7 +260,7 @@ def _versions(versions: list[TracedVersion]) -> Iterator[str]:
 
 def _ended(ending: Ended) -> str:
     if ending.reason:
-        return f"left out ({ending.reason}) by {ending.step}"
+        return f"excluded ({ending.reason}) by {ending.step}"
     return "waits for the trainer" if ending.version is None else f"trained by {ending.step}"
 
 
@@ -280,7 +280,7 @@ def query(
         typer.Option(
             "--param",
             metavar="NAME=VALUE",
-            help="Value of a parameter, which stands as {NAME:Type} in the SQL; may be repeated. One of a named query "
+            help="Value of a parameter, written as {NAME:Type} in the SQL; may be repeated. One of a named query "
             "that is not given is empty; for a name that a query does not take, the error lists those that it takes.",
         ),
     ] = None,

@@ -237,7 +237,7 @@ def copy(settings_of: SettingsOf, selection_of: SelectionOf, copying_of: Copying
     offset. References between copied records, such as those of a group to its rollouts, are changed to the copies.
 
     Writes only below --into: never into live topics, or where a consumer group reads or other records exist. First
-    shows the plan; --yes carries it out. To continue an interrupted replay, give the same options and --resume: no
+    shows the plan; --yes executes it. To continue an interrupted replay, give the same options and --resume: no
     record is copied twice, and none is left out.
 
     Examples: `tidemill replay copy --topic rollouts --from 2026-11-21T14:00 --to 2026-11-21T15:00 --into monday.` ·
@@ -254,11 +254,11 @@ def copy(settings_of: SettingsOf, selection_of: SelectionOf, copying_of: Copying
 
 
 NOTES = {
-    "undecodable": "records cannot be read, so that no filter can choose them: left out",
-    "missing": "records that the steps name were erased from the log: left out",
+    "undecodable": "records cannot be decoded, so that no filter can select them: not copied",
+    "missing": "records that the steps name were erased from the log: not copied",
     "references_outside": (
-        "references lead to records that are not selected: they keep the place of the original, where the copy holds "
-        "something else or nothing. A trainer excludes such groups with a reason"
+        "references are to records that are not selected: they keep the original's position, where the copy has "
+        "another record or none. A trainer excludes such groups with a reason"
     ),
 }
 """The messages for the counts of a replay's manifest, shown if the count is not 0."""

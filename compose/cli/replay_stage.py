@@ -202,10 +202,10 @@ def stage(
             raise ValueError(f"--reward {text!r}: expected NAME=WEIGHT, for instance tool_use=0.2")
     if (deadline or weights) and processor is not ProcessorName.ASSEMBLY:
         raise ValueError(
-            f"--deadline and --reward change rollouts, which {processor} does not read: they are of assembly"
+            f"--deadline and --reward change rollouts, which {processor} does not read: use them with assembly"
         )
     if reward_version and not weights:
-        raise ValueError("--reward-version says whose rewards --reward sums again: give --reward NAME=WEIGHT as well")
+        raise ValueError("--reward-version selects rollouts for --reward: give --reward NAME=WEIGHT as well")
     settings = with_reachable_log(settings_of({}))
     if into is not None:
         from tidemill.consumers.operate.replay.target import check_prefix
@@ -221,7 +221,7 @@ def stage(
         reweighted.check()
     lines = [f"replayed {replayed.records} records: {len(replayed.emitted)} results, {replayed.rejected} rejected"]
     if replayed.cut:
-        lines.append(f"not whole: {'; '.join(replayed.cut)}")
+        lines.append(f"incomplete: {'; '.join(replayed.cut)}")
     lines += comparison_lines(comparison, "the log", "the replay", show)
     replay_id = None
     if into is not None:

@@ -35,7 +35,7 @@ def steps(
     which: Annotated[str, typer.Argument(metavar="FROM..TO", help="Steps, both included; or one step.")],
     break_at: Annotated[
         list[int] | None,
-        typer.Option("--break-at", metavar="STEP", help="Write down this step's inputs and weights; may be repeated."),
+        typer.Option("--break-at", metavar="STEP", help="Write this step's inputs and weights; may be repeated."),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where --break-at writes.")] = None,
     what_if: Annotated[
@@ -68,11 +68,11 @@ def steps(
     if outside:
         raise ValueError(f"--break-at {outside[0]} is outside of the steps {first} to {last}")
     if bool(halts) != (out is not None):
-        raise ValueError("--break-at and --out go together: which steps to write down, and where")
+        raise ValueError("give --break-at and --out together: the steps to write, and the directory")
     tree = parse_assignments(what_if or [])
     foreign = sorted(set(tree) - {"trainer"})
     if foreign:
-        raise ValueError(f"--what-if {foreign[0]}...: a step has no other settings than those of `trainer`")
+        raise ValueError(f"--what-if {foreign[0]}...: only settings of `trainer` change a step")
     changed = settings_of(tree).trainer if tree else None
     settings = with_reachable_log(settings_of({}))
     done: list[ReplayedStep] = []
@@ -147,7 +147,7 @@ def staleness(
                 told += f"; {word}: {moved}" if moved else ""
             told += f"; {step.unknown} no longer in the log" if step.unknown else ""
             typer.echo(told)
-        answer = "no group is judged otherwise" if first is None else f"first step that differs: {first}"
+        answer = "no group is judged differently" if first is None else f"first step that differs: {first}"
         typer.echo(f"under a bound of {max_policy_lag}: {answer}")
     raise typer.Exit(0 if first is None else 1)
 
@@ -181,7 +181,7 @@ def corrections(
 
     if settings.trainer.objective in CORRECT_THEMSELVES:
         raise ValueError(
-            f"{settings.trainer.objective} holds its own weight between sampler and trainer, trainer.behaviour_cap: "
+            f"{settings.trainer.objective} has its own correction between sampler and trainer, trainer.behaviour_cap: "
             "there is no correction to choose"
         )
     tokens: list[TrainedTokens] = []
@@ -194,7 +194,7 @@ def corrections(
                 tokens.append(made.trained)
             progress(len(tokens), f"step {made.record.step}")
             if not made.same:
-                typer.echo(f"step {made.record.step} comes out with other weights than recorded", err=True)
+                typer.echo(f"step {made.record.step} has other weights than recorded", err=True)
     trials = try_corrections(tokens, {**PUBLISHED, "this run": own})
     rows = [list(asdict(trial).values()) for trial in trials]
     document = {"steps": [first, last], "trials": trials}

@@ -28,7 +28,7 @@ def replica(
     ] = 0.1,
     first: Annotated[int, typer.Option(min=1, help="Requests at a time to begin with.")] = 1,
     most: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 256,
-    rounds: Annotated[int, typer.Option(min=1, help="Requests one after the other in each place.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Requests one after another on each connection.")] = 3,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt; no two prompts are alike.")] = 64,
     sampled_tokens: Annotated[int, typer.Option(min=1, help="Tokens sampled in each answer.")] = 64,
     api_key: Annotated[
@@ -44,7 +44,7 @@ def replica(
     `--gain`. The number before that is chosen. Do not use the replica for anything else at the same time. A router
     writes its answers to the log, as interactions without consent: nothing is learnt from them.
 
-    Use the number for `rollout.max_concurrent_episodes`, times the replicas, over the workers.
+    Set `rollout.max_concurrent_episodes` to this number, times the number of replicas, divided by that of workers.
 
     Example: `tidemill tune replica --address http://127.0.0.1:8000 --prompt-tokens 200 --sampled-tokens 100`
     """

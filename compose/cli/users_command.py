@@ -72,7 +72,7 @@ def choosing(wish: UserWish, explained: str) -> Callable[..., None]:
         from tidemill.consumers.operate.rights.records import choose
 
         made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
-        request, said = made["request"], "holds already" if made["carried_on"] else "written"
+        request, said = made["request"], "is in effect already" if made["carried_on"] else "written"
         print_document(
             made, [f"user {request.user_id}: {_request(request)} {said}, with {made['copies']} copies"], as_json
         )
@@ -113,7 +113,7 @@ def show(
     requests = [f"  {_request(request)}" for request in found["demands"]]
     lines = [
         f"user {user_id}: the log holds {_counts(found['held'])}",
-        *(["requests, the last one holds:", *requests] if requests else ["no requests"]),
+        *(["requests, of which the last is in effect:", *requests] if requests else ["no requests"]),
         *_letters(found["dead_letters"]),
     ]
     print_document(found, lines, as_json)
@@ -137,16 +137,16 @@ def erasure_lines(done: Erasure) -> list[str]:
     lines = [f"user {done.user_id}: the log held {_counts(done.found)}"]
     if done.request is None:
         return [*lines, "nothing was written: this was a dry run", *_letters(done.dead_letters)]
-    said = "carried on" if done.carried_on else "requested"
+    said = "continued" if done.carried_on else "requested"
     lines += [
         f"{said}: {_request(done.request)}",
         f"erased: {_counts(done.tombstones)}; claimed bytes of {done.claims.deleted} objects",
     ]
     lines += [f"NOT DELETED, outside store.root: {uri}" for uri in done.claims.foreign]
     if done.left:
-        lines.append(f"STILL COMING IN: {_counts(done.left)}; run it again")
+        lines.append(f"NOT DELETED, written during the erasure: {_counts(done.left)}; run it again")
     if done.unreadable:
-        lines.append(f"unreadable, whose is not known: {_counts(done.unreadable)}")
+        lines.append(f"records that cannot be decoded, of unknown users: {_counts(done.unreadable)}")
     return [*lines, *_letters(done.dead_letters)]
 
 
@@ -158,7 +158,9 @@ def _letters(letters: HeldDeadLetters) -> list[str]:
     if letters.gone_at_ms is None:
         return []
     until = f"{utc(letters.gone_at_ms * 1_000)} UTC"
-    return [f"dead letters: {_counts(letters.counts)}; no tombstone reaches them, retention removes them by {until}"]
+    return [
+        f"dead letters: {_counts(letters.counts)}; tombstones do not delete them, retention removes them by {until}"
+    ]
 
 
 def _counts(counts: Mapping[str, int]) -> str:

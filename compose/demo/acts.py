@@ -97,7 +97,7 @@ class DemoStage:
             if silent_s > self.plan.settings.demo.stall_timeout_s:
                 logs = self.plan.log_directory
                 raise RuntimeError(
-                    f"nothing has happened in the log for {silent_s:.0f} s; the roles' own logs are in {logs}"
+                    f"the log has received no record for {silent_s:.0f} s; the roles' own logs are in {logs}"
                 )
 
     def wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:

@@ -171,7 +171,6 @@ class OnlineState:
     endings: dict[str, str] = field(default_factory=dict)
     """The end of each interaction: `REWARDED`, or the reason of its exclusion."""
     corrections: int = 0
-    votes: int = 0
     batches: dict[str, r.OnlineBatch] = field(default_factory=dict)
     decisions: list[r.GateDecision] = field(default_factory=list)
     branch: BranchDecisions = field(default_factory=BranchDecisions)
@@ -187,7 +186,8 @@ class OnlineState:
     _fingerprints: dict[int, str] = field(default_factory=dict)
     _proofs: dict[tuple[str, int], r.WeightAck] = field(default_factory=dict)
     """First proof of each version by each replica of a pool."""
-    _votes_seen: set[str] = field(default_factory=set)
+    _votes: set[tuple[str, str]] = field(default_factory=set)
+    """Interaction and event of each vote. Feedback names no run: votes of other runs are among them."""
 
     def observe(self, record: r.Record) -> None:
         """Process one record of the log; records of other runs and duplicates change nothing."""
@@ -201,9 +201,8 @@ class OnlineState:
                 self._recent.append(max(newest, record.served_at))
                 while self._recent[0] < self._recent[-1] - RATE_WINDOW_US:
                     self._recent.popleft()
-            case r.Feedback(kind=r.SignalKind.THUMB) if record.event_id not in self._votes_seen:
-                self._votes_seen.add(record.event_id)
-                self.votes += 1
+            case r.Feedback(kind=r.SignalKind.THUMB):
+                self._votes.add((record.interaction_id, record.event_id))
             case r.Outcome(revision=0):
                 self.endings.setdefault(record.interaction_id, record.exclusion or REWARDED)
             case r.Outcome():
@@ -227,6 +226,11 @@ class OnlineState:
                     self._proofs.setdefault((record.replica_id, record.version), record)
             case _:
                 pass
+
+    @property
+    def votes(self) -> int:
+        """The number of votes on interactions of the run."""
+        return sum(interaction in self.interactions for interaction, _ in self._votes)
 
     @property
     def interactions_per_s(self) -> float:

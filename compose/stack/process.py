@@ -102,7 +102,7 @@ def exclusive(path: Path, timeout_s: float, progress: Callable[[str], None]) -> 
                 break
             except BlockingIOError:
                 if deadline is None:
-                    progress(f"another command is at work in {path.parent}; waiting for it")
+                    progress(f"another command uses {path.parent}; waiting until it ends")
                     deadline = time.monotonic() + timeout_s
                 if time.monotonic() >= deadline:
                     raise StackError(

@@ -55,7 +55,7 @@ def test_assignments_of_another_form_are_refused(text: str):
 def test_a_list_is_set_as_json():
     tree = parse_assignments(['run.environments=[{"name": "ledger"}, {"name": "ledger", "label": "other"}]'])
     assert [entry.title for entry in load_settings(flags=tree).run.environments] == ["ledger", "other"]
-    with pytest.raises(ConfigError, match=r"run\.environments: the value begins like JSON, and is none"):
+    with pytest.raises(ConfigError, match=r"run\.environments: the value begins like JSON, but cannot be read as JSON"):
         parse_assignments(["run.environments=[ledger"])
 
 

@@ -51,7 +51,7 @@ def interaction(name: str, at_s: float = 1.0) -> Interaction:
 
 
 def vote(event: str) -> Feedback:
-    return build(Feedback, event_id=event, kind=SignalKind.THUMB, value=1.0)
+    return build(Feedback, event_id=event, interaction_id="i0", kind=SignalKind.THUMB, value=1.0)
 
 
 def outcome(name: str, exclusion: str = "", revision: int = 0) -> Outcome:
@@ -162,8 +162,14 @@ def test_duplicates_change_nothing(seed: int):
 
 
 def test_other_runs_and_replicas_are_ignored():
-    state = folded([replace(r, run_id="other") for r in log() if hasattr(r, "run_id")])
-    assert not state.interactions and not state.endings and not state.decisions and not state.fingerprints_equal()
+    state = folded([replace(r, run_id="other") if hasattr(r, "run_id") else r for r in log()])
+    assert (
+        not state.votes
+        and not state.interactions
+        and not state.endings
+        and not state.decisions
+        and not state.fingerprints_equal()
+    )
     assert folded([ack("replica-0", 1, 1.0)]).serving == {}
 
 

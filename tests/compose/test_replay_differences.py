@@ -141,7 +141,7 @@ def test_moments_and_ranges_are_read_or_refused():
     assert moment_us(None) is None
     assert moment_us("1970-01-01T00:00:01.000001") == 1_000_001
     assert moment_us("1970-01-01T02:00:00+02:00") == 0
-    with pytest.raises(ValueError, match="'yesterday' is no moment: write it like"):
+    with pytest.raises(ValueError, match="'yesterday' is not a time: write it like"):
         moment_us("yesterday")
     assert (step_range("3..7"), step_range("4")) == ((3, 7), (4, 4))
     for text in ("7..3", "0", "x", "1..", "..2", "1-2"):

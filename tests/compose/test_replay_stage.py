@@ -210,7 +210,7 @@ def test_other_settings_change_what_is_decided(log):
         (["assembly", "--reward", "tool_use=much"], "expected NAME=WEIGHT"),
         (["assembly", "--reward-version", "2"], "give --reward NAME=WEIGHT as well"),
         (["assembly", "--reward", "manners=1"], "no rollout has a reward component manners"),
-        (["assembly", "--to", "soon"], "'soon' is no moment"),
+        (["assembly", "--to", "soon"], "'soon' is not a time"),
     ],
 )
 def test_impossible_requests_are_reported(log, arguments, told):

@@ -41,6 +41,7 @@ from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.writer import Writer
 from tidemill.consumers.weights.chain import VersionRow
 from tidemill.producers.environments.check import ScriptedPolicy
+from tidemill.producers.environments.ledger import LedgerEnvironment
 from tidemill.schemas.log.admin import TopicState
 from tidemill.schemas.records import GateDecision, GateVerdict, Task
 from tidemill.streams.gate.controller import Snapshot
@@ -291,6 +292,11 @@ def test_environments_are_listed_shown_and_checked():
     ]
 
 
+def test_an_environment_without_a_task_is_reported(monkeypatch):
+    monkeypatch.setattr(LedgerEnvironment, "tasks", lambda *_: iter(()))
+    assert "environment ledger gives no task" in str(run("env", "show", "ledger").exception)
+
+
 def test_the_rewards_of_tried_episodes_are_rows(monkeypatch):
     class Silent:
         """A model that says nothing."""
@@ -340,7 +346,7 @@ def test_an_audit_prints_its_checks_as_rows_and_the_rest_separately(monkeypatch)
         "chain\ttrue\t0\t\\N",
         f"endings\tfalse\t1200\t{told}",
     ]
-    assert "rollouts: 5 trained" in piped.stderr and "done again: nothing" in piped.stderr
+    assert "rollouts: 5 trained" in piped.stderr and "repeated: nothing" in piped.stderr
     assert f"NOT SOUND, 1 of 2 checks failed. First offender (endings): {found}" in piped.stderr
     assert [row["first_offender"] for row in rows_in(run("audit", "--csv").stdout_bytes)] == ["", str(found)]
     assert json.loads(run("audit", "--json").stdout)["checks"][1]["offenders"] == 1200
@@ -455,7 +461,7 @@ def test_a_copy_gives_its_topics(capsysbinary):
         {"topic": "groups", "partitions": "2", "filled": "1", "records": "1", "bytes": "1500", "first": "2026-01-01",
          "last": "2026-01-02"}
     ]  # fmt: skip
-    assert b"2 references lead to records that are not selected" in said.err
+    assert b"2 references are to records that are not selected" in said.err
     assert b"nothing was written: --yes copies 1 records" in said.err
     carry_out(replay, **options, as_json=True, as_csv=False)
     assert json.loads(capsysbinary.readouterr().out)["records"] == 1

@@ -35,14 +35,14 @@ from tidemill.schemas.log.reader import LogReader
 
 @check(
     "retention",
-    "no partition has lost its beginning, and nothing refers to what is gone (allowed with --allow-truncated)",
+    "no partition has lost its first records, and no record refers to a deleted one (allowed with --allow-truncated)",
 )
 def retention(run: AuditedRun) -> Iterator[Finding]:
     if run.rules.allow_truncated:
         return
     for (topic, number), partition in sorted(run.partitions.items()):
         if partition.low > 0 and not is_compacted(topic):
-            what = f"truncated: offsets 0 to {partition.low - 1} are gone, past retention or deleted"
+            what = f"truncated: offsets 0 to {partition.low - 1} were deleted, by retention or by a person"
             yield Finding(Position(topic.value, number, partition.low), what)
     members = ((group.place, member) for group in run.groups for member in group.record.members)
     of_groups = ((by, Position.of(member)) for by, member in members)
@@ -54,7 +54,7 @@ def retention(run: AuditedRun) -> Iterator[Finding]:
 
 @check(
     "offsets",
-    "every offset that the broker keeps has its record, but for the marks of transactions and what compaction dropped",
+    "every offset that the broker keeps has a record, except transaction markers and records that compaction removed",
 )
 def offsets(run: AuditedRun) -> Iterator[Finding]:
     for (topic, number), partition in sorted(run.partitions.items()):
@@ -64,12 +64,12 @@ def offsets(run: AuditedRun) -> Iterator[Finding]:
             yield Finding(place, f"{count}: {partition.hidden:,} have none")
 
 
-@check("dead_letters", "every record that cannot be read lies in its topic's dead-letter topic")
+@check("dead_letters", "every record that cannot be decoded is in its topic's dead-letter topic")
 def dead_letters(run: AuditedRun) -> Iterator[Finding]:
     for place, timestamp_us, error in run.unreadable:
         # The reader of the topic may not have read so far yet.
         if place not in run.letters and run.is_overdue(timestamp_us):
-            yield Finding(place, f"cannot be read ({error}) and is no dead letter")
+            yield Finding(place, f"cannot be decoded ({error}) and is no dead letter")
 
 
 CLIENT_ID = "tidemill-audit"
@@ -167,7 +167,7 @@ def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress =
                 run.letters.setdefault(place, letter.reason)
     if rules.run_id not in run.runs:
         known = ", ".join(sorted(run.runs)) or "none"
-        raise LookupError(f"the log holds nothing of run {rules.run_id}; runs in it: {known}. Name one with --run-id")
+        raise LookupError(f"the log has no record of run {rules.run_id}; runs in it: {known}. Name one with --run-id")
     return judge(run)
 
 

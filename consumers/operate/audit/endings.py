@@ -136,7 +136,7 @@ def _lives(run: AuditedRun) -> Iterator[RolloutLife]:
             ending = (RolloutState.REJECTED, letters[0], place)
             yield RolloutLife(name, *ending, (ending,))
         elif run.is_overdue(rollout.deadline_at):
-            reason = "it has a result, its time is up, and no group counts it"
+            reason = "it has a result, its deadline has passed, and no group counts it"
             yield RolloutLife(name, RolloutState.LOST, reason, place)
         else:
             yield RolloutLife(name, RolloutState.SCORED, "", place)
@@ -159,7 +159,7 @@ def _lives(run: AuditedRun) -> Iterator[RolloutLife]:
             if run.is_truncated(Topic.ROLLOUTS):
                 state = RolloutState.UNKNOWN
             elif run.is_overdue(task.deadline_at):
-                state, reason = RolloutState.LOST, f"{state.value}, its time is up, and it has no result"
+                state, reason = RolloutState.LOST, f"{state.value}, its deadline has passed, and it has no result"
             yield RolloutLife(name, state, reason, place)
 
 

@@ -13,7 +13,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 
 
-@check("tasks", "every rollout that was taken, sampled or written belongs to a task that was issued, as the task says")
+@check("tasks", "every rollout that was dispatched, sampled or written belongs to an issued task and agrees with it")
 def tasks(run: AuditedRun) -> Iterator[Finding]:
     if run.is_truncated(Topic.TASKS):
         return
@@ -44,8 +44,8 @@ def tasks(run: AuditedRun) -> Iterator[Finding]:
 
 @check(
     "endings",
-    "every rollout that was asked for has one end: trained, evaluated, excluded with a reason, failed with a reason, "
-    "late or rejected, or it is on its way within its time",
+    "every requested rollout has one end: trained, evaluated, excluded with a reason, failed with a reason, "
+    "late or rejected; or its deadline has not passed yet",
 )
 def endings(run: AuditedRun) -> Iterator[Finding]:
     for life in run.lives:
@@ -54,8 +54,8 @@ def endings(run: AuditedRun) -> Iterator[Finding]:
         elif run.rules.complete and life.state in OPEN:
             yield Finding(life.place, f"rollout {life.rollout_id} is still {life.state.value}, and the run is over")
         elif len(life.endings) > 1 and any(state is not RolloutState.TRAINED for state, _, _ in life.endings):
-            told = " and ".join(f"{state.value} {reason}".strip() + f" ({at})" for state, reason, at in life.endings)
-            yield Finding(life.endings[1][2], f"rollout {life.rollout_id} ended more than once: {told}")
+            ended = " and ".join(f"{state.value} {reason}".strip() + f" ({at})" for state, reason, at in life.endings)
+            yield Finding(life.endings[1][2], f"rollout {life.rollout_id} ended more than once: {ended}")
 
 
 @check("trained_once", "no rollout and no online batch was trained by two steps, nor by one step twice")
@@ -79,8 +79,8 @@ def trained_once(run: AuditedRun) -> Iterator[Finding]:
 
 @check(
     "groups",
-    "every group is closed for the reason it gives, its members are rollouts that lie where it says with the rewards "
-    "it says, its advantages follow from them, and its second record is the same byte for byte",
+    "every group has the size that its closing reason requires, its members are rollouts at the recorded positions "
+    "with the recorded rewards, its advantages follow from them, and its repeated records are equal byte for byte",
 )
 def groups(run: AuditedRun) -> Iterator[Finding]:
     for at in run.groups:
@@ -92,7 +92,7 @@ def groups(run: AuditedRun) -> Iterator[Finding]:
             copies = run.groups_of[group.group_id]
             first = next(one for one in copies if one.record.closed_by is not r.CloseReason.LATE)
             if first.digest != at.digest:
-                yield Finding(at.place, f"group {group.group_id} lies at {first.place} with other contents")
+                yield Finding(at.place, f"group {group.group_id} is at {first.place} with other contents")
 
 
 def _size(facts: Facts, group: r.Group) -> Iterator[str]:
@@ -135,15 +135,15 @@ def _reward_of(facts: Facts, group: r.Group, member: r.GroupMember) -> float | s
     place = f"{member.topic}[{member.partition}]@{member.offset}"
     record = facts.record_of(member.rollout_id, member)
     if record is None:
-        return f"no rollout {member.rollout_id} lies at {place}"
+        return f"no rollout {member.rollout_id} is at {place}"
     if (record.group_id, record.mode) != (group.group_id, group.mode):
         return f"rollout {member.rollout_id} is of group {record.group_id}, {record.mode.value}"
     stated = (member.status, member.success, member.sampled_tokens, member.version_min, member.version_max)
     held = (record.status, record.success, record.sampled_tokens, record.version_min, record.version_max)
     if stated != held:
-        return f"member {member.rollout_id} is told as {stated}, its rollout at {place} says {held}"
+        return f"member {member.rollout_id} is recorded with {stated}, its rollout at {place} has {held}"
     if member.reward != record.reward and not group.rewards_shuffled:
-        return f"member {member.rollout_id} has reward {member.reward}, its rollout at {place} says {record.reward}"
+        return f"member {member.rollout_id} has reward {member.reward}, its rollout at {place} has {record.reward}"
     return record.reward
 
 
@@ -189,7 +189,7 @@ def interactions(run: AuditedRun) -> Iterator[Finding]:
         if user_erased or name in run.erased or run.is_truncated(Topic.OUTCOMES):
             continue
         if sorted(by_revision) != list(range(1 + max(by_revision))):
-            yield Finding(last.place, f"interaction {name} has revisions and not each from 0 on")
+            yield Finding(last.place, f"the revisions of interaction {name} are not numbered from 0 without a gap")
         place = Position(Topic.INTERACTIONS.value, last.record.partition, last.record.offset)
         if run.served and run.is_kept(place) and place not in run.served_at_place:
             yield Finding(last.place, f"interaction {name} ended, and {place} is no interaction")
@@ -202,8 +202,8 @@ def interactions(run: AuditedRun) -> Iterator[Finding]:
 
 @check(
     "batches",
-    "online batches are numbered without a gap, their members are interactions of the one version that lie where they "
-    "say, each in one batch, with the reward of its outcome",
+    "online batches are numbered without a gap, their members are interactions of one version at the recorded "
+    "positions, each in one batch, with the reward of its outcome",
 )
 def batches(run: AuditedRun) -> Iterator[Finding]:
     known: dict[str, RecordAt[r.OnlineBatch]] = {}
@@ -215,7 +215,7 @@ def batches(run: AuditedRun) -> Iterator[Finding]:
         first = known.setdefault(batch.batch_id, at)
         if first is not at:
             if first.digest != at.digest:
-                yield Finding(at.place, f"batch {batch.batch_id} lies at {first.place} with other contents")
+                yield Finding(at.place, f"batch {batch.batch_id} is at {first.place} with other contents")
             continue
         expected = following[batch.branch]
         if batch.sequence != expected and not run.is_truncated(Topic.ONLINE_BATCHES):
@@ -241,14 +241,14 @@ def _problem(facts: Facts, batch: r.OnlineBatch, member: r.OnlineMember) -> str:
     place = Position.of(member)
     answer = facts.served_at_place.get(place)
     if facts.is_kept(place) and (answer is None or answer.interaction_id != member.interaction_id):
-        return f"it does not lie at {place}"
+        return f"it is not at {place}"
     rewards = [end.record.reward for end in facts.ends.get(member.interaction_id, ())]
     if rewards and not member.correction and member.reward not in rewards:
-        return f"trained with reward {member.reward}, its outcomes say {rewards}"
+        return f"it has reward {member.reward}, its outcomes have {rewards}"
     return ""
 
 
-@check("erasures", "no step trained on a user's answers after they had demanded to be erased")
+@check("erasures", "no step trained on a user's answers after their erasure was requested")
 def erasures(run: AuditedRun) -> Iterator[Finding]:
     for step in run.steps if run.erasures else ():
         excluded = {one.group_id for one in step.record.exclusions if one.topic == Topic.INTERACTIONS}
@@ -263,7 +263,7 @@ def erasures(run: AuditedRun) -> Iterator[Finding]:
                 answer = run.served.get(member.interaction_id)
                 if answer is None or answer.record.served_at <= at:
                     what = f"step {step.record.step} trained on interaction {member.interaction_id} of user"
-                    yield Finding(step.place, f"{what} {member.user_id}, who had demanded to be erased")
+                    yield Finding(step.place, f"{what} {member.user_id}, whose erasure had been requested")
 
 
 CHECKS = (tasks, endings, trained_once, groups)

@@ -24,9 +24,8 @@ _Published = dict[tuple[str, int], r.Manifest]
 
 @check(
     "plans",
-    "every step was planned before it was taken, and was taken as it was planned last; a trainer that came back "
-    "planned it anew only where the settings, the gate, or the loss of something that it reads to retention or an "
-    "erasure stood against the first plan",
+    "every step was planned before it was taken, and was taken as in its last plan; a restarted trainer changed a plan "
+    "only if the settings or the gate's decisions had changed, or if retention or an erasure had deleted an input",
 )
 def plans(run: AuditedRun) -> Iterator[Finding]:
     planned: dict[int, tuple[Position, r.StepPlan]] = {}
@@ -40,7 +39,7 @@ def plans(run: AuditedRun) -> Iterator[Finding]:
             if number in taken:
                 problem = f"was planned after it was taken, at {taken[number]}"
             elif plan is not None and field and not _is_outdated(run, plan, record):
-                problem = f"was planned at {place} with other {field}, and nothing in the log stood against that plan"
+                problem = f"was planned at {place} with other {field}, and nothing in the log made that plan invalid"
             planned[number] = (at.place, record)
         else:
             if field:
@@ -94,8 +93,8 @@ def _is_answer_gone(facts: Facts, member: r.OnlineMember, by: int) -> bool:
 
 @check(
     "inputs",
-    "what a step trained on or left out lies where it says, and its rollouts, tokens and policy lag are those of its "
-    "inputs, within the bound",
+    "the inputs and exclusions of every step are at the recorded positions, and its rollouts, tokens and policy lag "
+    "are those of its inputs, within the bound",
 )
 def inputs(run: AuditedRun) -> Iterator[Finding]:
     for step in run.steps:
@@ -114,7 +113,7 @@ def inputs(run: AuditedRun) -> Iterator[Finding]:
 def _problem(reference: r.StepInput | r.StepExclusion, found: r.Group | r.OnlineBatch | None) -> str:
     name = found.group_id if isinstance(found, r.Group) else found.batch_id if found is not None else None
     if found is None or name != reference.group_id:
-        return f"{reference.group_id} is not there; there is {name or 'nothing of the run'}"
+        return f"{reference.group_id} is not there; there is {name or 'no record of the run'}"
     if isinstance(reference, r.StepExclusion):
         n = len(found.members)
         return "" if reference.rollouts == n else f"counts {reference.rollouts} rollouts, it has {n}"
@@ -217,7 +216,7 @@ def versions(run: AuditedRun) -> Iterator[Finding]:
     for skip in run.skips:
         branch, base, version = skip.record.branch, skip.record.base, skip.record.version
         if (branch, version) not in published or (branch, base) not in published:
-            what = f"the skip-delta from version {base} to {version} of branch {branch} joins nothing"
+            what = f"the skip-delta from version {base} to {version} of branch {branch} needs two published versions"
             yield Finding(skip.place, what)
     numbers = {version for _, version in published}
     for step in run.steps if run.rules.complete and numbers else ():
@@ -244,7 +243,7 @@ def _chain(facts: Facts, published: _Published, manifest: r.Manifest) -> Iterato
 
 @check(
     "served",
-    "every version that a replica served, and every version that something was sampled under, was proved before from "
+    "every version that a replica served, and every version under which tokens were sampled, was proved before from "
     "the replica's live tensors, with the published fingerprint; a refusal is no fault",
 )
 def served(run: AuditedRun) -> Iterator[Finding]:

@@ -157,7 +157,7 @@ class Replay:
         )
 
 
-GONE = "{what} went from the source while it was copied: its retention or compaction has removed them"
+GONE = "{what} were deleted from the source during the copy, by retention or compaction"
 
 
 @dataclass(slots=True)
@@ -181,8 +181,8 @@ def carried_on(plan: Plan, standing: TargetState) -> dict[Lane, int]:
         planned = plan.lanes.get(lane)
         if planned is None or list(planned.offsets[: len(offsets)]) != offsets:
             raise ValueError(
-                f"what was copied of {lane[0]}[{lane[1]}] is no longer the beginning of the selected records: the "
-                "source has lost records since, or the replay's topics were changed. Replay under another prefix"
+                f"the copies in {lane[0]}[{lane[1]}] are no longer the beginning of the selected records: the source "
+                "has lost records since, or the replay's topics were changed. Replay under another prefix"
             )
     return {lane: len(standing.copied.get(lane, ())) for lane in plan.lanes}
 
@@ -310,7 +310,7 @@ class CopyWriter:
                 self._failure = self._failure or f"the log refused a copy: {error}"
             elif message.offset() != offset:
                 self._failure = self._failure or (
-                    f"{message.topic()}[{message.partition()}]: a copy lies at offset {message.offset()}, planned was "
+                    f"{message.topic()}[{message.partition()}]: a copy is at offset {message.offset()}, planned was "
                     f"{offset}. Another process writes there: delete these topics and replay under another prefix"
                 )
 

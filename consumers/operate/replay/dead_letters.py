@@ -12,20 +12,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.consumers.operate import Progress, no_progress, watched
-from tidemill.consumers.operate.replay.records import RANK, Lane, LogSource, Range, RawRecord, topic_of
+from tidemill.consumers.operate.replay.records import RANK, Lane, LogSource, Range, RawRecord, decoded, topic_of
 from tidemill.consumers.operate.replay.target import header
+from tidemill.consumers.operate.rights.records import user_of
 from tidemill.consumers.sink.dead_letters import dead_letter
-from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, is_compacted
+from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, Topic, is_compacted
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.records import Record
+from tidemill.schemas.records import Record, UserRequest, UserWish
 
 HEADER_REDRIVE_OF = "tidemill-redrive-of"
 """On a record that was sent back: full topic, partition and offset of the record that could not be used."""
 HEADER_ATTEMPTS = "tidemill-attempts"
 """On a record that was sent back: how many times its content was sent back."""
 
+ERASED = "its user was erased"
+"""The reason why such a letter must not be sent back."""
 UNSAID = -1
 """The value of a number that the headers of a letter do not contain."""
 
@@ -86,6 +89,8 @@ class RedriveHistory:
 
     kept_from: dict[Lane, int] = field(default_factory=dict)
     """First offset of each partition that the log still holds."""
+    erased_at: dict[str, int] = field(default_factory=dict)
+    """Time of each user's newest erasure, in microseconds."""
     _sent_back: set[str] = field(default_factory=set)
     _attempts: dict[tuple[str, int, int], int] = field(default_factory=dict)
     _newest: dict[tuple[Lane, bytes], int] = field(default_factory=dict)
@@ -109,17 +114,23 @@ class RedriveHistory:
     def why_not(self, letter: StoredLetter, limit: int) -> str:
         """Return the reason why a letter must not be sent back; empty if it may."""
         if letter.source_offset is None:
-            return "its headers do not say where it came from"
+            return "its headers do not name its origin"
         if letter.origin in self._sent_back:
             return "it was sent back already"
         if self.kept_from.get(letter.source, 0) > letter.source_offset:
-            return "the log no longer shows whether it was sent back: its place has passed the topic's retention"
+            return "the log no longer shows whether it was sent back: its position is past the topic's retention"
         if self.attempts(letter) >= limit:
             return f"it failed after {self.attempts(letter)} attempts; the limit is {limit}"
         newest = self._newest.get((letter.source, letter.key or b""), -1)
         if is_compacted(topic_of(letter.source[0])) and newest > letter.source_offset:
-            return "a later record, or an erasure, took its key"
+            return "a later record or an erasure has its key"
         return ""
+
+    def is_erased(self, letter: StoredLetter, record: Record | None) -> bool:
+        """Whether the record that a letter's value decodes to is of a user who was erased after it was written. An
+        erasure cannot find a record that cannot be decoded, and its tombstones do not stay in the log."""
+        user_id = user_of(record)
+        return user_id is not None and letter.source_timestamp_ms * 1_000 <= self.erased_at.get(user_id, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +158,12 @@ def judge(
         return Verdict(letter, None, None, attempts, why_not)
     value = letter.value if transform is None else transform(letter)
     if value is None:
-        return Verdict(letter, None, None, attempts, "the transformation leaves it" if transform else "it has no value")
+        return Verdict(
+            letter, None, None, attempts, "the transformation returned None" if transform else "it has no value"
+        )
     record, problem = readable(value, letter.source[0], codec)
+    if sequel.is_erased(letter, record):
+        problem = ERASED
     return Verdict(letter, None if problem else value, record, attempts, problem)
 
 
@@ -194,7 +209,7 @@ class DeadLetters:
                 if raw is not None:
                     return letter_of(raw, self._prefix)
         raise LookupError(
-            f"no dead letter lies at {topic}/{partition}/{offset}: `tidemill dead-letters list` shows all"
+            f"there is no dead letter at {topic}/{partition}/{offset}: `tidemill dead-letters list` shows all"
         )
 
     def judge(self, letters: Sequence[StoredLetter], limit: int, transform: Transform | None = None) -> list[Verdict]:
@@ -209,13 +224,19 @@ class DeadLetters:
         return verdicts
 
     def sequel(self, letters: Iterable[StoredLetter]) -> RedriveHistory:
-        """Read the source partitions of the letters, from the position of the oldest letter to the end."""
+        """Read the erasures, and the source partitions of the letters from the oldest letter's position to the end."""
         oldest: dict[Lane, int] = {}
         for letter in letters:
             if letter.source_offset is not None and letter.source[1] < self._source.partitions(letter.source[0]):
                 oldest[letter.source] = min(letter.source_offset, oldest.get(letter.source, letter.source_offset))
         bounds = {lane: self._source.bounds(lane) for lane in oldest}
         sequel = RedriveHistory({lane: bound.start for lane, bound in bounds.items()})
+        requests = Topic.USER_REQUESTS.value
+        lanes = [(requests, partition) for partition in range(self._source.partitions(requests))]
+        for raw in self._source.scan({lane: self._source.bounds(lane) for lane in lanes}):
+            match decoded(raw, self._codec):
+                case UserRequest(user_id=user_id, wish=UserWish.ERASE, at=at):
+                    sequel.erased_at[user_id] = max(at, sequel.erased_at.get(user_id, at))
         ranges = {lane: Range(max(oldest[lane], bound.start), bound.end) for lane, bound in bounds.items()}
         total = sum(max(0, r.end - r.start) for r in ranges.values())
         for record in watched(self._source.scan(ranges), total, self._progress):

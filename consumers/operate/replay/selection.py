@@ -73,7 +73,7 @@ class Selection:
         for name in (*self.topics, *(r.topic for r in self.offsets)):
             topic_of(name)
         if not (self.topics or self.offsets or self.names_records):
-            raise ValueError("nothing is chosen: give --topic, --offsets, --step, --version or --group")
+            raise ValueError("no records are selected: give --topic, --offsets, --step, --version or --group")
         if self.from_ms is not None and self.to_ms is not None and self.from_ms >= self.to_ms:
             raise ValueError(
                 f"the range of times is empty: {utc_text(self.from_ms)} is not before {utc_text(self.to_ms)}"

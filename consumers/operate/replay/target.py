@@ -111,7 +111,7 @@ class Target:
                     )
                 if replay_id is None or of != replay_id:
                     raise ValueError(
-                        f"{self.prefix}{record} was written by replay {of}: carry that one on with --resume {of}, or "
+                        f"{self.prefix}{record} was written by replay {of}: continue it with --resume {of}, or "
                         "give another prefix"
                     )
                 offset = copied_offset(record, replay_id)

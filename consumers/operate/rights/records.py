@@ -34,9 +34,11 @@ LONGEST_NAME = 200
 def checked_pseudonym(text: str) -> str:
     """Return a pseudonym unchanged. Raises ValueError for a text that cannot be a user id of the log."""
     if not text:
-        raise ValueError("the user is empty: interactions that name no user belong to nobody and cannot be told apart")
+        raise ValueError("the user id is empty: interactions without a user id cannot be assigned to a user")
     if len(text) > LONGEST_NAME or not text.isprintable():
-        raise ValueError(f"a pseudonym has at most {LONGEST_NAME} printable characters, not {len(text)}")
+        raise ValueError(
+            f"a pseudonym has at most {LONGEST_NAME} characters, all printable; this one is {text[:LONGEST_NAME]!r}"
+        )
     return text
 
 
@@ -44,7 +46,9 @@ def new_request(user_id: str, wish: UserWish, requested_by: str, at: int) -> Use
     """Return a new request made at the time `at`. Raises ValueError."""
     checked_pseudonym(user_id)
     if not 0 < len(requested_by.strip()) <= LONGEST_NAME:
-        raise ValueError(f"who requests it has a name of 1 to {LONGEST_NAME} characters: give it with --by")
+        raise ValueError(
+            f"the person who requests it needs a name of 1 to {LONGEST_NAME} characters: give it with --by"
+        )
     name = digest(f"{user_id}\x00{wish.value}\x00{at}".encode())
     return UserRequest(request_id=name, user_id=user_id, wish=wish, requested_by=requested_by.strip(), at=at)
 

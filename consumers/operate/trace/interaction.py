@@ -147,13 +147,13 @@ class InteractionTrace:
         if batches:
             ended: Ended = batches[-1]["ended"]
             if ended.reason:
-                return f"left out by the trainer ({ended.reason}), as {ended.step} says"
+                return f"excluded by the trainer ({ended.reason}), in {ended.step}"
             return f"waits for the trainer in batch {batches[-1]['batch_id']}"
         served = self._served
         if self._outcomes:
             at, end = self._ends()[-1]
             if end.exclusion:
-                return f"excluded: {end.exclusion}, as {at} says; it is in no batch"
+                return f"excluded: {end.exclusion}, in {at}; it is in no batch"
             # A batch counts the interactions left out of all batches by reason, without their names.
             for place, batch in self._dropped:
                 of_branch = served is None or (batch.run_id, batch.branch) == (served.run_id, served.branch)
@@ -188,7 +188,7 @@ class InteractionTrace:
         if record.corrects is not None and record.value is None:
             return f"withdrew {record.corrects}"
         if record.kind.value in newest.observed:
-            return "seen; the map gives its kind no weight, or another event of the kind holds"
+            return "observed; the reward map gives its kind no weight, or another event of the kind is in effect"
         if record.observed_at > newest.closed_at:
             return "not counted: it came after the interaction's end"
-        return "not counted: outside its horizon, or no kind that the map knows"
+        return "not counted: outside its horizon, or the reward map has no such kind"

@@ -68,7 +68,7 @@ class RolloutTrace:
         elif not groups:
             end = "waits for its group to close"
         else:
-            end = f"left out by the trainer: {reasons[-1]}" if reasons else "waits for the trainer"
+            end = f"excluded by the trainer: {reasons[-1]}" if reasons else "waits for the trainer"
         made = [history.made(version) for version in sorted(versions)]
         return picked(rollout, ROLLOUT, place=place, groups=groups, versions=made, end=end)
 
@@ -213,7 +213,7 @@ class TraceReader:
         self._read((Topic.USER_REQUESTS, Topic.OUTCOMES, Topic.ONLINE_BATCHES), traced.observe)
         if not traced.found:
             raise LookupError(
-                f"the log says nothing of the user {user_id}: check the id, whether it is the product's or "
+                f"the log has no record of the user {user_id}: check the id, whether it is the product's or "
                 "(--pseudonym) the log's, and product.pseudonym_key"
             )
         return traced.path({run_id: self._history(run_id) for run_id in traced.runs})

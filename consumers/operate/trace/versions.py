@@ -85,7 +85,9 @@ class VersionHistory:
                 self._acks[record.replica_id] = record
                 if record.status is not AckStatus.REFUSED:
                     self._proved.setdefault(record.version, set()).add(record.replica_id)
-                    self._served_at.setdefault(record.serving_version, record.at)
+                    # Acknowledgements of several replicas do not arrive in the order of their times.
+                    first = self._served_at.get(record.serving_version, record.at)
+                    self._served_at[record.serving_version] = min(first, record.at)
 
     def made(self, version: int) -> TracedVersion:
         containing = self.containing([version])

@@ -219,7 +219,7 @@ def test_a_rollout_is_in_progress_until_its_deadline_and_the_grace_have_passed()
     log.roll(r.Tick("test", 0), at=START_US + OVERDUE_US - 3 * SECOND)
     assert log.audit().states == {"running": 2}
     log.roll(r.Tick("test", 0), at=START_US + OVERDUE_US)
-    assert log.audit().states == {"lost: running, its time is up, and it has no result": 2}
+    assert log.audit().states == {"lost: running, its deadline has passed, and it has no result": 2}
     assert log.audit(grace_us=3600 * SECOND).passed
 
 

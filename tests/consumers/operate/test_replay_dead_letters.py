@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.consumers.operate.replay_support import rollout
 from tests.consumers.operate.test_replay_log import records_of
+from tests.consumers.product_support import feedback
 from tidemill.compose.cli import app
 from tidemill.compose.cli.dead_letters_command import transformation
 from tidemill.consumers.operate.replay.dead_letters import (
@@ -21,6 +22,7 @@ from tidemill.consumers.operate.replay.dead_letters import (
     letter_of,
 )
 from tidemill.consumers.operate.replay.records import RawRecord
+from tidemill.consumers.operate.rights.records import new_request
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.log.producer import (
@@ -32,7 +34,7 @@ from tidemill.schemas.log.producer import (
     send_dead_letter,
 )
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Group, Tick
+from tidemill.schemas.records import Group, Tick, UserWish
 
 GOOD = Codec().encode(rollout("r1", "g"))
 START_MS = int(time.time() - 3_600) * 1_000
@@ -71,7 +73,7 @@ def test_a_letter_that_can_be_read_now_is_sent_back():
     assert (verdict.why_not, verdict.value, verdict.attempts) == ("", GOOD, 1)
     assert "cannot be read" in why_not(a_letter(b"junk"), sequel_of())
     assert why_not(a_letter(b"junk"), sequel_of(), transform=lambda letter: GOOD) == ""
-    assert "leaves it" in why_not(a_letter(b"junk"), sequel_of(), transform=lambda letter: None)
+    assert "returned None" in why_not(a_letter(b"junk"), sequel_of(), transform=lambda letter: None)
     assert "no value" in why_not(a_letter(None), sequel_of())
 
 
@@ -109,10 +111,21 @@ def test_an_erased_key_is_not_sent_back():
     assert "cannot be" not in why_not(letter, sequel_of(original, lane=lane))
 
 
+def test_a_record_of_a_user_who_was_erased_later_is_not_sent_back():
+    letter = a_letter(b"junk", topic="feedback")
+    sequel = sequel_of(lane=letter.source)
+    sequel.erased_at["ann"] = letter.source_timestamp_ms * 1_000
+    given = {user: Codec().encode(feedback("e0", "i0", user)) for user in ("ann", "bob")}
+    assert why_not(letter, sequel, transform=lambda _: given["ann"]) == "its user was erased"
+    assert why_not(letter, sequel, transform=lambda _: given["bob"]) == ""
+    sequel.erased_at["ann"] -= 1
+    assert why_not(letter, sequel, transform=lambda _: given["ann"]) == "", "a record of the time after the erasure"
+
+
 @pytest.mark.parametrize("lacking", [HEADER_TOPIC, HEADER_PARTITION, HEADER_OFFSET])
 def test_a_letter_without_its_origin_is_not_sent_back(lacking):
     for said in ("", "foreign", "--5", "²", "9" * 19):
-        assert "where it came from" in why_not(a_letter(**{lacking: said}), sequel_of())
+        assert "do not name its origin" in why_not(a_letter(**{lacking: said}), sequel_of())
 
 
 def test_a_transformation_that_cannot_be_used_is_reported(tmp_path, monkeypatch):
@@ -197,11 +210,22 @@ def test_letters_are_listed_shown_transformed_and_sent_back_once(live, tmp_path,
     assert "limit is 1" in {letter["source"]: letter["why_not"] for letter in limited}["rollouts/1/2"]
 
 
+def test_the_erasures_of_the_log_are_read(live):
+    with RecordProducer(live, "test") as producer:
+        producer.send(Topic.FEEDBACK, feedback("e0", "i0", "ann"), key="i0/e0", timestamp_ms=START_MS)
+        erasure = new_request("ann", UserWish.ERASE, "a person", (START_MS + 1) * 1_000)
+        producer.send(Topic.USER_REQUESTS, erasure, key="ann")
+    give_up_on(live, Topic.FEEDBACK, Tick, ["join"])
+    (letter,) = answered(live, "redrive", "--topic", "feedback", "--yes", "--json")["letters"]
+    assert (letter["goes_back"], letter["why_not"]) == (False, "its user was erased")
+    assert answered(live, "show", letter["letter"])["why_it_cannot_go_back"] == "its user was erased"
+
+
 def test_missing_letters_are_reported(live):
     for arguments, why in (
-        (("show", "rollouts.dlq/0/5"), "no dead letter lies at"),
-        (("show", "rollouts.dlq/9/5"), "no dead letter lies at"),
-        (("show", "rollouts/0/5"), "no place of a dead letter"),
+        (("show", "rollouts.dlq/0/5"), "there is no dead letter at"),
+        (("show", "rollouts.dlq/9/5"), "there is no dead letter at"),
+        (("show", "rollouts/0/5"), "not the position of a dead letter"),
         (("list", "--topic", "nothing"), "no topic 'nothing'"),
     ):
         assert why in str(dead_letters(live, *arguments).exception)

@@ -122,9 +122,9 @@ def test_requests_of_one_user_are_in_order_and_count_once():
 
 @pytest.mark.parametrize("user", ["", "x" * 201, "a\x00b", "a\nb"], ids=["empty", "huge", "nul", "newline"])
 def test_an_invalid_user_is_refused(user: str):
-    with pytest.raises(ValueError, match=r"user is empty|printable"):
+    with pytest.raises(ValueError, match=r"user id is empty|printable"):
         checked_pseudonym(user)
-    with pytest.raises(ValueError, match=r"user is empty|printable"):
+    with pytest.raises(ValueError, match=r"user id is empty|printable"):
         new_request(user, UserWish.ERASE, "tester", START_US)
 
 

@@ -101,7 +101,7 @@ def test_the_order_in_which_topics_are_read_changes_nothing(order: list[Topic]):
 ENDS = [
     ([], "the log holds no such interaction"),
     ([SERVED], "waits for its end"),
-    ([SERVED, outcome(SERVED, None, "no_signal")], "excluded: no_signal, as outcomes[0]@0 says"),
+    ([SERVED, outcome(SERVED, None, "no_signal")], "excluded: no_signal, in outcomes[0]@0"),
     ([SERVED, REWARDED], "waits for its online batch"),
     (
         [SERVED, REWARDED, online_batch(0, [], dropped={"old_version": 2})],
@@ -110,7 +110,7 @@ ENDS = [
     ([SERVED, REWARDED, BATCH], "waits for the trainer in batch run/main/0"),
     (
         [SERVED, REWARDED, BATCH, step(2, [], [r.StepExclusion(BATCH.batch_id, "online-batches", 0, 0, "stale", 1)])],
-        "left out by the trainer (stale), as train.steps[0]@0 says",
+        "excluded by the trainer (stale), in train.steps[0]@0",
     ),
     (
         [
@@ -119,7 +119,7 @@ ENDS = [
             BATCH,
             replace(TRAINED, exclusions=[r.StepExclusion("i0", "interactions", 0, 0, "erased", 1)]),
         ],
-        "left out by the trainer (erased)",
+        "excluded by the trainer (erased)",
     ),
     (WHOLE[:5], "trained into version 2, which is not published yet"),
     (WHOLE[:6], "trained into version 2, which no replica serves now"),
@@ -199,6 +199,12 @@ def test_a_later_version_of_another_parent_does_not_contain_it():
     assert "no replica serves now: last decision promote" in path["end"]
 
 
+def test_a_version_is_first_served_at_the_earliest_time_of_any_replica():
+    early = replace(ack(2, r.AckStatus.PROVED), replica_id="replica-1", at=START_US - SECOND)
+    path = traced(located([*WHOLE, early]))
+    assert path["versions"][0].served_first_at == START_US - SECOND
+
+
 def test_a_users_versions_are_those_whose_steps_trained_on_them():
     two, three = interaction("i1", "ann"), interaction("i2", "bob")
     left_out = online_batch(1, [member(outcome(two, 1.0)), member(outcome(three, 1.0))])
@@ -237,7 +243,7 @@ def test_an_erased_user_keeps_their_versions_and_loses_their_outcomes():
     ("inputs", "exclusions", "end"),
     [
         ([r.StepInput("g0", "groups", 0, 0)], [], "its group was trained into version 1"),
-        ([], [r.StepExclusion("g0", "groups", 0, 0, "stale", 2)], "left out by the trainer: stale"),
+        ([], [r.StepExclusion("g0", "groups", 0, 0, "stale", 2)], "excluded by the trainer: stale"),
         ([], [], "waits for the trainer"),
     ],
 )
