@@ -140,7 +140,7 @@ class Reader:
             sql: SELECT, WITH, SHOW, DESCRIBE, EXPLAIN or EXISTS; its FORMAT clause has priority over `default_format`.
             parameters: values of `{name:Type}` in ClickHouse's own escaping, by name.
             database: for names without one; the sink's by default.
-            bounds: lower limits, by ClickHouse's names; rows beyond `max_result_rows` are omitted.
+            bounds: lower limits, by ClickHouse's names; rows beyond `max_result_rows` or `limit` are omitted.
 
         Raises:
             QueryError: refused, not parsed, failed, or beyond a limit.
@@ -177,9 +177,9 @@ class Reader:
             quoted = (database or self._database).replace("\\", "\\\\").replace("`", "\\`")
             connection.query(f"USE `{quoted}`")
             limits = {name: min(self._limits.get(name, bound), bound) for name, bound in (bounds or {}).items()}
-            if "max_result_rows" in limits:
+            if most := [limits.pop(name) for name in ("limit", "max_result_rows") if name in limits]:
                 # By its overflow mode, `break`, the engine would also leave out rows beyond `max_result_bytes`.
-                limits["limit"] = int(limits.pop("max_result_rows"))
+                limits["limit"] = int(min(most))
             chosen = ", ".join(f"{name} = {value}" for name, value in {**self._limits, **limits}.items())
             connection.query(f"SET {chosen}, readonly = 1")
             result = connection.query(sql, output_format, params=dict(parameters))

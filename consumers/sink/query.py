@@ -91,8 +91,9 @@ def asked(sink: SinkSettings, sql: str, parameters: Mapping[str, str], **setting
         settings: ClickHouse settings for this query.
     """
     values = {f"param_{name}": escaped(value) for name, value in parameters.items()}
-    # Forbids a server to write and to raise the limits in a statement; the sink's own endpoint forbids both anyway.
-    own = {} if sink.embedded else {"readonly": "1"}
+    # A server may not write, and a statement may not raise the limits; the sink's own endpoint forbids both anyway. A
+    # server answers only when the query has ended: an error after the first rows would be a part of the result.
+    own = {} if sink.embedded else {"readonly": "1", "wait_end_of_query": "1"}
     key = {"X-ClickHouse-User": sink.user, "X-ClickHouse-Key": sink.password.get_secret_value()}
     return {
         "params": {"default_format": FORMAT, "database": sink.database, **settings, **own, **values},

@@ -172,8 +172,9 @@ class Tables:
         bounds = {
             "max_execution_time": str(self._view.query_seconds),
             "max_memory_usage": str(self._view.query_memory_bytes),
-            "max_result_rows": str(most),
-            "result_overflow_mode": "break",
+            # One more than are shown, to know whether there are more. ClickHouse's own limit on rows would be an error,
+            # or, by its overflow mode `break`, would also leave out rows beyond a limit on bytes.
+            "limit": str(most + 1),
         }
         began = time.monotonic()
         try:
@@ -191,7 +192,7 @@ class Tables:
             tuple(column["name"] for column in document["meta"]),
             tuple(column["type"] for column in document["meta"]),
             document["data"][:most],
-            len(document["data"]) >= most,
+            len(document["data"]) > most,
             time.monotonic() - began,
             began,
         )

@@ -88,7 +88,7 @@ class RedriveHistory:
     """The later records of the dead letters' source topics, read from the position of the oldest letter to the end."""
 
     kept_from: dict[Lane, int] = field(default_factory=dict)
-    """First offset of each partition that the log still holds."""
+    """First offset that the log still holds of each partition that exists."""
     erased_at: dict[str, int] = field(default_factory=dict)
     """Time of each user's newest erasure, in microseconds."""
     _sent_back: set[str] = field(default_factory=set)
@@ -115,9 +115,11 @@ class RedriveHistory:
         """Return the reason why a letter must not be sent back; empty if it may."""
         if letter.source_offset is None:
             return "its headers do not name its origin"
+        if letter.source not in self.kept_from:
+            return "the partition from which it came does not exist"
         if letter.origin in self._sent_back:
             return "it was sent back already"
-        if self.kept_from.get(letter.source, 0) > letter.source_offset:
+        if self.kept_from[letter.source] > letter.source_offset:
             return "the log no longer shows whether it was sent back: its position is past the topic's retention"
         if self.attempts(letter) >= limit:
             return f"it failed after {self.attempts(letter)} attempts; the limit is {limit}"

@@ -128,6 +128,11 @@ def test_a_letter_without_its_origin_is_not_sent_back(lacking):
         assert "do not name its origin" in why_not(a_letter(**{lacking: said}), sequel_of())
 
 
+def test_a_letter_of_a_partition_that_does_not_exist_is_not_sent_back():
+    """The log would refuse it, and the letters after it would not be sent."""
+    assert "does not exist" in why_not(a_letter(partition=9), sequel_of())
+
+
 def test_a_transformation_that_cannot_be_used_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.chdir(tmp_path)

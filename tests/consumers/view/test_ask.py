@@ -74,6 +74,8 @@ def test_a_refusal_is_a_text_with_its_reason(view: View, sql: str, said: str):
 def test_rows_past_the_bound_are_cut_and_the_cut_is_reported(view: View):
     shown = view.get("/ask/rows", params={"q": "SELECT number FROM numbers(1000000)"}).text
     assert "5,000 rows" in shown and "cut at view.result_rows" in shown
+    whole = view.get("/ask/rows", params={"q": "SELECT number FROM numbers(5000)"}).text
+    assert "5,000 rows" in whole and "cut at" not in whole
 
 
 def test_an_unknown_name_is_reported(view: View):
