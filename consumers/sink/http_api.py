@@ -43,7 +43,7 @@ CONTENT_TYPES = {
     **dict.fromkeys(("Native", "Arrow", "ArrowStream", "Parquet", "RowBinary"), "application/octet-stream"),
 }
 MAX_QUERY_BYTES = 2**20
-BOUNDS = ("max_execution_time", "max_memory_usage", "max_result_rows")
+BOUNDS = ("max_execution_time", "max_memory_usage", "max_result_rows", "limit")
 """Limits that a client may lower for its query."""
 MIN_SECONDS = 0.001
 """Minimum time limit: the engine counts microseconds, and 0 means no limit."""

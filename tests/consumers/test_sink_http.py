@@ -137,7 +137,7 @@ def test_a_query_is_stopped_at_its_time_limit(url: str):
     assert (reply.status_code, reply.headers["X-ClickHouse-Exception-Code"]) == (408, "159")
 
 
-@pytest.mark.parametrize("name", ["max_execution_time", "max_memory_usage", "max_result_rows"])
+@pytest.mark.parametrize("name", ["max_execution_time", "max_memory_usage", "max_result_rows", "limit"])
 @pytest.mark.parametrize(
     "value",
     ["", "0", "-1", "nan", "inf", "-inf", "1e999", "none", "1; DROP TABLE tasks", "1, readonly = 0", "9" * 5000],
@@ -155,8 +155,9 @@ def test_a_limit_can_be_lowered_but_not_raised(url: str):
     memory = "SELECT groupArray(number) FROM numbers(100000000)"
     assert ask(url, memory, max_memory_usage="1000000").headers["X-ClickHouse-Exception-Code"] == "241"
     assert ask(url, memory, max_memory_usage=str(2**62)).headers["X-ClickHouse-Exception-Code"] in ("241", "396", "159")
-    cut = ask(url, "SELECT number FROM numbers(10000000)", max_result_rows="10")
-    assert (cut.status_code, len(cut.text.splitlines())) == (200, 10)
+    for rows in ({"max_result_rows": "10"}, {"limit": "10"}, {"max_result_rows": "20", "limit": "10"}):
+        cut = ask(url, "SELECT number FROM numbers(10000000)", **rows)
+        assert (cut.status_code, len(cut.text.splitlines())) == (200, 10)
     # Only the limit on the number of rows truncates a result; a result of too many bytes is an error.
     large = ask(url, "SELECT repeat(toString(number), 10000) FROM numbers(1000)", max_result_rows="1000")
     assert large.headers["X-ClickHouse-Exception-Code"] == "396"
