@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import islice
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,11 +28,20 @@ from tidemill.compose.demo.simulated_users.people import (
     population,
     questions,
 )
-from tidemill.compose.demo.simulated_users.role import SimulatedUsers, ThumbShuffle, UserActivity, UserReport, simulate
+from tidemill.compose.demo.simulated_users.role import (
+    SimulatedUsers,
+    ThumbShuffle,
+    UserActivity,
+    UserReport,
+    open_product,
+    simulate,
+)
 from tidemill.compose.demo.simulated_users.role import served as read_answer
 from tidemill.producers.environments.base import Split, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions, LedgerTask
+from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas import signals as legal
+from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import SignalKind
 
 DETERMINED = UsersSettings(vote_rate=1.0, flip_rate=0.0, mind_change_rate=0.0)
@@ -393,3 +403,35 @@ def test_an_answer_of_the_serving_path_is_read_and_a_foreign_one_refused():
     for broken in (b"no json", b"[]", b'{"choices": []}', json.dumps({**body, "tidemill": None}).encode()):
         with pytest.raises(RuntimeError, match="the router"):
             read_answer(broken, 0.5)
+
+
+def test_all_concurrent_conversations_have_their_requests_answered_at_the_same_time():
+    """The latency that the product measures must not contain a wait for a connection."""
+    concurrency, waiting, all_there = 120, 0, asyncio.Event()
+
+    async def answered(request: web.Request) -> web.Response:
+        nonlocal waiting
+        waiting += 1
+        if waiting == concurrency:
+            all_there.set()
+        await all_there.wait()
+        return web.Response(status=503)
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_post("/{path:.*}", answered)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        settings = UsersSettings(router=f"http://127.0.0.1:{runner.addresses[0][1]}", concurrency=concurrency)
+        keys, nowhere = ProductSettings.with_random_keys(), KafkaSettings(bootstrap="127.0.0.1:1")
+        try:
+            async with open_product(nowhere, keys, settings) as product:
+                who = {"user_id": "u", "session_id": "s", "consent": False}
+                asked = (product.complete([], (), **who) for _ in range(concurrency))
+                found = await asyncio.gather(*asked, return_exceptions=True)
+        finally:
+            await runner.cleanup()
+        assert all(isinstance(one, NoAnswer) and "HTTP 503" in str(one) for one in found), found
+
+    asyncio.run(main())

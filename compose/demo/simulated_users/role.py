@@ -244,8 +244,10 @@ async def open_product(
     key = settings.api_key.get_secret_value()
     headers = {"authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s)
+    # The users bound their requests (`users.concurrency`); aiohttp's own bound would delay some of them.
+    unbounded = aiohttp.TCPConnector(limit=0)
     async with (
-        aiohttp.ClientSession(settings.router, headers=headers, timeout=timeout) as session,
+        aiohttp.ClientSession(settings.router, headers=headers, timeout=timeout, connector=unbounded) as session,
         AsyncFeedbackProducer(kafka, product, source=SOURCE, deadline_s=settings.request_timeout_s) as feedback,
     ):
         yield ServedProduct(session, feedback, settings)
