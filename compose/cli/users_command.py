@@ -142,7 +142,7 @@ def erasure_lines(done: Erasure) -> list[str]:
         f"{said}: {_request(done.request)}",
         f"erased: {_counts(done.tombstones)}; claimed bytes of {done.claims.deleted} objects",
     ]
-    lines += [f"NOT DELETED, outside store.root: {uri}" for uri in done.claims.foreign]
+    lines += [f"NOT DELETED, no object below store.root: {uri}" for uri in done.claims.foreign]
     if done.left:
         lines.append(f"NOT DELETED, written during the erasure: {_counts(done.left)}; run it again")
     if done.unreadable:

@@ -558,6 +558,12 @@ def test_a_directory_that_another_process_owns_is_a_clear_error(tmp_path: Path):
         holder.communicate("")
 
 
+def test_a_server_answers_when_a_query_has_ended():
+    """Otherwise the text of an error after the first rows would be a part of a result with status 200."""
+    assert query.asked(SinkSettings(host="clickhouse"), "SELECT 1", {})["params"]["wait_end_of_query"] == "1"
+    assert "wait_end_of_query" not in query.asked(SinkSettings(), "SELECT 1", {})["params"]
+
+
 def test_missing_tables_and_unknown_names_say_what_to_do(tmp_path: Path):
     with pytest.raises(QueryFailed, match="start `tidemill sink`"):
         ask(SinkSettings(path=str(tmp_path / "absent")), "SELECT 1")
