@@ -79,7 +79,7 @@ def other_records() -> bytes:
 @pytest.mark.parametrize("payload", [b"", b"not avro", b"Obj\x01" + bytes(50), other_records()])
 def test_undamaged_bytes_that_are_not_a_table_are_refused(tmp_path: Path, payload: bytes):
     stored = put_object(str(tmp_path / "table"), [payload])
-    with pytest.raises(StoredObjectError, match="no tensor table"):
+    with pytest.raises(StoredObjectError, match="not a tensor table"):
         load_tensor_table(TensorTable(stored.uri, 1, stored.n_bytes, stored.digest))
 
 
