@@ -58,7 +58,7 @@ def choose(mode: BackendMode, on_gpu: bool, obstacle: Callable[[], str | None]) 
         return "triton"
     if mode == "auto":
         return "fallback"
-    raise KernelUnavailableError(f"{ENVIRONMENT}={mode} asks for Triton's kernels, which cannot run: {reason}")
+    raise KernelUnavailableError(f"{ENVIRONMENT}={mode} requires Triton's kernels, which cannot run: {reason}")
 
 
 def choice_for(array: AnyArray, instead: str) -> BackendChoice:

@@ -180,7 +180,7 @@ def select_classes(
         new_tile(streams.counts.size), start, indices, old_at, new_at,
     )  # fmt: skip
     if found != indices.size:
-        raise DeltaError(f"{indices.size - found} changed elements lie beyond the last element of their class")
+        raise DeltaError(f"{indices.size - found} changed elements are beyond the last element of their class")
     return indices, old_at, new_at
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import fsspec
 import xxhash
@@ -30,17 +29,7 @@ class StoreUnavailableError(ConnectionError):
     """The store failed; a retry may succeed."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """Location and checksum of an object."""
-
-    uri: str
-    n_bytes: int
-    digest: str
-    """xxh3-128 of the bytes, hexadecimal."""
-
-
-def put_object(uri: str, pieces: Iterable[bytes | memoryview]) -> StoredObject:
+def put_object(uri: str, pieces: Iterable[bytes | memoryview]) -> Claim:
     """Write `pieces` in order as the object at `uri` (an fsspec URL or a path); an existing object is replaced.
 
     Use a name that is unique to these bytes (for instance their digest): a reader of an older record then never finds
@@ -62,10 +51,10 @@ def put_object(uri: str, pieces: Iterable[bytes | memoryview]) -> StoredObject:
     finally:
         with _store_errors(uri):
             opened.close()
-    return StoredObject(filesystem.unstrip_protocol(path), n_bytes, state.hexdigest())
+    return Claim(filesystem.unstrip_protocol(path), n_bytes, state.hexdigest())
 
 
-def object_pieces(stored: StoredObject, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+def object_pieces(stored: Claim, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
     """Yield the bytes of an object in order, at most `piece_bytes` at a time. They are checked only at the end.
 
     Raises StoredObjectError if the object is missing, truncated, too long or changed, StoreUnavailableError if the
@@ -84,12 +73,12 @@ def object_pieces(stored: StoredObject, piece_bytes: int = PIECE_BYTES) -> Itera
         )
 
 
-def read_object(stored: StoredObject) -> bytes:
+def read_object(stored: Claim) -> bytes:
     """Return the whole object, checked. Raises as `object_pieces`."""
     return b"".join(object_pieces(stored))
 
 
-def _read(stored: StoredObject, piece_bytes: int) -> Iterator[bytes]:
+def _read(stored: Claim, piece_bytes: int) -> Iterator[bytes]:
     left = stored.n_bytes
     with _store_errors(stored.uri):
         filesystem, path = fsspec.core.url_to_fs(stored.uri)
@@ -128,8 +117,7 @@ class ForeignClaimError(ValueError):
 
 def store_claim(root: str, name: str, payload: bytes) -> Claim:
     """Write `payload` below `root` (an fsspec URL or directory), and return its claim check. Raises as `put_object`."""
-    stored = put_object(f"{root.rstrip('/')}/{name}", [payload])
-    return Claim(stored.uri, stored.n_bytes, stored.digest)
+    return put_object(f"{root.rstrip('/')}/{name}", [payload])
 
 
 def load_claim(claim: Claim) -> bytes:

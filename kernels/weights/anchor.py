@@ -41,7 +41,7 @@ from tidemill.kernels.weights.checkpoint import (
     split_files,
 )
 from tidemill.kernels.weights.ranks import Ranks, SingleRank
-from tidemill.kernels.weights.tensor_parts import Parts, Span, TensorLike, as_part, deal, exchange, spans_of_all
+from tidemill.kernels.weights.tensor_parts import Parts, Span, TensorLike, as_part, balanced, exchange, spans_of_all
 from tidemill.schemas.records import Anchor
 from tidemill.schemas.stored_object import StoreUnavailableError, put_object
 
@@ -301,7 +301,7 @@ FilesOfRanks = Sequence[Mapping[str, Sequence[str]]]
 
 def _files_of_ranks(whole: Mapping[str, Weight], file_bytes: int, n_ranks: int) -> FilesOfRanks:
     sizes = {name: weight.bits.nbytes for name, weight in whole.items()}
-    writers = deal(sizes, n_ranks)
+    writers = balanced(sizes, n_ranks)
     groups = [
         split_files({name: n for name, n in sizes.items() if writers[name] == rank}, file_bytes)
         for rank in range(n_ranks)

@@ -28,8 +28,8 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import DeltaChunk, Manifest, ShardPosition
-from tidemill.schemas.stored_object import StoredObject, StoredObjectError, StoreUnavailableError, object_pieces
+from tidemill.schemas.records import Claim, DeltaChunk, Manifest, ShardPosition
+from tidemill.schemas.stored_object import StoredObjectError, StoreUnavailableError, object_pieces
 
 Place = tuple[int, int]
 """Partition and offset in `weights.deltas`."""
@@ -87,7 +87,7 @@ class ChunkFetcher:
         """
         source, digest, n_bytes = self._logged(manifest, shard), xxhash.xxh3_128(), 0
         if shard.uri is not None:
-            source = object_pieces(StoredObject(shard.uri, shard.n_bytes, shard.digest))
+            source = object_pieces(Claim(shard.uri, shard.n_bytes, shard.digest))
         try:
             for piece in source:
                 digest.update(piece)

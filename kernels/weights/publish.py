@@ -57,7 +57,7 @@ from tidemill.kernels.weights.tensor_parts import (
     TensorLike,
     Tensors,
     as_part,
-    deal,
+    balanced,
     merged_tensors,
     named,
     part_info,
@@ -302,11 +302,11 @@ class WeightPublisher:
 
     def _send_delta(self, version: int, held: HeldVersion, tensors: Tensors) -> RankReport:
         n_shards, shards, covered = self._settings.shards, [], []
-        dealt = deal({name: part.n for name, part in held.parts.items()}, n_shards)
-        for hand in range(n_shards):
-            names = None if n_shards == 1 else {name for name in dealt if dealt[name] == hand}
+        shard_of = balanced({name: part.n for name, part in held.parts.items()}, n_shards)
+        for index in range(n_shards):
+            names = None if n_shards == 1 else {name for name in shard_of if shard_of[name] == index}
             changes = held.take_over(version, tensors, names, on_device=self._settings.on_device)
-            number = self._ranks.rank * n_shards + hand
+            number = self._ranks.rank * n_shards + index
             with DeltaShard(version, held.version, changes, number, self._codec) as shard:
                 shards.append(shard.send(self._producer, self._run, self._folder, self._settings.log_limit_bytes))
                 covered.append(shard.covered)

@@ -181,20 +181,20 @@ def merged_tensors(reports: Sequence[RankReport]) -> list[TensorInfo]:
     return merged
 
 
-def deal(sizes: Mapping[str, int], hands: int) -> dict[str, int]:
-    """Assign each tensor to one of `hands`: the largest first, each to the least loaded; in the order of `sizes`.
+def balanced(sizes: Mapping[str, int], bins: int) -> dict[str, int]:
+    """Assign each tensor to one of `bins`: the largest first, each to the least loaded; in the order of `sizes`.
 
-    Raises ValueError if `hands` is below 1.
+    Raises ValueError if `bins` is below 1.
     """
-    if hands < 1:
-        raise ValueError(f"tensors are dealt to at least one hand, not {hands}")
-    loads = [(0, hand) for hand in range(hands)]
-    dealt: dict[str, int] = {}
+    if bins < 1:
+        raise ValueError(f"tensors need at least one bin, not {bins}")
+    loads = [(0, to) for to in range(bins)]
+    chosen: dict[str, int] = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, hand = heapq.heappop(loads)
-        heapq.heappush(loads, (load + sizes[name], hand))
-        dealt[name] = hand
-    return {name: dealt[name] for name in sizes}
+        load, to = heapq.heappop(loads)
+        heapq.heappush(loads, (load + sizes[name], to))
+        chosen[name] = to
+    return {name: chosen[name] for name in sizes}
 
 
 Span = tuple[int, int]

@@ -16,8 +16,8 @@ import fastavro
 import xxhash
 
 from tidemill.schemas.codec import Codec, current_schema
-from tidemill.schemas.records import Manifest, TensorInfo, TensorTable
-from tidemill.schemas.stored_object import StoredObject, StoredObjectError, put_object, read_object
+from tidemill.schemas.records import Claim, Manifest, TensorInfo, TensorTable
+from tidemill.schemas.stored_object import StoredObjectError, put_object, read_object
 
 CODEC = "deflate"
 
@@ -56,7 +56,7 @@ def store_tensor_table(folder: str, tensors: Sequence[TensorInfo]) -> TensorTabl
 
 def load_tensor_table(table: TensorTable) -> list[TensorInfo]:
     """Return the tensors of a table, in their order. Raises the errors of `with_tensors`."""
-    payload = read_object(StoredObject(table.uri, table.n_bytes, table.digest))
+    payload = read_object(Claim(table.uri, table.n_bytes, table.digest))
     try:
         found = [TensorInfo(**fields) for fields in fastavro.reader(io.BytesIO(payload), _schema())]
     except Exception as error:  # fastavro raises errors of many types on invalid bytes; callers get one

@@ -26,7 +26,7 @@ from tidemill.schemas.config import ChatSettings
 
 LOG = logging.getLogger(__name__)
 LARGE = 2**16
-"""Number of characters from which a conversation's tokens are counted in another thread before it is rendered."""
+"""Number of characters from which a conversation's tokens are counted in another thread first."""
 FILL_CONTEXT = "fill_context"
 """Field of a request to a replica's `/v1/completions` instead of `max_tokens`: as many tokens as the context allows."""
 _VERSIONS = ("weight_versions", "weight_incarnation")
@@ -68,13 +68,14 @@ class ChatServer:
         if self.chat is None or self._contexts is None:
             raise BadMessage(f"chat is not served: {self._refusal}")
         try:
-            calls = (call for message in request.messages for call in message.get("tool_calls") or ())
-            arguments = [call["function"]["arguments"] for call in calls]
-            texts = [*(message["content"] for message in request.messages), *arguments, request.tools.identity]
-            if sum(map(len, texts)) > LARGE:
-                # A tokenizer needs a second for a megabyte, and lets other threads run meanwhile. A template may omit
-                # some of the text: only a conversation of more than twice the limit is refused here.
-                ids = await asyncio.to_thread(self.chat.encode, "".join(texts))
+            calls = [call for message in request.messages for call in message.get("tool_calls") or ()]
+            fields = [*request.messages, *calls, *(call["function"] for call in calls)]
+            texts = [text for each in fields for text in each.values() if isinstance(text, str)]
+            if sum(map(len, texts)) + len(request.tools.identity) > LARGE:
+                # A tokenizer needs a second for a megabyte, and lets other threads run meanwhile. A known conversation
+                # may have fewer tokens: only one of more than twice the limit is refused here.
+                text = await asyncio.to_thread(self.chat.template.text, request.messages, request.tools)
+                ids = await asyncio.to_thread(self.chat.encode, text)
                 if len(ids) > 2 * self._most_tokens:
                     raise BadMessage(f"`messages` have {len(ids)} tokens, at most {self._most_tokens} are served")
             return ChatTurn(self.chat, self._contexts, request, stream, versions)

@@ -158,6 +158,8 @@ HEADER_OFFSET = "tidemill-source-offset"
 HEADER_TIMESTAMP = "tidemill-source-timestamp-ms"
 HEADER_REASON = "tidemill-reason"
 HEADER_APPLICATION = "tidemill-application"
+MOST_REASON = 2_000
+"""Most characters of a reason: it may quote a key of any length, and the dead letter must fit into a record."""
 
 
 def dead_letter_headers(names: Names, located: ConsumedRecord, reason: str, application: str) -> dict[str, bytes]:
@@ -167,7 +169,7 @@ def dead_letter_headers(names: Names, located: ConsumedRecord, reason: str, appl
         HEADER_PARTITION: str(located.partition).encode(),
         HEADER_OFFSET: str(located.offset).encode(),
         HEADER_TIMESTAMP: str(located.timestamp_ms).encode(),
-        HEADER_REASON: reason.encode(),
+        HEADER_REASON: reason[:MOST_REASON].encode(),
         HEADER_APPLICATION: application.encode(),
     }
 

@@ -69,19 +69,19 @@ def reward_of(reward_map: RewardMap, signals: Iterable[Signal]) -> RewardResult:
     latest = standing(signals)
     rules, targeted = reward_map.rules, reward_map.target_kinds
     uses: list[CountedSignal] = []
-    tells = False
+    enough = False
     for kind, signal in latest.items():
         rule = rules.get(kind)
         if rule is not None and rule.weight and kind not in targeted:
             uses.append(CountedSignal(signal, rule.weight * _read(rule, signal)))
             # A "no" of a yes-or-no kind (nothing asked, nothing done) is reported for every answer: it is no opinion.
             silent = not signal.value and LEGAL[kind] is YES_OR_NO
-            tells = tells or (rule.alone and not silent)
+            enough = enough or (rule.alone and not silent)
     if reward_map.target_rate is not None:
         found = _at_target_rate(reward_map.target_rate, latest)
-        uses, tells = uses + found, tells or bool(found)
+        uses, enough = uses + found, enough or bool(found)
     observed = {_NAMES[kind]: _value(signal) for kind, signal in latest.items()}
-    if not tells:
+    if not enough:
         reward = None if reward_map.no_signal == "exclude" else reward_map.no_signal
         return RewardResult(reward, (), observed)
     total = math.fsum([use.contribution for use in uses])

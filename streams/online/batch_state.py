@@ -273,12 +273,13 @@ class PendingMembers:
         return [one for one in everyone if one.user_id == user_id]
 
 
-def within_share(waiting: Sequence[PendingMember], share: float) -> list[PendingMember]:
-    """Return the first members of each user, such that none has more than `share` of the result, or only one."""
+def within_share(waiting: Sequence[PendingMember], share: float, room: int) -> list[PendingMember]:
+    """Return the first members of each user, at most `room`, such that no user has more than `share` of the result, or
+    only one member."""
     members = Counter(one.user_id for one in waiting)
     most = max(members.values(), default=0)
     # A lower limit also makes the total smaller: search for the greatest limit that keeps every share.
-    while most > 1 and most > share * sum(min(n, most) for n in members.values()):
+    while most > 1 and most > share * min(room, sum(min(n, most) for n in members.values())):
         most -= 1
     taken: Counter[str] = Counter()
     kept = []
@@ -286,4 +287,4 @@ def within_share(waiting: Sequence[PendingMember], share: float) -> list[Pending
         if taken[one.user_id] < most:
             taken[one.user_id] += 1
             kept.append(one)
-    return kept
+    return kept[:room]

@@ -229,7 +229,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
 
     def _kept(self, batch: OpenBatch) -> list[PendingMember]:
         waiting = self._room.of_version(batch.version)
-        return within_share(waiting, self._settings.max_share_per_user)[: self._settings.max_members]
+        return within_share(waiting, self._settings.max_share_per_user, self._settings.max_members)
 
     def _close_if_ready(self, batch: OpenBatch) -> None:
         def full(waiting: Sequence[PendingMember]) -> bool:

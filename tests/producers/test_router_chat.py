@@ -221,13 +221,24 @@ async def test_without_a_chat_template_completions_are_served_and_chat_is_refuse
             assert (await router.asked({"prompt": "hello"}))[0] == 200
 
 
-async def test_a_huge_conversation_is_refused_while_others_are_served():
+HUGE = "spell it " * 100_000
+HUGE_CALL = {"id": "c", "type": "function", "function": {"name": HUGE, "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": HUGE}],
+        [HELLO, {"role": "assistant", "content": "", "tool_calls": [HUGE_CALL]}, HELLO],
+    ],
+    ids=["content", "call"],
+)
+async def test_a_huge_conversation_is_refused_while_others_are_served(messages):
     """A tokenizer needs a second for a megabyte: the tokens are counted outside the event loop, which continues."""
 
     async with rig(max_body_bytes=2**24, max_prompt_tokens=1000) as router:
-        huge = {"messages": [{"role": "user", "content": "spell it " * 100_000}]}
         began = time.perf_counter()
-        refused = asyncio.create_task(router.asked(huge, PATH))
+        refused = asyncio.create_task(router.asked({"messages": messages}, PATH))
         longest = 0.0
         while not refused.done():
             before = time.perf_counter()

@@ -9,9 +9,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from tidemill.schemas.records import Claim
 from tidemill.schemas.stored_object import (
     ClaimError,
-    StoredObject,
     StoredObjectError,
     StoreUnavailableError,
     load_claim,
@@ -27,7 +27,7 @@ def folder(request, tmp_path):
     return str(tmp_path / "store") if request.param == "directory" else f"memory://{uuid.uuid4().hex}"
 
 
-def overwrite(stored: StoredObject, data: bytes) -> None:
+def overwrite(stored: Claim, data: bytes) -> None:
     filesystem, path = fsspec.core.url_to_fs(stored.uri)
     filesystem.pipe_file(path, data)
 
@@ -78,7 +78,7 @@ def test_a_url_that_no_file_system_serves_is_refused():
     with pytest.raises(StoredObjectError, match="cannot be reached"):
         put_object("nowhere://bucket/one", [b"payload"])
     with pytest.raises(StoredObjectError, match="cannot be reached"):
-        read_object(StoredObject("nowhere://bucket/one", 1, ""))
+        read_object(Claim("nowhere://bucket/one", 1, ""))
 
 
 def test_a_store_that_fails_is_told_from_an_object_that_is_gone(tmp_path, monkeypatch):

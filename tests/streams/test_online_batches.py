@@ -288,20 +288,29 @@ def test_no_user_exceeds_their_share_of_tokens():
     assert run(log)[1]._head.lost == 2
 
 
-@given(st.lists(st.sampled_from("abcde"), max_size=30), st.floats(0.05, 1.0))
-def test_shares_hold_and_no_larger_number_would(users, share):
+def test_a_share_holds_in_a_batch_of_the_most_members():
+    log = Log(*(outcome(f"u{n}", user_id="u", sampled_tokens=1) for n in range(3)))
+    log.write(103, outcome("v0", user_id="v", sampled_tokens=1)).write(103, outcome("v1", user_id="v")).tick(200)
+    batch = one(log, max_members=3, min_members=1)
+    assert (names(batch), batch.dropped) == (["u0", "v0"], {"user_cap": 3})
+
+
+@given(st.lists(st.sampled_from("abcde"), max_size=30), st.floats(0.05, 1.0), st.integers(1, 40))
+def test_shares_hold_and_no_larger_number_would(users, share, room):
     waiting = [
         batch_state.PendingMember(str(n), n, u, "t", 0, 0, 1.0, False, 1, 1, None, 0, FIGURES)
         for n, u in enumerate(users)
     ]
-    kept = within_share(waiting, share)
+    kept = within_share(waiting, share, room)
     counts, everyone = Counter(w.user_id for w in kept), Counter(users)
     most = max(counts.values(), default=0)
     assert most <= max(1, share * len(kept))
-    assert all(counts[user] == min(n, most) for user, n in everyone.items())
-    if kept != waiting:
+    assert len(kept) <= room
+    if len(kept) < room:
+        assert all(counts[user] == min(n, most) for user, n in everyone.items())
+    if len(kept) < min(room, len(waiting)):
         larger = sum(min(n, most + 1) for n in everyone.values())
-        assert most + 1 > share * larger
+        assert most + 1 > share * min(room, larger)
     assert [w.order for w in kept] == sorted(w.order for w in kept)
 
 

@@ -24,8 +24,8 @@ from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import DeltaChunk, Manifest, ShardPosition, SkipDelta
-from tidemill.schemas.stored_object import StoredObject, read_object
+from tidemill.schemas.records import Claim, DeltaChunk, Manifest, ShardPosition, SkipDelta
+from tidemill.schemas.stored_object import read_object
 
 View = dict[str, Weight]
 
@@ -79,7 +79,7 @@ class Publication:
         """Return the bytes of a shard, after a check of its position and of the chunks' fields."""
         if shard.uri is not None:
             assert shard.offsets == []
-            return [read_object(StoredObject(shard.uri, shard.n_bytes, shard.digest))]
+            return [read_object(Claim(shard.uri, shard.n_bytes, shard.digest))]
         chunks = self.chunks()
         named = [chunks[shard.partition, offset] for offset in shard.offsets]
         assert [(c.version, c.sequence, c.total) for c in named] == [

@@ -39,8 +39,8 @@ from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Manifest, SkipDelta
-from tidemill.schemas.stored_object import StoredObject, read_object
+from tidemill.schemas.records import Claim, Manifest, SkipDelta
+from tidemill.schemas.stored_object import read_object
 from tidemill.trainer.serving_view import bf16_bits, serving_view
 
 RUN = "sharded"
@@ -332,7 +332,7 @@ def test_ranks_make_skip_deltas_together(jobs):
     for skip in skips:
         held = {name: bits.copy() for name, bits in views[skip.base].items()}
         for shard in skip.shards:
-            data = read_object(StoredObject(shard.uri, shard.n_bytes, shard.digest))
+            data = read_object(Claim(shard.uri, shard.n_bytes, shard.digest))
             for block in decode_delta([data], skip.version, skip.base):
                 for change in resolve_all(block, held):
                     apply_change(change, held[change.name])

@@ -25,7 +25,7 @@ from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.tensor_parts import (
     RankReport,
     TensorPart,
-    deal,
+    balanced,
     merged_tensors,
     part_info,
 )
@@ -125,17 +125,17 @@ def test_other_placements_are_refused(ranks, placements, mesh_shape):
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 1000), max_size=30), st.integers(1, 8))
-def test_deal_is_balanced_and_keeps_the_order(sizes, hands):
-    dealt = deal(sizes, hands)
-    assert list(dealt) == list(sizes)
-    loads = [sum(size for name, size in sizes.items() if dealt[name] == hand) for hand in range(hands)]
+def test_assignment_is_balanced_and_keeps_the_order(sizes, bins):
+    chosen = balanced(sizes, bins)
+    assert list(chosen) == list(sizes)
+    loads = [sum(size for name, size in sizes.items() if chosen[name] == to) for to in range(bins)]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)
-    assert deal(dict(reversed(sizes.items())), hands) == dealt
+    assert balanced(dict(reversed(sizes.items())), bins) == chosen
 
 
-def test_deal_refuses_zero_hands():
-    with pytest.raises(ValueError, match="at least one hand"):
-        deal({"w": 1}, 0)
+def test_assignment_to_no_bin_is_refused():
+    with pytest.raises(ValueError, match="at least one bin"):
+        balanced({"w": 1}, 0)
 
 
 @settings(max_examples=40)

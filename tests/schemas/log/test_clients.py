@@ -21,6 +21,7 @@ from tidemill.schemas.log.producer import (
     HEADER_TIMESTAMP,
     DeliveryError,
     RecordProducer,
+    dead_letter_headers,
     send_dead_letter,
 )
 from tidemill.schemas.log.reader import LogReader
@@ -115,6 +116,12 @@ def test_poison_is_located_with_its_reason_and_the_stream_continues(settings: Ka
     assert [bool(located.error) for located in found] == [True, True, True, False]
     assert found[3].record == document(1)
     assert dead_letters(settings) == [(b"poison", "0"), (None, "1"), (b"\xc3\x01" + bytes(20), "2")]
+
+
+def test_a_reason_of_any_length_fits_into_a_dead_letter():
+    located = ConsumedRecord(Topic.DOCUMENTS, 0, 1, 2, bytes(300_000), b"x", None)
+    headers = dead_letter_headers(Names(""), located, f"the key {located.key!r} is not the id", "test")
+    assert headers[HEADER_REASON].startswith(b"the key ") and sum(map(len, headers.values())) < 10_000
 
 
 def dead_letters(settings: KafkaSettings) -> list[tuple[bytes | None, str]]:
