@@ -1,9 +1,10 @@
 """Checkpoints: safetensors files of a step, from which training continues bit for bit, on any number of ranks.
 
 A file contains the master weights and the optimizer's moments; its header contains the progress in the log. With
-several ranks, each writes a file with its own rows, and only the first rank's file has that header: the rows of all
-files, concatenated, are the whole tensors. A checkpoint appears whole or not at all: each file is written under another
-name and then renamed, the first rank's file last; without this file there is no checkpoint.
+several ranks, each writes a file with its own rows and the number of the first row of each weight, and only the first
+rank's file has the progress: the rows of all files, in the order of these numbers, are the whole tensors. A checkpoint
+appears whole or not at all: each file is written under another name and then renamed, the first rank's file last;
+without this file there is no checkpoint.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from operator import itemgetter
 from typing import IO, Any
 
 import fsspec
@@ -27,7 +29,7 @@ from tidemill.kernels.weights.checkpoint import LENGTH_SIZE, file_pieces
 from tidemill.kernels.weights.ranks import Ranks, SingleRank
 from tidemill.trainer.trainable import TopicProgress
 
-HEADER = "tidemill"
+HEADER, FIRST_ROWS = "tidemill", "first_rows"
 NAME = re.compile(r"step-(\d{8})\.safetensors")
 PARTIAL = ".partial"
 OTHER_RANKS = re.compile(r"step-(\d{8})\.rank-\d+-of-\d+\.safetensors")
@@ -73,18 +75,21 @@ class CheckpointStore:
         tensors: Mapping[str, Tensor],
         pinned: Collection[int] = (),
         ranks: Ranks | None = None,
+        rows: Rows | None = None,
     ) -> str:
         """Store one checkpoint, delete the oldest beyond `keep` except those in `pinned`, and return its path.
 
         Args:
             tensors: under `kind/name`: whole tensors, or with several `ranks`, which all call this, the rank's rows.
+            rows: the rank's rows of each weight; without them, the ranks hold the rows in rank order.
         """
         ranks = ranks or SingleRank()
         parts = {} if ranks.size == 1 else {"ranks": ranks.size}
-        header = {HEADER: json.dumps({**dataclasses.asdict(state), **parts})}
+        first_rows = {FIRST_ROWS: json.dumps({name: first for name, (first, _) in rows.items()})} if rows else {}
+        header = {HEADER: json.dumps({**dataclasses.asdict(state), **parts}), **first_rows}
         path = self._path(state.step, ranks.rank, ranks.size)
         self._filesystem.makedirs(self._folder, exist_ok=True)
-        ranks.gather(lambda: None if ranks.is_first else self._put(path, tensors, {}))
+        ranks.gather(lambda: None if ranks.is_first else self._put(path, tensors, first_rows))
         ranks.on_first(lambda: self._put(path, tensors, header))
         ranks.on_first(lambda: self._drop(pinned))
         return path
@@ -141,24 +146,27 @@ class CheckpointStore:
 
     def _joined(self, paths: Iterable[str], rows: Rows) -> dict[str, Tensor]:
         """Read and concatenate the rows of the tensors in the files; only the wanted rows are read."""
-        found: dict[str, list[Tensor]] = defaultdict(list)
+        found: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
         passed: dict[str, int] = defaultdict(int)
         for path in paths:
             with self._filesystem.open(path, "rb") as file:
                 tensors = _header(file)
                 start = file.tell()
-                tensors.pop("__metadata__")
+                # Checkpoints from before the experts could be divided have the rows in rank order.
+                first_rows = json.loads(tensors.pop("__metadata__").get(FIRST_ROWS, "{}"))
                 for key, entry in tensors.items():
                     shape, dtype, begin = entry["shape"], _TYPES[entry["dtype"]], start + entry["data_offsets"][0]
+                    before = first_rows.get(key.split("/", 1)[1], passed[key])
                     if shape:
-                        before, n = passed[key], shape[0]
+                        n = shape[0]
                         passed[key] += n
                         own = rows.get(key.split("/", 1)[1], (0, sys.maxsize))
                         first, end = (min(max(at - before, 0), n) for at in own)
                         begin += first * prod(shape[1:]) * dtype.itemsize
                         shape = [end - first, *shape[1:]]
-                    found[key].append(_read(file, begin, torch.empty(shape, dtype=dtype)))
-        held = {key: [part for part in parts if part.numel()] or parts for key, parts in found.items()}
+                    found[key].append((before, _read(file, begin, torch.empty(shape, dtype=dtype))))
+        ordered = {key: [part for _, part in sorted(parts, key=itemgetter(0))] for key, parts in found.items()}
+        held = {key: [part for part in parts if part.numel()] or parts for key, parts in ordered.items()}
         return {key: torch.cat(parts) if parts[0].ndim and len(parts) > 1 else parts[0] for key, parts in held.items()}
 
     def _path(self, step: int, rank: int = 0, ranks: int = 1) -> str:

@@ -203,6 +203,13 @@ class TrainerSettings(Section):
     """Implementation of a mixture-of-experts model's experts; the last bits of the results depend on it. Not set: the
     one that transformers chooses. Set it for runs that will be repeated with a later version of transformers."""
 
+    expert_parallel: int = Field(default=1, ge=1)
+    """Number of consecutive ranks over which the experts of a mixture-of-experts model are divided. Each of these
+    computes its own experts for the tokens of all of them, and no rank gathers all experts of a layer: less memory and
+    traffic if the model has many experts, but a rank whose experts are chosen more often has more work. It must divide
+    the number of ranks (set it to the ranks of one machine at most) and the number of experts. The other weights are
+    shared by all ranks in any case. The last bits of the results depend on it. 1: off."""
+
     routing: Routing = Routing.OFF
     """Routing of tokens to experts in a mixture of experts: `off`, by the trainer's routers only; `replayed`, to the
     experts that the sampler used, with the trainer's own scores of these; `shuffled`, as a control, to the experts that
@@ -344,6 +351,8 @@ class TrainerSettings(Section):
             fields["batch_invariant"] = True
         if self.experts is not None:
             fields["experts"] = self.experts.value
+        if self.expert_parallel > 1:
+            fields["expert_parallel"] = self.expert_parallel
         # `own` only compares the routing; it changes no bit.
         if self.routing not in (Routing.OFF, Routing.OWN):
             fields["routing"] = [self.routing.value, self.routing_plausible]

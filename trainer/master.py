@@ -21,6 +21,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
@@ -81,9 +82,7 @@ class MasterWeights:
 
     def update(self, learning_rate: float) -> float:
         """Apply the gradients of the parameters, clear them and round; return the gradient norm before clipping."""
-        found = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(found, error_if_nonfinite=True, foreach=False)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = self._gradient_norm()
         for name, parameter in self._parameters.items():
             self._masters[name].grad = None if parameter.grad is None else own_part(parameter.grad)
             parameter.grad = None
@@ -96,6 +95,19 @@ class MasterWeights:
         self._optimizer.zero_grad(set_to_none=True)
         self._round()
         return float(norm)
+
+    def _gradient_norm(self) -> Tensor:
+        """Return the norm of all gradients; those of divided experts have other dimensions of ranks than the rest."""
+        found: dict[DeviceMesh | None, list[Tensor]] = {}
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+                found.setdefault(mesh, []).append(parameter.grad)
+        norms = []
+        for gradients in found.values():
+            norm = torch.nn.utils.get_total_norm(gradients, error_if_nonfinite=True, foreach=False)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return torch.stack(norms).norm() if len(norms) > 1 else norms[0]
 
     def state(self) -> dict[str, Tensor]:
         """Return masters, moments and update counts under `kind/name` keys: everything that `load` needs."""

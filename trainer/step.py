@@ -60,7 +60,7 @@ from tidemill.trainer.objectives import (
 )
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.routing import RoutingReplay
-from tidemill.trainer.sharding import lay_over_ranks, recompute_activations
+from tidemill.trainer.sharding import expert_mesh, lay_over_ranks, recompute_activations, require_divisible
 from tidemill.trainer.stored_model import StoredModel
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
@@ -152,6 +152,7 @@ class Learner:
         self._recipe = OBJECTIVES[settings.objective]
         self._ranks = ranks or SingleRank()
         self.machine = machine_of(settings, place, self._ranks.size)
+        require_divisible(model, settings.expert_parallel, self._ranks.size)
         keep_freed_memory(KEPT_BLOCK_SHARDED if self.machine.is_sharded else KEPT_BLOCK)
         routed = settings.routing is not Routing.OFF
         self.replay = RoutingReplay(model, settings.routing, settings.routing_plausible) if routed else None
@@ -162,7 +163,8 @@ class Learner:
         if self.machine.is_sharded:
             # For a format with codes, the stored weights are rounded only once, so they are held in fp32 until then.
             held = compute if settings.serving_format is ServingFormat.BF16 else torch.float32
-            lay_over_ranks(networks, self._device, compute, stored, held)
+            divided = expert_mesh(self._device, settings.expert_parallel, settings.ranks_timeout_s)
+            lay_over_ranks(networks, self._device, compute, stored, held, divided)
         else:
             for network in networks:
                 use_packed_attention(network)

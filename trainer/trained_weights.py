@@ -148,7 +148,8 @@ class TrainedWeights:
     @_on_every_rank
     def save(self, state: CheckpointState, keep: Collection[int]) -> None:
         """Store the weights and moments; the checkpoints of the steps in `keep` are not deleted."""
-        self._checkpoints.write(state, self._learner.masters.state(), keep, self._job.ranks)
+        masters = self._learner.masters
+        self._checkpoints.write(state, masters.state(), keep, self._job.ranks, masters.rows)
 
     @_on_every_rank
     def publish(

@@ -14,11 +14,14 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +30,7 @@ from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.trainer import step as step_module
 from tidemill.trainer import trained_weights
 from tidemill.trainer.attention import UntrainableModelError
+from tidemill.trainer.batch import routed_tokens
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.job import Job, open_job
@@ -36,7 +40,7 @@ from tidemill.trainer.replay.steps import StepReplay, follow_replay
 from tidemill.trainer.run import run
 from tidemill.trainer.step import Learner
 from tidemill.trainer.stored_model import NotByRowsError
-from tidemill.trainer.trainable import TopicProgress
+from tidemill.trainer.trainable import TopicProgress, TrainableGroup
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
 TIMEOUT_S = 60.0
@@ -60,13 +64,29 @@ def weights_of(settings: TrainerSettings, job: Job, store: str) -> TrainedWeight
     return TrainedWeights(settings, learner_of(settings, job), CheckpointStore(store, "run", "main", 9), job=job)
 
 
-def take(weights: TrainedWeights, step: int, groups: tuple[str, ...] = GROUPS, online: bool = False) -> Found:
+def take(
+    weights: TrainedWeights,
+    step: int,
+    groups: tuple[str, ...] = GROUPS,
+    online: bool = False,
+    experts: Sequence[int] = (),
+) -> Found:
     batch = make_trainable_batch("q", (1.0, -1.0, 0.5)) if online else None
-    outcome = weights.train([make_trainable(name) for name in groups], step, step - 1, step, batch)
+    outcome = weights.train([group_of(name, experts) for name in groups], step, step - 1, step, batch)
     apart = {
         f"{s.part}/{s.dimension}/{s.value}": [s.tokens, s.k3, s.max] for s in measure(outcome.trained, step - 1)[0]
     }
     return {"fingerprint": weights.snapshot(), "metrics": outcome.metrics, "tokens": outcome.tokens, "apart": apart}
+
+
+def group_of(name: str, experts: Sequence[int]) -> TrainableGroup:
+    """Make a group; if `experts` are given, each layer sent its tokens to two of these, drawn for each token."""
+    group, random = make_trainable(name), np.random.default_rng(0)
+    if not experts:
+        return group
+    sizes = [sum(map(routed_tokens, rollout.segments)) for rollout in group.rollouts]
+    drawn = [random.permuted(np.tile(np.array(experts, np.uint8), (size, 2, 1)), axis=-1) for size in sizes]
+    return replace(group, expert_ids=tuple(ids[..., :2] for ids in drawn))
 
 
 def led(scenario: Callable[[TrainedWeights, Found], Found]) -> Callable[[Job, Found], Found]:
@@ -92,7 +112,8 @@ def led(scenario: Callable[[TrainedWeights, Found], Found]) -> Callable[[Job, Fo
 def trained(weights: TrainedWeights, options: Found) -> Found:
     """Take some steps and report each step and the final weights."""
     groups = tuple(options.get("groups", GROUPS))
-    steps = [take(weights, step, groups, options.get("online", False)) for step in range(1, STEPS + 1)]
+    online, experts = options.get("online", False), options.get("routed", ())
+    steps = [take(weights, step, groups, online, experts) for step in range(1, STEPS + 1)]
     view = {name: bits.reshape(-1).tolist() for name, bits in weights.whole().items()}
     return {"steps": steps, "view": view, "hash": settings_of(**options["settings"]).arithmetic_hash(weights.machine)}
 
@@ -103,6 +124,13 @@ def saved(weights: TrainedWeights, options: Found) -> Found:
         take(weights, step)
     weights.save(state_of(2, weights.snapshot()), ())
     return take(weights, 3)
+
+
+def saved_first(weights: TrainedWeights, options: Found) -> Found:
+    """Take one step and write a checkpoint: its first moments are a multiple of the gradients."""
+    found = take(weights, 1)
+    weights.save(state_of(1, found["fingerprint"]), ())
+    return found
 
 
 def resaved(weights: TrainedWeights, options: Found) -> Found:
@@ -163,11 +191,11 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 
 def failing(job: Job, options: Found) -> Found:
-    """Let a rank fail or be killed within a layer: the first rank reports it, or the others end without it."""
-    weights = weights_of(settings_of(), job, options["store"])
+    """Let a rank fail or be killed within a module: the first rank reports it, or the others end without it."""
+    weights = weights_of(settings_of(**{"model": options["model"], **options["settings"]}), job, options["store"])
     if job.ranks.rank == options.get("rank", 1):
-        layer = weights._learner.model.model.layers[1]
-        layer.register_forward_pre_hook(lambda *_: fail(options["how"]))
+        module = weights._learner.model.model.get_submodule(options.get("within", "layers.1"))
+        module.register_forward_pre_hook(lambda *_: fail(options["how"]))
     if not job.ranks.is_first:
         weights.follow()
         return {}
@@ -194,6 +222,9 @@ def killed_saving(job: Job, options: Found) -> Found:
 
 
 def fail(how: str) -> None:
+    if how == "sleep":
+        time.sleep(12)
+        return
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise MemoryError("no room for a row")
@@ -240,7 +271,8 @@ def replayed(job: Job, options: Found) -> Found:
 
 
 SCENARIOS = {
-    "trained": led(trained), "saved": led(saved), "resaved": led(resaved), "restarted": led(restarted),
+    "trained": led(trained), "saved": led(saved), "saved_first": led(saved_first),
+    "resaved": led(resaved), "restarted": led(restarted),
     "failing": failing, "different": different, "replayed": replayed,
     "killed_saving": killed_saving, "laid": laid, "refused": refused,
 }  # fmt: skip

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from tests.trainer.conftest import make_rollout
+from tests.trainer.families import make_model
 from tidemill.trainer import attention
 from tidemill.trainer.attention import TreeAttention, tree_calls
 from tidemill.trainer.batch import pack
@@ -14,7 +15,8 @@ from tidemill.trainer.choices import StepMachine
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.device import ALONE, DeviceError, RankPlace, compute_dtype, device_of
 from tidemill.trainer.policy import SampledLogprobs
-from tidemill.trainer.sharding import ShardingError, layers_of
+from tidemill.trainer.sharding import ShardingError, layers_of, require_divisible
+from tidemill.trainer.step import Learner
 
 TWO_RANKS = StepMachine(ranks=2)
 
@@ -82,6 +84,7 @@ def test_one_process_on_a_cpu_in_float32_keeps_its_hash():
     settings = TrainerSettings()
     assert len({settings.arithmetic_hash(machine) for machine in (StepMachine(), *others)}) == 6
     assert settings.arithmetic_hash() != TrainerSettings(experts="eager").arithmetic_hash()
+    assert settings.arithmetic_hash() != TrainerSettings(expert_parallel=2).arithmetic_hash()
     views = (("mxfp8", "matched"), ("mxfp8", "masters"), ("nvfp4", "matched"))
     quantised = [TrainerSettings(serving_format=form, forward=forward) for form, forward in views]
     assert len({made.arithmetic_hash() for made in (settings, *quantised)}) == 4
@@ -108,6 +111,42 @@ def test_a_model_whose_layers_are_not_marked_cannot_be_sharded():
 
     with pytest.raises(ShardingError, match=r"Unmarked marks 0 modules as layers .* and has 2: it"):
         layers_of(Unmarked())
+
+
+EXPERTS = "no plan that divides the experts of"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "over", "ranks", "why"),
+    [
+        ("Qwen3Moe", {}, 2, 3, r"expert_parallel is 2 and the job has 3 rank\(s\): start 2 or a multiple of it"),
+        ("Qwen3Moe", {}, 2, 1, r"and the job has 1 rank\(s\)"),
+        ("Qwen3Moe", {"num_experts": 6}, 4, 4, "has 6 experts: set it to a number that divides both these and the 4 r"),
+        ("Qwen3", {}, 2, 2, f"{EXPERTS} Qwen3ForCausalLM over ranks, each expert whole: set it to 1"),
+        ("Qwen3Moe", {"mlp_only_layers": [0, 1]}, 2, 2, EXPERTS),
+        ("Qwen3Moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}, 2, 4, ""),
+        ("Qwen3", {}, 1, 3, ""),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(family, changes, over, ranks, why):
+    model = make_model(family, **changes)
+    if not why:
+        return require_divisible(model, over, ranks)
+    with pytest.raises(ShardingError, match=why):
+        require_divisible(model, over, ranks)
+
+
+def test_experts_that_are_not_divided_whole_are_refused():
+    model = make_model("Qwen3Moe")
+    model.ep_plan = model.ep_plan | {"model.layers.*.mlp.experts.down_proj": "colwise"}
+    with pytest.raises(ShardingError, match=EXPERTS):
+        require_divisible(model, 2, 2)
+
+
+def test_a_learner_refuses_experts_before_it_changes_the_model():
+    model = make_model("Qwen3Moe")
+    with pytest.raises(ShardingError, match="expert_parallel is 2 and the job has 1"):
+        Learner(model, TrainerSettings(device="cpu", kl={"coefficient": 0.0}, expert_parallel=2), None)
 
 
 def test_a_row_moves_with_all_of_its_tensors():

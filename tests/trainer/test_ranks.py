@@ -7,19 +7,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.trainer import rank_driver
 from tests.trainer.conftest import tiny_model
 from tests.trainer.families import make_model
 from tests.trainer.rank_driver import STEPS, settings_of
+from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.ranks import SingleRank
+from tidemill.kernels.weights.tensor_parts import TensorPart
+from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 KL = {"kl": {"coefficient": 0.05}, "objective": "grpo", "minibatches": 2}
 EXPERTS = {"model": "{root}/experts", "experts": "grouped_mm"}
+DIVIDED = {**EXPERTS, "expert_parallel": 2}
+GATE = "layers.1.mlp.gate"
+SCORED = {"model": "{root}/scored", "compute": "bfloat16"}
+CLIPPED = {"optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.01}}
 HALF_KL = {**KL, **EXPERTS, "compute": "bfloat16", "score_older_every": 2}
+SCORED_IN_FP32 = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1,
+    "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 ONLINE = {"online": {"enabled": True, "simulated_weight": 0.3}}
 JOBS = {
     "one": (1, "trained", {}),
@@ -36,6 +48,22 @@ JOBS = {
     "online two": (2, "trained", {"settings": ONLINE, "online": True}),
     "experts one": (1, "trained", {"settings": EXPERTS}),
     "experts two": (2, "trained", {"settings": EXPERTS}),
+    "divided": (2, "trained", {"settings": DIVIDED}),
+    "divided of four": (4, "trained", {"settings": DIVIDED}),
+    "divided of four again": (4, "trained", {"settings": {**DIVIDED, "checkpoint_activations": True}}),
+    "experts grpo one": (1, "trained", {"settings": {**KL, **EXPERTS}, "groups": ["a", "b"]}),
+    "divided grpo of four": (4, "trained", {"settings": {**KL, **DIVIDED}, "groups": ["a", "b"]}),
+    "scored bf16 two": (2, "trained", {"settings": {**EXPERTS, **SCORED}}),
+    "scored bf16 divided": (2, "trained", {"settings": {**DIVIDED, **SCORED}}),
+    "crowded one": (1, "trained", {"settings": {**EXPERTS, "routing": "replayed"}, "routed": [0, 1]}),
+    "crowded divided": (2, "trained", {"settings": {**DIVIDED, "routing": "replayed"}, "routed": [0, 1]}),
+    "clipped one": (1, "saved_first", {"settings": {**EXPERTS, **CLIPPED}, "store": "{root}/clipped one"}),
+    "clipped two": (2, "saved_first", {"settings": {**DIVIDED, **CLIPPED}, "store": "{root}/clipped two"}),
+    "clipped four": (4, "saved_first", {"settings": {**DIVIDED, **CLIPPED}, "store": "{root}/clipped four"}),
+    "divided saved": (4, "saved", {"settings": DIVIDED, "store": "{root}/divided"}),
+    "divided saved by one": (1, "resaved", {"settings": EXPERTS, "store": "{root}/divided", "restore": 2, "save": 4}),
+    "divided saved again": (4, "resaved", {"settings": DIVIDED, "store": "{root}/divided", "restore": 4, "save": 6}),
+    "divided restarted": (2, "restarted", {"settings": DIVIDED}),
     "saved": (2, "saved", {}),
     "saved by one": (1, "resaved", {"restore": 2, "save": 4}),
     "saved again": (2, "resaved", {"restore": 4, "save": 6}),
@@ -45,6 +73,7 @@ JOBS = {
     "blocks two of masters": (2, "restarted", {"settings": {"serving_format": "fp8_blocks", "forward": "masters"}}),
     "failing": (2, "failing", {"how": "raise"}),
     "killed": (2, "failing", {"how": "kill"}),
+    "hanging": (2, "failing", {"settings": {**DIVIDED, "ranks_timeout_s": 4}, "how": "sleep", "within": GATE}),
     "killed saving": (2, "killed_saving", {"store": "{root}/store of killed"}),
     "first killed": (3, "failing", {"how": "kill", "rank": 0}),
     "different": (2, "different", {}),
@@ -61,6 +90,7 @@ def out(tmp_path_factory) -> Path:
         for name, (ranks, scenario, options) in JOBS.items()
     ]
     make_model("Qwen3Moe").bfloat16().save_pretrained(root / "experts")
+    make_model("Glm4Moe", **SCORED_IN_FP32).bfloat16().save_pretrained(root / "scored")
     (root / "jobs.json").write_text(json.dumps(jobs).replace("{root}", str(root)))
     command = [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
@@ -103,6 +133,11 @@ def test_a_world_size_is_repeatable(out):
         ("online one", "online two"),
         ("bf16 one", "bf16 two"),
         ("experts one", "experts two"),
+        ("experts one", "divided"),
+        ("experts two", "divided"),
+        ("experts one", "divided of four"),
+        ("experts grpo one", "divided grpo of four"),
+        ("crowded one", "crowded divided"),
     ],
 )
 def test_ranks_make_the_weights_of_one_process(out, one, more):
@@ -131,6 +166,53 @@ def test_activations_that_are_computed_twice_give_the_same_bits(out):
     assert found(out, "recomputed")["hash"] == found(out, "two")["hash"]
 
 
+def test_divided_experts_are_repeatable_also_if_activations_are_computed_twice(out):
+    assert fingerprints(out, "divided of four") == fingerprints(out, "divided of four again")
+    steps = (found(out, name)["steps"] for name in ("divided of four", "divided of four again"))
+    for here, again in zip(*steps, strict=True):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert here["metrics"][name] == again["metrics"][name], name
+
+
+@pytest.mark.parametrize("name", ["clipped two", "clipped four"])
+def test_divided_experts_have_the_clipped_gradients_of_one_process(out, name):
+    """Checkpoints after one step: the first moments are a tenth of the gradients, scaled to the limit of their norm."""
+    one, more = (CheckpointStore(str(out / store), "run", "main", 9).read(1)[1] for store in ("clipped one", name))
+    assert one.keys() == more.keys()
+    for key in one:
+        torch.testing.assert_close(more[key], one[key], rtol=0, atol=2e-6 * float(one[key].abs().max()), msg=key)
+    moments = [moment for key, moment in more.items() if key.startswith("exp_avg/")]
+    assert 10 * float(torch.nn.utils.get_total_norm(moments)) == pytest.approx(0.01, rel=1e-4)
+    here, there = (found(out, run)["metrics"] for run in ("clipped one", name))
+    for metric in ("loss", "grad_norm"):
+        assert there[metric] == pytest.approx(here[metric], rel=1e-6), metric
+
+
+def test_the_parts_of_divided_experts_are_the_whole_version(out):
+    for name in ("divided", "divided of four", "scored bf16 divided"):
+        whole = {key: np.array(bits, np.uint16) for key, bits in found(out, name)["view"].items()}
+        parts = [TensorPart(key, "bfloat16", bits.shape, 0, bits) for key, bits in whole.items()]
+        assert sum((part.fingerprint() for part in parts), ZERO).hex() == fingerprints(out, name)[-1], name
+
+
+def test_divided_experts_are_computed_in_bf16_like_gathered_ones(out):
+    """Also if the router gives the scores of the experts in fp32."""
+    here, there = (found(out, name)["steps"] for name in ("scored bf16 two", "scored bf16 divided"))
+    assert there[0]["metrics"] == pytest.approx(here[0]["metrics"], rel=1e-5)
+    for one, other in zip(here, there, strict=True):
+        assert other["metrics"]["loss"] == pytest.approx(one["metrics"]["loss"], rel=0.01)
+
+
+def test_a_checkpoint_of_divided_experts_is_read_by_one_process_and_back(out):
+    """Its files are not in the order of the rows: ranks 0 to 3 hold the experts 0, 2, 1 and 3."""
+    saved, one, again = (found(out, f"divided saved{by}") for by in ("", " by one", " again"))
+    assert one["recorded"] == one["restored"] == again["recorded"] == again["restored"]
+    assert saved["fingerprint"] == again["fingerprint"] == fingerprints(out, "divided of four")[2]
+    states = [CheckpointStore(str(out / "divided"), "run", "main", 9).read(step)[1] for step in (2, 4, 6)]
+    for key, tensor in states[0].items():
+        assert torch.equal(states[1][key], tensor) and torch.equal(states[2][key], tensor), key
+
+
 def test_another_computation_dtype_gives_other_bits(out):
     assert fingerprints(out, "bf16 one") != fingerprints(out, "one")
     loss = [found(out, name)["steps"][0]["metrics"]["loss"] for name in ("one", "bf16 one")]
@@ -146,6 +228,7 @@ def test_masters_rounded_by_the_gathering_train_like_masters_with_rounded_copies
 def test_the_hash_names_the_machine(out):
     assert found(out, "one")["hash"] == settings_of().arithmetic_hash()
     assert len({found(out, name)["hash"] for name in ("one", "two", "bf16 one", "bf16 two")}) == 4
+    assert len({found(out, name)["hash"] for name in ("experts two", "divided", "divided of four")}) == 3
 
 
 def test_a_checkpoint_is_read_by_another_number_of_ranks(out):
@@ -164,8 +247,9 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(out):
             np.testing.assert_array_equal(joined.view(np.int32), tensor.numpy().view(np.int32), err_msg=name)
 
 
-def test_ranks_return_to_the_starting_weights(out):
-    here = found(out, "restarted")
+@pytest.mark.parametrize("name", ["restarted", "divided restarted"])
+def test_ranks_return_to_the_starting_weights(out, name):
+    here = found(out, name)
     assert here["restarted"] == here["start"]
 
 
@@ -187,6 +271,13 @@ def test_a_killed_rank_is_named(out):
     assert here["class"] == "RanksLostError"
     assert here["error"].startswith("rank 1 is gone or hangs; start the trainer again, it goes on from the log")
     assert ended(out, "killed") == [0, -9]
+
+
+def test_a_rank_that_hangs_before_it_sends_tokens_to_experts_is_named(out):
+    """The time limit is that of the settings, also for the groups over which experts are divided."""
+    here = found(out, "hanging")
+    assert here["error"].startswith("rank 1 is gone or hangs") and "4000ms" in here["error"]
+    assert ended(out, "hanging") == [0, 1]
 
 
 def test_a_rank_killed_while_saving_leaves_no_checkpoint(out):

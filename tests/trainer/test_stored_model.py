@@ -32,6 +32,8 @@ JOBS = {
     "experts in half": (1, "Qwen3Moe", HALF),
     "two in half": (2, "Llama", HALF),
     "odd": (3, "Odd", {}),
+    "divided experts": (2, "Qwen3Moe", {"expert_parallel": 2, **HALF}),
+    "unevenly divided experts": (4, "Six", {"expert_parallel": 2}),
     "more ranks than experts": (3, "Qwen3Moe", {}),
     "stacked in several files": (2, "Stacked", {}),
     "scales over ranks": (2, "Qwen3", {"serving_format": "fp8_blocks"}),
@@ -61,6 +63,7 @@ def laid(tmp_path_factory) -> Path:
     for family in ("Qwen3", "Llama", "Qwen3Moe"):
         make_model(family).bfloat16().save_pretrained(root / family)
     make_model("Llama", **ODD).save_pretrained(root / "Odd")
+    make_model("Qwen3Moe", num_experts=6).bfloat16().save_pretrained(root / "Six")
     stacked(root / "Stacked", make_model("Qwen3Moe"))
     jobs = [
         {"name": name, "ranks": n, "scenario": "laid", "options": {"model": str(root / model), "settings": settings}}

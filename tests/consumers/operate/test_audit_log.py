@@ -76,7 +76,7 @@ def test_an_unknown_run_is_reported_with_the_runs_that_exist(sound: KafkaSetting
     done = run_audit(sound, "--run-id", "tuesday")
     assert done.exit_code == 1
     assert isinstance(done.exception, LookupError)
-    assert "nothing of run tuesday; runs in it: run" in str(done.exception)
+    assert "no record of run tuesday; runs in it: run" in str(done.exception)
 
 
 def test_a_topic_whose_beginning_was_deleted_is_reported_and_may_be_allowed(kafka: Any):
