@@ -75,6 +75,11 @@ class ModelSize:
         """Parameters of the routed experts of a layer; the mean over the layers."""
         return self.experts // self.layers
 
+    @property
+    def expert_count(self) -> int:
+        """Routed experts of a layer; 0 in a dense model."""
+        return round(self.used_experts / self.expert_share)
+
     def forward(self, tokens: float, pairs: float, scored: float) -> float:
         """Return the FLOPs of a forward pass over `tokens`, with `pairs` of attention; `scored` tokens use the head."""
         return 2.0 * (self.body * tokens + self.head * scored) + self.pair * pairs

@@ -113,6 +113,7 @@ def plan(
         on_device=trainer.publish.on_device,
         older=trainer.score_older_every > 0,
         blocks=trainer.serving_format is not ServingFormat.BF16,
+        expert_parallel=trainer.expert_parallel,
     )
     found = fit(
         size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import gcd
 from typing import Any
 
 import typer
@@ -80,8 +81,16 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
     Args:
         trainer: the trainer's case; the number of ranks is searched for.
         replica: the replica's case; its tensor parallel size is searched for if it is 0.
+
+    Raises ValueError if the experts cannot be divided as the trainer's case says.
     """
-    trainers = [part_of(size, replace(trainer, ranks=ranks)) for ranks in _powers(devices.count)]
+    over = trainer.expert_parallel
+    if over > 1 and (over > devices.count or not size.experts or size.expert_count % over):
+        raise ValueError(
+            f"trainer.expert_parallel is {over}: it must divide the {size.expert_count} experts of the model, and the "
+            f"number of ranks, of which {devices.count} device(s) allow as many; set it to 1 for a dense model"
+        )
+    trainers = [part_of(size, replace(trainer, ranks=n)) for n in _powers(devices.count) if n % over == 0]
     splits = [replica.tensor_parallel] if replica.tensor_parallel else list(_divisors(size.heads, devices.count))
     cases = [replace(replica, tensor_parallel=tensor) for tensor in splits]
     tried = [case for case in cases if case.ranks <= devices.count]
@@ -97,7 +106,7 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
             (best, served), count, shared = side, 1, True
     changes: list[PlanChange] = []
     if best is None:
-        changes += _trainer_changes(size, devices, replace(trainer, ranks=devices.count))
+        changes += _trainer_changes(size, devices, replace(trainer, ranks=trainers[-1].devices))
     if served is None:
         changes += _replica_changes(size, devices, tried[-1] if tried else cases[0])
     if best is not None and served is not None and not count:
@@ -132,11 +141,15 @@ def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> It
         what = f"rows and rollouts of at most {SHORT_ROW:,} tokens"
         smaller[what] = replace(case, row_tokens=SHORT_ROW)
         every = replace(every, row_tokens=SHORT_ROW)
+    over = gcd(size.expert_count, case.ranks)
+    if case.expert_parallel == 1 < over:
+        smaller[f"trainer.expert_parallel={over}"] = replace(case, expert_parallel=over)
+        every = replace(every, expert_parallel=over)
     if len(smaller) > 1:
         smaller["all of these together"] = every
     for what, tried in smaller.items():
         yield _changed(devices, what, part_of(size, tried))
-    counts = (count for count in _powers(FURTHEST) if count > case.ranks)
+    counts = (count for count in _powers(FURTHEST) if count > case.ranks and count % case.expert_parallel == 0)
     parts = (part_of(size, replace(case, ranks=count)) for count in counts)
     enough = next((part for part in parts if part.total <= devices.usable), None)
     if enough is not None:

@@ -54,6 +54,8 @@ class TrainerCase:
     """Some tokens are also scored at older weights, of which a copy is kept."""
     blocks: bool = False
     """The serving format has codes and scales (`trainer.serving_format`)."""
+    expert_parallel: int = 1
+    """Ranks over which the experts are divided (`trainer.expert_parallel`)."""
 
     @property
     def sharded(self) -> bool:
@@ -146,11 +148,13 @@ def _gathered(size: ModelSize, case: TrainerCase, begun: float) -> float:
     The parameters outside the layers stay gathered from a row's first pass to its last, and those of the reference
     always. Two layers are gathered, and one has its gradients and the input of their sum. The gradients of the
     parameters outside the layers are computed last, when the other memory is free. Without a GPU, ranks communicate by
-    gloo, which copies the data that it gathers and sums.
+    gloo, which copies the data that it gathers and sums. Of divided experts, a rank gathers its own; the tokens that
+    are sent to them are counted as if all experts were used equally.
     """
     value, copies = case.compute_bytes, 1 if case.gpu else 2
+    layer = size.layer - size.expert_layer + size.expert_layer / case.expert_parallel
     outside = value * size.root * (1 + case.reference)
-    layers = (2 * value + copies * (value + FP32)) * size.layer
+    layers = (2 * value + copies * (value + FP32)) * layer
     last = (value + copies * FP32) * size.root
     return float(outside + layers + max(0.0, last - begun))
 

@@ -1,6 +1,7 @@
 """The planner's memory and that of trainers that take two steps and publish them, one JSON line per trainer.
 
     python tests/bench/bench_plan.py [--model small DIR] [--ranks 1 2 4] [--row-tokens 256] [--rows 4] [--checkpointed]
+                                     [--expert-parallel 1]
 
 Each rank is a process that torchrun started. It holds and does the same as a trainer on a CPU: model, masters, moments,
 reference and older weights; steps, during each of which the version before is published to a broker that is started
@@ -96,6 +97,7 @@ def trainer_settings(directory: str, chosen: argparse.Namespace) -> Any:
         device="cpu",
         checkpoint_activations=chosen.checkpointed,
         score_older_every=STEPS,
+        expert_parallel=chosen.expert_parallel,
     )
 
 
@@ -128,7 +130,8 @@ def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: s
 
     several = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *several, __file__, "--take-steps", directory, "--row-tokens", str(chosen.row_tokens)]
-    command += ["--rows", str(chosen.rows), *(["--checkpointed"] if chosen.checkpointed else [])]
+    command += ["--rows", str(chosen.rows), "--expert-parallel", str(chosen.expert_parallel)]
+    command += [*(["--checkpointed"] if chosen.checkpointed else [])]
     prefix = f"plan-{uuid.uuid4().hex[:8]}."
     command += ["--bootstrap", bootstrap, "--prefix", prefix, "--store", str(root / prefix)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -143,6 +146,7 @@ def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: s
         TrainerCase(
             ranks, chosen.row_tokens, reference=True, compute_bytes=4, checkpointed=chosen.checkpointed, gpu=False,
             density=delta["density"], delta_bytes=delta["delta_bytes"], beside=True, on_device=False, older=True,
+            expert_parallel=chosen.expert_parallel,
         ),
     )  # fmt: skip
     planned, lines = sum(parts.values()) / MIB, [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -154,6 +158,7 @@ def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: s
         "experts": size.experts,
         "row_tokens": chosen.row_tokens,
         "ranks": ranks,
+        "expert_parallel": chosen.expert_parallel,
         "checkpointed": chosen.checkpointed,
         "planned_mb": round(planned, 1),
         "measured_mb": round(found["measured_mb"], 1),
@@ -191,6 +196,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="rows of a step")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1], help="numbers of ranks; the fullest rank is told")
     parser.add_argument("--checkpointed", action="store_true", help="with trainer.checkpoint_activations")
+    parser.add_argument("--expert-parallel", type=int, default=1, help="trainer.expert_parallel")
     parser.add_argument("--bootstrap", help="a broker; without it one is started")
     for inner in ("--take-steps", "--prefix", "--store"):
         parser.add_argument(inner, help=argparse.SUPPRESS)

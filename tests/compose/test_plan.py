@@ -109,6 +109,28 @@ def test_engines_side_by_side_share_the_experts(models):
     assert four["bytes"]["update"] < one["bytes"]["update"]
 
 
+def test_a_trainer_gathers_only_its_own_experts_of_a_layer_if_they_are_divided(models):
+    size = size_of_name(models["30b"])
+    base = ("--model", models["30b"], "--gpus", "6x80", "--set", "trainer.checkpoint_activations=true")
+    found = planned(*base, status=1)
+    told = {change["what"]: change["gib"] for change in found["changes"]}
+    divided = planned(*base, "--set", "trainer.expert_parallel=2", status=1)
+    assert [each["ranks"] for each in found["trainer"]] == [1, 2, 4, 6]
+    assert [each["ranks"] for each in divided["trainer"]] == [2, 4, 6]
+    gathered, own = (each["trainer"][-1]["bytes"]["gathered"] for each in (found, divided))
+    assert gathered - own == (2 * 2 + 2 + 4) * size.expert_layer / 2
+    # 6 ranks and 128 experts: both are divisible by 2.
+    assert told["trainer.expert_parallel=2"] == pytest.approx(divided["trainer"][-1]["total"] / GIB)
+    assert not any("expert_parallel" in change["what"] for change in divided["changes"])
+
+
+@pytest.mark.parametrize(("model", "over", "gpus"), [("8b", 2, "8x80"), ("30b", 3, "6x80"), ("30b", 8, "4x80")])
+def test_experts_that_cannot_be_divided_are_an_error_of_the_plan(models, model, over, gpus):
+    arguments = ["plan", "--model", models[model], "--gpus", gpus, "--set", f"trainer.expert_parallel={over}"]
+    told = str(CliRunner().invoke(app, arguments).exception)
+    assert told.startswith(f"trainer.expert_parallel is {over}: it must divide the {128 * (model == '30b')} experts")
+
+
 def test_a_tensor_parallel_size_divides_the_heads(models):
     found = planned("--model", models["8b"], "--gpus", "12x80")
     assert [each["tensor_parallel"] for each in found["replica"]] == [1, 2, 4, 8]
