@@ -91,13 +91,14 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
             decided_by = getpass.getuser()
         except (KeyError, OSError):  # a user without a name
             decided_by = str(os.getuid())
-    chain = read_chain(settings.kafka, settings.run)
-    made = decision(chain, verdict, version, options["reason"], decided_by, now_us(), anchor_exists)
-    following = DecisionFollowers(made, chain.head.version, to_us(options["recent_s"]))
-    for ack in chain.replicas.values():
-        following.observe(ack)
-    if not dry_run:
-        with LogReader(settings.kafka, [Topic.ACKS], start="end", client_id="tidemill-weights-acks") as acks:
+    # Opened first, so that no acknowledgement is between the chain and this reader.
+    with LogReader(settings.kafka, [Topic.ACKS], start="end", client_id="tidemill-weights-acks") as acks:
+        chain = read_chain(settings.kafka, settings.run)
+        made = decision(chain, verdict, version, options["reason"], decided_by, now_us(), anchor_exists)
+        following = DecisionFollowers(made, chain.head.version, to_us(options["recent_s"]))
+        for known in chain.replicas.values():
+            following.observe(known)
+        if not dry_run:
             with RecordProducer(settings.kafka, "tidemill-weights") as producer:
                 producer.send_acked(Topic.GATE, [(made.branch, made)])
             deadline = time.monotonic() + (wait_s or 0.0)
@@ -106,9 +107,9 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
                 while set(following.behind) - set(following.beyond) and time.monotonic() < deadline:
                     progress.say(", ".join(f"{replica} (serves {v})" for replica, v in following.behind.items()))
                     for located in acks.poll(POLL_S):
-                        heard = located.record
-                        if isinstance(heard, WeightAck) and (heard.run_id, heard.branch) == (made.run_id, made.branch):
-                            following.observe(heard)
+                        ack = located.record
+                        if isinstance(ack, WeightAck) and (ack.run_id, ack.branch) == (made.run_id, made.branch):
+                            following.observe(ack)
     waited = wait_s is not None and not dry_run
     _show(made, following, written=not dry_run, waited=waited, as_json=options["as_json"])
     raise typer.Exit(1 if waited and following.behind else 0)

@@ -215,6 +215,21 @@ def test_an_operator_waits_for_the_replicas(log):
     assert "followed by a, b" in followed.output
 
 
+def test_an_acknowledgement_after_the_chain_was_read_counts(log, monkeypatch):
+    """The replica need not write another one: it serves the version already."""
+    log.grow(4)
+    log.acknowledge("a", 3, at=now_us())
+
+    def read(kafka, branch):
+        chain = read_chain(kafka, branch)
+        log.acknowledge("a", 1, at=now_us(), status=AckStatus.ANCHORED)
+        return chain
+
+    monkeypatch.setattr("tidemill.consumers.weights.chain.read_chain", read)
+    followed = ask(log, "rollback", 1, "--wait", 20)
+    assert (followed.exit_code, "followed by a" in followed.output) == (0, True), followed.output
+
+
 def follow(log: WeightLog, decision: int, ended: threading.Event) -> None:
     """Run two replicas that follow the branch's third decision."""
     while not ended.is_set():
