@@ -194,7 +194,7 @@ class _Registry:
             schema = Schema(json.dumps(current_schema(record_type)), "AVRO")
             try:
                 self._ids[record_type] = self._client.register_schema(f"tidemill.{record_type.__name__}", schema)
-            except Exception as error:
+            except Exception as error:  # of the client's HTTP library, or its own
                 raise _registry_error(error) from error
         return self._ids[record_type]
 
@@ -203,7 +203,7 @@ class _Registry:
         if schema_id not in self._schemas:
             try:
                 text = self._client.get_schema(schema_id).schema_str
-            except Exception as error:
+            except Exception as error:  # of the client's HTTP library, or its own
                 if getattr(error, "http_status_code", None) != HTTPStatus.NOT_FOUND:
                     raise _registry_error(error) from error
                 raise DecodeError(f"the schema registry has no schema with id {schema_id}") from error
@@ -215,5 +215,5 @@ class _Registry:
 
 
 def _registry_error(error: Exception) -> RegistryError:
-    """Return the error for a request that failed: the client raises errors of its HTTP library and of its own."""
+    """Return the error for a request to the registry that failed."""
     return RegistryError(f"the schema registry failed: {error}. Check that it runs, and `kafka.registry_url`")

@@ -203,6 +203,10 @@ class VersionSpan:
     end: int
 
 
+MOST_LOGPROB = 1e-4
+"""Largest logprob of a record: a sampler that computes in float32 may round that of a certain token to above 0."""
+
+
 @record(frozen=True, slots=True)
 class Segment:
     """One context of a rollout: prompt, sampled turns and tool output, in order."""

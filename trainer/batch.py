@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from tidemill.schemas.expert_ids import ExpertIds, unpacked_ids
-from tidemill.schemas.records import Interaction, Rollout, Segment
+from tidemill.schemas.records import MOST_LOGPROB, Interaction, Rollout, Segment
 from tidemill.trainer.attention import TreeCalls, tree_calls
 from tidemill.trainer.choices import Routing
 
 Trajectory = Rollout | Interaction
 """A record of sampled tokens that a step can train on."""
-ROUNDED_ABOVE_0 = 1e-4
-"""Largest logprob of a record: a sampler that computes in float32 may round that of a certain token to above 0."""
 
 
 class InvalidRolloutError(ValueError):
@@ -193,7 +191,7 @@ def _segment_problem(segment: Segment, vocab_size: int) -> str:
     if n and mask[0]:
         return "its first token is marked as sampled, and has nothing before it to be predicted from"
     logprobs = segment.sampled_logprobs()[mask == 1]
-    if not np.isfinite(logprobs).all() or (logprobs > ROUNDED_ABOVE_0).any():
+    if not np.isfinite(logprobs).all() or (logprobs > MOST_LOGPROB).any():
         return "the logprob of a sampled token is not a finite number at most 0"
     ordered = all(0 <= span.start < span.end <= n for span in segment.spans)
     apart = all(a.end <= b.start for a, b in pairwise(segment.spans))

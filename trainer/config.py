@@ -204,11 +204,11 @@ class TrainerSettings(Section):
     one that transformers chooses. Set it for runs that will be repeated with a later version of transformers."""
 
     expert_parallel: int = Field(default=1, ge=1)
-    """Number of consecutive ranks over which the experts of a mixture-of-experts model are divided. Each of these
-    computes its own experts for the tokens of all of them, and no rank gathers all experts of a layer: less memory and
-    traffic if the model has many experts, but a rank whose experts are chosen more often has more work. It must divide
-    the number of ranks (set it to the ranks of one machine at most) and the number of experts. The other weights are
-    shared by all ranks in any case. The last bits of the results depend on it. 1: off."""
+    """Number of consecutive ranks over which the experts of a mixture-of-experts model are divided. A rank computes
+    only its own experts, also for the tokens of the other ranks, so that it never gathers all experts of a layer. This
+    saves memory and traffic if the model has many experts, but a rank with popular experts has more work. The number of
+    ranks and the number of experts must be multiples of it, and it should not exceed the ranks of one machine. All
+    other weights are sharded over all ranks. The last bits of the results depend on it. 1: off."""
 
     routing: Routing = Routing.OFF
     """Routing of tokens to experts in a mixture of experts: `off`, by the trainer's routers only; `replayed`, to the

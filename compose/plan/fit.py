@@ -87,8 +87,8 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
     over = trainer.expert_parallel
     if over > 1 and (over > devices.count or not size.experts or size.expert_count % over):
         raise ValueError(
-            f"trainer.expert_parallel is {over}: it must divide the {size.expert_count} experts of the model, and the "
-            f"number of ranks, of which {devices.count} device(s) allow as many; set it to 1 for a dense model"
+            f"trainer.expert_parallel is {over}: it must divide the {size.expert_count} experts of the model and the "
+            f"number of ranks, at most {devices.count} here (one on each device); set it to 1 for a dense model"
         )
     trainers = [part_of(size, replace(trainer, ranks=n)) for n in _powers(devices.count) if n % over == 0]
     splits = [replica.tensor_parallel] if replica.tensor_parallel else list(_divisors(size.heads, devices.count))

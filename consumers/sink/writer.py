@@ -82,19 +82,20 @@ class Erasures:
     """The newest ERASE of each user."""
 
     def __init__(self) -> None:
-        self._before: dict[str, int] = {}
+        self.before: dict[str, int] = {}
+        """Time of each user's newest ERASE, in microseconds."""
 
     def observe(self, record: object) -> None:
         """Observe a request; other records are ignored. A repeated request changes nothing."""
         if isinstance(record, UserRequest) and record.wish is UserWish.ERASE:
-            self._before[record.user_id] = max(record.at, self._before.get(record.user_id, record.at))
+            self.before[record.user_id] = max(record.at, self.before.get(record.user_id, record.at))
 
     def hides(self, row: Row) -> bool:
         """Whether a row belongs to an erased user and dates from before their request."""
         event_time = EVENT_TIMES.get(type(row.record))
         if event_time is None:
             return False
-        before = self._before.get(row.record.user_id)  # type: ignore[union-attr]  # the types of EVENT_TIMES have it
+        before = self.before.get(row.record.user_id)  # type: ignore[union-attr]  # the types of EVENT_TIMES have it
         return before is not None and min(getattr(row.record, event_time), 1000 * row.timestamp_ms) <= before
 
 

@@ -214,7 +214,7 @@ class RequestHandler:
         # The wait for the log has its own limit: no deadline may pass between a record and the end that it reports.
         self._deadline.reschedule(None)
         try:
-            await self._record_whole(str(self._collected.finish_reason))
+            await asyncio.shield(self._router.start(self._record(str(self._collected.finish_reason))))
         except LogUnavailable as error:
             LOG.error("not recorded: %s", error)
             serve = self._router.settings.on_log_failure is LogFailure.SERVE_UNRECORDED
@@ -229,13 +229,6 @@ class RequestHandler:
         finally:
             self._deadline.reschedule(asyncio.get_running_loop().time() + self._router.settings.request_timeout_s)
         return True
-
-    async def _record_whole(self, finish_reason: str) -> None:
-        """Record the answer, also if the client disconnects meanwhile; the router's `drain` waits for the record."""
-        recording = asyncio.create_task(self._record(finish_reason))
-        self._router.unfinished.add(recording)
-        recording.add_done_callback(self._router.unfinished.discard)
-        await asyncio.shield(recording)
 
     async def _record(self, finish_reason: str) -> None:
         """Record the answer. An invalid one is recorded as failed, without sampled tokens."""
@@ -282,7 +275,8 @@ class RequestHandler:
         self._settled = True
         self._collected.finish_reason = None
         try:
-            await self._record_whole(finish_reason)
+            # Cancellation by a disconnected client must not stop the record.
+            await asyncio.shield(self._router.start(self._record(finish_reason)))
         except LogUnavailable as error:
             LOG.error("not recorded: %s", error)
             self._router.metrics.unrecorded.labels(finish_reason).inc()

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, closing
 from typing import Any
 
@@ -93,6 +93,13 @@ class Router:
                 LOG.warning("decision at %s ignored: %s", located.position, objection)
         self.metrics.share.set(self.canary.share)
 
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task; `drain` waits for it."""
+        task = asyncio.create_task(work)
+        self.unfinished.add(task)
+        task.add_done_callback(self.unfinished.discard)
+        return task
+
     async def drain(self) -> None:
         """Wait until every unfinished request has been recorded."""
         while self.unfinished:
@@ -147,9 +154,7 @@ class Router:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        work, gone = asyncio.create_task(exchange.run()), asyncio.create_task(departure())
-        self.unfinished.add(work)
-        work.add_done_callback(self.unfinished.discard)
+        work, gone = self.start(exchange.run()), asyncio.create_task(departure())
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -186,9 +186,11 @@ class AsyncFeedbackProducer(FeedbackMethods[Coroutine[Any, Any, str]]):
     async def send(
         self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]
     ) -> str:
-        """Send one signal, and return its event id when the log has it. Arguments and errors as for
-        `FeedbackProducer.send`; FeedbackNotDelivered also for a signal that was not acknowledged within the deadline:
-        it may have been written."""
+        """Send one signal, and return its event id when the log has it.
+
+        Arguments and errors are those of `FeedbackProducer.send`. FeedbackNotDelivered is also raised if the log does
+        not acknowledge the signal within the deadline; it may have been written.
+        """
         record = self._maker.make(self._source, now_us(), interaction, kind, value, **event)
         reason = (await self._acknowledged.deliver([record], self._deadline_s))[0]
         if reason:

@@ -19,11 +19,11 @@ import numpy as np
 
 from tidemill.schemas.chat.contexts import Context, SampledTurn
 from tidemill.schemas.expert_ids import packed_ids, unpacked_ids
-from tidemill.schemas.records import Segment, VersionSpan
+from tidemill.schemas.records import MOST_LOGPROB, Segment, VersionSpan
 
 Token = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-Logprob = Annotated[float, msgspec.Meta(ge=-1e5, le=1e-4)]
-"""vLLM writes -9999 for minus infinity; a logprob computed in float32 may be slightly above 0."""
+Logprob = Annotated[float, msgspec.Meta(ge=-1e5, le=MOST_LOGPROB)]
+"""vLLM writes -9999 for minus infinity."""
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 

@@ -102,15 +102,18 @@ class ReplicaClient:
     """Requests to single replicas, over shared connections. Open with `open_replica_client`."""
 
     def __init__(self, session: aiohttp.ClientSession, settings: RolloutSettings | RouterSettings) -> None:
-        self._session, self._settings = session, settings
+        self._session, self._limit_s = session, settings.request_timeout_s
+        self._model: str | None = None
+        """Named in each completion request. None: the model that the replica serves."""
         # A replica's message may contain a part of the prompt, which is a user's if the router asked.
         self._quotes = isinstance(settings, RolloutSettings)
+        if isinstance(settings, RolloutSettings):
+            self._model = settings.model
         self._identities: dict[str, ReplicaIdentity] = {}
 
     async def complete(self, address: str, prompt: list[int], sampling: Sampling) -> Completion:
         """Sample one turn. Raises ReplicaUnavailable, BadResponse."""
-        model = self._settings.model if isinstance(self._settings, RolloutSettings) else None
-        body = request_body(prompt, sampling, model)
+        body = request_body(prompt, sampling, self._model)
         async with self.request("POST", address, COMPLETIONS_PATH, body) as response:
             self.forget_other(address, response)
             answer = await read_body(response)
@@ -149,7 +152,7 @@ class ReplicaClient:
         """
         headers = None if body is None else {"content-type": "application/json"}
         # aiohttp's own limit ignores a cancellation, such as a caller's deadline, in the same step of the event loop.
-        limit = asyncio.timeout(self._settings.request_timeout_s if limited else None)
+        limit = asyncio.timeout(self._limit_s if limited else None)
         try:
             async with limit, self._session.request(method, address + path, data=body, headers=headers) as response:
                 if response.status != 200:

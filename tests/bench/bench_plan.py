@@ -131,7 +131,7 @@ def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: s
     several = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *several, __file__, "--take-steps", directory, "--row-tokens", str(chosen.row_tokens)]
     command += ["--rows", str(chosen.rows), "--expert-parallel", str(chosen.expert_parallel)]
-    command += [*(["--checkpointed"] if chosen.checkpointed else [])]
+    command += ["--checkpointed"] if chosen.checkpointed else []
     prefix = f"plan-{uuid.uuid4().hex[:8]}."
     command += ["--bootstrap", bootstrap, "--prefix", prefix, "--store", str(root / prefix)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -16,11 +16,12 @@ from tidemill.consumers.operate.replay.records import RANK, Lane, LogSource, Ran
 from tidemill.consumers.operate.replay.target import header
 from tidemill.consumers.operate.rights.records import user_of
 from tidemill.consumers.sink.dead_letters import dead_letter
+from tidemill.consumers.sink.writer import Erasures
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, Topic, is_compacted
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.records import Record, UserRequest, UserWish
+from tidemill.schemas.records import Record
 
 HEADER_REDRIVE_OF = "tidemill-redrive-of"
 """On a record that was sent back: full topic, partition and offset of the record that could not be used."""
@@ -89,8 +90,7 @@ class RedriveHistory:
 
     kept_from: dict[Lane, int] = field(default_factory=dict)
     """First offset that the log still holds of each partition that exists."""
-    erased_at: dict[str, int] = field(default_factory=dict)
-    """Time of each user's newest erasure, in microseconds."""
+    erasures: Erasures = field(default_factory=Erasures)
     _sent_back: set[str] = field(default_factory=set)
     _attempts: dict[tuple[str, int, int], int] = field(default_factory=dict)
     _newest: dict[tuple[Lane, bytes], int] = field(default_factory=dict)
@@ -129,10 +129,12 @@ class RedriveHistory:
         return ""
 
     def is_erased(self, letter: StoredLetter, record: Record | None) -> bool:
-        """Whether the record that a letter's value decodes to is of a user who was erased after it was written. An
-        erasure cannot find a record that cannot be decoded, and its tombstones do not stay in the log."""
+        """Whether `record`, decoded from the letter, is of a user whose data was erased after it was written.
+
+        The erasure wrote no tombstone for it, because the record could not be decoded at that time.
+        """
         user_id = user_of(record)
-        return user_id is not None and letter.source_timestamp_ms * 1_000 <= self.erased_at.get(user_id, -1)
+        return user_id is not None and letter.source_timestamp_ms * 1_000 <= self.erasures.before.get(user_id, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +238,7 @@ class DeadLetters:
         requests = Topic.USER_REQUESTS.value
         lanes = [(requests, partition) for partition in range(self._source.partitions(requests))]
         for raw in self._source.scan({lane: self._source.bounds(lane) for lane in lanes}):
-            match decoded(raw, self._codec):
-                case UserRequest(user_id=user_id, wish=UserWish.ERASE, at=at):
-                    sequel.erased_at[user_id] = max(at, sequel.erased_at.get(user_id, at))
+            sequel.erasures.observe(decoded(raw, self._codec))
         ranges = {lane: Range(max(oldest[lane], bound.start), bound.end) for lane, bound in bounds.items()}
         total = sum(max(0, r.end - r.start) for r in ranges.values())
         for record in watched(self._source.scan(ranges), total, self._progress):

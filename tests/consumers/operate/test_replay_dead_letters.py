@@ -114,11 +114,11 @@ def test_an_erased_key_is_not_sent_back():
 def test_a_record_of_a_user_who_was_erased_later_is_not_sent_back():
     letter = a_letter(b"junk", topic="feedback")
     sequel = sequel_of(lane=letter.source)
-    sequel.erased_at["ann"] = letter.source_timestamp_ms * 1_000
+    sequel.erasures.before["ann"] = letter.source_timestamp_ms * 1_000
     given = {user: Codec().encode(feedback("e0", "i0", user)) for user in ("ann", "bob")}
     assert why_not(letter, sequel, transform=lambda _: given["ann"]) == "its user was erased"
     assert why_not(letter, sequel, transform=lambda _: given["bob"]) == ""
-    sequel.erased_at["ann"] -= 1
+    sequel.erasures.before["ann"] -= 1
     assert why_not(letter, sequel, transform=lambda _: given["ann"]) == "", "a record of the time after the erasure"
 
 
