@@ -15,6 +15,7 @@ _looks_for_garbage = gc.isenabled()
 gc.disable()
 
 import typer
+from confluent_kafka import KafkaError, KafkaException
 
 import tidemill.compose.cli.replay_copy
 import tidemill.compose.cli.replay_stage
@@ -34,6 +35,7 @@ from tidemill.compose.demo.command import demo
 from tidemill.compose.models_command import models_app
 from tidemill.compose.options import with_settings
 from tidemill.compose.plan import plan
+from tidemill.schemas.log.client_settings import TRANSIENT
 
 if _looks_for_garbage:
     gc.enable()
@@ -81,14 +83,22 @@ app.command(rich_help_panel="The whole loop")(demo)
 
 EXPLAINED = (ValueError, LookupError, ConnectionError, TimeoutError, RuntimeError, OSError)
 """Errors whose message is written for the user; all other errors keep their traceback."""
+LOST = TRANSIENT | {KafkaError._ALL_BROKERS_DOWN, KafkaError._RESOLVE}
+"""Errors of Kafka's client when the brokers do not answer."""
 
 
 def main() -> None:
-    """Run the command line; an error of `EXPLAINED` ends in one line and status 1."""
+    """Run the command line; an error of `EXPLAINED`, or brokers that are lost, end in one line and status 1."""
     try:
         app()
-    except EXPLAINED as error:
+    except (*EXPLAINED, KafkaException) as error:
+        told = str(error) or type(error).__name__
+        if isinstance(error, KafkaException):
+            cause = error.args[0]
+            if cause.code() not in LOST:
+                raise
+            told = f"Kafka does not answer any more ({cause.str()}): check that its brokers run, then start this again"
         if os.environ.get("TIDEMILL_TRACEBACK"):
             raise
-        typer.echo(f"tidemill: {error or type(error).__name__} (TIDEMILL_TRACEBACK=1 shows where)", err=True)
+        typer.echo(f"tidemill: {told} (TIDEMILL_TRACEBACK=1 shows where)", err=True)
         sys.exit(1)

@@ -162,7 +162,10 @@ class PartitionReader:
             waited_s = 0.0 if moved else waited_s + time.monotonic() - began
             if waited_s > silence_s:
                 where = ", ".join(f"{topic}[{p}] at {before[topic, p]} of {end}" for (topic, p), end in left.items())
-                raise TimeoutError(f"the log delivered nothing for {silence_s:g} s before the end was reached: {where}")
+                raise TimeoutError(
+                    f"the log delivered nothing for {silence_s:g} s before the end was reached: {where}. Check that "
+                    "its brokers run, then start this again"
+                )
             yield messages
 
     def read_ranges(
