@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -104,15 +105,24 @@ def print_json(document: object) -> None:
 
 
 def as_json_text(document: object) -> str:
-    """Return a document, which may contain dataclasses, as JSON: bytes as hexadecimal, truncated, and values that JSON
-    does not support as text."""
+    """Return a document as JSON; see `json_values`."""
+    return json.dumps(json_values(document), indent=2)
 
-    def plain(value: object) -> object:
-        if isinstance(value, bytes):
-            return value[:SHOWN_BYTES].hex() + ("…" if len(value) > SHOWN_BYTES else "")
-        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
-    return json.dumps(document, indent=2, default=plain)
+def json_values(value: object) -> object:
+    """Return a document, which may contain dataclasses, with values that JSON supports: bytes as hexadecimal,
+    truncated, NaN and infinities as null, and values of other types as text."""
+    if isinstance(value, dict):
+        return {key: json_values(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_values(each) for each in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return json_values(asdict(value))
+    if isinstance(value, bytes):
+        return value[:SHOWN_BYTES].hex() + ("…" if len(value) > SHOWN_BYTES else "")
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (str, int)) else str(value)
 
 
 def harmless(text: str) -> str:
@@ -126,7 +136,7 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple, dict)):
-        return json.dumps(value, ensure_ascii=False, default=str)
+        return json.dumps(json_values(value), ensure_ascii=False)
     return str(value)
 
 

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from tidemill.compose.options import key_values
-from tidemill.compose.output import CsvOption, JsonOption, harmless, print_rows
+from tidemill.compose.output import CsvOption, JsonOption, harmless, json_values, print_rows
 
 env_app = typer.Typer(no_args_is_help=True, help="Environments: list, show, try and check them.")
 
@@ -182,7 +182,7 @@ async def try_environment(
                     parts = ", ".join(f"{part.name} {part.value:g}" for part in score.rewards)
                     typer.echo(f"reward {score.total:g} ({parts}){', solved' if score.success else ''}\n")
     if as_json:
-        typer.echo(json.dumps(episodes, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(json_values(episodes), indent=2, ensure_ascii=False))
         return
     if as_csv:
         heads = ("reward", "success", "failure", "rewards")

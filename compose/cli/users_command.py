@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ import typer
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import SettingsOf, begin_role, with_reachable_log, with_settings
-from tidemill.compose.output import JsonOption, print_document, utc, working
+from tidemill.compose.output import JsonOption, json_values, print_document, utc, working
 from tidemill.schemas.records import UserWish
 
 if TYPE_CHECKING:
@@ -198,7 +197,7 @@ def simulate(
 
     def say(seen: UserActivity) -> None:
         if as_json:
-            print(json.dumps(asdict(seen)), flush=True)
+            print(json.dumps(json_values(seen)), flush=True)
             return
         rates = "  ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in seen.satisfaction) or "nothing yet"
         said = f"{seen.interactions} answers, {sum(seen.signals.values())} signals, {seen.failed} given up"

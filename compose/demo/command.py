@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from rich.console import Console
 from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.demo.summary import Summary
 from tidemill.compose.options import BootstrapOption, ConfigOption, SetOption, given, key_values, settings_from
+from tidemill.compose.output import as_json_text
 from tidemill.schemas.config import EnvironmentEntry
 
 RECIPES = {path.stem: path for path in sorted(Path(__file__).with_name("recipes").glob("*.toml"))}
@@ -86,7 +86,7 @@ def demo(
 
     summary = run_demo(settings, Console())
     if as_json is not None:
-        as_json.write_text(json.dumps(as_dict(summary), indent=2) + "\n", "utf-8")
+        as_json.write_text(as_json_text(as_dict(summary)) + "\n", "utf-8")
     if not summary.audit_sound:
         raise typer.Exit(1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tidemill.compose.options import SettingsOf, given
-from tidemill.compose.output import CsvOption, JsonOption, print_rows
+from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows
 from tidemill.consumers.replica.config import EngineDtype
 from tidemill.trainer.choices import Compute, ServingFormat
 
@@ -139,7 +138,7 @@ def plan(
             Estimate("replica_host_bytes", replica_host_bytes(size), "for each replica: its copy of the version"),
         ]
     if as_json:
-        typer.echo(json.dumps(document(trainer.model, size, devices, found, estimates), indent=2))
+        print_json(document(trainer.model, size, devices, found, estimates))
     elif as_csv:
         rows = ((part.role, part.devices, name, n) for part in found.parts for name, n in part.bytes.items())
         print_rows(("role", "devices", "holds", "bytes"), rows, as_csv=True)

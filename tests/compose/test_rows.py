@@ -6,6 +6,7 @@ import csv
 import fcntl
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -215,6 +216,18 @@ def test_json_keeps_the_types(capsys):
     heads = list("abcdefg")
     print_rows(heads, [values, values], as_json=True)
     assert json.loads(capsys.readouterr().out) == [dict(zip(heads, values, strict=True))] * 2
+
+
+def test_json_has_null_in_place_of_nan_and_infinity(capsys):
+    """JSON has no such numbers, and most parsers refuse them."""
+    report = AuditReport("run", (), {}, {}, {"rate": math.nan}, {}, 0, {})
+    found = {"nan": math.nan, "list": [1.5, -math.inf], "report": report, "bytes": b"\x01", "path": Path("a")}
+    print_document(found, [], as_json=True)
+    read = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (read["nan"], read["list"], read["report"]["counts"]) == (None, [1.5, None], {"rate": None})
+    assert (read["bytes"], read["path"]) == ("01", "a")
+    print_rows(("list",), [([math.nan],)])
+    assert capsys.readouterr().out == "list\n[null]\n"
 
 
 def test_csv_follows_the_standard(capsysbinary):
