@@ -226,8 +226,10 @@ class DemoPlan:
 
 def _is_setting(variable: str) -> bool:
     """Whether an environment variable, in upper or lower case, sets a section of the settings or a part of one."""
-    prefix, _, path = variable.lower().partition("_")
-    return prefix == "tidemill" and path.partition("__")[0] in TidemillSettings.model_fields
+    config, name = TidemillSettings.model_config, variable.lower()
+    prefix = config["env_prefix"].lower()
+    section = name.removeprefix(prefix).partition(str(config["env_nested_delimiter"]))[0]
+    return name.startswith(prefix) and section in TidemillSettings.model_fields
 
 
 def _address(port: int) -> str:
