@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -106,7 +107,10 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (out / "broken.py").write_text("import tests.bench.synthetic\n", "utf-8")
     scripts = [str(out / "broken.py"), *(str(ROOT / "tests/bench" / script) for script in BENCHES)]
     program = ROOT / "tests/compose/forked_help.py"
-    subprocess.run([sys.executable, str(program), str(out), *scripts], cwd=out, check=True)
+    # On the path of the caller, the root would hide that a script does not find `tests` by itself.
+    kept = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if Path(entry).resolve() != ROOT]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, kept))}
+    subprocess.run([sys.executable, str(program), str(out), *scripts], cwd=out, env=environment, check=True)
     return out
 
 
