@@ -12,6 +12,8 @@ import getpass
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -91,8 +93,9 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
             decided_by = getpass.getuser()
         except (KeyError, OSError):  # a user without a name
             decided_by = str(os.getuid())
-    # Opened first, so that no acknowledgement is between the chain and this reader.
-    with LogReader(settings.kafka, [Topic.ACKS], start="end", client_id="tidemill-weights-acks") as acks:
+    # Opened before the chain is read, so that no acknowledgement is between the two.
+    acks_from_now = partial(LogReader, settings.kafka, [Topic.ACKS], start="end", client_id="tidemill-weights-acks")
+    with acks_from_now() if wait_s and not dry_run else nullcontext() as acks:
         chain = read_chain(settings.kafka, settings.run)
         made = decision(chain, verdict, version, options["reason"], decided_by, now_us(), anchor_exists)
         following = DecisionFollowers(made, chain.head.version, to_us(options["recent_s"]))
@@ -104,7 +107,7 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
             deadline = time.monotonic() + (wait_s or 0.0)
             with working("waiting for") as progress:
                 # Until no replica is behind that may catch up.
-                while set(following.behind) - set(following.beyond) and time.monotonic() < deadline:
+                while acks and set(following.behind) - set(following.beyond) and time.monotonic() < deadline:
                     progress.say(", ".join(f"{replica} (serves {v})" for replica, v in following.behind.items()))
                     for located in acks.poll(POLL_S):
                         ack = located.record

@@ -185,6 +185,18 @@ def test_decisions_are_written_for_replicas_to_follow(log):
     assert answer(ask(log, "log", "--json"))["limit"] is None
 
 
+def test_only_a_command_that_waits_reads_acknowledgements(log, monkeypatch):
+    def open_reader(*_arguments, **_options):
+        raise ConnectionError("a reader of acknowledgements")
+
+    monkeypatch.setattr("tidemill.schemas.log.reader.LogReader", open_reader)
+    log.grow(2)
+    for arguments in (["--dry-run", "--wait", 9], ["--dry-run"], []):
+        answer(ask(log, "pin", "v1", "--json", *arguments))
+    with pytest.raises(ConnectionError):
+        raise ask(log, "pin", "v1", "--wait", 9).exception
+
+
 def test_a_version_that_cannot_be_served_is_not_decided_on(log):
     log.grow(3)
     log.acknowledge("a", 2, at=now_us(), status=AckStatus.REFUSED)
