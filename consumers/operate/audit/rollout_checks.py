@@ -255,15 +255,27 @@ def erasures(run: AuditedRun) -> Iterator[Finding]:
         for reference in step.record.inputs:
             batch = run.batch_at.get(Position.of(reference))
             for member in batch.members if batch is not None else ():
-                at = max(run.erasures.get(member.user_id, ()), default=None)
+                at = _erasure_time(run, member)
                 # The request may not have reached the trainer yet.
                 known = at is not None and at + run.rules.grace_us < step.record.started_at
-                if at is None or not known or member.interaction_id in excluded:
-                    continue
-                answer = run.served.get(member.interaction_id)
-                if answer is None or answer.record.served_at <= at:
+                if known and member.interaction_id not in excluded:
                     what = f"step {step.record.step} trained on interaction {member.interaction_id} of user"
                     yield Finding(step.place, f"{what} {member.user_id}, whose erasure had been requested")
+
+
+def _erasure_time(run: AuditedRun, member: r.OnlineMember) -> int | None:
+    """Return the time of the first request that asks to erase an answer; None if there is none.
+
+    A user may return after an erasure and be erased again: the first request does not concern the answers after it.
+    """
+    requests = run.erasures.get(member.user_id, set())
+    answer = run.served.get(member.interaction_id)
+    if answer is not None:
+        return min((at for at in requests if answer.record.served_at <= at), default=None)
+    # Its own time is unknown, and that of its tombstone is in whole milliseconds. The tombstone was written for the
+    # newest request of that time, or for an earlier one.
+    gone_at = run.erased.get(member.interaction_id)
+    return max((at for at in requests if gone_at is None or at < gone_at + 1_000), default=None)
 
 
 CHECKS = (tasks, endings, trained_once, groups)

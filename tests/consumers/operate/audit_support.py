@@ -504,6 +504,12 @@ def _train_erased(log: RunLog) -> None:
     log.change(Topic.INTERACTIONS, r.Interaction, 0, served_at=name.served_at - 7200 * SECOND)
 
 
+def _train_erased_twice(log: RunLog) -> None:
+    """The user came back, and was erased a second time after the step."""
+    _train_erased(log)
+    log.put(request("ann", r.UserWish.ERASE, START_US + 7200 * SECOND), at=START_US)
+
+
 def _play_unasked(log: RunLog) -> None:
     of = task("unasked", 1)
     log.roll(rollout(of, 0, 1.0), at=START_US)
@@ -595,5 +601,6 @@ PLANTED_FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault("an interaction with two outcomes", "interactions", "outcomes[0]@3", _two_outcomes),
     PlantedFault("an interaction in two online batches", "batches", "online-batches[0]@1", _two_batches),
     PlantedFault("a step on a user's answer after their erasure", "erasures", "train.steps[0]@5", _train_erased),
+    PlantedFault("a step after the first of two erasures", "erasures", "train.steps[0]@5", _train_erased_twice),
 )
 """Faults of a log, each with the check that must report it."""

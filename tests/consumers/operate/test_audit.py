@@ -303,3 +303,12 @@ def test_a_plan_may_be_replaced_when_the_log_begins_after_its_inputs(topic: Topi
     plan_anew(log, step)
     log.low = {topic: read + beyond}
     assert [check.name for check in log.audit(allow_truncated=True).failed] == ([] if beyond else ["plans"])
+
+
+def test_a_step_on_an_answer_between_two_erasures_is_no_fault():
+    log = sound_log()
+    for at in (START_US - 7200 * SECOND, START_US + 60 * SECOND):
+        log.put(request("ann", r.UserWish.ERASE, at), at=START_US)
+    assert [str(check.first) for check in log.audit().failed] == []
+    log.put_bytes(Topic.INTERACTIONS, "i0", None, START_US + 61 * SECOND)
+    assert [str(check.first) for check in log.audit().failed] == []
