@@ -24,6 +24,7 @@ from tidemill.compose.options import (
 from tidemill.compose.output import CsvOption, JsonOption, print_document, print_json, print_rows, utc, working
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.admin import check_topics, create_topics
+from tidemill.schemas.records import Mode
 
 if TYPE_CHECKING:
     from tidemill.consumers.operate.trace.versions import Ended, TracedVersion
@@ -203,9 +204,10 @@ def path_lines(path: dict[str, Any]) -> list[str]:
 
 def rollout_lines(path: dict[str, Any]) -> list[str]:
     reward = "failed: " + path["failure"] if path["failure"] else f"reward {_number(path['reward'])}"
+    waiting = "held out" if path["mode"] is Mode.EVAL else WAITS
     groups = (
         f"{one['group_id']} closed by {one['closed_by']}, advantage {_number(one['advantage'])}, "
-        f"{_ended(one['ended'])} · {one['place']}"
+        f"{_ended(one['ended'], waiting)} · {one['place']}"
         for one in path["groups"]
     )
     return [
@@ -234,7 +236,8 @@ def user_lines(path: dict[str, Any]) -> list[str]:
     for run in path["runs"]:
         trained = ", ".join(str(made.version) for made in run["trained"]) or "none"
         contained = run["contained_in"] or "none"
-        lines.append(f"run {run['run_id']}: trained into version {trained}; contained in {contained}")
+        where = f"run {run['run_id']}" + (f", branch {run['branch']}" if run["branch"] else "")
+        lines.append(f"{where}: trained into version {trained}; contained in {contained}")
         lines += _stage("version", _versions(run["trained"]))
     return lines if path["runs"] else [*lines, "end       their data touched no version"]
 
@@ -246,7 +249,9 @@ def _stage(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 def _versions(versions: list[TracedVersion]) -> Iterator[str]:
     for made in versions:
-        yield f"{made.version} from {made.parent}, step {made.step} · {made.step_place or 'step no longer kept'}"
+        branch = f" of branch {made.branch}" if made.branch else ""
+        step_place = made.step_place or "step no longer kept"
+        yield f"{made.version}{branch} from {made.parent}, step {made.step} · {step_place}"
         published = f"published · {made.manifest_place}" if made.manifest_place else "not published yet"
         yield f"  {published}"
         for decision in made.decisions:
@@ -258,10 +263,13 @@ def _versions(versions: list[TracedVersion]) -> Iterator[str]:
         yield f"  served now by {serving or 'no replica'}; contained in later versions {made.contained_in or 'none'}"
 
 
-def _ended(ending: Ended) -> str:
+WAITS = "waits for the trainer"
+
+
+def _ended(ending: Ended, waiting: str = WAITS) -> str:
     if ending.reason:
         return f"excluded ({ending.reason}) by {ending.step}"
-    return "waits for the trainer" if ending.version is None else f"trained by {ending.step}"
+    return waiting if ending.version is None else f"trained by {ending.step}"
 
 
 def _span(sampled: dict[str, Any]) -> str:

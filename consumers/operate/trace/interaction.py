@@ -111,8 +111,8 @@ class InteractionTrace:
             for member in batch.members
             if member.interaction_id == self._id
         ]
-        versions = sorted({one["ended"].version for one in batches if one["ended"].version is not None})
-        made = [history.made(version) for version in versions]
+        branch = next((batch.branch for _, batch in self._batches), "")
+        made = history.made((one["ended"] for one in batches), branch)
         return {
             "interaction_id": self._id,
             "served": served,

@@ -13,7 +13,7 @@ from typing import Any
 
 from tidemill.consumers.operate import Progress, no_progress, picked, watched
 from tidemill.consumers.operate.trace.interaction import InteractionTrace
-from tidemill.consumers.operate.trace.versions import VersionHistory, ranges
+from tidemill.consumers.operate.trace.versions import Ended, VersionHistory
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
@@ -50,26 +50,28 @@ class RolloutTrace:
         if self._rollout is None:
             raise LookupError(f"the log holds no rollout {self._id}")
         place, rollout = self._rollout
-        groups, versions, reasons = [], set[int](), list[str]()
+        groups, endings, reasons = [], list[Ended](), list[str]()
         for where, group in self._groups:
             member = next(member for member in group.members if member.rollout_id == self._id)
             use = history.ended(Topic.GROUPS, group.group_id)
             told = picked(member, "reward advantage", place=where, ended=use)
             groups.append(picked(group, "group_id closed_by", **told))
-            if use.version is not None:
-                versions.add(use.version)
-            elif use.reason:
+            endings.append(use)
+            if use.reason:
                 reasons.append(use.reason)
+        versions = sorted({use.version for use in endings if use.version is not None})
         if versions:
             failed = (
                 " (it failed: its group was trained without it)" if rollout.status is r.RolloutStatus.FAILED else ""
             )
-            end = f"its group was trained into version {', '.join(map(str, sorted(versions)))}{failed}"
+            end = f"its group was trained into version {', '.join(map(str, versions))}{failed}"
         elif not groups:
             end = "waits for its group to close"
+        elif rollout.mode is r.Mode.EVAL:
+            end = "evaluated: no step trains on held-out rollouts"
         else:
             end = f"excluded by the trainer: {reasons[-1]}" if reasons else "waits for the trainer"
-        made = [history.made(version) for version in sorted(versions)]
+        made = history.made(endings)
         return picked(rollout, ROLLOUT, place=place, groups=groups, versions=made, end=end)
 
 
@@ -109,8 +111,9 @@ class UserTrace:
         Returns:
             user_id; the user's requests as `demands`; `outcomes`, their interactions that ended, by ending, without
             erased ones; `batches` with the sum of the user's rewards, the number of their members that were trained on
-            and the different endings; and for each of the `runs` the versions that were `trained` on them, these and
-            all their descendants as ranges (`contained_in`), and the replicas that serve one of those now.
+            and the different endings; and for each branch of each of the `runs` the versions that were `trained` on
+            them, these and all their descendants as ranges (`contained_in`), and the replicas that serve one of those
+            now.
         """
         batches: list[dict[str, Any]] = []
         for place, batch in self._batches.values():
@@ -130,18 +133,20 @@ class UserTrace:
             )
         touched = []
         for run in sorted(self.runs):
-            endings = [ending for batch in batches if batch["run_id"] == run for ending in batch["ended"]]
-            trained = {ending.version for ending in endings if ending.version is not None}
-            history = histories[run]
-            containing = history.containing(trained)
-            touched.append(
-                {
-                    "run_id": run,
-                    "trained": [history.made(version) for version in sorted(trained)],
-                    "contained_in": ranges(containing),
-                    "served_by": history.serving(containing),
-                }
-            )
+            of_run = [batch for batch in batches if batch["run_id"] == run]
+            made = histories[run].made(ending for batch in of_run for ending in batch["ended"])
+            for branch in sorted({version.branch for version in made} or {batch["branch"] for batch in of_run}):
+                trained = [version for version in made if version.branch == branch]
+                contained_in, served_by = histories[run].contained_in(trained)
+                touched.append(
+                    {
+                        "run_id": run,
+                        "branch": branch,
+                        "trained": trained,
+                        "contained_in": contained_in,
+                        "served_by": served_by,
+                    }
+                )
         return {
             "user_id": self._user_id,
             "demands": list(self._requests),

@@ -1,7 +1,8 @@
 """The weight versions of a run, and the trainer's use of each group and batch. A pure fold over the model's topics.
 
 A version contains the training of its ancestors. Ancestors are followed by parent, since after a roll-back a later
-number need not descend from an earlier one.
+number need not descend from an earlier one. Two branches may have different versions with the same number: a version is
+identified by branch and number. A step does not name its branch: it made the versions with its number and fingerprint.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainStep, WeightAck
 
+Version = tuple[str, int]
+"""Branch and number. The branch is empty if the log does not show it: the version is not published."""
+StepAt = tuple[Position, TrainStep]
+
 
 @dataclass(frozen=True, slots=True)
 class TracedVersion:
     """A weight version with its decisions, proofs and use."""
 
     version: int
+    branch: str
+    """Empty if the log does not show it: the version is not published."""
     parent: int | None
     step: int
     step_place: Position | None
@@ -37,7 +44,7 @@ class TracedVersion:
     served_by: dict[str, int]
     """Replicas that serve it or a version that contains it now, with the version that they serve."""
     contained_in: str
-    """Later versions that contain it, as ranges."""
+    """Later versions of the branch that contain it, as ranges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +67,13 @@ class VersionHistory:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._steps: dict[int, tuple[Position, TrainStep]] = {}
-        """By the version that a step made."""
-        self._manifests: dict[int, tuple[Position, Manifest]] = {}
-        self._decisions: dict[int, list[dict[str, Any]]] = {}
-        self._proved: dict[int, set[str]] = {}
+        self._steps: dict[tuple[int, str], StepAt] = {}
+        """By the number and the fingerprint of the version that a step made."""
+        self._manifests: dict[Version, tuple[Position, Manifest]] = {}
+        self._decisions: dict[Version, list[dict[str, Any]]] = {}
+        self._proved: dict[Version, set[str]] = {}
         self._acks: dict[str, WeightAck] = {}
-        self._served_at: dict[int, int] = {}
+        self._served_at: dict[Version, int] = {}
 
     def observe(self, located: ConsumedRecord) -> None:
         """Observe a record; other runs and types are ignored, a repeated step or version counts once."""
@@ -75,28 +82,59 @@ class VersionHistory:
             return
         match record:
             case TrainStep():
-                self._steps.setdefault(record.version, (located.position, record))
+                self._steps.setdefault((record.version, record.fingerprint), (located.position, record))
             case Manifest():
-                self._manifests.setdefault(record.version, (located.position, record))
+                self._manifests.setdefault((record.branch, record.version), (located.position, record))
             case GateDecision() if record.version is not None:
                 decided = picked(record, "verdict reason numbers at", place=located.position, by=record.decided_by)
-                self._decisions.setdefault(record.version, []).append(decided)
+                self._decisions.setdefault((record.branch, record.version), []).append(decided)
             case WeightAck():
                 self._acks[record.replica_id] = record
                 if record.status is not AckStatus.REFUSED:
-                    self._proved.setdefault(record.version, set()).add(record.replica_id)
+                    self._proved.setdefault((record.branch, record.version), set()).add(record.replica_id)
                     # Acknowledgements of several replicas do not arrive in the order of their times.
-                    first = self._served_at.get(record.serving_version, record.at)
-                    self._served_at[record.serving_version] = min(first, record.at)
+                    serving = (record.branch, record.serving_version)
+                    self._served_at[serving] = min(self._served_at.get(serving, record.at), record.at)
 
-    def made(self, version: int) -> TracedVersion:
-        containing = self.containing([version])
-        step_place, step = self._steps.get(version, (None, None))
+    def made(self, endings: Iterable[Ended], branch: str = "") -> list[TracedVersion]:
+        """Return the versions that were trained on inputs with these ends, in the order of their numbers.
+
+        Args:
+            branch: the branch of the inputs; versions of other branches are returned only if it has none of them.
+        """
+        steps = {ending.step for ending in endings if ending.version is not None}
+        versions = [version for version, step in self._versions().items() if step is not None and step[0] in steps]
+        own = [version for version in versions if version[0] == branch]
+        return [self._traced(version) for version in sorted(own or versions, key=lambda one: (one[1], one[0]))]
+
+    def _versions(self) -> dict[Version, StepAt | None]:
+        """Return every version with the step that made it, None if the log no longer holds the step."""
+        found = {
+            version: self._steps.get((manifest.version, manifest.fingerprint))
+            for version, (_, manifest) in self._manifests.items()
+        }
+        branches: dict[str, set[str]] = {}
+        for _, manifest in self._manifests.values():
+            branches.setdefault(manifest.incarnation, set()).add(manifest.branch)
+        published = {step[0] for step in found.values() if step is not None}
+        for place, step in self._steps.values():
+            if place not in published:
+                of = branches.get(step.incarnation, set())
+                version = (min(of) if len(of) == 1 else "", step.version)
+                if found.get(version) is not None:
+                    version = ("", step.version)
+                found[version] = (place, step)
+        return found
+
+    def _traced(self, version: Version) -> TracedVersion:
+        containing = self._containing([version])
+        step_place, step = self._versions().get(version) or (None, None)
         manifest_place, manifest = self._manifests.get(version, (None, None))
         made_by = step or manifest
         return TracedVersion(
-            version=version,
-            parent=self._parent(version),
+            version=version[1],
+            branch=version[0],
+            parent=step.parent_version if step is not None else None if manifest is None else manifest.parent,
             step=0 if made_by is None else made_by.step,
             step_place=step_place,
             manifest_place=manifest_place,
@@ -104,22 +142,17 @@ class VersionHistory:
             decisions=self._decisions.get(version, []),
             proved_by=sorted(self._proved.get(version, ())),
             served_first_at=min((self._served_at[v] for v in containing if v in self._served_at), default=None),
-            served_by=self.serving(containing),
-            contained_in=ranges(containing - {version}),
+            served_by=self._serving(containing),
+            contained_in=ranges(number for _, number in containing - {version}),
         )
 
-    def _parent(self, version: int) -> int | None:
-        if version in self._steps:
-            return self._steps[version][1].parent_version
-        return self._manifests[version][1].parent if version in self._manifests else None
-
-    def containing(self, versions: Iterable[int]) -> set[int]:
-        children: dict[int, list[int]] = {}
-        for version in self._steps.keys() | self._manifests.keys():
-            parent = self._parent(version)
+    def _containing(self, versions: Iterable[Version]) -> set[Version]:
+        children: dict[Version, list[Version]] = {}
+        for (branch, number), step in self._versions().items():
+            parent = self._manifests[branch, number][1].parent if step is None else step[1].parent_version
             if parent is not None:
-                children.setdefault(parent, []).append(version)
-        found, waiting = set[int](), list(versions)
+                children.setdefault((branch, parent), []).append((branch, number))
+        found, waiting = set[Version](), list(versions)
         while waiting:
             version = waiting.pop()
             if version not in found:
@@ -127,11 +160,17 @@ class VersionHistory:
                 waiting += children.get(version, [])
         return found
 
-    def serving(self, versions: Iterable[int]) -> dict[str, int]:
+    def _serving(self, versions: Iterable[Version]) -> dict[str, int]:
         """Return the replicas whose last acknowledgement says that they serve one of these versions."""
         wanted = set(versions)
-        now = {replica: ack.serving_version for replica, ack in sorted(self._acks.items())}
-        return {replica: version for replica, version in now.items() if version in wanted}
+        now = sorted(self._acks.items())
+        return {replica: ack.serving_version for replica, ack in now if (ack.branch, ack.serving_version) in wanted}
+
+    def contained_in(self, versions: Iterable[TracedVersion]) -> tuple[str, dict[str, int]]:
+        """Return versions of one branch and all their descendants, as ranges, and the replicas that serve one of them
+        now, with the version that they serve."""
+        containing = self._containing((made.branch, made.version) for made in versions)
+        return ranges(number for _, number in containing), self._serving(containing)
 
     def ended(self, topic: Topic, name: str, member: str = "") -> Ended:
         """Return the trainer's use of a group or batch; with `member`, that of an interaction in a batch, which a step

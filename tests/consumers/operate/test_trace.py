@@ -22,6 +22,7 @@ from tests.consumers.product_support import (
     use,
 )
 from tests.consumers.sink_support import START_US, ack, group, manifest, rollout, step
+from tidemill.compose.cli.log_commands import rollout_lines
 from tidemill.consumers.operate.trace.interaction import InteractionTrace
 from tidemill.consumers.operate.trace.reading import RolloutTrace, UserTrace, checked_name
 from tidemill.consumers.operate.trace.versions import VersionHistory, ranges
@@ -199,6 +200,51 @@ def test_a_later_version_of_another_parent_does_not_contain_it():
     assert "no replica serves now: last decision promote" in path["end"]
 
 
+def forked() -> list[r.Record]:
+    """Return a branch with another version 2, whose step trained on another answer to the same user."""
+    served = interaction("i5", "ann")
+    end = outcome(served, 1.0)
+    batch = replace(online_batch(0, [member(end)]), batch_id="run/fork/0", branch="fork")
+    trained = step(2, [r.StepInput(batch.batch_id, Topic.ONLINE_BATCHES.value, 0, 1)], [])
+    made = [replace(manifest(version), branch="fork", incarnation="f", fingerprint="g") for version in (2, 3, 4)]
+    served_by = replace(ack(4, r.AckStatus.PROVED), replica_id="replica-9", branch="fork", at=START_US - SECOND)
+    rejected = replace(decision(r.GateVerdict.REJECT, 2, "worse"), branch="fork")
+    return [served, end, batch, replace(trained, incarnation="f", fingerprint="g"), *made, served_by, rejected]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_version_of_another_branch_with_the_same_number_is_not_followed(first: bool):
+    path = traced(located([*forked(), *WHOLE] if first else [*WHOLE, *forked()]))
+    (made,) = path["versions"]
+    assert (made.branch, made.contained_in, made.served_by) == ("main", "3", {"replica-0": 2})
+    assert [decided["verdict"] for decided in made.decisions] == ["promote"]
+    assert (made.proved_by, made.served_first_at) == (["replica-0"], START_US)
+    assert path["end"] == "trained into version 2, and served now by replica-0 (version 2)"
+
+
+def test_a_step_that_a_new_branch_published_again_is_followed_on_both():
+    again = [replace(manifest(version), branch="fork", incarnation="f") for version in (2, 3, 4)]
+    history, trace = VersionHistory("run"), UserTrace("ann")
+    for one in located([*WHOLE, *again]):
+        history.observe(one)
+        trace.observe(one)
+    runs = trace.path({"run": history})["runs"]
+    assert [(run["branch"], run["contained_in"]) for run in runs] == [("fork", "2-4"), ("main", "2-3")]
+
+
+def test_the_versions_of_a_user_are_reported_by_branch():
+    history, trace = VersionHistory("run"), UserTrace("ann")
+    for one in located([*forked(), *WHOLE]):
+        history.observe(one)
+        trace.observe(one)
+    runs = trace.path({"run": history})["runs"]
+    assert [(run["branch"], run["contained_in"], run["served_by"]) for run in runs] == [
+        ("fork", "2-4", {"replica-9": 4}),
+        ("main", "2-3", {"replica-0": 2}),
+    ]
+    assert [[made.version for made in run["trained"]] for run in runs] == [[2], [2]]
+
+
 def test_a_version_is_first_served_at_the_earliest_time_of_any_replica():
     early = replace(ack(2, r.AckStatus.PROVED), replica_id="replica-1", at=START_US - SECOND)
     path = traced(located([*WHOLE, early]))
@@ -258,6 +304,16 @@ def test_a_rollouts_path(inputs: list[r.StepInput], exclusions: list[r.StepExclu
     assert path["end"] == end
     with pytest.raises(LookupError):
         RolloutTrace("x").path(history)
+
+
+def test_a_held_out_rollout_does_not_wait_for_the_trainer():
+    members = [rollout(name, "g0", r.Mode.EVAL) for name in "ab"]
+    trace = RolloutTrace("b")
+    for one in located([*members, group("g0", members)]):
+        trace.observe(one)
+    path = trace.path(VersionHistory("run"))
+    assert path["end"] == "evaluated: no step trains on held-out rollouts"
+    assert "waits for the trainer" not in "\n".join(rollout_lines(path))
 
 
 def test_ranges():
