@@ -25,6 +25,7 @@ from tidemill.schemas.records import Record
 SINGLE_OBJECT_MAGIC = b"\xc3\x01"
 LOG = logging.getLogger(__name__)
 CONFLUENT_MAGIC = b"\x00"
+CONFLUENT_FRAME_BYTES = 5
 RECORD_TYPES: dict[str, type[Record]] = {cls.__name__: cls for cls in get_args(Record)}
 
 
@@ -134,6 +135,11 @@ def _read(data: bytes, begin: int, wrote: _Schema) -> Record:
         raise DecodeError(f"{wrote.record_type.__name__}: {type(error).__name__}: {error}") from error
 
 
+def confluent_frame(schema_id: int) -> bytes:
+    """Return the first bytes of a value in the Confluent wire format, which name its schema."""
+    return CONFLUENT_MAGIC + schema_id.to_bytes(4, "big")
+
+
 class Codec:
     """An encoder of records in one framing, and a decoder of both.
 
@@ -149,10 +155,7 @@ class Codec:
         schema = _current().get(type(record))
         if schema is None:
             raise ValueError(f"{type(record).__name__} is not a record of the log")
-        if self._registry is None:
-            begin = schema.mark
-        else:
-            begin = CONFLUENT_MAGIC + self._registry.id_of(type(record)).to_bytes(4, "big")
+        begin = schema.mark if self._registry is None else confluent_frame(self._registry.id_of(type(record)))
         try:
             return schema.write(record, begin)
         except Exception as error:  # a writer raises many types for a misfit value; callers get one
@@ -167,9 +170,21 @@ class Codec:
             return _read(data, 10, schema)
         if data.startswith(SINGLE_OBJECT_MAGIC):
             raise DecodeError(f"no schema with fingerprint {data[2:10].hex()} among the recorded schemas")
-        if data.startswith(CONFLUENT_MAGIC) and self._registry is not None and len(data) >= 5:
-            return _read(data, 5, self._registry.schema_of(int.from_bytes(data[1:5], "big")))
+        schema = self._registered(data)
+        if schema is not None:
+            return _read(data, CONFLUENT_FRAME_BYTES, schema)
         raise DecodeError(f"unknown framing: the value begins with {data[:4].hex() or 'nothing'}")
+
+    def registered_schema(self, data: bytes) -> dict[str, Any] | None:
+        """Return the schema, as JSON, that a value names by its id in the registry; None if it is framed otherwise or
+        there is no registry. Raises DecodeError if it is not a schema of Tidemill, RegistryError."""
+        schema = self._registered(data)
+        return None if schema is None else schema.document
+
+    def _registered(self, data: bytes) -> _Schema | None:
+        if self._registry is None or not data.startswith(CONFLUENT_MAGIC) or len(data) < CONFLUENT_FRAME_BYTES:
+            return None
+        return self._registry.schema_of(int.from_bytes(data[1:CONFLUENT_FRAME_BYTES], "big"))
 
 
 class _Registry:

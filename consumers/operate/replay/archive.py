@@ -3,6 +3,10 @@
 The file's header contains a manifest: the selection, the digest of each partition, the schemas that the values name,
 and the objects outside the log that the records refer to. An archive is read whole and checked against its manifest
 before any of its records is used. Records are in the order of a replay.
+
+A value in the Confluent wire format names its schema by a number, which means nothing without the registry that gave
+it. A reader without this registry gets such a value in single-object encoding: the same body after the schema's
+fingerprint.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,7 +29,15 @@ from tidemill.consumers.operate.replay.plan import LanePlan, LaneReport, Plan, l
 from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, decoded, references
 from tidemill.consumers.operate.replay.selection import Selection
 from tidemill.schemas.clock import now_us
-from tidemill.schemas.codec import RECORD_TYPES, SINGLE_OBJECT_MAGIC, Codec, recorded_schemas
+from tidemill.schemas.codec import (
+    CONFLUENT_FRAME_BYTES,
+    RECORD_TYPES,
+    SINGLE_OBJECT_MAGIC,
+    Codec,
+    DecodeError,
+    confluent_frame,
+    recorded_schemas,
+)
 
 FORMAT = 1
 MANIFEST = "tidemill.manifest"
@@ -74,6 +87,9 @@ class ArchiveManifest:
     """Schemas with which values were written, by fingerprint (CRC-64-AVRO, hexadecimal)."""
     not_included: dict[str, int]
     """Objects outside the log that records refer to, with their sizes in bytes: they are not in the archive."""
+    registry_schemas: dict[str, Any] = field(default_factory=dict)
+    """Schemas with which values in the Confluent wire format were written, by their id in the registry. Empty in
+    archives from before this field existed."""
 
 
 def export(
@@ -87,7 +103,7 @@ def export(
     and the errors of `LogOrigin.plan`.
     """
     plan = origin.plan(None, progress)
-    schemas, claims = _named_in(_chosen(origin, plan), codec)
+    schemas, registry_schemas, claims = _named_in(_chosen(origin, plan), codec)
     made = ArchiveManifest(
         format=FORMAT,
         made_at=now_us(),
@@ -99,6 +115,7 @@ def export(
         sha256=plan.sha256(),
         schemas=schemas,
         not_included=claims,
+        registry_schemas=registry_schemas,
     )
     written = _empty_plan(made)
     partial = file.with_name(file.name + ".partial")
@@ -136,6 +153,7 @@ class ArchiveOrigin:
         try:
             self.manifest = _manifest_of(self._file)
             self._plan = _empty_plan(self.manifest)
+            self._frames = _other_frames(self.manifest, codec)
             self._check(codec, progress)
         except BaseException:  # the file is closed after any error
             self._file.close()
@@ -147,11 +165,17 @@ class ArchiveOrigin:
         return self._plan
 
     def ordered(self, plan: Plan) -> Iterator[tuple[int, RawRecord]]:
-        """Yield the records in the order of the archive, with the time reached."""
+        """Yield the records in the order of the archive, with the time reached. A value whose schema only the registry
+        of the export knows is in single-object encoding."""
         reached: dict[Lane, int] = {}
         for record in _records(self._file):
             reached[record.lane] = max(record.timestamp_ms, reached.get(record.lane, record.timestamp_ms))
-            yield reached[record.lane], record
+            yield reached[record.lane], self._reframed(record)
+
+    def _reframed(self, record: RawRecord) -> RawRecord:
+        value = record.value or b""
+        frame = self._frames.get(value[:CONFLUENT_FRAME_BYTES])
+        return record if frame is None else replace(record, value=frame + value[CONFLUENT_FRAME_BYTES:])
 
     def close(self) -> None:
         self._file.close()
@@ -164,7 +188,7 @@ class ArchiveOrigin:
                 raise ArchiveError(f"{record} is not in the archive's manifest")
             lane.add(record)
             if record.topic in REFERRING:
-                plan.referred.update(references(decoded(record, codec)))
+                plan.referred.update(references(decoded(self._reframed(record), codec)))
         for report in self.manifest.lanes:
             lane = plan.lanes[report.topic.removeprefix(self.manifest.source_prefix), report.partition]
             if (len(lane.offsets), lane.sha256) != (report.records, report.sha256):
@@ -215,18 +239,44 @@ def _records(file: BinaryIO) -> Iterator[RawRecord]:
         raise ArchiveError(f"the archive is damaged or cut short: {type(error).__name__}: {error}") from error
 
 
-def _named_in(records: Iterable[RawRecord], codec: Codec) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the schemas that values name, and the objects outside the log that they refer to."""
+def _other_frames(made: ArchiveManifest, codec: Codec) -> dict[bytes, bytes]:
+    """Return the first bytes of a value in single-object encoding, by those of a value whose schema id means another
+    schema, or none, to this reader."""
+    frames = {}
+    for number, document in made.registry_schemas.items():
+        frame = confluent_frame(int(number))
+        try:
+            own = codec.registered_schema(frame)
+        except DecodeError:
+            own = None
+        mark = _fingerprint(document)
+        if own is None or _fingerprint(own) != mark:
+            frames[frame] = SINGLE_OBJECT_MAGIC + bytes.fromhex(mark)
+    return frames
+
+
+def _fingerprint(document: dict[str, Any]) -> str:
+    return str(fingerprint(to_parsing_canonical_form(document), "CRC-64-AVRO"))
+
+
+def _named_in(records: Iterable[RawRecord], codec: Codec) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
+    """Return the schemas that values name by fingerprint, those that they name by an id of the registry, and the
+    objects outside the log that they refer to."""
     documents = [document for kind in RECORD_TYPES.values() for document in recorded_schemas(kind)]
-    known = {fingerprint(to_parsing_canonical_form(document), "CRC-64-AVRO"): document for document in documents}
+    known = {_fingerprint(document): document for document in documents}
     schemas: dict[str, Any] = {}
+    registered: dict[str, Any] = {}
     objects: dict[str, int] = {}
     for record in records:
         mark = (record.value or b"")[:10]
         if mark[:2] == SINGLE_OBJECT_MAGIC and mark[2:].hex() in known:
             schemas[mark[2:].hex()] = known[mark[2:].hex()]
+        with suppress(DecodeError):
+            document = codec.registered_schema(record.value or b"")
+            if document is not None:
+                registered[str(int.from_bytes(mark[1:CONFLUENT_FRAME_BYTES], "big"))] = document
         objects.update(_objects(decoded(record, codec)))
-    return schemas, dict(sorted(objects.items()))
+    return schemas, registered, dict(sorted(objects.items()))
 
 
 def _objects(value: Any) -> Iterator[tuple[str, int]]:  # noqa: ANN401 - a record or a part of one

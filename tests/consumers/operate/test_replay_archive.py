@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import fastavro
 import pytest
@@ -16,7 +17,7 @@ from tests.consumers.operate.test_replay_log import records_of, under, without_m
 from tests.consumers.operate.test_replay_parts import ordered_by_sorting, plan_of
 from tidemill.compose.cli import app
 from tidemill.consumers.operate import no_progress
-from tidemill.consumers.operate.replay.archive import MANIFEST, ArchiveError, ArchiveOrigin, export
+from tidemill.consumers.operate.replay.archive import MANIFEST, MANIFEST_SHA256, ArchiveError, ArchiveOrigin, export
 from tidemill.consumers.operate.replay.records import RawRecord
 from tidemill.consumers.operate.replay.selection import Selection
 from tidemill.schemas.codec import Codec
@@ -156,6 +157,37 @@ def test_references_are_found_in_records_of_a_schema_registry(tmp_path):
     assert export(Memory(records), file, codec)[0].not_included == {"file:///data/store/r2": 1234}
     origin = ArchiveOrigin(file, codec)
     assert origin.plan(None, no_progress).referred == {("rollouts", 0, 0), ("rollouts", 0, 3)}
+    origin.close()
+
+
+def test_records_of_a_schema_registry_can_be_read_without_it(tmp_path):
+    codec, file = Codec("mock://archive"), tmp_path / "a.avro"
+    plain = {lane: [one for one in held if one.offset in (0, 3, 8)] for lane, held in some_records().items()}
+    framed = {
+        lane: [replace(one, value=codec.encode(Codec().decode(one.value))) for one in held]
+        for lane, held in plain.items()
+    }
+    made, _ = export(Memory(framed), file, codec)
+    assert sorted(schema["name"] for schema in made.registry_schemas.values()) == ["Group", "Rollout"]
+    other = Codec("mock://other")
+    other.encode(Codec().decode(plain["groups", 0][0].value))  # its first id names another schema
+    for reader, held in ((Codec(), plain), (other, plain), (codec, framed)):
+        origin = ArchiveOrigin(file, reader)
+        assert list(origin.ordered(origin.plan(None, no_progress))) == ordered_by_sorting(held)
+        assert origin.plan(None, no_progress).referred == {("rollouts", 0, 0), ("rollouts", 0, 3)}
+        origin.close()
+
+
+def test_an_archive_from_before_it_held_the_schemas_of_a_registry_is_read(archive, tmp_path):
+    file, made, _ = archive
+    tree = asdict(made)
+    del tree["registry_schemas"]
+    text = json.dumps(tree, sort_keys=True)
+    changed = {MANIFEST: text, MANIFEST_SHA256: hashlib.sha256(text.encode()).hexdigest()}
+    rewritten(file, tmp_path / "old.avro", metadata=changed)
+    origin = ArchiveOrigin(tmp_path / "old.avro", Codec())
+    assert (origin.manifest.sha256, origin.manifest.registry_schemas) == (made.sha256, {})
+    assert list(origin.ordered(origin.plan(None, no_progress))) == ordered_by_sorting(some_records())
     origin.close()
 
 
