@@ -204,11 +204,23 @@ def write_state(directory: Path, state: SinkState) -> None:
 
 
 def read_state(directory: Path) -> SinkState | None:
-    """Return the sink that last wrote the state file, which may have been killed since; None if there is none."""
+    """Return the sink that last wrote the state file, which may have been killed since; None if there is none.
+
+    Raises QueryFailed if the file does not describe a sink.
+    """
+    file = directory / STATE_FILE
     try:
-        return SinkState(**json.loads((directory / STATE_FILE).read_text("utf-8")))
+        state = SinkState(**json.loads(file.read_text("utf-8")))
+        if not (isinstance(state.pid, int) and httpx.URL(state.url).host):
+            raise ValueError(f"{state} is no running sink")
     except FileNotFoundError:
         return None
+    except (ValueError, TypeError, httpx.InvalidURL) as error:
+        raise QueryFailed(
+            f"{file} does not describe a sink ({error}): delete the file, and if a sink has these tables open, start "
+            "it again"
+        ) from error
+    return state
 
 
 def remove_state(directory: Path) -> None:

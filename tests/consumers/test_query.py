@@ -29,6 +29,7 @@ from tidemill.consumers.sink.query import (
     sql_of,
     write_state,
 )
+from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.consumers.sink.service import open_tables
 from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Writer
@@ -416,6 +417,31 @@ def test_failures(answers):
     ]
 
 
+def test_a_failed_rollout_and_a_dead_letter_that_are_repeated_are_listed_once(tmp_path: Path):
+    failed = rollout("a", "g0", success=None)
+    letters = [
+        Row(
+            "tidemill.groups.dlq",
+            0,
+            at,
+            1_700_000_000_123,
+            b"g",
+            DeadLetter("tidemill.groups", 0, 7, 0, why, by, b""),
+            0,
+        )
+        for at, (why, by) in enumerate([("torn", "trainer"), ("torn", "sink"), ("other", "sink")])
+    ]
+    sink = SinkSettings(path=str(tmp_path))
+    with closing(connect(sink)) as client:
+        rows = [*rows_of([failed, failed, rollout("b", "g0", success=None)]), *letters]
+        Writer(client, sink.database, sink.table_engine).write(rows, {})
+        for what, ids in (("failed rollout", ["a", "b"]), ("dead letter", ["0 7", "0 7"])):
+            found = table(ask(sink, "failure_records", {"what": what}))
+            assert sorted(row["id"] for row in found) == ids
+            lines = [row for row in table(ask(sink, "failures")) if row["what"] == what]
+            assert sum(line["times"] for line in lines) == len(found)
+
+
 def test_feedback_to_served_counts_what_was_trained_up_to_the_first_version_that_contains_it(product):
     (row,) = product["feedback_to_served"]
     assert (row["version"], row["signals"], row["seconds_p50"], row["seconds_p95"]) == (2, 1, 30.0, 30.0)
@@ -504,6 +530,17 @@ def test_a_running_sink_is_queried_over_http_and_the_state_of_a_dead_one_is_igno
     assert state is not None and read_state(sink.directory) is None
     write_state(sink.directory, state)
     assert ask(sink, "SELECT count() FROM rollouts").rows == [[6]]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[1]", "7", '{"pid": 1}', '{"pid": 1, "url": 2, "database": "d"}', "\udcff"],
+    ids=["empty", "cut", "list", "number", "incomplete", "types", "bytes"],
+)
+def test_a_state_file_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path, content: str):
+    (tmp_path / query.STATE_FILE).write_text(content, "utf-8", "surrogateescape")
+    with pytest.raises(QueryFailed, match=rf"{query.STATE_FILE} does not describe a sink .*: delete the file"):
+        ask(SinkSettings(path=str(tmp_path)), "SELECT 1")
 
 
 HOSTILE = "a'b\\c\n{x:String}); DROP TABLE tasks --\t\u202e"
