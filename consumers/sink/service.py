@@ -16,11 +16,11 @@ from contextlib import ExitStack, closing, contextmanager
 import pyarrow as pa
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.dead_letters import DeadLetterReader
+from tidemill.consumers.sink.dead_letters import PRODUCT, DeadLetterReader, erased_interactions
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import SinkState, remove_state, write_state
-from tidemill.consumers.sink.rows import PendingRows, Row, row_of
+from tidemill.consumers.sink.rows import DeadLetter, PendingRows, Row, row_of
 from tidemill.consumers.sink.writer import Erasures, Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -106,7 +106,13 @@ def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
     """
     stop = stop_on_signals()
     with ExitStack() as stack:
-        writer, url = stack.enter_context(open_tables(sink, known_erasures(kafka)))
+        erasures = known_erasures(kafka)
+        writer, url = stack.enter_context(open_tables(sink, erasures))
+        if erasures.before:
+            with DeadLetterReader(kafka, writer.next_offsets, PRODUCT, gaps=True) as reader:
+                letters = ((row.key, row.record) for row in reader.read_to_end())
+                times = ((key, one.source_timestamp_ms) for key, one in letters if isinstance(one, DeadLetter))
+                erasures.interactions |= erased_interactions(kafka, times, erasures)
         log.info("sink of run %s: tables in %s, queries at %s", run.run_id, sink.host or sink.directory, url)
         liveness = stack.enter_context(Liveness("the sink", kafka.stall_timeout_s))
         source = stack.enter_context(closing(Source(kafka, sink, writer)))

@@ -29,6 +29,7 @@ import pyarrow as pa
 
 from tidemill.consumers.sink.columns import INTEGER, NAME, PARTITION, arrow_table
 from tidemill.consumers.sink.config import FLUSH_BYTES, MergeSettings, TableEngine
+from tidemill.consumers.sink.dead_letters import interaction_of
 from tidemill.consumers.sink.rows import DeadLetter, DeletedKey, Row, cut
 from tidemill.consumers.sink.tables import GAPS, OWN_TABLES, WATERMARKS, table_settings, tables
 from tidemill.schemas.catalogue import CATALOGUE, Topic
@@ -79,24 +80,48 @@ class Deletion:
 
 
 class Erasures:
-    """The newest ERASE of each user."""
+    """The newest ERASE of each user, and interactions that were erased."""
 
     def __init__(self) -> None:
         self.before: dict[str, int] = {}
         """Time of each user's newest ERASE, in microseconds."""
+        self.interactions: set[bytes] = set()
+        """Ids of erased interactions that are known, to leave out dead letters about them."""
 
     def observe(self, record: object) -> None:
         """Observe a request; other records are ignored. A repeated request changes nothing."""
         if isinstance(record, UserRequest) and record.wish is UserWish.ERASE:
             self.before[record.user_id] = max(record.at, self.before.get(record.user_id, record.at))
 
-    def hides(self, row: Row) -> bool:
-        """Whether a row belongs to an erased user and dates from before their request."""
-        event_time = EVENT_TIMES.get(type(row.record))
+    def observe_rows(self, rows: Sequence[Row]) -> set[bytes]:
+        """Observe requests, interactions and tombstones of these; return the ids of the erased interactions among them
+        that were not known."""
+        for row in rows:
+            self.observe(row.record)
+        found = set[bytes]()
+        for row in rows:
+            record = row.record
+            if isinstance(record, Interaction) and self.covers(record, row.timestamp_ms):
+                found.add(record.interaction_id.encode())
+            elif isinstance(record, DeletedKey) and record.topic is Topic.INTERACTIONS:
+                found.add(row.key)
+        found -= self.interactions
+        self.interactions |= found
+        return found
+
+    def covers(self, record: object, timestamp_ms: int) -> bool:
+        """Whether a record belongs to an erased user and dates from before their request."""
+        event_time = EVENT_TIMES.get(type(record))
         if event_time is None:
             return False
-        before = self.before.get(row.record.user_id)  # type: ignore[union-attr]  # the types of EVENT_TIMES have it
-        return before is not None and min(getattr(row.record, event_time), 1000 * row.timestamp_ms) <= before
+        before = self.before.get(record.user_id)  # type: ignore[attr-defined]  # the types of EVENT_TIMES have it
+        return before is not None and min(getattr(record, event_time), 1000 * timestamp_ms) <= before
+
+    def hides(self, row: Row) -> bool:
+        """Whether a row must not be shown: data of an erased user, or a dead letter about an erased interaction."""
+        if isinstance(row.record, DeadLetter):
+            return interaction_of(row.key) in self.interactions
+        return self.covers(row.record, row.timestamp_ms)
 
 
 def of_user(request: UserRequest, database: str) -> Iterator[Deletion]:
@@ -210,8 +235,7 @@ class Writer:
 
         Returns the number of rows inserted.
         """
-        for row in rows:
-            self._erasures.observe(row.record)
+        erased = self._erasures.observe_rows(rows)
         by_type: dict[type, list[Row]] = defaultdict(list)
         for row in rows:
             if not isinstance(row.record, DeletedKey) and not self._erasures.hides(row):
@@ -233,6 +257,10 @@ class Writer:
                 self._delete(of_user(request, self._database))
                 self._carried_out[request.user_id] = request.at
         self._delete(of_tombstones(rows))
+        if erased:
+            about = "hex(splitByChar('/', _key)[1]) IN %(ids)s"
+            ids = [name.hex().upper() for name in erased]
+            self._delete([Deletion(tables()[DeadLetter].name, about, {"ids": ids})])
         moved = {p: o for p, o in next_offsets.items() if self._progress.next_offsets.get(p) != o}
         if moved:
             topics, partitions = zip(*moved, strict=True)

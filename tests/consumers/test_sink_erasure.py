@@ -97,6 +97,18 @@ def test_a_rebuild_that_knows_the_requests_never_shows_erased_rows(tables: Table
     assert tables.counts() == {}
 
 
+def test_dead_letters_about_an_erased_interaction_are_left_out_in_any_order(client: Any):
+    letters = [dead_letter(b"i-ann/x"), dead_letter(b"i-bobby/x")]
+    requested = [rows_of([ERASE]), rows_of(two_people())]
+    buried = [[keyed(b"i-ann", 9, dead=True)]]
+    for flushes in ([letters, *requested], [*requested, letters], [letters, *buried], [*buried, letters]):
+        separate = Tables(client)
+        writer = separate.writer()
+        for flush in flushes:
+            writer.write(flush, {})
+        assert separate.keys("dead_letters") == [b"i-bobby/x"]
+
+
 def test_an_opt_out_deletes_nothing_and_the_newest_erasure_applies():
     row = rows_of([interaction("i", "ann")])[0]
     erasures = Erasures()

@@ -15,11 +15,14 @@ from tests.consumers.sink_support import START_US, rows_of
 from tests.consumers.test_sink_log import DEADLINE_S, Sink
 from tests.waiting import until
 from tidemill.consumers.operate.rights.erase import erase
+from tidemill.consumers.sink.dead_letters import erased_interactions
 from tidemill.consumers.sink.query import read_state
 from tidemill.consumers.sink.service import known_erasures
-from tidemill.schemas.catalogue import Topic, tick_key
+from tidemill.schemas.catalogue import Names, Topic, tick_key
+from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, StoreSettings
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.records import Tick
 
 USERS = """
@@ -28,6 +31,9 @@ SELECT groupUniqArrayArray([user_id]) FROM
     SELECT user_id FROM interactions UNION ALL SELECT user_id FROM feedback UNION ALL SELECT user_id FROM outcomes
 )
 """
+
+
+LETTERS = "SELECT arraySort(groupArray(_key)) FROM dead_letters"
 
 
 @pytest.fixture
@@ -55,7 +61,12 @@ def test_an_erased_user_is_gone_after_a_kill_and_after_a_rebuild(settings: Kafka
         producer.send(Topic.INTERACTIONS, Tick("test", START_US), key=tick_key(0), partition=0)
     sink = Sink(settings, {"path": str(tmp_path / "first"), "http_port": 0, "flush_seconds": 0.1})
     sink.start()
+    with RecordProducer(settings, "test-letters") as producer:
+        for key in (b"i-ann/x", b"i-bob/x"):
+            letter = ConsumedRecord(Topic.FEEDBACK, 0, 7, START_US // 1000, key, b"broken", None, "unknown framing")
+            send_dead_letter(producer, Names(settings.topic_prefix), letter, "unknown framing", "join")
     until(lambda: users(sink) == {"ann", "bob", "judge"})
+    until(lambda: value(sink, LETTERS) == ["i-ann/x", "i-bob/x"])
     erase(settings, StoreSettings(root=str(tmp_path)), "ann", "tester")
     until(lambda: users(sink) == {"bob", "judge"})
     assert sink.end(signal.SIGKILL) == -signal.SIGKILL
@@ -67,7 +78,7 @@ def test_an_erased_user_is_gone_after_a_kill_and_after_a_rebuild(settings: Kafka
         until(lambda one=again: value(one, "SELECT count() FROM online_batches") == 1)
         until(lambda one=again: value(one, "SELECT count() FROM feedback") == 2)
         assert users(again) == {"bob", "cleo", "judge"}
-        assert value(again, "SELECT count() FROM dead_letters") == 0
+        until(lambda one=again: value(one, LETTERS) == ["i-bob/x"])
         assert value(again, "SELECT count() FROM ticks") == 1
         assert again.end(signal.SIGTERM) == 0
 
@@ -78,3 +89,14 @@ def test_the_requests_are_known_before_the_first_row(settings: KafkaSettings, tm
     assert not known_erasures(settings).hides(row)
     erase(settings, StoreSettings(root=str(tmp_path)), "ann", "tester")
     assert known_erasures(settings).hides(row)
+
+
+def test_an_interaction_of_which_the_log_holds_nothing_may_have_been_erased(settings: KafkaSettings, tmp_path: Path):
+    """A day after an erasure the broker may have removed its tombstones too."""
+    ProductLog(settings, 2).write(*two_people())
+    began_ms = now_us() // 1_000
+    letters = [(b"i-ann/x", 0), (b"i-bob", 0), (b"gone/x", began_ms), (b"", 0)]
+    assert erased_interactions(settings, letters, known_erasures(settings)) == set()
+    erase(settings, StoreSettings(root=str(tmp_path)), "ann", "tester")
+    letters += [(b"never/x", now_us() // 1_000 + 1)]
+    assert erased_interactions(settings, letters, known_erasures(settings)) == {b"i-ann", b"gone"}
