@@ -153,7 +153,7 @@ def erase(
                     _sweep(producer, Names(kafka.topic_prefix), store.root, holdings.held, done)
                     survey.read_on(holdings)
             done.left = holdings.counts
-    done.unreadable = {topic.value: n for topic, n in holdings.unreadable.items()}
+    done.unreadable = holdings.unreadable
     done.dead_letters = letters_of(kafka, holdings)
     return done
 

@@ -22,7 +22,7 @@ from tidemill.consumers.operate import Progress, no_progress
 from tidemill.schemas.catalogue import Topic, user_request_key
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Claim, Feedback, Interaction, Outcome, UserRequest, UserWish
@@ -134,9 +134,7 @@ class UserRecords:
         self._interactions: set[str] = set()
         self.slots: set[Slot] = set()
         """Every slot that ever held a record of the user, including those with a tombstone."""
-        self.unreadable: Counter[Topic] = Counter()
-        """Records that cannot be decoded: it is unknown whether they belong to the user. Their readers wrote them as
-        dead letters."""
+        self._unreadable: set[Position] = set()
 
     @property
     def held(self) -> list[UserRecord]:
@@ -146,6 +144,17 @@ class UserRecords:
     def counts(self) -> dict[str, int]:
         """Number of records by topic; topics without records are omitted."""
         return dict(Counter(held.topic.value for held in self._held.values()))
+
+    @property
+    def interactions(self) -> int:
+        """Number of the user's interactions that were observed, including those with a tombstone."""
+        return len(self._interactions)
+
+    @property
+    def unreadable(self) -> dict[str, int]:
+        """Records by topic that cannot be decoded: it is unknown whether they belong to the user. Their readers wrote
+        them as dead letters."""
+        return dict(Counter(place.topic for place in self._unreadable))
 
     @property
     def newest_at(self) -> int:
@@ -158,7 +167,7 @@ class UserRecords:
             self._held.pop(slot, None)
             return
         if located.record is None:
-            self.unreadable[located.topic] += 1
+            self._unreadable.add(located.position)
             return
         match located.record:
             case Interaction(user_id=self._user_id) as record:
@@ -194,19 +203,29 @@ TELL_EVERY = 500
 
 
 class UserRecordReader:
-    """Reads the topics of users' data; each call continues after the last record read."""
+    """Reads the topics of users' data; each call continues after the last record read.
+
+    A record about an interaction may be read before the interaction, if both are written during the reading. So if a
+    call finds further interactions of the user, it reads the topics of such records again from their beginnings.
+    """
 
     def __init__(self, kafka: KafkaSettings, progress: Progress = no_progress) -> None:
         self._progress = progress
         with ExitStack() as opening:
             self._readers = [opening.enter_context(LogReader(kafka, [t], client_id=CLIENT_ID)) for t in SWEPT]
             self._open = opening.pop_all()
-        self._from = sum(sum(reader.next_offsets().values()) for reader in self._readers)
+        self._firsts = [dict(reader.next_offsets()) for reader in self._readers]
+        self._from = sum(sum(firsts.values()) for firsts in self._firsts)
 
     def read_on(self, holdings: UserRecords) -> None:
         """Observe all records up to the current ends. Raises TimeoutError if the broker stops responding."""
         total = sum(sum(reader.end_offsets().values()) for reader in self._readers) - self._from
-        for reader in self._readers:
+        known = holdings.interactions
+        for reader, firsts in zip(self._readers, self._firsts, strict=True):
+            if holdings.interactions > known:
+                for place, offset in reader.next_offsets().items():
+                    if offset > firsts[place]:
+                        reader.seek(*place, firsts[place])
             for n, located in enumerate(reader.read_to_end()):
                 holdings.observe(located)
                 if n % TELL_EVERY == 0:

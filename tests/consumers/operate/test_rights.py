@@ -81,7 +81,8 @@ def test_feedback_on_an_erased_interaction_is_still_found():
 def test_unreadable_records_are_counted_and_other_kinds_pass():
     broken = ConsumedRecord(Topic.FEEDBACK, 0, 0, 0, b"x", b"\xff", None, "unknown framing")
     found = observed(broken, placed(Tick("t", 1), "tick"))
-    assert (found.unreadable, found.held) == ({Topic.FEEDBACK: 1}, [])
+    found.observe(broken)
+    assert (found.unreadable, found.held) == ({"feedback": 1}, [])
 
 
 @given(st.lists(st.tuples(NAMES, USERS, st.booleans()), max_size=20))

@@ -113,6 +113,25 @@ def test_an_erasure_deletes_all_records_of_the_user_and_no_others(settings: Kafk
     assert_erased(settings, "ann", tmp_path)
 
 
+def test_feedback_on_an_interaction_that_was_written_during_the_reading_is_erased_too(
+    settings: KafkaSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    person(settings, "late", tmp_path)
+    log, read_to_end, written = ProductLog(settings, PARTITIONS), LogReader.read_to_end, []
+
+    def written_meanwhile(reader: LogReader, *arguments: Any) -> Iterator[ConsumedRecord]:
+        """Let another user judge a new answer after the interactions were read, and before the feedback is."""
+        if {topic for topic, _ in reader.next_offsets()} == {Topic.FEEDBACK} and not written:
+            written.append(interaction("late-2", "late", served_at=START_US))
+            log.write(written[0], feedback("e2", "late-2", "judge", observed_at=START_US))
+        return read_to_end(reader, *arguments)
+
+    monkeypatch.setattr(LogReader, "read_to_end", written_meanwhile)
+    done = erase(settings, StoreSettings(root=str(tmp_path)), "late", "tester")
+    assert (done.tombstones, done.left) == ({"interactions": 3, "outcomes": 2, "feedback": 3}, {})
+    assert_erased(settings, "late", tmp_path)
+
+
 def test_interactions_are_deleted_last_since_they_lead_to_the_rest(
     settings: KafkaSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
