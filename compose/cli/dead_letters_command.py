@@ -55,22 +55,20 @@ def list_command(
     Example: `tidemill dead-letters list --topic rollouts`
     """
     with _dead_letters(settings_of({})) as letters:
-        found: dict[tuple[str, str], list[StoredLetter]] = {}
+        from tidemill.consumers.operate.replay.dead_letters import LetterCount
+
+        found: dict[tuple[str, str], LetterCount] = {}
         for letter in letters.read(_topics(topic)):
-            found.setdefault((letter.source[0], letter.reason), []).append(letter)
+            key = (letter.source[0], letter.reason)
+            if key in found:
+                found[key].add(letter)
+            else:
+                found[key] = LetterCount(letter)
     from tidemill.consumers.operate.replay.selection import utc_text
 
     rows = [
-        (
-            source,
-            reason,
-            len(of),
-            utc_text(min(letter.raw.timestamp_ms for letter in of)),
-            utc_text(max(letter.raw.timestamp_ms for letter in of)),
-            sorted({letter.found_by for letter in of}),
-            of[-1].name,
-        )
-        for (source, reason), of in found.items()
+        (source, reason, of.letters, utc_text(of.oldest_ms), utc_text(of.newest_ms), sorted(of.found_by), of.example)
+        for (source, reason), of in sorted(found.items(), key=lambda item: item[1].first)
     ]
     if rows or as_json or as_csv:
         print_rows(SUMMARY, rows, as_json=as_json, as_csv=as_csv, formats={"letters": ","})
@@ -92,7 +90,7 @@ def show(
     settings = settings_of({})
     place = _place(name)
     with _dead_letters(settings) as letters:
-        from tidemill.consumers.operate.replay.dead_letters import ERASED, readable
+        from tidemill.consumers.operate.replay.dead_letters import readable
         from tidemill.schemas.codec import Codec
 
         letter = letters.one(*place)
@@ -100,7 +98,7 @@ def show(
         from tidemill.consumers.operate.replay.selection import utc_text
 
         sequel, value = letters.sequel([letter]), letter.value or b""
-        problem = ERASED if sequel.is_erased(letter, record) else problem
+        problem = sequel.why_erased(letter, record) or problem
         document = {
             "letter": letter.name,
             "source": letter.origin,
@@ -162,7 +160,7 @@ def redrive(
 
     Only values that can be read now are sent back, each once: the new record names the one that failed. If it fails
     again, it becomes another dead letter, with one more attempt, up to --limit. Letters so old that the log no longer
-    shows whether they were sent back are not sent; nor are those whose key or user was erased.
+    shows whether they were sent back are not sent; nor are those whose key, user or interaction was erased.
 
     Examples: `tidemill dead-letters redrive --topic rollouts --reason "unknown framing"` ·
     `tidemill dead-letters redrive rollouts.dlq/3/17 --transform mend:value --yes`

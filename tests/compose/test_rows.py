@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -431,7 +432,7 @@ def test_the_gates_decisions_are_rows(capsysbinary):
 def letter(offset: int, reason: str) -> Any:
     return SimpleNamespace(
         source=("rollouts", 0), origin=f"rollouts[0]@{offset}", reason=reason, found_by="assembly",
-        name=f"rollouts.dlq/0/{offset}", raw=SimpleNamespace(timestamp_ms=1000 * offset),
+        name=f"rollouts.dlq/0/{offset}", order=(17, 0, offset), raw=SimpleNamespace(timestamp_ms=1000 * offset),
     )  # fmt: skip
 
 
@@ -460,6 +461,36 @@ def test_dead_letters_are_listed_and_judged(monkeypatch):
         ("false", "", "unknown framing"), ("true", "GateDecision", "")
     ]  # fmt: skip
     assert redriven.stderr == "nothing was written: --yes sends 1 back\n"
+
+
+def test_dead_letters_are_counted_without_keeping_them(monkeypatch):
+    """A topic of dead letters may be larger than memory, and its partitions arrive interleaved."""
+
+    class Letter(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    held, most = weakref.WeakSet[Letter](), 0
+
+    def read(_topics: object) -> Iterator[Letter]:
+        nonlocal most
+        for offset, reason in ((7, "torn"), (2, "torn"), (9, "torn"), (1, "unknown framing")):
+            one = Letter(**vars(letter(offset, reason)))
+            held.add(one)
+            yield one
+            most = max(most, len(held))
+
+    @contextmanager
+    def opened(_settings: object) -> Iterator[Any]:
+        yield SimpleNamespace(read=read)
+
+    monkeypatch.setattr("tidemill.compose.cli.dead_letters_command._dead_letters", opened)
+    counted = [tuple(row.values()) for row in json.loads(run("dead-letters", "list", "--json").stdout)]
+    times = ["1970-01-01T00:00:02.000Z", "1970-01-01T00:00:09.000Z"]
+    assert counted == [
+        ("rollouts", "unknown framing", 1, *["1970-01-01T00:00:01.000Z"] * 2, ["assembly"], "rollouts.dlq/0/1"),
+        ("rollouts", "torn", 3, *times, ["assembly"], "rollouts.dlq/0/9"),
+    ]
+    assert most <= 2
 
 
 def test_a_copy_gives_its_topics(capsysbinary):

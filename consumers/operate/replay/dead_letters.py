@@ -15,13 +15,13 @@ from tidemill.consumers.operate import Progress, no_progress, watched
 from tidemill.consumers.operate.replay.records import RANK, Lane, LogSource, Range, RawRecord, decoded, topic_of
 from tidemill.consumers.operate.replay.target import header
 from tidemill.consumers.operate.rights.records import user_of
-from tidemill.consumers.sink.dead_letters import dead_letter
+from tidemill.consumers.sink.dead_letters import dead_letter, erased_interactions
 from tidemill.consumers.sink.writer import Erasures
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, Topic, is_compacted
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.records import Record
+from tidemill.schemas.records import Feedback, Record
 
 HEADER_REDRIVE_OF = "tidemill-redrive-of"
 """On a record that was sent back: full topic, partition and offset of the record that could not be used."""
@@ -29,7 +29,8 @@ HEADER_ATTEMPTS = "tidemill-attempts"
 """On a record that was sent back: how many times its content was sent back."""
 
 ERASED = "its user was erased"
-"""The reason why such a letter must not be sent back."""
+ERASED_INTERACTION = "its interaction was erased, or the log no longer holds it after an erasure"
+"""Reasons why such letters must not be sent back."""
 UNSAID = -1
 """The value of a number that the headers of a letter do not contain."""
 
@@ -61,6 +62,11 @@ class StoredLetter:
         return f"{self.source[0]}/{self.source[1]}/{self.source_offset}"
 
     @property
+    def order(self) -> tuple[int, int, int]:
+        """Its place among all letters: by topic, partition and offset."""
+        return RANK[self.raw.topic], self.raw.partition, self.raw.offset
+
+    @property
     def value(self) -> bytes | None:
         return self.raw.value
 
@@ -82,6 +88,28 @@ def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
         reason=said.reason,
         found_by=said.found_by,
     )
+
+
+class LetterCount:
+    """The number of letters with one source topic and one reason, without the letters: memory may not hold them."""
+
+    def __init__(self, first: StoredLetter) -> None:
+        self.letters = 0
+        self.oldest_ms = self.newest_ms = first.raw.timestamp_ms
+        self.found_by: set[str] = set()
+        self.first = self.last = first.order
+        self.example = first.name
+        """The name of the last letter."""
+        self.add(first)
+
+    def add(self, letter: StoredLetter) -> None:
+        self.letters += 1
+        self.oldest_ms = min(self.oldest_ms, letter.raw.timestamp_ms)
+        self.newest_ms = max(self.newest_ms, letter.raw.timestamp_ms)
+        self.found_by.add(letter.found_by)
+        self.first = min(self.first, letter.order)
+        if letter.order > self.last:
+            self.last, self.example = letter.order, letter.name
 
 
 @dataclass(slots=True)
@@ -128,13 +156,18 @@ class RedriveHistory:
             return "a later record or an erasure has its key"
         return ""
 
-    def is_erased(self, letter: StoredLetter, record: Record | None) -> bool:
-        """Whether `record`, decoded from the letter, is of a user whose data was erased after it was written.
+    def why_erased(self, letter: StoredLetter, record: Record | None) -> str:
+        """Return the reason if `record`, decoded from the letter, is data of a user who was erased after it was
+        written; empty if it is not.
 
         The erasure wrote no tombstone for it, because the record could not be decoded at that time.
         """
-        user_id = user_of(record)
-        return user_id is not None and letter.source_timestamp_ms * 1_000 <= self.erasures.before.get(user_id, -1)
+        user_id, written_at = user_of(record), letter.source_timestamp_ms * 1_000
+        if user_id is not None and written_at <= self.erasures.before.get(user_id, -1):
+            return ERASED
+        if isinstance(record, Feedback) and record.interaction_id.encode() in self.erasures.interactions:
+            return ERASED_INTERACTION
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +199,7 @@ def judge(
             letter, None, None, attempts, "the transformation returned None" if transform else "it has no value"
         )
     record, problem = readable(value, letter.source[0], codec)
-    if sequel.is_erased(letter, record):
-        problem = ERASED
+    problem = sequel.why_erased(letter, record) or problem
     return Verdict(letter, None if problem else value, record, attempts, problem)
 
 
@@ -192,15 +224,14 @@ class DeadLetters:
         self._codec = Codec(kafka.registry_url)
 
     def read(self, topics: Iterable[str] = ()) -> Iterator[StoredLetter]:
-        """Yield every letter of the topics, by default of all, in order of topic, partition and offset."""
+        """Yield every letter of the topics, by default of all, in offset order within each partition."""
         wanted = list(topics) or [topic.value for topic in CATALOGUE]
         lanes = [
             (topic + DEAD_LETTER_SUFFIX, partition)
             for topic in wanted
             for partition in range(self._source.partitions(topic + DEAD_LETTER_SUFFIX))
         ]
-        found = list(self._source.scan({lane: self._source.bounds(lane) for lane in lanes}))
-        for raw in sorted(found, key=lambda record: (RANK[record.topic], record.partition, record.offset)):
+        for raw in self._source.scan({lane: self._source.bounds(lane) for lane in lanes}):
             yield letter_of(raw, self._prefix)
 
     def one(self, topic: str, partition: int, offset: int) -> StoredLetter:
@@ -217,9 +248,14 @@ class DeadLetters:
         )
 
     def judge(self, letters: Sequence[StoredLetter], limit: int, transform: Transform | None = None) -> list[Verdict]:
-        """Decide which letters are sent back, and with which values, in the given order. Nothing is written."""
+        """Decide which letters are sent back, and with which values. Nothing is written.
+
+        The verdicts are in the order of the records that could not be used, and then in that of their letters.
+        """
         sequel = self.sequel(letters)
-        ordered = sorted(letters, key=lambda one: (RANK[one.source[0]], one.source[1], one.source_offset or 0))
+        ordered = sorted(
+            letters, key=lambda one: (RANK[one.source[0]], one.source[1], one.source_offset or 0, one.order)
+        )
         verdicts = []
         for letter in ordered:
             verdicts.append(judge(letter, sequel, self._codec, limit, transform))
@@ -227,8 +263,9 @@ class DeadLetters:
                 sequel.sent_back(letter)
         return verdicts
 
-    def sequel(self, letters: Iterable[StoredLetter]) -> RedriveHistory:
-        """Read the erasures, and the source partitions of the letters from the oldest letter's position to the end."""
+    def sequel(self, letters: Sequence[StoredLetter]) -> RedriveHistory:
+        """Read the erasures, the interactions that the letters are feedback on, and the source partitions of the
+        letters, these from the oldest letter's position to the end."""
         oldest: dict[Lane, int] = {}
         for letter in letters:
             if letter.source_offset is not None and letter.source[1] < self._source.partitions(letter.source[0]):
@@ -239,6 +276,9 @@ class DeadLetters:
         lanes = [(requests, partition) for partition in range(self._source.partitions(requests))]
         for raw in self._source.scan({lane: self._source.bounds(lane) for lane in lanes}):
             sequel.erasures.observe(decoded(raw, self._codec))
+        feedback = [letter for letter in letters if letter.source[0] == Topic.FEEDBACK.value]
+        judged = ((letter.key or b"", letter.source_timestamp_ms) for letter in feedback)
+        sequel.erasures.interactions |= erased_interactions(self._kafka, judged, sequel.erasures)
         ranges = {lane: Range(max(oldest[lane], bound.start), bound.end) for lane, bound in bounds.items()}
         total = sum(max(0, r.end - r.start) for r in ranges.values())
         for record in watched(self._source.scan(ranges), total, self._progress):

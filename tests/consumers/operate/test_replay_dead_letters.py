@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.consumers.operate.replay_support import rollout
 from tests.consumers.operate.test_replay_log import records_of
-from tests.consumers.product_support import feedback
+from tests.consumers.product_support import ProductLog, feedback, interaction
 from tidemill.compose.cli import app
 from tidemill.compose.cli.dead_letters_command import transformation
 from tidemill.consumers.operate.replay.dead_letters import (
     HEADER_ATTEMPTS,
     HEADER_REDRIVE_OF,
+    DeadLetters,
     RedriveHistory,
     judge,
     letter_of,
@@ -24,7 +26,9 @@ from tidemill.consumers.operate.replay.dead_letters import (
 from tidemill.consumers.operate.replay.records import RawRecord
 from tidemill.consumers.operate.rights.records import new_request
 from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import (
     HEADER_OFFSET,
     HEADER_PARTITION,
@@ -149,6 +153,20 @@ def test_a_transformation_that_cannot_be_used_is_reported(tmp_path, monkeypatch)
             transformation(f"bad_mend:{name}")(a_letter())
 
 
+def test_letters_are_given_as_they_are_read(monkeypatch):
+    letters = DeadLetters(KafkaSettings(bootstrap="127.0.0.1:9", topic_prefix="live."))
+    read = []
+
+    def scan(_ranges):
+        for at in (5, 6):
+            read.append(at)
+            yield a_letter(at=at).raw
+
+    monkeypatch.setattr(letters, "_source", SimpleNamespace(partitions=lambda _: 1, bounds=lambda _: (0, 9), scan=scan))
+    assert next(letters.read(["rollouts"])).name == "rollouts.dlq/0/5"
+    assert read == [5]
+
+
 @pytest.fixture
 def live(kafka):
     return kafka.fresh()
@@ -224,6 +242,23 @@ def test_the_erasures_of_the_log_are_read(live):
     (letter,) = answered(live, "redrive", "--topic", "feedback", "--yes", "--json")["letters"]
     assert (letter["goes_back"], letter["why_not"]) == (False, "its user was erased")
     assert answered(live, "show", letter["letter"])["why_it_cannot_go_back"] == "its user was erased"
+
+
+def test_the_interactions_of_feedback_letters_are_read(live):
+    log, now = ProductLog(live, 2), now_us()
+    log.write(*(interaction(name, user, served_at=now) for name, user in (("i0", "ann"), ("i1", "bob"), ("i2", "ann"))))
+    log.write(*(feedback(f"e{n}", f"i{n}", "judge", observed_at=now) for n in range(4)))
+    give_up_on(live, Topic.FEEDBACK, Tick, ["join"])
+    with RecordProducer(live, "test") as producer:
+        producer.send(Topic.USER_REQUESTS, new_request("ann", UserWish.ERASE, "a person", now_us()), key="ann")
+        producer.send_bytes(Names(live.topic_prefix).of(Topic.INTERACTIONS), None, key=b"i2")
+    letters = answered(live, "redrive", "--topic", "feedback", "--json")["letters"]
+    assert {letter["record"]["event_id"]: letter["why_not"] for letter in letters} == {
+        **dict.fromkeys(
+            ("e0", "e2", "e3"), "its interaction was erased, or the log no longer holds it after an erasure"
+        ),
+        "e1": "",
+    }
 
 
 def test_missing_letters_are_reported(live):
