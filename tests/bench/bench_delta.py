@@ -1,11 +1,10 @@
-"""Figures of the delta codec, JSON lines: `bench_delta.py sizes | small | pairs | coders | speed | memory | recency`.
+"""Figures of the delta codec, JSON lines: `bench_delta.py sizes | pairs | speed`.
 And of a trainer that publishes its deltas: `bench_delta.py beside [--model DIR]`.
 
 Sizes are wire bytes for each changed element, with all headers and digests, next to the bounds of `kernels.bounds`, the
 formats of `kernels.comparison` in the same run and the learning rate that gave the density. Speeds are GB of dense
 weights per second of processor time of one core, next to numpy's memcpy of the same bytes in the same process. Weights
-come from `synthetic` or `checkpoint_pairs`; `pairs` and `recency` read the output of the latter. Fireworks' codec is
-measured, with `arc_codec`, if `--arc-python` names an interpreter that has it.
+come from `synthetic`, or from `checkpoint_pairs`, whose output `pairs` reads.
 """
 
 from __future__ import annotations
@@ -14,28 +13,23 @@ import argparse
 import ctypes
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from bench_prefix import groups_of, model_of, sizes
 from measuring import log_at, peak_bytes, say
-from recency import BYTES_PER_ELEMENT, RecencyContexts
-from safetensors.torch import save_file
-from synthetic import synthetic_change, synthetic_steps
+from synthetic import synthetic_change
 
-from tests.kernels.encoding import encode_delta, encode_tensor
+from tests.kernels.encoding import encode_delta
 from tidemill.kernels.comparison import DeltaReport, compare
-from tidemill.kernels.delta import BLOCK_ELEMENTS, CodecSettings, TensorChange, apply_change, decode_delta, resolve
+from tidemill.kernels.delta import CodecSettings, TensorChange, apply_change, decode_delta, resolve
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.checkpoint import map_checkpoint, tensor_changes
 from tidemill.kernels.weights.config import PublishSettings
@@ -52,10 +46,6 @@ LEARNING_RATES = {
     "float8_e4m3fn": (5e-6, 1.6e-5, 5e-5, 1e-4),
 }
 """Learning rates of synthetic steps; they change 0.3 to 6 % of the elements of each type."""
-BLOCK_SIZES = (1 << 20, 1 << 22, 1 << 24)
-MODEL_MATRICES = (1, 4, 16)
-SMALL_MODELS = ((128, 192), (256, 96), (512, 48), (1024, 16))
-"""Side of each matrix, and the number of matrices."""
 MEGA = 1e6
 GIGA = 1e9
 
@@ -71,13 +61,13 @@ def gb_per_second(n_bytes: int, work: Callable[[], object], runs: int) -> float:
     return n_bytes / statistics.median(seconds) / GIGA
 
 
-def report_size(figure: str, result: DeltaReport, **told: object) -> None:
+def report_size(result: DeltaReport, **told: object) -> None:
     """Print one line for each element type of a comparison."""
     speeds = {"encode_gb_s": result.encode_gb_per_second, "apply_gb_s": result.apply_gb_per_second}
     for dtype, size in result.by_dtype.items():
         per_changed = max(1, size.changed)
         say(
-            figure,
+            "size",
             dtype=dtype,
             **told,
             density=size.density,
@@ -93,10 +83,10 @@ def report_size(figure: str, result: DeltaReport, **told: object) -> None:
         )
 
 
-def report_against(result: DeltaReport, others: Iterable[dict[str, Any]], **told: object) -> None:
+def report_against(result: DeltaReport, **told: object) -> None:
     """Print one line for each other format, for all element types together."""
     total = result.total
-    for other in (*map(asdict, result.against), *others):
+    for other in map(asdict, result.against):
         say(
             "against",
             format=other["name"],
@@ -110,28 +100,6 @@ def report_against(result: DeltaReport, others: Iterable[dict[str, Any]], **told
         )
 
 
-def arc(python: Path | None, base: Path, target: Path) -> Iterator[dict[str, Any]]:
-    """Measure Fireworks' codec on two files. Without an interpreter that has it, print a line that says so."""
-    if python is None:
-        say("against", format="fireworks arc_v3", left_out="no --arc-python was given")
-        return
-    script = Path(__file__).with_name("arc_codec.py")
-    done = subprocess.run([python, script, base, target], capture_output=True, text=True, check=False)
-    if done.returncode:
-        say("against", format="fireworks arc_v3", failed=done.stderr.strip().splitlines()[-1])
-        return
-    yield json.loads(done.stdout)
-
-
-def save_change(change: TensorChange, directory: Path) -> tuple[Path, Path]:
-    """Write both sides of a change as safetensors files."""
-    paths = directory / "base.safetensors", directory / "target.safetensors"
-    for path, bits in zip(paths, (change.old_bits, change.new_bits), strict=True):
-        patterns = torch.from_numpy(bits.view(np.uint8)).view(getattr(torch, change.dtype))
-        save_file({change.name: patterns.reshape(-1, 1024)}, path)
-    return paths
-
-
 def measure_sizes(chosen: argparse.Namespace) -> None:
     """Compare synthetic steps of one matrix with the bounds and, with `--against`, with the other formats."""
     for dtype in chosen.dtypes:
@@ -139,40 +107,8 @@ def measure_sizes(chosen: argparse.Namespace) -> None:
             told = {"data": "synthetic", "lr": learning_rate}
             change = synthetic_change(dtype, learning_rate, chosen.rows, chosen.columns, chosen.seed)
             result = compare([change], CodecSettings(coder=chosen.coder), against=chosen.against)
-            report_size("size", result, **told)
-            if chosen.against:
-                with tempfile.TemporaryDirectory() as directory:
-                    others = list(arc(chosen.arc_python, *save_change(change, Path(directory))))
-                report_against(result, others, dtype=dtype, **told)
-
-
-def measure_small(chosen: argparse.Namespace) -> None:
-    """Measure synthetic steps of models of many small matrices that share blocks, compared with one block for each."""
-    for dtype in chosen.dtypes:
-        for learning_rate in LEARNING_RATES[dtype]:
-            for side, matrices in SMALL_MODELS:
-                changes = [_named(synthetic_change(dtype, learning_rate, side, side, i), i) for i in range(matrices)]
-                result = compare(changes, CodecSettings(coder=chosen.coder))
-                alone = sum(len(block) for change in changes for block in encode_tensor(*change))
-                total = result.total
-                say(
-                    "small",
-                    dtype=dtype,
-                    lr=learning_rate,
-                    matrices=matrices,
-                    matrix_elements=side**2,
-                    density=total.density,
-                    changed=total.changed,
-                    bytes_per_changed=total.bytes_per_changed,
-                    ratio=total.ratio_to_exponent_class_bound,
-                    ratio_without_sharing=alone / total.exponent_class_bound_bytes,
-                    round_trip_equal=result.round_trip_equal,
-                )
-
-
-def _named(change: TensorChange, number: int) -> TensorChange:
-    """Name the change after a matrix of the model's layer `number`."""
-    return change._replace(name=f"model.layers.{number}.mlp.up_proj.weight")
+            report_size(result, **told)
+            report_against(result, dtype=dtype, **told)
 
 
 def measure_pairs(chosen: argparse.Namespace) -> None:
@@ -185,22 +121,8 @@ def measure_pairs(chosen: argparse.Namespace) -> None:
             result = compare(
                 tensor_changes(map_checkpoint(base), map_checkpoint(target)), settings, against=chosen.against
             )
-            report_size("size", result, **told)
-            if chosen.against:
-                report_against(result, arc(chosen.arc_python, base, target), dtype=served, **told)
-
-
-def measure_coders(chosen: argparse.Namespace) -> None:
-    """Measure every entropy coder, and both digests, on the same synthetic steps."""
-    for dtype in chosen.dtypes:
-        for learning_rate in LEARNING_RATES[dtype]:
-            change = synthetic_change(dtype, learning_rate, chosen.rows, chosen.columns, chosen.seed)
-            for settings in (
-                *(CodecSettings(coder=coder) for coder in ("auto", "rans", "pcodec", "zstd")),
-                CodecSettings(digest="blake3"),
-            ):
-                told = {"lr": learning_rate, "coder": settings.coder, "digest": settings.digest}
-                report_size("coder", compare([change], settings), data="synthetic", **told)
+            report_size(result, **told)
+            report_against(result, dtype=served, **told)
 
 
 def measure_speed(chosen: argparse.Namespace) -> None:
@@ -244,89 +166,11 @@ def _speed_of(change: TensorChange, learning_rate: float, runs: int) -> None:
     )
 
 
-def measure_memory(chosen: argparse.Namespace) -> None:
-    """Measure processor time and peak memory beyond the weights, for several block sizes and three model sizes."""
-    points = [(block, 4) for block in BLOCK_SIZES] + [(BLOCK_ELEMENTS, matrices) for matrices in MODEL_MATRICES]
-    for block, matrices in dict.fromkeys(points):
-        arguments = ["--rows", chosen.rows, "--columns", chosen.columns, "--seed", chosen.seed]
-        point = ["memory-point", "--block", block, "--matrices", matrices, *arguments]
-        subprocess.run([sys.executable, __file__, *map(str, point)], check=True)
-
-
-def measure_memory_point(chosen: argparse.Namespace) -> None:
-    """Measure one point of `memory`, in its own process."""
-    learning_rate = LEARNING_RATES["bfloat16"][1]
-    settings = CodecSettings(block_elements=chosen.block)
-    first = synthetic_change("bfloat16", learning_rate, chosen.rows, chosen.columns, chosen.seed)
-    changes = [
-        TensorChange(f"{i}.{first.name}", first.dtype, np.roll(first.old_bits, i), np.roll(first.new_bits, i))
-        for i in range(chosen.matrices)
-    ]
-    head = [TensorChange(first.name, first.dtype, first.old_bits[: 1 << 18], first.new_bits[: 1 << 18])]
-    compare(head, settings)
-    before = _reset_peak()
-    begin = time.process_time()
-    encoded = [len(chunk) for chunk in encode_delta(1, 0, changes, settings)]
-    encode_seconds = time.process_time() - begin
-    encode_peak, before_apply = peak_bytes() - before, _reset_peak()
-    result = compare(changes, settings)
-    dense = sum(change.old_bits.nbytes for change in changes)
-    say(
-        "memory",
-        block_elements=chosen.block,
-        elements=result.total.elements,
-        lr=learning_rate,
-        density=result.total.density,
-        encode_peak_mb=encode_peak / MEGA,
-        encode_and_apply_peak_mb=(peak_bytes() - before_apply) / MEGA,
-        dense_mb=dense / MEGA,
-        encode_seconds=encode_seconds,
-        apply_seconds=dense / result.apply_gb_per_second / GIGA,
-        bytes_per_changed=sum(encoded) / result.total.changed,
-        ratio=result.total.ratio_to_exponent_class_bound,
-    )
-
-
 def _reset_peak() -> int:
     """Release the freed memory that the allocator holds, reset the peak to the resident bytes, and return it."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", "utf-8")
     return peak_bytes()
-
-
-def measure_recency(chosen: argparse.Namespace) -> None:
-    """Measure how far a memory of recent changes lowers the exponent-class bound, on synthetic and on real steps."""
-    for dtype in chosen.dtypes:
-        for learning_rate in LEARNING_RATES[dtype][1:3]:
-            steps = synthetic_steps(dtype, learning_rate, chosen.rows, chosen.columns, chosen.seed)
-            tensors = ([next(steps)] for _ in range(chosen.steps))
-            _report_recency(tensors, chosen.steps, data="synthetic", dtype=dtype, lr=learning_rate)
-        if chosen.pairs is not None:
-            pairs = [json.loads(line) for line in chosen.pairs.read_text("utf-8").splitlines()]
-            mapped = ([map_checkpoint(Path(p[side][dtype])) for side in ("base", "target")] for p in pairs)
-            versions = (tensor_changes(old, new) for old, new in mapped)
-            _report_recency(versions, len(pairs), data=chosen.name, dtype=dtype, lr=pairs[-1]["lr"])
-
-
-def _report_recency(versions: Iterable[Iterable[TensorChange]], steps: int, **told: object) -> None:
-    """Follow consecutive versions and measure the last one."""
-    contexts = RecencyContexts(str(told["dtype"]))
-    for number, changes in enumerate(versions, 1):
-        for change in changes:
-            if number == steps:
-                contexts.measure(change)
-            contexts.observe(change)
-    plain, known = contexts.bounds()
-    say(
-        "recency",
-        **told,
-        versions_seen=steps - 1,
-        density=plain.changed / plain.elements,
-        exponent_bound=plain.exponent_class / plain.changed,
-        with_recency=known.exponent_class / plain.changed,
-        saved=1 - known.exponent_class / plain.exponent_class,
-        state_bytes_per_element=BYTES_PER_ELEMENT,
-    )
 
 
 def measure_beside(chosen: argparse.Namespace) -> None:
@@ -399,17 +243,13 @@ def main() -> None:
         command.add_argument("--dtypes", nargs="+", choices=LEARNING_RATES, default=list(LEARNING_RATES))
         command.add_argument("--coder", default="auto", help="entropy coder of `sizes` and `pairs`")
         command.add_argument("--against", action="store_true", help="measure other formats too")
-        command.add_argument("--arc-python", type=Path, help="interpreter that has fireworks-delta-compression")
         command.add_argument("--runs", type=int, default=5, help="timed runs of each speed")
-        command.add_argument("--steps", type=int, default=24, help="versions that `recency` follows")
         command.add_argument("--pairs", type=Path, help="what checkpoint_pairs.py printed")
         command.add_argument("--name", default="pairs", help="what to call those pairs")
         command.add_argument("--model", type=Path, help="model that `beside` trains")
         command.add_argument("--groups", type=int, default=1, help="groups of a step of `beside`")
         command.add_argument("--shape", default="8x54+20", help="rollouts x prompt + answer of a group of `beside`")
         command.add_argument("--learning-rate", type=float, default=1e-6, help="of the steps of `beside`")
-        command.add_argument("--block", type=int, default=BLOCK_ELEMENTS, help=argparse.SUPPRESS)
-        command.add_argument("--matrices", type=int, default=1, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     chosen.measure(chosen)
@@ -417,13 +257,8 @@ def main() -> None:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "sizes": measure_sizes,
-    "small": measure_small,
     "pairs": measure_pairs,
-    "coders": measure_coders,
     "speed": measure_speed,
-    "memory": measure_memory,
-    "memory-point": measure_memory_point,
-    "recency": measure_recency,
     "beside": measure_beside,
 }
 

@@ -9,7 +9,6 @@ rounding boundary; small weights do so more often.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -56,15 +55,7 @@ class SyntheticMatrix:
 
 def synthetic_change(dtype: str, learning_rate: float, rows: int, columns: int, seed: int) -> TensorChange:
     """Return one step of one matrix."""
-    return next(synthetic_steps(dtype, learning_rate, rows, columns, seed))
-
-
-def synthetic_steps(dtype: str, learning_rate: float, rows: int, columns: int, seed: int) -> Iterator[TensorChange]:
-    """Yield the steps of one matrix, without end."""
     matrix = SyntheticMatrix(rows, columns, seed)
     before = matrix.served(dtype)
-    while True:
-        matrix.step(learning_rate)
-        after = matrix.served(dtype)
-        yield TensorChange("model.layers.0.mlp.up_proj.weight", dtype, before, after)
-        before = after
+    matrix.step(learning_rate)
+    return TensorChange("model.layers.0.mlp.up_proj.weight", dtype, before, matrix.served(dtype))
