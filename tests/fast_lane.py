@@ -25,7 +25,7 @@ SLOW: tuple[str, ...] = (
     "compose/test_plan.py::test_the_formula_is_within_15_percent_of_a_process_that_took_two_steps",
     "compose/test_readme.py::test_a_script_that_does_not_start_is_seen",
     "compose/test_readme.py::test_every_bench_explains_itself_from_any_directory",
-    "compose/test_weights.py::test_nothing_of_it_needs_an_engine",
+    "compose/test_readme.py::test_the_commands_for_weights_need_no_engine",
     "consumers/test_clickhouse_server.py",
     "consumers/test_query.py::test_every_named_query_answers_on_empty_tables",
     "consumers/view/test_browser.py",

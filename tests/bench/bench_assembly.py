@@ -27,11 +27,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from stream_support import CODEC, FAR_AWAY_US, RUN_ID, fresh_topics, rollout
-
+from tests.streams.stream_support import CODEC, FAR_AWAY_US, RUN_ID, fresh_topics, rollout
 from tests.waiting import until
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings

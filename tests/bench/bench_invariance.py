@@ -27,8 +27,6 @@ from typing import Any
 from bench_prefix import groups_of, model_of, sizes
 from measuring import relay, say
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "consumers"))
-
 WAYS = (False, True)
 
 
@@ -49,7 +47,7 @@ def make_model(directory: Path, options: argparse.Namespace) -> int:
 
 def engine(directory: Path, dtype: str, words: int, options: argparse.Namespace) -> None:
     """Print the lines about an engine; runs in its own process."""
-    import invariance_driver as driver
+    from tests.consumers import invariance_driver as driver
 
     driver.engines.prepare_environment(1)
     made = driver.compare(

@@ -20,13 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench_assembly import SESSION_S, await_keys, contend_tidemill, contended, started, worked_off
-from join_support import CODEC, SECOND_US, feedback, interaction
-from stream_support import fresh_topics
 
+from tests.streams.join_support import CODEC, SECOND_US, feedback, interaction
+from tests.streams.stream_support import fresh_topics
 from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings

@@ -27,9 +27,6 @@ from typing import Any
 import numpy as np
 from measuring import relay, say
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer")]
-
 PROMPT, VOCABULARY = 12, 160
 View = dict[str, np.ndarray]
 
@@ -52,8 +49,7 @@ class Sampler:
     """A vLLM engine that samples groups of answers."""
 
     def __init__(self, directory: Path, view: View, options: argparse.Namespace) -> None:
-        import expert_driver
-
+        from tests.consumers import expert_driver
         from tidemill.kernels.weights.bits import TensorSpec
 
         kind = expert_driver.Routed if options.model == "experts" else expert_driver.engines.InProcess
@@ -90,8 +86,8 @@ class Sampler:
 
 def group_of(name: str, outputs: list[Any], version: int) -> Any:
     """Make a group that can be trained on."""
-    from conftest import make_trainable
-    from families import segment_of
+    from tests.trainer.conftest import make_trainable
+    from tests.trainer.families import segment_of
 
     segments = []
     for output in outputs:
@@ -114,7 +110,7 @@ def group_of(name: str, outputs: list[Any], version: int) -> Any:
 
 def run(options: argparse.Namespace, directory: Path) -> None:
     """Do one run; runs in its own process."""
-    import expert_driver
+    from tests.consumers import expert_driver
 
     expert_driver.engines.prepare_environment(1)
     from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
@@ -173,7 +169,7 @@ def main() -> None:
         told = json.loads(options.run)
         run(argparse.Namespace(**{**vars(options), **told}), Path(told["directory"]))
         return
-    from families import make_model
+    from tests.trainer.families import make_model
 
     for seed, model in product(options.seeds, options.models):
         with tempfile.TemporaryDirectory() as directory:

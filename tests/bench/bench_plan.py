@@ -26,11 +26,10 @@ from typing import Any
 
 import numpy as np
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "trainer"), str(HERE.parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from conftest import make_trainable  # noqa: E402
-from measuring import log_at, peak_bytes  # noqa: E402
+from tests.bench.measuring import log_at, peak_bytes
+from tests.trainer.conftest import make_trainable
 
 SMALL = {
     "vocab_size": 16_000, "hidden_size": 512, "num_hidden_layers": 4, "head_dim": 64, "num_attention_heads": 8,

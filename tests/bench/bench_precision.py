@@ -27,11 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import say
+from measuring import distance, say
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer")]
-
+SMOLLM2 = Path(__file__).parents[2] / "data/models/smollm2"
 FORMATS = ("bf16", "fp8_blocks", "mxfp8", "nvfp4")
 PROMPTS = 4
 """Number of questions, each answered equally often: a group of rollouts."""
@@ -61,7 +59,7 @@ def prompts_of(directory: Path, seed: int) -> list[list[int]]:
 
 def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) -> None:
     """Sample from an engine; runs in its own process."""
-    import engine_driver
+    from tests.consumers import engine_driver
 
     engine_driver.prepare_environment(1)
     from vllm import SamplingParams
@@ -94,8 +92,8 @@ def sampled(directory: Path, dtype: str, options: argparse.Namespace, seed: int,
 def mismatch(options: argparse.Namespace, seed: int, root: Path) -> list[Any]:
     """Compare every served format with every format of the trainer; return the first engine's samples in bf16."""
     import torch
-    from families import OneSegment, segment_of
 
+    from tests.trainer.families import OneSegment, segment_of
     from tidemill.trainer.batch import pack
     from tidemill.trainer.model import use_packed_attention
     from tidemill.trainer.policy import frozen_logprobs
@@ -112,10 +110,8 @@ def mismatch(options: argparse.Namespace, seed: int, root: Path) -> list[Any]:
             rollouts = [OneSegment(segment_of(*sequence)) for sequence in sequences]
             rows = pack(rollouts, 1024, model.config.vocab_size)
             apart = torch.cat([frozen_logprobs(model, row) - row.sampler_logprobs for row in rows]).double().numpy()
-            size = np.abs(apart)
             say("precision.mismatch", seed=seed, served=served, engine=engine, trainer=trainer,
-                matched=served == trainer, k3=float((np.expm1(apart) - apart).mean()), max=float(size.max()),
-                p99=float(np.quantile(size, 0.99)), tokens=len(size))  # fmt: skip
+                matched=served == trainer, **distance(apart), tokens=len(apart))  # fmt: skip
     return found["bf16", options.engines[0]]
 
 
@@ -152,9 +148,8 @@ def versions(learner: Any) -> Iterator[tuple[str, str, str, np.ndarray, str]]:
 
 def version_bytes(options: argparse.Namespace, seed: int, sequences: list[Any]) -> None:
     """Measure the deltas of several steps in every format."""
-    from conftest import make_trainable
-    from families import segment_of
-
+    from tests.trainer.conftest import make_trainable
+    from tests.trainer.families import segment_of
     from tidemill.kernels.comparison import compare
     from tidemill.kernels.delta import TensorChange
     from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
@@ -195,7 +190,7 @@ def version_bytes(options: argparse.Namespace, seed: int, sequences: list[Any]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=TESTS.parent / "data/models/smollm2", help="checkpoint directory")
+    parser.add_argument("--model", type=Path, default=SMOLLM2, help="checkpoint directory")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the questions")
     parser.add_argument("--engines", nargs="+", default=["bfloat16"], help="types that engines compute in")
     parser.add_argument("--sequences", type=int, default=16, help="answers sampled from each engine")

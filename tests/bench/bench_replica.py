@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import os
 import subprocess
@@ -37,6 +36,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.consumers import replica_driver
 from tests.kernels.encoding import encode_delta
 from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
 from tidemill.consumers.replica.environment import prepare_environment
@@ -45,18 +45,6 @@ from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.bits import TensorSpec, Weight
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint, specs_of
 from tidemill.kernels.weights.mirror import ElementChange
-
-
-def beside(name: str) -> Any:
-    """Load a program of the replica's tests as a module."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "consumers" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-driver = beside("replica_driver")
 
 LAYERS, VOCABULARY = 12, 8192
 MADE = ("dense", "experts", "fused")
@@ -291,7 +279,7 @@ def make_model(parameters: int, directory: Path) -> Path:
     hidden = next(h for h in range(64, 1 << 14, 64) if 13 * LAYERS * h * h + VOCABULARY * h >= parameters)
     size = {"hidden_size": hidden, "num_hidden_layers": LAYERS, "intermediate_size": 3 * hidden}
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64}
-    path: Path = driver.make_checkpoint(directory, vocabulary=VOCABULARY, **size, **heads)
+    path: Path = replica_driver.make_checkpoint(directory, vocabulary=VOCABULARY, **size, **heads)
     return path
 
 
@@ -326,7 +314,9 @@ def main() -> None:
         if not arguments.topology:
             asyncio.run(measure(arguments, Path(name)))
             return
-        found = asyncio.run(on_ranks(beside("ranks_driver"), arguments, Path(name)))
+        from tests.consumers import ranks_driver
+
+        found = asyncio.run(on_ranks(ranks_driver, arguments, Path(name)))
     print(json.dumps(found), flush=True)
     os._exit(bool(found["unproved"] or found["wrong_tokens"] or not found["greedy_equal_to_a_fresh_engine"]))
 

@@ -26,17 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import relay, say
-
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer")]
+from measuring import distance, relay, say
 
 PROMPT = 32
 
 
 def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) -> None:
     """Sample from an engine, and compute the same sequences again with it; runs in its own process."""
-    import expert_driver
+    from tests.consumers import expert_driver
 
     expert_driver.engines.prepare_environment(1)
     from vllm import SamplingParams
@@ -66,7 +63,7 @@ def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) 
 
 def capture(directory: Path, dtype: str, options: argparse.Namespace) -> None:
     """Print lines about the speed of an engine with and without expert ids; runs in its own process."""
-    import expert_driver
+    from tests.consumers import expert_driver
 
     expert_driver.engines.prepare_environment(1)
     from vllm import SamplingParams
@@ -93,19 +90,11 @@ def capture(directory: Path, dtype: str, options: argparse.Namespace) -> None:
             speed=float(np.median(spent[1:, 0] / seconds)))  # fmt: skip
 
 
-def figures(apart: np.ndarray, otherwise: float) -> dict[str, float]:
-    """Compute the figures of differences of logprobs (trainer minus engine)."""
-    size = np.abs(apart)
-    k3 = np.expm1(apart) - apart
-    return {"k3": float(k3.mean()), "max": float(size.max()), "p99": float(np.quantile(size, 0.99)),
-            "otherwise": otherwise}  # fmt: skip
-
-
 def trained(directory: Path, dtype: str, routing: str, sampled: Any) -> dict[str, float]:
     """Compute the trainer's distance from the samples."""
     import torch
-    from families import OneSegment, segment_of
 
+    from tests.trainer.families import OneSegment, segment_of
     from tidemill.trainer.batch import pack
     from tidemill.trainer.choices import Routing
     from tidemill.trainer.model import load_model, use_packed_attention
@@ -123,12 +112,12 @@ def trained(directory: Path, dtype: str, routing: str, sampled: Any) -> dict[str
     for row in rows:
         apart.append((frozen_logprobs(model, row) - row.sampler_logprobs).double().numpy())
         seen += replay.seen()
-    return figures(np.concatenate(apart), float(seen[0] / seen[2]))
+    return {**distance(np.concatenate(apart)), "otherwise": float(seen[0] / seen[2])}
 
 
 def compare(options: argparse.Namespace, seed: int, root: Path) -> None:
     """Compare all routings of one model."""
-    from families import make_model
+    from tests.trainer.families import make_model
 
     model = make_model(
         "Qwen3Moe", seed, num_hidden_layers=options.layers, num_experts=options.experts, hidden_size=128,
@@ -155,7 +144,7 @@ def mismatch(directory: Path, engine: str, seed: int, sampled: dict[str, np.ndar
     sets = [np.sort(sampled[name], -1) for name in ("ids", "ids again")]
     otherwise = float((sets[0] != sets[1]).any(-1).mean())
     say("routing.mismatch", seed=seed, engine=engine, trainer=None, routing="engine twice",
-        **figures(twice, otherwise))  # fmt: skip
+        **distance(twice), otherwise=otherwise)  # fmt: skip
     for trainer in ("float32", "bfloat16") if engine == "bfloat16" else ("float32",):
         for routing in ("own", "replayed", "shuffled"):
             found = trained(directory, trainer, routing, sampled)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
@@ -52,6 +53,13 @@ def scratch_log(bootstrap: str | None) -> Iterator[tuple[str, Path]]:
     scratch = tempfile.TemporaryDirectory(prefix="tidemill-bench-")
     with scratch as root, log_at(bootstrap, Path(root, "stack")) as address:
         yield address, Path(root)
+
+
+def distance(apart: np.ndarray) -> dict[str, float]:
+    """Return the figures of differences of logprobs in nats: k3, the maximum and the 99 % quantile of their size."""
+    size = np.abs(apart)
+    k3 = float((np.expm1(apart) - apart).mean())
+    return {"k3": k3, "max": float(size.max()), "p99": float(np.quantile(size, 0.99))}
 
 
 def relay(*arguments: str) -> None:

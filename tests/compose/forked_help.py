@@ -18,9 +18,12 @@ import traceback
 from pathlib import Path
 
 import torch  # noqa: F401
-import transformers  # noqa: F401
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM  # noqa: F401
 
-import tidemill.compose.cli  # noqa: F401
+import tidemill.compose.cli
+import tidemill.kernels.weights.publish
+import tidemill.trainer.batch_builder
+import tidemill.trainer.step  # noqa: F401
 
 
 def run(script: Path) -> dict[str, int | str]:

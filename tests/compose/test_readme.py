@@ -13,9 +13,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tidemill.compose.cli import app
 from tidemill.consumers.sink.query import named_queries
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import CATALOGUE, DAY_MS, FOREVER_MS
@@ -89,23 +87,30 @@ def test_every_extra_is_listed():
     assert set(listed) == {*extras, "none"} - {"all", "dev"}
 
 
-def test_an_unknown_setting_is_refused_with_its_name():
-    result = CliRunner().invoke(app, ["feed", "--set", "feed.unknown=1", "--bootstrap", "127.0.0.1:9"])
-    assert result.exit_code != 0
-    assert "feed.unknown" in str(result.exception)
-
-
 def test_every_benchmark_is_named():
     named = set(re.findall(r"`(\w+\.py)`", OPERATE.split("## Measure it")[1]))
     assert named == set(BENCHES)
 
 
+SCRIPTS = {
+    "broken.py": "import tests.bench.synthetic\n",
+    "without_vllm.py": """
+import sys
+assert "vllm" not in sys.modules
+sys.modules["vllm"] = None
+import tidemill.consumers.weights.verify, tidemill.consumers.weights.builder, tidemill.consumers.weights.chain
+""",
+}
+"""A script that cannot start, and one that imports what the commands `tidemill weights` use."""
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with each benchmark's `--help` output, run from another directory, and a script that cannot start."""
+    """A directory with the output of each benchmark's `--help` and of `SCRIPTS`, run from another directory."""
     out = tmp_path_factory.mktemp("said")
-    (out / "broken.py").write_text("import tests.bench.synthetic\n", "utf-8")
-    scripts = [str(out / "broken.py"), *(str(ROOT / "tests/bench" / script) for script in BENCHES)]
+    for name, source in SCRIPTS.items():
+        (out / name).write_text(source, "utf-8")
+    scripts = [*(str(out / name) for name in SCRIPTS), *(str(ROOT / "tests/bench" / script) for script in BENCHES)]
     program = ROOT / "tests/compose/forked_help.py"
     # On the path of the caller, the root would hide that a script does not find `tests` by itself.
     kept = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if Path(entry).resolve() != ROOT]
@@ -123,6 +128,11 @@ def test_every_bench_explains_itself_from_any_directory(script: str, said: Path)
 def test_a_script_that_does_not_start_is_seen(said: Path):
     done = json.loads((said / "broken.py.json").read_text("utf-8"))
     assert done["status"] == 1 and "No module named 'tests'" in done["errors"]
+
+
+def test_the_commands_for_weights_need_no_engine(said: Path):
+    done = json.loads((said / "without_vllm.py.json").read_text("utf-8"))
+    assert done["status"] == 0, done["errors"]
 
 
 def test_every_listening_module_is_named():
