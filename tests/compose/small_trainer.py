@@ -1,50 +1,41 @@
-"""A trainer of one small tensor, correct or with one fault, for `tidemill trainer check`.
+"""A trainer of one small tensor, for `tidemill trainer check`.
 
-python small_trainer.py KIND BOOTSTRAP TOPIC_PREFIX RUN_ID STORE
+python small_trainer.py BOOTSTRAP TOPIC_PREFIX RUN_ID STORE
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
-STEP_S = 0.2
+import numpy as np
+
+from tidemill.kernels.weights.bits import Weight
+from tidemill.kernels.weights.publish import PublishSettings, WeightPublisher
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.records import Manifest
+
+STEP_S = 0.1
 """Duration of a training step, in seconds."""
-VERSIONS = {"short": 2}
+VERSIONS = 5
 
 
-def main(kind: str, bootstrap: str, prefix: str, run_id: str, store: str) -> None:
-    if kind == "fails":
-        sys.exit("no model was found")
-    if kind == "hangs":
-        time.sleep(600)
-    # The two kinds above need none of these imports.
-    import numpy as np
-
-    from tidemill.kernels.weights.bits import Weight
-    from tidemill.kernels.weights.publish import PublishSettings, WeightPublisher
-    from tidemill.schemas.catalogue import Topic
-    from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-    from tidemill.schemas.log.producer import RecordProducer
-
-    kafka, run = KafkaSettings(bootstrap=bootstrap, topic_prefix=prefix), RunSettings(run_id=run_id)
-    model = Path(store).parent / "model"
+def train(kafka: KafkaSettings, run: RunSettings, store: Path, versions: int, step_s: float = 0.0) -> Manifest:
+    """Publish this many versions, from 0 on; return the last manifest."""
+    model = store.parent / "model"
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text("{}")
-    settings, places = PublishSettings(anchor_every=3), StoreSettings(root=store)
+    settings, places = PublishSettings(anchor_every=3), StoreSettings(root=str(store))
     with WeightPublisher.open(kafka, run, places, settings, base_model=model) as publisher:
-        for version in range(VERSIONS.get(kind, 5)):
-            if kind == "stops early" and run_id == "killed" and publisher.has(version):
-                return
-            time.sleep(STEP_S)
+        for version in range(versions):
+            time.sleep(step_s)
             bits = np.random.default_rng(version).integers(0, 2**14, (32, 32)).astype(np.uint16)
             manifest = publisher.publish(version, {"weight": Weight("bfloat16", bits)})
-    if kind == "lies":
-        with RecordProducer(kafka, "small-trainer") as producer:
-            producer.send_acked(Topic.MANIFESTS, [(run.branch, replace(manifest, fingerprint="0" * 16))])
+    return manifest
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    bootstrap, prefix, run_id, store = sys.argv[1:]
+    kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=prefix)
+    train(kafka, RunSettings(run_id=run_id), Path(store), VERSIONS, STEP_S)

@@ -6,39 +6,55 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.compose import small_trainer
 from tidemill.compose.cli.trainer_command import TrainerFinding, TrainerTrial, examine
-from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.log.producer import RecordProducer
 
-TRAINER = str(Path(__file__).with_name("small_trainer.py"))
 PLACES = ("{bootstrap}", "{topic_prefix}", "{run_id}", "{store}")
 
 
-def examined(
-    kafka, topic_prefix, tmp_path: Path, kind: str, kills: int = 0, timeout_s: float = 120.0
-) -> list[TrainerFinding]:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
-    create_topics(settings)
-    command, started = (sys.executable, TRAINER, kind, *PLACES), []
-    undisturbed, killed = (
-        TrainerTrial(settings, RunSettings(run_id=name), tmp_path / name, command, timeout_s, started.append)
+@pytest.fixture(scope="module")
+def topics(kafka):
+    return kafka.fresh(1)
+
+
+@pytest.fixture
+def trials(topics, topic_prefix, tmp_path: Path) -> tuple[TrainerTrial, TrainerTrial]:
+    """Two trials of a trainer that does nothing: a test publishes beforehand what such a trainer would have."""
+    one, two = (
+        TrainerTrial(
+            topics, RunSettings(run_id=topic_prefix + name), tmp_path / name, (sys.executable, "-c", ""), 120, [].append
+        )
         for name in ("undisturbed", "killed")
     )
-    findings = examine(undisturbed, killed, kills, lambda _stage: None)
+    return one, two
+
+
+def examined(trials: tuple[TrainerTrial, TrainerTrial], **changes: object) -> list[TrainerFinding]:
+    started: list[int] = []
+    undisturbed, killed = (replace(trial, watch=started.append, **changes) for trial in trials)
+    findings = examine(undisturbed, killed, 0, lambda _stage: None)
     assert started and not any(map(psutil.pid_exists, started)), "no trainer is left"
     return findings
+
+
+def publish(trial: TrainerTrial, versions: int):
+    return small_trainer.train(trial.kafka, trial.run, trial.directory / "store", versions)
 
 
 def test_a_good_trainer_passes(broker, tmp_path: Path):
     command = [sys.executable, "-m", "tidemill.compose.cli", "trainer", "check", "--kills", "2", "--json", "--"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [*command, sys.executable, TRAINER, "good", *PLACES],
+        [*command, sys.executable, small_trainer.__file__, *PLACES],
         capture_output=True,
         text=True,
         env=environment,
@@ -56,21 +72,38 @@ def test_a_good_trainer_passes(broker, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "check", "detail"),
+    ("program", "timeout_s", "check", "detail"),
     [
-        ("fails", "first run", "it ended with status 1; it printed:\nno model was found"),
-        ("short", "first run", "it published versions [0, 1]; at least 3 are needed: an anchor and two deltas"),
-        ("lies", "versions of the first run", "the manifest of version 4: "),
-        ("hangs", "time", "it did not end within 3 s; it printed:\n"),
+        ("exit('no model was found')", 120, "first run", "it ended with status 1; it printed:\nno model was found"),
+        ("import time; time.sleep(600)", 0.5, "time", "it did not end within 0.5 s; it printed:\n"),
     ],
 )
-def test_a_bad_trainer_is_refused(kafka, topic_prefix, tmp_path: Path, kind: str, check: str, detail: str):
-    *before, last = examined(kafka, topic_prefix, tmp_path, kind, timeout_s=3 if kind == "hangs" else 120)
-    assert all(finding.passed for finding in before)
-    assert (last.check, last.passed) == (check, False) and last.detail.startswith(detail), last
+def test_a_trainer_that_does_not_end_well_is_refused(trials, program: str, timeout_s: float, check: str, detail: str):
+    (found,) = examined(trials, command=(sys.executable, "-c", program), timeout_s=timeout_s)
+    assert (found.check, found.passed) == (check, False) and found.detail.startswith(detail), found
 
 
-def test_a_trainer_that_does_not_continue_after_a_kill_is_refused(kafka, topic_prefix, tmp_path: Path):
-    *before, last = examined(kafka, topic_prefix, tmp_path, "stops early", kills=1)
+def test_too_few_versions_are_refused(trials):
+    publish(trials[0], 2)
+    (found,) = examined(trials)
+    least = "at least 3 are needed: an anchor and two deltas"
+    assert found == TrainerFinding("first run", False, f"it published versions [0, 1]; {least}")
+
+
+def test_a_manifest_that_lies_is_refused(trials):
+    manifest = publish(trials[0], 5)
+    with RecordProducer(trials[0].kafka, "test") as producer:
+        producer.send_acked(Topic.MANIFESTS, [("main", replace(manifest, fingerprint="0" * 16))])
+    *before, last = examined(trials)
+    assert [(finding.check, finding.passed) for finding in before] == [("first run", True)]
+    assert (last.check, last.passed) == ("versions of the first run", False)
+    assert last.detail.startswith("the manifest of version 4: "), last
+
+
+def test_a_trainer_that_does_not_continue_after_a_kill_is_refused(trials):
+    publish(trials[0], 5)
+    publish(trials[1], 2)
+    *before, last = examined(trials)
     assert [finding.check for finding in before][-2:] == ["kills", "versions after kills"]
-    assert (last.check, last.passed) == ("end after kills", False) and last.detail.endswith("and 4 without kills")
+    assert all(finding.passed for finding in before)
+    assert (last.check, last.passed) == ("end after kills", False) and last.detail == "version 1, and 4 without kills"
