@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.fast_lane import SLOW
 from tests.workers import UNIT, WHOLE_LOOP, unit_of
 
 ROOT = Path(__file__).resolve().parent.parent
-FIXTURES = """
-import pytest
+TESTS = """
+import os, pytest, subprocess, sys
 from tests.conftest import broker, kafka, vllm
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
 
 @pytest.fixture
 def topics(kafka): ...
@@ -23,42 +23,25 @@ def topics(kafka): ...
 @pytest.fixture
 def engine(vllm): ...
 
-"""
-STARTS = """
-import subprocess, sys
-from tidemill.compose.stack.config import StackSettings
-from tidemill.compose.stack.kafka import LocalStack
-
-def test_plain(): ...
+def test_without_an_external_broker(): assert "TIDEMILL_KAFKA__BOOTSTRAP" not in os.environ
 def test_broker(tmp_path): LocalStack(StackSettings(data_dir=tmp_path)).up()
 def test_vllm(): import vllm
 def test_child(): subprocess.run([sys.executable, "-c", "import vllm.config"], check=True)
 """
 
 
-def play(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    """Run a file of tests in the fast lane; return exit status and report."""
+def test_the_fast_lane_leaves_out_tests_of_a_broker_or_vllm_and_fails_those_that_start_one(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("TIDEMILL_KAFKA__BOOTSTRAP", "kafka:9092")
-    file = folder / "test_it.py"
-    file.write_text(source)
+    left_out = ("broker", "kafka", "topics", "vllm", "engine")
+    tests = "".join(f"def test_of_{fixture}({fixture}): assert False\n" for fixture in left_out)
+    file = tmp_path / "test_it.py"
+    file.write_text(f"{TESTS}{tests}")
     command = [sys.executable, "-m", "pytest", "-p", "tests.fast_lane", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "--rootdir", str(folder), str(file)], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, "--rootdir", str(tmp_path), str(file)], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_tests_of_a_broker_or_vllm_are_left_out_and_an_external_broker_is_not_used(tmp_path: Path, monkeypatch):
-    heavy = ("broker", "kafka", "topics", "vllm", "engine")
-    tests = "".join(f"def test_{fixture}({fixture}): assert False\n" for fixture in heavy)
-    plain = "import os\ndef test_plain(): assert 'TIDEMILL_KAFKA__BOOTSTRAP' not in os.environ\n"
-    status, report = play(tmp_path, f"{FIXTURES}{tests}{plain}", monkeypatch)
-    assert status == 0 and f"1 passed, {len(heavy)} deselected" in report, report
-
-
-def test_a_test_that_starts_a_broker_or_vllm_without_its_fixture_fails(tmp_path: Path, monkeypatch):
-    status, report = play(tmp_path, STARTS, monkeypatch)
-    assert status == 1 and "3 failed, 1 passed" in report, report
+    report = done.stdout + done.stderr
+    assert done.returncode == 1 and f"3 failed, 1 passed, {len(left_out)} deselected" in report, report
     said = report.partition("FAILURES")[2].partition("short test summary")[0]
     for test, fixture in {"test_broker": "broker", "test_vllm": "vllm", "test_child": "vllm"}.items():
         own = said.partition(f"_ {test} _")[2].partition("_ test_")[0]

@@ -186,25 +186,30 @@ def test_versions_are_rejected_promoted_and_rolled_back(branch, gate, tmp_path):
 
 
 def test_a_gate_killed_in_a_comparison_decides_what_it_would_have_decided(branches, gate):
-    """Two branches have the same users; the gate of one is killed during the comparison."""
-    made = []
-    for kill in (False, True):
-        branch = branches()
-        process = gate(branch)
+    """Two branches have the same users; the gate of one is a process that is killed during the comparison."""
+    undisturbed, killed = branches(), branches()
+    process = gate(killed)
+
+    def half(branch: Branch) -> None:
         branch.publish(0, 12)
         branch.publish(1, 12)
         branch.wait_compared(1)
         branch.users(0.7, (1, 0), 8, seed=5)
-        if kill:
-            process.kill()
-            process.wait()
-        branch.users(0.8, (1, 0), 60, seed=6)
-        if kill:
-            process = gate(branch)
-        made.append(branch.wait_last(GateVerdict.PROMOTE, 1))
+
+    with kept(undisturbed):
+        half(undisturbed)
+        undisturbed.users(0.8, (1, 0), 60, seed=6)
+        made = [undisturbed.wait_last(GateVerdict.PROMOTE, 1)]
+    half(killed)
+    process.kill()
+    process.wait()
+    killed.users(0.8, (1, 0), 60, seed=6)
+    process = gate(killed)
+    made.append(killed.wait_last(GateVerdict.PROMOTE, 1))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0
+    for branch in (undisturbed, killed):
         assert [verdict for verdict, _ in branch.verdicts()] == ["admit", "canary", "canary", "promote"]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE_S) == 0
     evidence = [{k: v for k, v in d.numbers.items() if k not in (GENERATION, "seconds_in_stage")} for d in made]
     assert evidence[0] == evidence[1] and made[0].reason == made[1].reason
 

@@ -46,7 +46,7 @@ RECORDED = "import sys, time; print('life', flush=True); {body}"
 def test_a_killed_role_is_started_again_and_reported(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tidemill.compose.processes.FIRST_PAUSE_S", 0.25)
+    monkeypatch.setattr("tidemill.compose.processes.FIRST_PAUSE_S", 0.05)
     told: list[str] = []
     pids: list[int] = []
     with Supervisor(tmp_path, restarted=told.append, started=pids.append) as supervisor:
@@ -59,7 +59,7 @@ def test_a_killed_role_is_started_again_and_reported(
         assert not supervisor.ended("role")
     assert told == [
         f"role was killed by {number.name}: it is started again in {pause} s; its log is {role.log}"
-        for pause in ("0.25", "0.5")
+        for pause in ("0.05", "0.1")
     ]
     assert not any(alive(pid) for pid in pids)
 
@@ -92,7 +92,7 @@ import sys, time
 from pathlib import Path
 from tidemill.compose import processes
 from tidemill.compose.processes import ChildGuard
-processes.GRACE_S = 0.5  # no role here ends by itself
+processes.GRACE_S = 0.1  # no role here ends by itself
 with ChildGuard(Path(sys.argv[1]) / "stack", processes.GRACE_S) as guard:
     print(guard._process.pid, flush=True)
     with processes.Supervisor(Path(sys.argv[1]), started=guard.watch) as supervisor:

@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 from tests.consumers.product_support import product_run
 from tests.consumers.sink_support import rows_of, step
 from tests.records import build
-from tidemill.compose.cli import app
+from tidemill.compose.cli import app, main
 from tidemill.compose.cli.gate_command import print_decisions, print_status
 from tidemill.compose.cli.replay_copy import carry_out
 from tidemill.compose.cli.weights_command import print_chain
@@ -56,14 +56,19 @@ ACCOUNT = [
 ]  # fmt: skip
 
 
+def wide_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Make this process's output that of a terminal of a width."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+
+
 @pytest.fixture
 def terminal(monkeypatch, capsys) -> Callable[..., list[str]]:
     """Print rows on a terminal of a width; return the visible lines."""
 
     def shown(width: int, *arguments: Any, **options: Any) -> list[str]:
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-        monkeypatch.setenv("COLUMNS", str(width))
-        monkeypatch.setenv("TERM", "xterm")
+        wide_terminal(monkeypatch, width)
         print_rows(*arguments, **options)
         return COLORS.sub("", capsys.readouterr().out).splitlines()
 
@@ -97,6 +102,16 @@ def lines_on_terminal(width: int, *arguments: str) -> list[str]:
 
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def json_of(*arguments: object) -> Any:
+    """Return the document that a command prints with `--json`."""
+    return json.loads(run(*arguments, "--json").stdout)
+
+
+def csv_of(*arguments: object) -> list[dict[str, str]]:
+    """Return the records that a command prints with `--csv`."""
+    return rows_in(run(*arguments, "--csv").stdout_bytes)
 
 
 def rows_in(csv_text: bytes) -> list[dict[str, str]]:
@@ -252,26 +267,28 @@ def test_without_rows_a_terminal_says_so(terminal):
 
 
 def test_a_query_of_fifteen_columns_can_be_read_at_eighty(tables):
-    found = json.loads(run("query", "online_accounting", "--data-dir", tables, "--json").stdout)
+    found = json_of("query", "online_accounting", "--data-dir", tables)
     assert len(found) == 1 and len(found[0]) >= 15
     lines = lines_on_terminal(80, "query", "online_accounting", "--data-dir", str(tables))
     assert [line.split() for line in lines] == [[name, str(value)] for name, value in found[0].items()]
 
 
-def test_a_description_names_every_column_whole(tables):
-    found = json.loads(run("query", "DESCRIBE rollouts", "--data-dir", tables, "--json").stdout)
-    lines = lines_on_terminal(80, "query", "DESCRIBE rollouts", "--data-dir", str(tables))
-    assert {row["name"] for row in found} <= set(" ".join(lines).split())
+def test_a_description_names_every_column_whole(tables, monkeypatch, capsys):
+    asked = ("query", "DESCRIBE rollouts", "--data-dir", str(tables))
+    found = json_of(*asked)
+    wide_terminal(monkeypatch, 80)
+    monkeypatch.setattr("sys.argv", ["tidemill", *asked])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert {row["name"] for row in found} <= set(COLORS.sub("", capsys.readouterr().out).split())
 
 
 def test_a_query_in_a_pipe_is_whole(tables):
     sql = "SELECT repeat('long ', 100) AS text, toUInt8(7) AS n, [1, 2] AS list, true AS yes"
     piped = run("query", sql, "--data-dir", tables)
     assert piped.stdout == "text\tn\tlist\tyes\n" + "long " * 100 + "\t7\t[1, 2]\ttrue\n"
-    assert json.loads(run("query", sql, "--data-dir", tables, "--json").stdout) == [
-        {"text": "long " * 100, "n": 7, "list": [1, 2], "yes": True}
-    ]
-    (row,) = rows_in(run("query", sql, "--data-dir", tables, "--csv").stdout_bytes)
+    assert json_of("query", sql, "--data-dir", tables) == [{"text": "long " * 100, "n": 7, "list": [1, 2], "yes": True}]
+    (row,) = csv_of("query", sql, "--data-dir", tables)
     assert row == {"text": "long " * 100, "n": "7", "list": "[1, 2]", "yes": "true"}
 
 
@@ -281,25 +298,21 @@ def test_a_query_with_a_format_of_its_own_is_printed_as_it_is(tables):
 
 
 def test_the_names_of_queries_are_listed():
-    names = json.loads(run("query", "--list", "--json").stdout)
-    assert rows_in(run("query", "--list", "--csv").stdout_bytes) == [
-        {"query": name, "answers": question} for name, question in names.items()
-    ]
+    names = json_of("query", "--list")
+    assert csv_of("query", "--list") == [{"query": name, "answers": question} for name, question in names.items()]
     piped = [line.split("\t") for line in run("query", "--list").stdout.splitlines()]
     assert piped[0] == ["query", "answers"] and dict(piped[1:]) == names
 
 
 def test_environments_are_listed_shown_and_checked():
-    listed = json.loads(run("env", "list", "ledger", "--json").stdout)
+    listed = json_of("env", "list", "ledger")
     assert [row["name"] for row in listed] == ["ledger"]
-    assert [row["name"] for row in rows_in(run("env", "list", "ledger", "--csv").stdout_bytes)] == ["ledger"]
+    assert [row["name"] for row in csv_of("env", "list", "ledger")] == ["ledger"]
     assert run("env", "list", "ledger").stdout.splitlines()[0] == "name\tabout"
-    options = json.loads(run("env", "show", "ledger", "--json").stdout)["options"]
-    assert [row["name"] for row in rows_in(run("env", "show", "ledger", "--csv").stdout_bytes)] == [
-        option["name"] for option in options
-    ]
+    options = json_of("env", "show", "ledger")["options"]
+    assert [row["name"] for row in csv_of("env", "show", "ledger")] == [option["name"] for option in options]
     assert "name\ttype\tvalue\tmeaning\n" in run("env", "show", "ledger").stdout
-    clauses = json.loads(run("env", "check", "ledger", "--json").stdout)
+    clauses = json_of("env", "check", "ledger")
     checked = run("env", "check", "ledger", "--csv")
     assert [(row["name"], row["ok"]) for row in rows_in(checked.stdout_bytes)] == [
         (clause["name"], "true") for clause in clauses
@@ -326,8 +339,8 @@ def test_the_rewards_of_tried_episodes_are_rows(monkeypatch):
 
     monkeypatch.setattr("tidemill.compose.cli.env_policies.EndpointModel", lambda *_: Silent())
     tried = ("env", "try", "ledger", "--endpoint", "http://127.0.0.1:9", "--n", "2")
-    documents = json.loads(run(*tried, "--json").stdout)
-    rows = rows_in(run(*tried, "--csv").stdout_bytes)
+    documents = json_of(*tried)
+    rows = csv_of(*tried)
     assert [float(row["reward"]) for row in rows] == [episode["reward"] for episode in documents]
     assert [json.loads(row["rewards"]) for row in rows] == [episode["rewards"] for episode in documents]
 
@@ -343,7 +356,7 @@ def test_topics_are_listed(monkeypatch):
         {"topic": "t.groups", "partitions": "3", "state": "3 partitions, not 6; retention"},
     ]
     assert run("topics").stdout.splitlines()[1] == "t.rollouts\t6\tas declared"
-    assert [topic["partitions"] for topic in json.loads(run("topics", "--json").stdout)["topics"]] == [6, 3]
+    assert [topic["partitions"] for topic in json_of("topics")["topics"]] == [6, 3]
 
 
 def test_an_audit_prints_its_checks_as_rows_and_the_rest_separately(monkeypatch):
@@ -362,8 +375,8 @@ def test_an_audit_prints_its_checks_as_rows_and_the_rest_separately(monkeypatch)
     ]
     assert "rollouts: 5 trained" in piped.stderr and "repeated: nothing" in piped.stderr
     assert f"NOT SOUND, 1 of 2 checks failed. First offender (endings): {found}" in piped.stderr
-    assert [row["first_offender"] for row in rows_in(run("audit", "--csv").stdout_bytes)] == ["", str(found)]
-    assert json.loads(run("audit", "--json").stdout)["checks"][1]["offenders"] == 1200
+    assert [row["first_offender"] for row in csv_of("audit")] == ["", str(found)]
+    assert json_of("audit")["checks"][1]["offenders"] == 1200
 
 
 def test_a_missing_stack_is_reported_next_to_an_empty_table(tmp_path):
@@ -385,7 +398,7 @@ def test_the_brokers_of_a_stack_are_rows(monkeypatch, tmp_path):
         "broker\tstate\tpid\taddress\tlog\n1\tready\t42\t127.0.0.1:9092\ta.log\n2\tdead\t\\N\t127.0.0.1:9094\tb.log\n"
     )
     assert piped.stderr == f"not ready at 127.0.0.1:9092 ({tmp_path})\n"
-    assert [row["pid"] for row in rows_in(run("stack", "status", "--csv").stdout_bytes)] == ["42", ""]
+    assert [row["pid"] for row in csv_of("stack", "status")] == ["42", ""]
 
 
 VERSION = VersionRow(
@@ -396,12 +409,10 @@ VERSION = VersionRow(
 
 
 def test_the_chain_can_be_read_on_a_wide_and_on_a_narrow_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
     first = replace(VERSION, version=0, parent=None, anchor="file:///a", bytes_per_changed=None, delta_bytes=0)
     shown = {}
     for width in (80, 140):
-        monkeypatch.setenv("COLUMNS", str(width))
+        wide_terminal(monkeypatch, width)
         print_chain([first, VERSION], 1, False)
         shown[width] = COLORS.sub("", capsys.readouterr().out).splitlines()
     assert len(shown[140]) == 3
@@ -448,11 +459,11 @@ def test_dead_letters_are_listed_and_judged(monkeypatch):
         yield SimpleNamespace(read=lambda _topics: letters, judge=lambda *_: verdicts, send_back=len)
 
     monkeypatch.setattr("tidemill.compose.cli.dead_letters_command._dead_letters", opened)
-    listed = rows_in(run("dead-letters", "list", "--csv").stdout_bytes)
+    listed = csv_of("dead-letters", "list")
     assert [(row["letters"], row["reason"], row["found_by"]) for row in listed] == [
         ("2", "unknown framing", '["assembly"]'), ("1", "a\nb", '["assembly"]')
     ]  # fmt: skip
-    documents = json.loads(run("dead-letters", "list", "--json").stdout)
+    documents = json_of("dead-letters", "list")
     assert documents[0]["letters"] == 2 and documents[0]["found_by"] == ["assembly"]
     assert documents[0]["example"] == "rollouts.dlq/0/2"
     assert "\ta\\nb\t1\t" in run("dead-letters", "list").stdout
@@ -526,13 +537,13 @@ def test_replayed_steps_are_rows(monkeypatch):
 
     monkeypatch.setattr("tidemill.compose.cli.replay_steps.with_reachable_log", lambda settings: settings)
     monkeypatch.setattr("tidemill.trainer.replay.steps.StepReplay", Replay)
-    (row,) = rows_in(run("replay", "steps", "3", "--csv").stdout_bytes)
+    (row,) = csv_of("replay", "steps", "3")
     assert (row["step"], row["recorded"], row["replayed"], row["same"]) == (
         "3", recorded.fingerprint, recorded.fingerprint, "true"
     )  # fmt: skip
     assert "identical: 1 of 1" in run("replay", "steps", "3").stdout
     what_if = ("replay", "steps", "3", "--what-if", "trainer.optimizer.learning_rate=3e-5")
-    rows = rows_in(run(*what_if, "--csv").stdout_bytes)
+    rows = csv_of(*what_if)
     assert {row["metric"]: (row["recorded"], row["what_if"]) for row in rows} == {
         "learning_rate": ("1e-05", "3e-05"), "reward": ("0.5", "0.75"), "loss": ("1.0", "1.0")
     }  # fmt: skip

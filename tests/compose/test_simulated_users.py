@@ -354,17 +354,7 @@ def test_a_crowd_stops_at_once_when_it_is_cancelled():
     assert asyncio.run(run()) < 5
 
 
-def test_an_error_of_the_sdk_is_not_swallowed():
-    class Refusing(Scripted):
-        async def report(self, report: UserReport) -> None:
-            raise RuntimeError("the log is full")
-
-    with pytest.raises(ExceptionGroup) as raised:
-        run_crowd(Refusing(), FAST, 20)
-    assert raised.value.subgroup(lambda error: "the log is full" in str(error))
-
-
-def test_the_process_reports_its_observations_and_raises_errors():
+def test_the_process_reports_its_observations_and_raises_errors_of_the_sdk():
     told = []
     asyncio.run(simulate(FAST, Scripted(), islice(questions(FAST, held_out_only=True), 10), told.append))
     assert told[-1].conversations == 10 and told[-1].signals == {}
@@ -373,8 +363,9 @@ def test_the_process_reports_its_observations_and_raises_errors():
         async def report(self, report: UserReport) -> None:
             raise RuntimeError("the log is full")
 
-    with pytest.raises(ExceptionGroup):
+    with pytest.raises(ExceptionGroup) as raised:
         asyncio.run(simulate(FAST, Refusing(), islice(questions(FAST), 20), told.append))
+    assert raised.value.subgroup(lambda error: "the log is full" in str(error))
 
 
 def test_a_signal_of_the_system_ends_the_process_with_a_last_report():

@@ -130,6 +130,8 @@ BAD = [
     ({**ASK, "prompt": ["a", "b"]}, {}, 400, "prompt"),
     ({**ASK, "prompt": [True]}, {}, 400, "prompt"),
     ({**ASK, "n": 2}, {}, 400, "n"),
+    ({**ASK, "best_of": 2}, {}, 400, "best_of"),
+    ({**ASK, "suffix": "x"}, {}, 400, "suffix"),
     ({**ASK, "echo": True}, {}, 400, "echo"),
     ({**ASK, "seed": 3}, {}, 400, "seed"),
     ({**ASK, "cache_salt": "x"}, {}, 400, "cache_salt"),
