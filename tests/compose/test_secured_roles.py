@@ -38,6 +38,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.http_connections import bind
+from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Record, Tick
@@ -205,15 +206,17 @@ def product_replica() -> Iterator[OneVersion]:
 
 def test_the_loop_of_simulated_work(site: Site):
     site.finish("topics", "--create")
+    # These need no model yet: they start while it is made.
+    for command in (("stream",), ("sink",), ("gate", "run")):
+        site.start(*command)
     site.finish("documents")
     site.finish("train", "--phase", "midtrain")
     replica = FakeReplica(Tokenizer.from_file(str(site.directory / "model" / "tokenizer.json")), "r1")
     replica.start()
     try:
         site.configure(rollout={"replicas": [replica.address]})
-        for role in ("train", "feed", "rollout", "stream", "sink"):
+        for role in ("train", "feed", "rollout"):
             site.start(role)
-        site.start("gate", "run")
         site.first(Topic.MANIFESTS)
         with RecordProducer(site.kafka, "test") as writer:
             writer.send_acked(Topic.ACKS, [("r1", ack("r1", 0, now_us(), RUN))])
@@ -233,7 +236,7 @@ def test_the_loop_of_simulated_work(site: Site):
 
 
 def test_an_answer_and_its_vote_become_an_online_batch(site: Site):
-    site.finish("topics", "--create")
+    create_topics(site.kafka)
     with ExitStack() as stack:
         replica = stack.enter_context(product_replica())
         with closing(bind("127.0.0.1", 0, "test")) as one, closing(bind("127.0.0.1", 0, "test")) as two:
