@@ -1,17 +1,16 @@
-"""Figures of the delta codec, JSON lines: `bench_delta.py sizes | pairs | speed`.
+"""Figures of the delta codec, JSON lines: `bench_delta.py sizes | speed`.
 And of a trainer that publishes its deltas: `bench_delta.py beside [--model DIR]`.
 
 Sizes are wire bytes for each changed element, with all headers and digests, next to the bounds of `kernels.bounds`, the
 formats of `kernels.comparison` in the same run and the learning rate that gave the density. Speeds are GB of dense
 weights per second of processor time of one core, next to numpy's memcpy of the same bytes in the same process. Weights
-come from `synthetic`, or from `checkpoint_pairs`, whose output `pairs` reads.
+come from `synthetic`; `bench_precision.py` and `make test-gpu` have the bytes of real steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import tempfile
 import time
@@ -31,7 +30,6 @@ from tests.kernels.encoding import encode_delta
 from tidemill.kernels.comparison import DeltaReport, compare
 from tidemill.kernels.delta import CodecSettings, TensorChange, apply_change, decode_delta, resolve
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
-from tidemill.kernels.weights.checkpoint import map_checkpoint, tensor_changes
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
@@ -109,20 +107,6 @@ def measure_sizes(chosen: argparse.Namespace) -> None:
             result = compare([change], CodecSettings(coder=chosen.coder), against=chosen.against)
             report_size(result, **told)
             report_against(result, dtype=dtype, **told)
-
-
-def measure_pairs(chosen: argparse.Namespace) -> None:
-    """Measure the sizes of checkpoint pairs from real gradient steps."""
-    for pair in map(json.loads, chosen.pairs.read_text("utf-8").splitlines()):
-        for served in chosen.dtypes:
-            base, target = Path(pair["base"][served]), Path(pair["target"][served])
-            told = {"data": chosen.name, "lr": pair["lr"], "parameters": pair["parameters"]}
-            settings = CodecSettings(coder=chosen.coder)
-            result = compare(
-                tensor_changes(map_checkpoint(base), map_checkpoint(target)), settings, against=chosen.against
-            )
-            report_size(result, **told)
-            report_against(result, dtype=served, **told)
 
 
 def measure_speed(chosen: argparse.Namespace) -> None:
@@ -241,11 +225,9 @@ def main() -> None:
         command.add_argument("--columns", type=int, default=4096, help="columns of the synthetic matrix")
         command.add_argument("--seed", type=int, default=0, help="seed of the synthetic matrix")
         command.add_argument("--dtypes", nargs="+", choices=LEARNING_RATES, default=list(LEARNING_RATES))
-        command.add_argument("--coder", default="auto", help="entropy coder of `sizes` and `pairs`")
+        command.add_argument("--coder", default="auto", help="entropy coder of `sizes`")
         command.add_argument("--against", action="store_true", help="measure other formats too")
         command.add_argument("--runs", type=int, default=5, help="timed runs of each speed")
-        command.add_argument("--pairs", type=Path, help="what checkpoint_pairs.py printed")
-        command.add_argument("--name", default="pairs", help="what to call those pairs")
         command.add_argument("--model", type=Path, help="model that `beside` trains")
         command.add_argument("--groups", type=int, default=1, help="groups of a step of `beside`")
         command.add_argument("--shape", default="8x54+20", help="rollouts x prompt + answer of a group of `beside`")
@@ -257,7 +239,6 @@ def main() -> None:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "sizes": measure_sizes,
-    "pairs": measure_pairs,
     "speed": measure_speed,
     "beside": measure_beside,
 }

@@ -5,7 +5,7 @@
 - `native`: 1, 4, 16 and 50 turns in process, and over the agents' endpoint, compared with a bare aiohttp server with
   the same client (`yardstick`);
 - `reasoning_gym`: chain_sum in the loop, and countdown in its own process;
-- `verifiers`: a taskset of 1 and of 3 turns; `program`: an agent program, most of whose time is Python's start;
+- `verifiers`: a taskset of 1 and of 3 turns;
 - `at_once`: wall seconds of 1,000 episodes of two turns that all begin before the first one ends, and memory;
 - `memory`: resident MiB of the worker and of the environment's process after 2,000 and after `--episodes`.
 """
@@ -28,7 +28,7 @@ from aiohttp import web
 from measuring import say
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.producers.rollout.agents import CHAT, END, FakeSession, policy_of, task_of
+from tests.producers.rollout.agents import CHAT, END, FakeSession, policy_of
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.base import Environment, TaskQuery
 from tidemill.producers.environments.check import task_of as environment_task
@@ -149,27 +149,6 @@ async def verifiers() -> None:
         say("verifiers", turns=turns, episodes_per_s=await playing(environment, "verifiers:vf_sums", 400 // turns))
 
 
-async def program() -> None:
-    from tests.producers.environments.test_program import Riddle
-    from tidemill.producers.environments.base import EnvironmentOptions
-    from tidemill.producers.environments.program import Program
-
-    script = (
-        "import os, sys, urllib.request as r; r.urlopen(r.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', "
-        "sys.stdin.buffer.read(), {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']})).read()"
-    )
-    played = Program(Riddle(EnvironmentOptions()), [sys.executable, "-I", "-S", "-c", script])
-    async with AgentEndpoint() as endpoint:
-
-        async def episode() -> None:
-            policy = instant(endpoint.open)
-            await played.play(task_of("ok"), policy)
-            policy.close()
-            endpoint.close(policy)
-
-        say("program", turns=1, episodes_per_s=await rate(episode, 64))
-
-
 async def hosted() -> tuple[Environment, Episode, psutil.Process]:
     """Start an environment of one turn in its own process; return it, an episode of it, and the process."""
     name = "reasoning_gym:countdown"
@@ -205,8 +184,7 @@ async def memory(episodes: int) -> None:
 
 def main() -> None:
     figures = {
-        "native": native, "reasoning_gym": reasoning_gym, "verifiers": verifiers, "program": program,
-        "at_once": at_once, "memory": None,
+        "native": native, "reasoning_gym": reasoning_gym, "verifiers": verifiers, "at_once": at_once, "memory": None,
     }  # fmt: skip
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(figures), default=list(figures))

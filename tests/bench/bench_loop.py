@@ -1,13 +1,11 @@
-"""Figures of the whole loop, from real runs of `tidemill demo --act one`: learning, its control, policy lag, overlap,
-learning with each serving format.
+"""Figures of the whole loop, from real runs of `tidemill demo --act one`: learning, its control, and learning with each
+serving format.
 
 Each run is one process tree with its own Kafka, vLLM and data directory; runs follow one another. One JSON line per
 figure, with the values needed to interpret it: seeds, learning rate, control, rollouts on which a rate is based.
 
     python tests/bench/bench_loop.py learning --seeds 0 1 2
     python tests/bench/bench_loop.py control --seeds 0
-    python tests/bench/bench_loop.py overlap --steps 16
-    python tests/bench/bench_loop.py lag --steps 12
     python tests/bench/bench_loop.py formats --seeds 0 --model DIR
 """
 
@@ -32,10 +30,6 @@ KEPT = (
     "pause_ms", "decode_step_ms", "step_to_served_s", "delta_bytes", "delta_density", "refusals", "fingerprints_equal",
     "loop_seconds", "seconds",
 )  # fmt: skip
-
-
-FEW_EVALUATIONS = ("--set", "feed.eval_tasks=8", "--set", "feed.eval_every=0")
-"""For the figures that are not about learning."""
 
 
 def kept(summary: Summary) -> Summary:
@@ -73,17 +67,6 @@ def formats(options: argparse.Namespace) -> None:
             say("reward_curve", serving_format=form, **kept(summary), **query(summary, CURVE))
 
 
-def overlap(options: argparse.Namespace) -> None:
-    """Measure the time in which trainer and samplers are busy, and samples per second, asynchronous and synchronous."""
-    rates = {}
-    for mode in ("async", "sync"):
-        summary = run(options, mode, options.seeds[0], f"--{mode}", *FEW_EVALUATIONS)
-        shared = query(summary, "overlap")
-        rates[mode] = summary["rollouts_trained"] / training_seconds(summary)
-        say("overlap", mode=mode, **shared, samples_per_s=round(rates[mode], 2), steps=summary["versions"])
-    say("samples_per_s_async_over_sync", ratio=round(rates["async"] / rates["sync"], 3))
-
-
 def query(summary: Summary, sql: str) -> dict[str, Any]:
     """Return the first row of a query on a run's tables."""
     answer = ask(SinkSettings(path=str(Path(summary["data_dir"]) / "clickhouse")), sql)
@@ -104,33 +87,10 @@ SELECT
 FROM steps
 """
 
-TRAINING_SECONDS = """
-SELECT (max(toUnixTimestamp64Micro(finished_at)) - (
-    SELECT min(toUnixTimestamp64Micro(started_at)) FROM rollouts WHERE mode = 'train')) / 1e6 AS seconds
-FROM train_steps
-"""
-
-
-def training_seconds(summary: Summary) -> float:
-    """Return the time from the first training rollout's start to the last step's end."""
-    return float(query(summary, TRAINING_SECONDS)["seconds"])
-
-
-def lag(options: argparse.Namespace) -> None:
-    """Measure policy lags under a bound of 3: normal trainer, slowed trainer, steps twice as frequent."""
-    variants = {"as_is": [], "slowed": ["trainer.min_step_seconds=8"], "sped_up": ["run.groups_per_step=4"]}
-    for name, changes in variants.items():
-        assignments = [part for change in ["run.max_policy_lag=3", *changes] for part in ("--set", change)]
-        summary = run(options, name, options.seeds[0], *FEW_EVALUATIONS, *assignments)
-        tokens = {int(k): v for k, v in summary["policy_lag_tokens"].items()}
-        total = sum(tokens.values())
-        shares = {k: round(v / total, 4) for k, v in sorted(tokens.items())}
-        say("policy_lag", variant=name, bound=summary["policy_lag_bound"], max=max(tokens), shares=shares)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = {"learning": learning, "control": control, "overlap": overlap, "lag": lag, "formats": formats}
+    what = {"learning": learning, "control": control, "formats": formats}
     parser.add_argument("figure", choices=what)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int)
