@@ -56,7 +56,7 @@ ACCOUNT = [
 ]  # fmt: skip
 
 
-def wide_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+def terminal_of_width(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     """Make this process's output that of a terminal of a width."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(width))
@@ -68,7 +68,7 @@ def terminal(monkeypatch, capsys) -> Callable[..., list[str]]:
     """Print rows on a terminal of a width; return the visible lines."""
 
     def shown(width: int, *arguments: Any, **options: Any) -> list[str]:
-        wide_terminal(monkeypatch, width)
+        terminal_of_width(monkeypatch, width)
         print_rows(*arguments, **options)
         return COLORS.sub("", capsys.readouterr().out).splitlines()
 
@@ -276,7 +276,7 @@ def test_a_query_of_fifteen_columns_can_be_read_at_eighty(tables):
 def test_a_description_names_every_column_whole(tables, monkeypatch, capsys):
     asked = ("query", "DESCRIBE rollouts", "--data-dir", str(tables))
     found = json_of(*asked)
-    wide_terminal(monkeypatch, 80)
+    terminal_of_width(monkeypatch, 80)
     monkeypatch.setattr("sys.argv", ["tidemill", *asked])
     with pytest.raises(SystemExit, match="0"):
         main()
@@ -412,7 +412,7 @@ def test_the_chain_can_be_read_on_a_wide_and_on_a_narrow_terminal(monkeypatch, c
     first = replace(VERSION, version=0, parent=None, anchor="file:///a", bytes_per_changed=None, delta_bytes=0)
     shown = {}
     for width in (80, 140):
-        wide_terminal(monkeypatch, width)
+        terminal_of_width(monkeypatch, width)
         print_chain([first, VERSION], 1, False)
         shown[width] = COLORS.sub("", capsys.readouterr().out).splitlines()
     assert len(shown[140]) == 3

@@ -19,6 +19,8 @@ from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.producer import RecordProducer
 
 PLACES = ("{bootstrap}", "{topic_prefix}", "{run_id}", "{store}")
+IDLE = (sys.executable, "-c", "")
+"""A trainer that does nothing: a test publishes beforehand what such a trainer would have published."""
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +30,10 @@ def topics(kafka):
 
 @pytest.fixture
 def trials(topics, topic_prefix, tmp_path: Path) -> tuple[TrainerTrial, TrainerTrial]:
-    """Two trials of a trainer that does nothing: a test publishes beforehand what such a trainer would have."""
-    one, two = (
-        TrainerTrial(
-            topics, RunSettings(run_id=topic_prefix + name), tmp_path / name, (sys.executable, "-c", ""), 120, [].append
-        )
-        for name in ("undisturbed", "killed")
-    )
-    return one, two
+    """Two trials of an idle trainer."""
+    one, two = (RunSettings(run_id=topic_prefix + name) for name in ("undisturbed", "killed"))
+    undisturbed = TrainerTrial(topics, one, tmp_path / "undisturbed", IDLE, timeout_s=120, watch=lambda _pid: None)
+    return undisturbed, replace(undisturbed, run=two, directory=tmp_path / "killed")
 
 
 def examined(trials: tuple[TrainerTrial, TrainerTrial], **changes: object) -> list[TrainerFinding]:
@@ -90,7 +88,7 @@ def test_too_few_versions_are_refused(trials):
     assert found == TrainerFinding("first run", False, f"it published versions [0, 1]; {least}")
 
 
-def test_a_manifest_that_lies_is_refused(trials):
+def test_a_manifest_with_a_wrong_fingerprint_is_refused(trials):
     manifest = publish(trials[0], 5)
     with RecordProducer(trials[0].kafka, "test") as producer:
         producer.send_acked(Topic.MANIFESTS, [("main", replace(manifest, fingerprint="0" * 16))])
