@@ -154,8 +154,8 @@ def test_a_transformation_that_cannot_be_used_is_reported(tmp_path, monkeypatch)
 
 
 def test_letters_are_given_as_they_are_read(monkeypatch):
-    letters = DeadLetters(KafkaSettings(bootstrap="127.0.0.1:9", topic_prefix="live."))
-    read = []
+    letters, read = DeadLetters(KafkaSettings(bootstrap="127.0.0.1:9", topic_prefix="live.")), []
+    letters.close()
 
     def scan(_ranges):
         for at in (5, 6):
