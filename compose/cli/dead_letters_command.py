@@ -30,6 +30,8 @@ NamesArgument = Annotated[
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Only letters whose reason contains this.")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, help="How often the same content is sent back at most.")]
 DEFAULT_LIMIT = 3
+MOST_BYTES = 512 * 2**20
+"""Maximum size of the letters that one command judges, since it sorts them."""
 
 dead_letters_app = typer.Typer(
     no_args_is_help=True,
@@ -204,7 +206,17 @@ def _chosen(letters: DeadLetters, names: list[str] | None, topic: list[str] | No
         raise typer.BadParameter("give positions, or --topic and --reason, and not both")
     if names:
         return [letters.one(*_place(name)) for name in dict.fromkeys(names)]
-    return [letter for letter in letters.read(_topics(topic)) if reason in letter.reason]
+    chosen, n_bytes = [], 0
+    for letter in letters.read(_topics(topic)):
+        if reason in letter.reason:
+            chosen.append(letter)
+            n_bytes += letter.raw.n_bytes
+        if n_bytes > MOST_BYTES:
+            raise ValueError(
+                f"more than {MOST_BYTES // 2**20} MiB of dead letters are chosen, which are sorted in memory: name "
+                "fewer, by --topic, --reason or their positions"
+            )
+    return chosen
 
 
 def _topics(topics: list[str] | None) -> list[str]:

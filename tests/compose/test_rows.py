@@ -443,7 +443,8 @@ def test_the_gates_decisions_are_rows(capsysbinary):
 def letter(offset: int, reason: str) -> Any:
     return SimpleNamespace(
         source=("rollouts", 0), origin=f"rollouts[0]@{offset}", reason=reason, found_by="assembly",
-        name=f"rollouts.dlq/0/{offset}", order=(17, 0, offset), raw=SimpleNamespace(timestamp_ms=1000 * offset),
+        name=f"rollouts.dlq/0/{offset}", order=(17, 0, offset),
+        raw=SimpleNamespace(timestamp_ms=1000 * offset, n_bytes=10),
     )  # fmt: skip
 
 
@@ -502,6 +503,19 @@ def test_dead_letters_are_counted_without_keeping_them(monkeypatch):
         ("rollouts", "torn", 3, *times, ["assembly"], "rollouts.dlq/0/9"),
     ]
     assert most <= 2
+
+
+def test_more_letters_than_memory_holds_are_not_judged(monkeypatch):
+    @contextmanager
+    def opened(_settings: object) -> Iterator[Any]:
+        read = [letter(1, "torn"), letter(2, "other"), letter(3, "torn")]
+        yield SimpleNamespace(read=lambda _topics: read, judge=lambda chosen, *_: [], send_back=len)
+
+    monkeypatch.setattr("tidemill.compose.cli.dead_letters_command._dead_letters", opened)
+    monkeypatch.setattr("tidemill.compose.cli.dead_letters_command.MOST_BYTES", 20)
+    assert run("dead-letters", "redrive", "--reason", "torn").exit_code == 0
+    refused = run("dead-letters", "redrive", "--topic", "rollouts").exception
+    assert isinstance(refused, ValueError) and "name fewer, by --topic, --reason or their positions" in str(refused)
 
 
 def test_a_copy_gives_its_topics(capsysbinary):
