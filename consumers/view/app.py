@@ -29,7 +29,7 @@ from tidemill.consumers.sink.service import open_tables as opened
 from tidemill.consumers.view import ask, log, rollouts
 from tidemill.consumers.view.config import ViewSettings, is_loopback
 from tidemill.consumers.view.panels import PAGES, Page
-from tidemill.consumers.view.site import HERE, MOST_VALUE, Site
+from tidemill.consumers.view.site import HERE, MOST_VALUE, STATIC, Site
 from tidemill.consumers.view.tables import Tables
 from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
@@ -43,8 +43,8 @@ OF_INTERACTION = ("interaction_path", "interaction")
 COOKIE = "tidemill_view"
 OPEN = ("/enter", "/static/")
 """Paths that are served without the token."""
-STATIC_CACHE = "max-age=60"
-"""Scripts and styles are the same on every view; a new release is loaded after a minute."""
+STATIC_CACHE = "max-age=31536000, immutable"
+"""For the addresses of scripts and styles that name their content."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "font-src 'self'; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'",
@@ -84,7 +84,8 @@ def guarded(app: ASGIApp, settings: ViewSettings) -> ASGIApp:
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers[name] = value
-                headers["Cache-Control"] = STATIC_CACHE if scope["path"].startswith("/static/") else "no-store"
+                address = f"{scope['path']}?{scope['query_string'].decode('latin-1')}"
+                headers["Cache-Control"] = STATIC_CACHE if address in STATIC.values() else "no-store"
             await send(message)
 
         if scope["type"] != "http":
@@ -101,7 +102,7 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
 
     def shell(page: Page) -> Route:
         async def answer(request: Request) -> Response:
-            return site.page(page, dict(request.query_params))
+            return await site.page(page, dict(request.query_params))
 
         return Route(f"/{page.path}", answer)
 
@@ -113,12 +114,12 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
         ((name, number),) = request.path_params.items()
         area, panels = ("run", OF_STEP) if name == "step" else ("weights", OF_VERSION)
         page, values = Page(area, f"{name.title()} {number}", panels), {**request.query_params, name: str(number)}
-        return site.page(page, values, path=request.url.path)
+        return await site.page(page, values, path=request.url.path)
 
     async def interaction(request: Request) -> Response:
         name = request.path_params["interaction_id"][:MOST_VALUE]
         values = {"interaction": name, "run": request.query_params.get("run", "")[:MOST_VALUE]}
-        return site.page(Page("users", f"Interaction {name}", OF_INTERACTION), values)
+        return await site.page(Page("users", f"Interaction {name}", OF_INTERACTION), values)
 
     async def enter(request: Request) -> Response:
         """Serve the form for the token, and process its submission."""

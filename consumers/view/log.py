@@ -17,7 +17,7 @@ from tidemill.consumers.sink.query import QueryFailed
 from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.consumers.sink.tables import Table, tables
 from tidemill.consumers.view.drawn import link
-from tidemill.consumers.view.panels import PAGES, panels
+from tidemill.consumers.view.panels import PAGES
 from tidemill.consumers.view.site import MOST_VALUE, Site
 from tidemill.consumers.view.tables import TableRows
 from tidemill.schemas.catalogue import CATALOGUE, Topic
@@ -130,8 +130,7 @@ def routes(site: Site) -> list[BaseRoute]:
     here = next(page for page in PAGES if page.path == "log")
 
     async def page(request: Request) -> Response:
-        shown = [panels()[name] for name in here.panels]
-        return site.html("log.html", page=here, panels=shown, values=dict(request.query_params))
+        return await site.page(here, dict(request.query_params), template="log.html")
 
     async def answer(request: Request) -> Response:
         given = {name: request.query_params.get(name, "")[:MOST_VALUE] for name in ("topic", "partition", "offset")}

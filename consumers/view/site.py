@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import hashlib
 import io
@@ -25,10 +26,19 @@ from tidemill.consumers.view.tables import TableRows, Tables
 HERE = Path(__file__).parent
 MOST_VALUE = 2000
 """Maximum characters of a parameter's value."""
-ROWS = 100
+ROWS = 50
 """Number of rows of a panel's table shown at a time."""
+IN_SIGHT = 6
+"""Number of panels that a browser shows at first."""
 READ_ROWS = 50_000
 """Maximum rows read for a panel's query: a plot shows all of them."""
+STATIC = {
+    file.relative_to(HERE / "static").as_posix(): (
+        f"/{file.relative_to(HERE).as_posix()}?{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+    )
+    for file in (HERE / "static").rglob("*.*")
+}
+"""The address of each script and style. It changes with the content, so that a browser may keep the content."""
 
 
 class Site:
@@ -46,16 +56,38 @@ class Site:
         self._templates.globals |= {"pages": PAGES, "refresh_ms": round(settings.refresh_s * 1000), "query": urlencode}
         self._templates.globals |= {"link": drawn.link, "asked_at": drawn.asked_at, "flows": drawn.flows}
         self._templates.globals |= {"graphs": drawn.graphs, "marks": drawn.MARKS, "most_rows": ROWS}
-        self._templates.globals |= {"table_body": drawn.table_body, "cell_of": drawn.cell}
+        self._templates.globals |= {"static": STATIC, "table_body": drawn.table_body, "cell_of": drawn.cell}
         self._templates.filters |= {"cell": drawn.shown_text, "numeric": drawn.numeric, "clipped": drawn.clipped}
 
     def html(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:  # noqa: ANN401 - a template's values
         """Return a rendered template as a response; every value is escaped."""
-        return HTMLResponse(self._templates.get_template(template).render(**values), status)
+        answer = HTMLResponse(self._templates.get_template(template).render(**values), status)
+        answer.headers["ETag"] = f'"{hashlib.sha256(bytes(answer.body)).hexdigest()[:24]}"'
+        return answer
 
-    def page(self, page: Page, values: dict[str, str], **more: Any) -> HTMLResponse:  # noqa: ANN401 - a template's values
-        """Return the shell of a page: the browser requests its panels, with the parameters of their queries."""
-        return self.html("page.html", page=page, panels=[panels()[name] for name in page.panels], values=values, **more)
+    async def page(
+        self, page: Page, values: dict[str, str], *, template: str = "page.html", path: str = ""
+    ) -> HTMLResponse:
+        """Return a page with the panels whose results are known; the browser requests the others.
+
+        Args:
+            values: the parameters of the panels' queries.
+            path: address of the page, if it is not that of a view.
+        """
+        path = path or f"/{page.path}"
+        known = dict[str, HTMLResponse]()
+        if (runs := await self.tables.known(panels()["runs"].sql)) is not None:
+            known["runs"] = self._runs(runs, values.get("run", ""), path)
+        shown = [panels()[name] for name in page.panels]
+        for place, panel in enumerate(shown):
+            asked = panel.sql, arguments(panel, values), READ_ROWS
+            if (result := await self.tables.known(*asked)) is not None:
+                known[panel.name] = self._panel(panel, result, values)
+            elif place < IN_SIGHT and not panel.fault:
+                # The browser, which loads its scripts meanwhile, joins the query.
+                task = asyncio.create_task(self.tables.kept(*asked))
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self.html(template, page=page, panels=shown, values=values, path=path, known=known)
 
     async def runs(self, request: Request) -> Response:
         """Return the runs in the tables, for the user to choose one."""
@@ -65,8 +97,10 @@ class Site:
         except QueryFailed:
             # Each panel shows the reason itself.
             return HTMLResponse("")
-        path = urlsplit(values.get("path", "")).path
-        return unless_same(request, self.html("runs.html", result=result, run=values.get("run", ""), path=path))
+        return unless_same(request, self._runs(result, values.get("run", ""), urlsplit(values.get("path", "")).path))
+
+    def _runs(self, result: TableRows, run: str, path: str) -> HTMLResponse:
+        return self.html("runs.html", result=result, run=run, path=path)
 
     async def panel(self, request: Request) -> Response:
         """Return one panel: as HTML, or its rows as JSON or CSV, depending on the ending of the address."""
@@ -83,28 +117,38 @@ class Site:
             if ending:
                 return PlainTextResponse(f"{error}\n", 502)
             return self.html("failed.html", 200, panel=panel, message=str(error))
-        # Skipped for a query with the parameter `run`: it has filtered itself, and some records name no run.
-        if (run := values.get("run")) and "run_id" in result.columns and "run" not in panel.parameters:
-            place = result.columns.index("run_id")
-            result = replace(result, rows=[row for row in result.rows if row[place] == run])
         if ending and result.cut:
             return PlainTextResponse(f"more than {READ_ROWS} rows: take them with `tidemill query {name}`\n", 413)
         if ending:
-            return rows_as(result, ending, name)
-        whole = not request.url.path.startswith("/rows/")
+            return rows_as(of_run(panel, result, values), ending, name)
+        return unless_same(request, self._panel(panel, result, values, whole=request.url.path.startswith("/panel/")))
+
+    def _panel(self, panel: Panel, result: TableRows, values: dict[str, str], *, whole: bool = True) -> HTMLResponse:
+        """Return the HTML of a panel or, if not `whole`, of its table alone; the header Age is that of its numbers."""
+        result = of_run(panel, result, values)
         answer = self.html(
             "panel.html" if whole else "rows.html", panel=panel, result=result, begin=place_in(values), values=values,
             plot=drawn.plotted(panel, result) if whole and panel.plot in drawn.PLOTTED else None,
-            here=request.url.path, own={key: value for key, value in values.items() if key != "from"},
+            here=f"/{'panel' if whole else 'rows'}/{panel.name}",
+            own={key: value for key, value in values.items() if key != "from"},
         )  # fmt: skip
-        sent = unless_same(request, answer)
-        sent.headers["Age"] = str(round(time.monotonic() - result.asked))
-        return sent
+        answer.headers["Age"] = str(round(time.monotonic() - result.asked))
+        return answer
 
 
 def arguments(panel: Panel, values: dict[str, str]) -> dict[str, str]:
     """Return the parameters of a panel's query from an address; missing ones are empty."""
     return {name: values.get(name, "")[:MOST_VALUE] for name in panel.parameters}
+
+
+def of_run(panel: Panel, result: TableRows, values: dict[str, str]) -> TableRows:
+    """Return the rows of the run in the address; all rows if it names none."""
+    run = values.get("run")
+    # A query with the parameter `run` has filtered itself, and some records name no run.
+    if not run or "run_id" not in result.columns or "run" in panel.parameters:
+        return result
+    place = result.columns.index("run_id")
+    return replace(result, rows=[row for row in result.rows if row[place] == run])
 
 
 def place_in(values: dict[str, str]) -> int:
@@ -124,10 +168,9 @@ def rows_as(result: TableRows, ending: str, name: str) -> Response:
     return Response(text.getvalue(), media_type="text/csv", headers=headers)
 
 
-def unless_same(request: Request, answer: Response) -> Response:
+def unless_same(request: Request, answer: HTMLResponse) -> Response:
     """Return the response, or 304 if the browser has it already."""
-    tag = f'"{hashlib.sha256(bytes(answer.body)).hexdigest()[:24]}"'
-    answer.headers["ETag"] = tag
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers={"ETag": tag})
-    return answer
+    if request.headers.get("if-none-match") != answer.headers["ETag"]:
+        return answer
+    kept = {name: answer.headers[name] for name in ("ETag", "Age") if name in answer.headers}
+    return Response(status_code=304, headers=kept)

@@ -69,6 +69,10 @@ class _Kept:
     """Read progress of the tables before the query."""
 
 
+def _key(sql: str, given: Mapping[str, str], most: int) -> tuple[str, ...]:
+    return (sql, str(most), *(f"{name}={given[name]}" for name in sorted(given)))
+
+
 class Tables:
     """Bounded, read-only queries.
 
@@ -95,30 +99,48 @@ class Tables:
         It is valid for `REST` times the time of all queries in view, and longer while the tables read no further.
         """
         given = parameters or {}
-        key = (sql, str(most), *(f"{name}={given[name]}" for name in sorted(given)))
-        one = self._kept.setdefault(key, _Kept())
-        self._kept.move_to_end(key)
+        one = self._kept.setdefault(_key(sql, given, most), _Kept())
+        self._kept.move_to_end(_key(sql, given, most))
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
-        now = one.looked = time.monotonic()
-        # Total seconds of the queries that were requested recently.
-        cost = sum(each.cost for each in self._kept.values() if each.rows is not None and now - each.looked < LONGEST_S)
-        if one.rows is not None and now - one.at < min(REST * cost, REST_S):
+        one.looked = time.monotonic()
+        if one.rows is not None and self._rests(one):
             return one.rows
         if one.asking is None or one.asking.done():
             one.asking = asyncio.create_task(self._renewed(one, sql, given, most))
             # A failure without a waiting reader appears at the next request, which has no cached result.
             one.asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-        old = one.rows if now - one.at < LONGEST_S + REST_S else None
+        old = one.rows if time.monotonic() - one.at < LONGEST_S + REST_S else None
         done, _ = await asyncio.wait({one.asking}, timeout=None if old is None else PATIENCE_S)
         return one.asking.result() if done or old is None else old
 
+    async def known(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows | None:
+        """Return the cached result of `kept` while it is valid; otherwise None, without a query for a newer one."""
+        one = self._kept.get(_key(sql, parameters or {}, most))
+        try:
+            if one is None or not (self._rests(one) or await self._current(one)):
+                return None
+        except QueryFailed:
+            return None
+        one.looked = time.monotonic()
+        return one.rows
+
+    def _rests(self, one: _Kept) -> bool:
+        now = time.monotonic()
+        # Total seconds of the queries that were requested recently.
+        cost = sum(each.cost for each in self._kept.values() if each.rows is not None and now - each.looked < LONGEST_S)
+        return now - one.at < min(REST * cost, REST_S)
+
+    async def _current(self, one: _Kept) -> bool:
+        """Whether the tables have read no further since the query of a cached result."""
+        return one.rows is not None and time.monotonic() - one.at <= LONGEST_S and await self._state() == one.state
+
     async def _renewed(self, one: _Kept, sql: str, given: Mapping[str, str], most: int) -> TableRows:
         try:
-            state = await self._state()
-            if one.rows is None or time.monotonic() - one.at > LONGEST_S or state != one.state:
-                one.at, one.state = time.monotonic(), state
+            if one.rows is None or not await self._current(one):
+                state, at = await self._state(), time.monotonic()
                 one.rows = await self.ask(sql, given, most)
+                one.at, one.state = at, state
                 # While other queries run, a query takes longer than its own cost.
                 one.cost = min(one.rows.seconds, 1.5 * one.cost)
         except QueryFailed:

@@ -7,14 +7,12 @@ const seen = new Set();
 const plots = new Map();
 const colours = ["--s0", "--s1", "--s2", "--s3", "--s4", "--s5"];
 
-// A canvas does not know light-dark(): an element's computed colour is resolved, once for each theme.
+// A canvas does not know light-dark(): each colour's value is read once for each theme.
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const theme = getComputedStyle(document.documentElement);
 const known = new Map();
 const colour = (name) => {
-  if (!known.has(name)) {
-    live.style.color = `var(${name})`;
-    known.set(name, getComputedStyle(live).color);
-    live.style.color = "";
-  }
+  if (!known.has(name)) known.set(name, theme.getPropertyValue(name).match(/#\w+/g)[Number(dark.matches)]);
   return known.get(name);
 };
 
@@ -23,12 +21,12 @@ async function read(panel) {
   try {
     const headers = panel.dataset.tag ? { "If-None-Match": panel.dataset.tag } : {};
     const reply = await fetch(panel.dataset.panel, { headers });
-    if (reply.status === 304) { aged(panel, reply); return; }
+    if (reply.status === 304) { aged(panel, reply.headers.get("Age")); return; }
     if (reply.redirected || reply.status === 401) { location.reload(); return; }
     const text = await reply.text();
     if (!reply.ok) throw new Error(text);
-    show(panel, text, reply.headers.get("ETag") ?? "");
-    aged(panel, reply);
+    await show(panel, text, reply.headers.get("ETag") ?? "");
+    aged(panel, reply.headers.get("Age"));
     live.textContent = "";
   } catch (error) {
     live.textContent = `not up to date: ${error.message || "no answer"}`;
@@ -38,12 +36,25 @@ async function read(panel) {
 }
 
 // How old the numbers are, where that is not a matter of course.
-function aged(panel, reply) {
-  const age = Number(reply.headers.get("Age")), place = panel.querySelector(".from .age");
+function aged(panel, age) {
+  const place = panel.querySelector(".from .age");
   if (place) place.textContent = age * 1000 > refreshMs ? `read ${age} s ago` : "";
 }
 
-function show(panel, html, tag) {
+// The answers that the next frame shows together: every width is read before the first change, since a width that is
+// read after a change costs a layout.
+const waiting = [];
+const show = (panel, html, tag) => new Promise((shown, failed) => {
+  if (waiting.push({ panel, html, tag, shown, failed }) > 1) return;
+  requestAnimationFrame(() => {
+    const answers = waiting.splice(0).map((one) => ({ ...one, width: one.panel.querySelector("h2")?.clientWidth }));
+    for (const one of answers) {
+      try { one.shown(fill(one)); } catch (error) { one.failed(error); }
+    }
+  });
+});
+
+function fill({ panel, html, tag, width }) {
   const open = panel.querySelector("details")?.open;
   const scrolled = panel.querySelector(".scroll")?.scrollTop ?? 0;
   const focused = panel.contains(document.activeElement);
@@ -58,16 +69,19 @@ function show(panel, html, tag) {
   const scroll = panel.querySelector(".scroll");
   if (scroll && scrolled) scroll.scrollTop = scrolled; // To set it costs a layout.
   localTimes(panel);
-  draw(panel);
+  draw(panel, width);
 }
 
+// Times in the browser's zone. Its own formats (Intl) take tens of milliseconds to load.
+const two = (value) => `${value}`.padStart(2, "0");
+const localTime = (at) => `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${[at.getHours(), at.getMinutes(), at.getSeconds()].map(two).join(":")}`;
+
 function localTimes(root) {
-  const form = new Intl.DateTimeFormat(undefined, { dateStyle: "short", timeStyle: "medium" });
   for (const time of root.querySelectorAll("time[datetime]")) {
     const at = new Date(time.dateTime.replace(/(\.\d{3})\d*/, "$1"));
     if (Number.isNaN(at.valueOf())) continue;
     time.title = `${time.textContent} UTC`;
-    time.textContent = form.format(at);
+    time.textContent = localTime(at);
   }
 }
 
@@ -89,44 +103,48 @@ function series({ drawn, columns, rows }, ys) {
   const runs = new Set(rows.map((row) => row[at("run_id")]));
   const by = [...(runs.size > 1 ? ["run_id"] : []), ...names(drawn.by).filter((name) => name !== "run_id")].map(at);
   const all = names(drawn.y);
-  const ends = (y, which) => names(drawn[which])[all.indexOf(y)];
-  const xs = [...new Set(rows.map((row) => number(row[at(drawn.x)])))].filter((x) => x !== null).sort((a, b) => a - b);
+  // Each column's series: of its values, and of the ends of their intervals.
+  const parts = ys.flatMap((y) => [["", y], ...["low", "high"].map((end) => [end, names(drawn[end])[all.indexOf(y)]])]
+    .map(([end, name]) => ({ end, column: at(name), word: by.length && ys.length === 1 ? [] : [words(y)] })))
+    .filter(({ column }) => column >= 0);
+  const along = rows.map((row) => number(row[at(drawn.x)]));
+  const xs = [...new Set(along)].filter((x) => x !== null).sort((a, b) => a - b);
   const place = new Map(xs.map((x, n) => [x, n]));
   const found = new Map();
-  for (const row of rows) {
-    const n = place.get(number(row[at(drawn.x)]));
-    for (const y of ys) {
-      const label = [...by.map((column) => row[column]), ...(by.length && ys.length === 1 ? [] : [words(y)])].join(" ");
-      for (const end of ["", "low", "high"]) {
-        const column = at(end ? ends(y, end) : y);
-        if (column < 0) continue;
-        const key = `${label}\n${end}`;
-        if (!found.has(key)) found.set(key, { label, end, values: new Array(xs.length).fill(null) });
-        if (n !== undefined) found.get(key).values[n] = number(row[column]);
-      }
+  rows.forEach((row, nth) => {
+    const group = by.map((column) => row[column]), n = place.get(along[nth]);
+    for (const { end, column, word } of parts) {
+      const label = [...group, ...word].join(" "), key = `${label}\n${end}`;
+      if (!found.has(key)) found.set(key, { label, end, values: new Array(xs.length).fill(null) });
+      if (n !== undefined) found.get(key).values[n] = number(row[column]);
     }
-  }
+  });
   return { xs, lines: [...found.values()].filter((line) => line.values.some((value) => value !== null)) };
 }
 
-function draw(panel) {
+function draw(panel, width = panel.querySelector(".plot")?.clientWidth) {
   const holder = panel.querySelector(".plot");
   const source = panel.querySelector("script.rows");
   for (const plot of plots.get(panel) ?? []) plot.destroy();
   plots.delete(panel);
   if (!holder || !source) return;
   const data = JSON.parse(source.textContent);
-  if (data.drawn.plot === "heat") { heat(holder, data); return; }
+  if (data.drawn.plot === "heat") { heat(holder, data, width); return; }
   const ys = names(data.drawn.y), units = names(data.drawn.unit);
   // Columns of different units are plots of their own under one another: two scales in one plot mislead.
   const parts = units.length > 1 ? ys.map((y, n) => [[y], units[n]]) : [[ys, data.drawn.unit]];
-  plots.set(panel, parts.map(([some, unit]) => plot(holder, data, some, unit ?? words(some.join(", ")), parts.length)));
+  plots.set(panel, parts.map(([some, unit]) => plot(holder, data, some, unit ?? words(some.join(", ")), parts.length, width)));
 }
 
-const compact = new Intl.NumberFormat(undefined, { notation: "compact", maximumSignificantDigits: 4 });
+function compact(value) {
+  const thousands = Math.max(0, Math.min(4, Math.floor(Math.log10(Math.abs(value) || 1) / 3)));
+  return `${Number((value / 1000 ** thousands).toPrecision(4))}${["", "K", "M", "B", "T"][thousands]}`;
+}
 const whole = Array.from({ length: 45 }, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3));
 
-function plot(holder, data, ys, unit, plotted) {
+const MOST_POINTS = 60; // A longer line is drawn without its points: each costs as much as a piece of the line.
+
+function plot(holder, data, ys, unit, plotted, width) {
   const { drawn } = data;
   const bars = drawn.plot === "bars";
   const { xs, lines } = series(data, ys);
@@ -134,12 +152,12 @@ function plot(holder, data, ys, unit, plotted) {
   const grid = { stroke: colour("--line"), width: 1 };
   const axis = { stroke: colour("--quiet"), grid, ticks: grid, font: "12px system-ui", labelFont: "12px system-ui" };
   const integers = (values) => values.every((value) => value === null || Number.isInteger(value));
-  const shown = (u, splits) => splits.map((value) => (value === null ? "" : compact.format(value)));
+  const shown = (u, splits) => splits.map((value) => (value === null ? "" : compact(value)));
   const all = lines.flatMap((line) => line.values).filter((value) => value !== null);
   const bands = [], inked = [];
   let next = -1;
   const short = (value) => (value === null || value === undefined ? "" : Number.isInteger(value) ? `${value}` : `${Number(value.toPrecision(4))}`);
-  lines.forEach(({ label, end }, n) => {
+  lines.forEach(({ label, end, values }, n) => {
     if (!end) next++;
     const stroke = colour(colours[next % colours.length]);
     inked.push({
@@ -149,13 +167,13 @@ function plot(holder, data, ys, unit, plotted) {
         return short(value) + (low == null || high == null ? "" : ` (${short(low)} to ${short(high)})`);
       },
       paths: bars ? uPlot.paths.bars({ size: [0.7, 40] }) : drawn.plot === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined,
-      fill: bars ? stroke : undefined, points: { show: !end && (drawn.plot === "line" || (drawn.plot === "steps" && xs.length < 60)), size: 5 },
+      fill: bars ? stroke : undefined, points: { show: !end && !bars && values.filter((value) => value !== null).length < MOST_POINTS, size: 5 },
     });
-    if (end === "high") bands.push({ series: [n + 1, n], fill: stroke.replace("rgb(", "rgba(").replace(")", ", 0.18)") });
+    if (end === "high") bands.push({ series: [n + 1, n], fill: `${stroke}2e` });
   });
   const from = bars || (drawn.plot === "line" && Math.min(...all) >= 0) ? 0 : undefined;
   return new uPlot({
-    width: holder.clientWidth, height: plotted > 1 ? 190 : 240, bands,
+    width, height: plotted > 1 ? 190 : 240, bands,
     cursor: plotted > 1 ? { sync: { key: holder.getAttribute("aria-label") } } : {},
     scales: {
       x: { time: timed, ...(timed || (!bars && xs.length > 1) ? {} : { range: (u, low, high) => [low - 0.6, high + 0.6] }) },
@@ -173,11 +191,11 @@ const MOST_SHADES = 5;
 const CELL_PX = 9;
 
 // A cell for each place across and down; where there are more places across than can be seen, a column is their mean.
-function heat(holder, { drawn, columns, rows }) {
+function heat(holder, { drawn, columns, rows }, whole) {
   const [x, y, value] = [drawn.x, drawn.by, drawn.y].map((name) => columns.indexOf(name));
   const places = [...new Set(rows.map((row) => row[x]))], down = [...new Set(rows.map((row) => row[y]))];
   const longest = Math.max(...down.map((place) => `${place}`.length));
-  const left = Math.max(56, Math.min(0.45 * holder.clientWidth, 6.5 * longest + 10)), room = Math.max(60, holder.clientWidth - left - 4);
+  const left = Math.max(56, Math.min(0.45 * whole, 6.5 * longest + 10)), room = Math.max(60, whole - left - 4);
   const each = Math.max(1, Math.ceil((places.length * CELL_PX) / room));
   const across = Math.ceil(places.length / each);
   const width = Math.min(room / across, 60), height = Math.max(14, Math.min(28, 180 / down.length));
@@ -219,9 +237,19 @@ function node(name, attributes, text) {
 }
 
 const watcher = new IntersectionObserver((entries) => {
+  const known = [];
   for (const { target, isIntersecting } of entries) {
     if (!isIntersecting) seen.delete(target);
-    else if (!seen.has(target)) { seen.add(target); read(target); }
+    else if (!seen.has(target)) {
+      seen.add(target);
+      if (target.dataset.age === undefined) read(target);
+      else known.push({ panel: target, width: target.querySelector(".plot")?.clientWidth });
+    }
+  }
+  for (const { panel, width } of known) { // The page came with them.
+    aged(panel, panel.dataset.age);
+    delete panel.dataset.age;
+    draw(panel, width);
   }
 }, { rootMargin: "200px" });
 // A link to other rows of a table is followed within its panel.
@@ -243,5 +271,6 @@ async function again() {
   setTimeout(again, refreshMs);
 }
 if (panels.length) setTimeout(again, refreshMs);
-addEventListener("resize", () => panels.forEach(draw));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { known.clear(); panels.forEach(draw); });
+const redrawAll = () => panels.filter((panel) => panel.dataset.age === undefined).forEach((panel) => draw(panel));
+addEventListener("resize", redrawAll);
+dark.addEventListener("change", () => { known.clear(); redrawAll(); });

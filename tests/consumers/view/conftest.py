@@ -201,10 +201,11 @@ class Look:
         return self.page
 
     def settle(self) -> None:
-        """Wait until every panel has been read once."""
+        """Wait until every panel in sight has been read and drawn."""
         self.page.wait_for_load_state()
         self.page.wait_for_function(
-            "() => [...document.querySelectorAll('[data-panel]')].every((panel) => !panel.querySelector('.wait')"
+            "() => [...document.querySelectorAll('[data-panel]')]"
+            ".every((panel) => !panel.querySelector('.wait, .plot:empty')"
             " || !panel.checkVisibility() || panel.getBoundingClientRect().top > innerHeight + 200)"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -165,11 +166,26 @@ def test_a_hostile_rollout_is_text(view: View, look_as: Callable[..., Look], rol
     look.shoot(f"hostile-{rollout}-{'phone' if options else 'wide'}")
 
 
-def test_a_first_look_reads_the_panels_in_sight(view: View, look: Look):
-    asked: list[str] = []
-    look.page.on("request", lambda request: asked.append(request.url))
-    look.open(f"{view.url}/run")
-    assert any("/panel/held_out_by_version" in url for url in asked)
-    assert not any("/panel/refusals" in url for url in asked)
-    with look.page.expect_request("**/panel/refusals*"):
-        look.page.get_by_role("region", name="Refused versions").scroll_into_view_if_needed()
+def test_a_first_look_reads_the_panels_in_sight_and_the_next_one_comes_with_them(
+    view: View, look_as: Callable[..., Look], tmp_path: Path
+):
+    settings = (f"sink.path={view.sink.directory}", "view.refresh_s=3600")
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    with serving(tmp_path / "view.log", *arguments) as (url, _process):
+
+        def opened() -> tuple[Page, list[str]]:
+            look, asked = look_as(), list[str]()
+            look.page.on("request", lambda request: asked.append(request.url))
+            return look.open(f"{url}/run"), asked
+
+        page, first = opened()
+        assert any("/panel/held_out_by_version" in url for url in first)
+        assert not any("/panel/refusals" in url for url in first)
+        with page.expect_request("**/panel/refusals*"):
+            page.get_by_role("region", name="Refused versions").scroll_into_view_if_needed()
+        page, second = opened()
+        known = page.get_by_role("region", name="Held-out success by weight version", exact=True)
+        expect(known.locator("canvas")).to_be_visible()
+        assert not {url for url in first if "/panel/" in url} & set(second)
+        for context in page.context.browser.contexts:
+            context.close()  # before the server ends, whose absence they would note

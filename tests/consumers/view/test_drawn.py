@@ -18,7 +18,8 @@ from tidemill.consumers.view import tables as module
 from tidemill.consumers.view.app import application
 from tidemill.consumers.view.config import ViewSettings
 from tidemill.consumers.view.drawn import PLACES, link, plotted, table_body
-from tidemill.consumers.view.panels import Panel, panels
+from tidemill.consumers.view.panels import PAGES, Panel, panels
+from tidemill.consumers.view.site import IN_SIGHT, Site
 from tidemill.consumers.view.tables import STATE, TableRows, Tables
 
 if TYPE_CHECKING:
@@ -105,6 +106,55 @@ def test_an_answer_is_kept_until_new_rows_arrive_and_longer_if_it_was_costly(
 
     asyncio.run(look())
     assert tables.asked == asked
+
+
+def test_a_known_answer_is_valid_and_causes_no_query(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "STATE_S", -1.0)
+    tables = Counted(rewards(1))
+
+    async def look() -> None:
+        assert await tables.known("SELECT 1") is None
+        assert await tables.kept("SELECT 1") is await tables.known("SELECT 1") is tables.rows
+        tables.position = 1
+        assert await tables.known("SELECT 1") is None
+        # While a newer answer is on its way, the old one is not known to be valid.
+        tables.ready.clear()
+        newer = asyncio.create_task(tables.kept("SELECT 1"))
+        await asyncio.sleep(0)
+        assert await tables.known("SELECT 1") is None
+        tables.ready.set()
+        assert await newer is await tables.known("SELECT 1")
+
+    asyncio.run(asyncio.wait_for(look(), 10))
+    assert tables.asked == 2
+
+
+def test_the_shell_holds_the_known_panels_as_they_are_requested():
+    class OnlyRewards(Counted):
+        async def ask(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
+            if sql not in (STATE, panels()["reward_by_environment"].sql):
+                raise QueryFailed("no such rows")
+            return await super().ask(sql, parameters, most)
+
+    client = TestClient(application(OnlyRewards(rewards(2)), ViewSettings()), base_url="http://127.0.0.1")
+    assert "mean reward" not in client.get("/run?run=r").text
+    panel = client.get("/panel/reward_by_environment?run=r")
+    shell, other = client.get("/run?run=r").text, client.get("/run?run=other").text
+    assert panel.text in shell and panel.headers["ETag"].strip('"') in shell
+    assert "mean reward" not in other
+
+
+def test_the_queries_of_the_panels_in_sight_begin_with_the_page():
+    tables = Counted(rewards(1))
+
+    async def look() -> None:
+        page = await Site(tables, ViewSettings()).page(PAGES[0], {})
+        assert page.body.count(b'class="wait"') == len(PAGES[0].panels)
+        while tables.asked < IN_SIGHT:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(look(), 10))
+    assert tables.asked == IN_SIGHT < len(PAGES[0].panels)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 9.0], ids=["same", "costly"])

@@ -180,6 +180,17 @@ def test_each_answer_has_the_security_headers(tmp_path: Path, method: str, path:
     assert answer.headers["cache-control"]
 
 
+def test_a_browser_may_keep_a_script_under_the_address_of_its_content_alone(tmp_path: Path):
+    client = client_of(tmp_path)
+    addresses = re.findall(r'(?:src|href)="(/static/[^"]*)"', client.get("/ask").text)
+    assert len(addresses) == 6
+    for address in addresses:
+        assert "immutable" in client.get(address).headers["cache-control"], address
+        for other in (address.partition("?")[0], f"{address}0"):
+            answer = client.get(other)
+            assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
+
+
 def test_refusals_have_the_security_headers_too(guarded: TestClient, tmp_path: Path):
     answers = [guarded.get("/run"), guarded.get("/run", headers=HTML), guarded.get("/run", headers={"host": "evil"})]
     assert [answer.status_code for answer in answers] == [401, 303, 421]
