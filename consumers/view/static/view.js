@@ -60,7 +60,8 @@ function fill({ panel, html, tag, width }) {
   const focused = panel.contains(document.activeElement);
   if (focused && panel.dataset.tag) return; // A reader's place in a table is not taken away; the next reading shows it.
   const inner = panel.querySelector("[data-panel]");
-  panel.innerHTML = html; // The server has escaped every value.
+  if (typeof html === "string") panel.innerHTML = html; // The server has escaped every value.
+  else panel.replaceChildren(html);
   panel.dataset.tag = tag;
   const slot = panel.querySelector("[data-panel]");
   if (slot && inner) slot.replaceWith(inner); // It is read again by itself.
@@ -242,14 +243,15 @@ const watcher = new IntersectionObserver((entries) => {
     if (!isIntersecting) seen.delete(target);
     else if (!seen.has(target)) {
       seen.add(target);
-      if (target.dataset.age === undefined) read(target);
-      else known.push({ panel: target, width: target.querySelector(".plot")?.clientWidth });
+      const template = target.querySelector(":scope > template"); // The page came with it.
+      if (template) known.push({ panel: target, template, width: target.querySelector("h2")?.clientWidth });
+      else read(target);
     }
   }
-  for (const { panel, width } of known) { // The page came with them.
-    aged(panel, panel.dataset.age);
-    delete panel.dataset.age;
-    draw(panel, width);
+  for (const { panel, template, width } of known) {
+    fill({ panel, html: template.content, tag: template.dataset.tag, width });
+    aged(panel, template.dataset.age);
+    panel.setAttribute("aria-busy", "false");
   }
 }, { rootMargin: "200px" });
 // A link to other rows of a table is followed within its panel.
@@ -271,6 +273,5 @@ async function again() {
   setTimeout(again, refreshMs);
 }
 if (panels.length) setTimeout(again, refreshMs);
-const redrawAll = () => panels.filter((panel) => panel.dataset.age === undefined).forEach((panel) => draw(panel));
-addEventListener("resize", redrawAll);
-dark.addEventListener("change", () => { known.clear(); redrawAll(); });
+addEventListener("resize", () => panels.forEach((panel) => draw(panel)));
+dark.addEventListener("change", () => { known.clear(); panels.forEach((panel) => draw(panel)); });
