@@ -1,7 +1,7 @@
 """The page as an ASGI application behind its guard, and the process that serves it.
 
-A browser gets the shell of a page at once, and then requests the panels one by one. The guard decides which clients may
-see the page, and limits what a browser may do with it.
+A browser gets a page with the panels whose results are known, and then requests the others one by one. The guard
+decides which clients may see the page, and limits what a browser may do with it.
 """
 
 from __future__ import annotations

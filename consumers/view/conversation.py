@@ -279,9 +279,7 @@ def by_mismatch(n: int, first: int, lengths: Sequence[int], worst: Sequence[Sequ
     """
     looks, titles = [""] * n, [""] * n
     before = list(accumulate(lengths, initial=0))
-    known = 0
     for segment, position, sampler, trainer in worst:
-        known += 1
         place = before[int(segment)] + int(position) - first if 0 <= segment < len(lengths) else -1
         if 0 <= place < n:
             apart = abs(trainer - sampler)
@@ -289,8 +287,8 @@ def by_mismatch(n: int, first: int, lengths: Sequence[int], worst: Sequence[Sequ
             looks[place] = f"odds{len(DIFFERENCES) - at}"
             titles[place] = f"sampler {sampler:.4f}, trainer {trainer:.4f}"
     legend = [(f"odds{len(DIFFERENCES) - at}", f"difference {words}") for at, (_, words) in enumerate(DIFFERENCES)]
-    told = f"{known} of its tokens are among the worst of their step; the log has no others"
-    return TokenColours(looks, titles, [*legend, ("", told)])
+    note = f"{len(worst)} of its tokens are among the worst of their step; the log has no others"
+    return TokenColours(looks, titles, [*legend, ("", note)])
 
 
 def by_advantage(mask: Sequence[int], advantage: float | None) -> TokenColours:

@@ -238,17 +238,17 @@ function node(name, attributes, text) {
 }
 
 const watcher = new IntersectionObserver((entries) => {
-  const known = [];
+  const ready = [];
   for (const { target, isIntersecting } of entries) {
     if (!isIntersecting) seen.delete(target);
     else if (!seen.has(target)) {
       seen.add(target);
       const template = target.querySelector(":scope > template"); // The page came with it.
-      if (template) known.push({ panel: target, template, width: target.querySelector("h2")?.clientWidth });
+      if (template) ready.push({ panel: target, template, width: target.querySelector("h2")?.clientWidth });
       else read(target);
     }
   }
-  for (const { panel, template, width } of known) {
+  for (const { panel, template, width } of ready) {
     fill({ panel, html: template.content, tag: template.dataset.tag, width });
     aged(panel, template.dataset.age);
     panel.setAttribute("aria-busy", "false");
