@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -15,8 +15,9 @@ from tests.secured_log import SecuredLog, secured_log
 from tidemill.compose.processes import ChildGuard
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
+from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.admin import admin_client, create_missing, wanted_topics
 
 # The duration of an example depends more on the machine's load than on the code.
 settings.register_profile("tidemill", deadline=None)
@@ -44,10 +45,13 @@ class Kafka:
 
     bootstrap: str
 
-    def fresh(self, partitions: int = 2) -> KafkaSettings:
-        """Create topics that no other test uses. Each partition costs the broker time."""
+    def fresh(self, partitions: int = 2, only: Collection[Topic] = tuple(Topic)) -> KafkaSettings:
+        """Create topics that no other test uses, with their dead-letter topics. Each partition costs the broker time:
+        name the `only` topics that the test needs."""
         made = KafkaSettings(bootstrap=self.bootstrap, topic_prefix=a_prefix(), partitions=partitions)
-        create_topics(made)
+        names = Names(made.topic_prefix)
+        chosen = {name for topic in only for name in (names.of(topic), names.dead_letter(topic))}
+        create_missing(admin_client(made), [new for new in wanted_topics(made) if new.topic in chosen])
         return made
 
 

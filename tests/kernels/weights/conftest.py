@@ -116,7 +116,7 @@ class Publication:
 @pytest.fixture(scope="module")
 def log(kafka) -> KafkaSettings:
     """Topics that the tests of a module share; each test has its own run in them."""
-    return kafka.fresh()
+    return kafka.fresh(2, [Topic.MANIFESTS, Topic.DELTAS])
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.secured_log import USER, SecuredLog
 from tests.waiting import until
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log import group
+from tidemill.schemas.log import group, watermarks
 from tidemill.schemas.log.access import DEADLINE_S, AccessRefused, SecurityError, check_access, security_of
 from tidemill.schemas.log.admin import check_topics, create_topics, wait_for_broker
 from tidemill.schemas.log.fenced_producer import FencedProducer
@@ -140,13 +140,14 @@ def test_each_client_reports_a_refusal(secured: SecuredLog, topic_prefix: str, m
     options = secured.sasl_options(**WRONG) | impatient
     refused = KafkaSettings(bootstrap=secured.sasl, topic_prefix=topic_prefix, client_options=options)
     said = "invalid credentials"
+    for module in (group, watermarks):
+        monkeypatch.setattr(module, "METADATA_TIMEOUT_S", 1.0)
     with pytest.raises(DeliveryError, match=said):
         RecordProducer(refused, "test").send_acked(Topic.DOCUMENTS, [("a", document(1))])
     with pytest.raises(AccessRefused, match=said):
         wait_for_broker(refused, 0.5)
     with pytest.raises(AccessRefused, match=said):
         LogReader(refused, [Topic.DOCUMENTS])
-    monkeypatch.setattr(group, "METADATA_TIMEOUT_S", 1.0)
     member = GroupConsumer(refused, "test", [Topic.DOCUMENTS], client_id="test")
     with pytest.raises(AccessRefused, match=said):
         until(lambda: bool(member.poll()), "a refusal", TEST_DEADLINE_S)

@@ -32,6 +32,11 @@ LONG_AGO_MS = int(time.time() - 3_600) * 1_000
 
 @pytest.fixture
 def settings(kafka) -> KafkaSettings:
+    return kafka.fresh(4, [Topic.DOCUMENTS])
+
+
+@pytest.fixture(scope="module")
+def every_topic(kafka) -> KafkaSettings:
     return kafka.fresh(4)
 
 
@@ -39,19 +44,19 @@ def read(reader: LogReader) -> list[ConsumedRecord]:
     return list(reader.read_to_end(DEADLINE_S))
 
 
-def test_topics_are_as_declared_and_creating_them_again_changes_nothing(settings: KafkaSettings):
-    assert wait_for_broker(settings) >= 1
-    assert create_topics(settings) == []
-    states = check_topics(settings)
+def test_topics_are_as_declared_and_creating_them_again_changes_nothing(every_topic: KafkaSettings):
+    assert wait_for_broker(every_topic) >= 1
+    assert create_topics(every_topic) == []
+    states = check_topics(every_topic)
     assert len(states) == 2 * len(CATALOGUE)
     assert [state.drift for state in states] == [[]] * len(states)
 
 
-def test_drift_is_reported_and_missing_topics_too(settings: KafkaSettings):
-    other = settings.model_copy(update={"partitions": 3})
+def test_drift_is_reported_and_missing_topics_too(every_topic: KafkaSettings):
+    other = every_topic.model_copy(update={"partitions": 3})
     drifted = {state.name for state in check_topics(other) if state.drift}
-    assert Names(settings.topic_prefix).of(Topic.ROLLOUTS) in drifted
-    absent = settings.model_copy(update={"topic_prefix": "absent."})
+    assert Names(every_topic.topic_prefix).of(Topic.ROLLOUTS) in drifted
+    absent = every_topic.model_copy(update={"topic_prefix": "absent."})
     assert all(state.drift == ["missing"] for state in check_topics(absent))
 
 
@@ -92,14 +97,6 @@ def test_a_reader_starts_where_it_is_told(settings: KafkaSettings):
         one = first[0]
         reader.seek(one.topic, one.partition, one.offset)
         assert one in read(reader)
-
-
-def test_equal_keys_are_in_the_partition_that_java_computes(settings: KafkaSettings):
-    with RecordProducer(settings, "test-writer") as producer:
-        positions = producer.send_acked(Topic.DOCUMENTS, [("21", document(n)) for n in range(3)])
-    # murmur2("21") = -973932308 (the test vector of Kafka's own UtilsTest), positive part modulo 4.
-    assert {p.partition for p in positions} == {(-973932308 & 0x7FFFFFFF) % 4}
-    assert [p.offset for p in positions] == [0, 1, 2]
 
 
 def test_poison_is_located_with_its_reason_and_the_stream_continues(settings: KafkaSettings):
@@ -166,17 +163,17 @@ def consume(settings: KafkaSettings, count: int, *, commit: bool) -> set[str]:
     return {located.record.document_id for located in found}
 
 
-def test_a_record_that_the_log_refuses_is_an_error(settings: KafkaSettings):
+def test_a_record_that_the_log_refuses_is_an_error(every_topic: KafkaSettings):
     impatient = {"topic.metadata.propagation.max.ms": "500"}
-    absent = settings.model_copy(update={"topic_prefix": "absent.", "client_options": impatient})
+    absent = every_topic.model_copy(update={"topic_prefix": "absent.", "client_options": impatient})
     producer = RecordProducer(absent, "test-writer")
     with pytest.raises(DeliveryError):
         producer.send_acked(Topic.DOCUMENTS, [("d", document(1))])
 
 
-def test_a_topic_that_does_not_exist_says_how_to_create_it(settings: KafkaSettings):
+def test_a_topic_that_does_not_exist_says_how_to_create_it(every_topic: KafkaSettings):
     with pytest.raises(LookupError, match="tidemill topics --create"):
-        LogReader(settings.model_copy(update={"topic_prefix": "absent."}), [Topic.DOCUMENTS])
+        LogReader(every_topic.model_copy(update={"topic_prefix": "absent."}), [Topic.DOCUMENTS])
 
 
 def test_an_absent_broker_is_reported_as_absent():

@@ -11,7 +11,7 @@ from tests.records import build
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.fenced_producer import FencedError, FencedProducer
-from tidemill.schemas.log.producer import DeliveryError, RecordProducer
+from tidemill.schemas.log.producer import DeliveryError
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import StepPlan
 
@@ -24,7 +24,7 @@ def plan(step: int, trainer: str = "one") -> tuple[str, StepPlan]:
 
 @pytest.fixture
 def log(kafka) -> KafkaSettings:
-    return kafka.fresh()
+    return kafka.fresh(1, [Topic.STEPS])
 
 
 def steps_of(reader: LogReader) -> list[tuple[int, str]]:
@@ -110,10 +110,3 @@ def test_calls_of_two_threads_follow_one_another(log) -> None:
     assert all(second == first + 1 for first, second in places)
     with LogReader(log, [Topic.STEPS]) as reader:
         assert sorted(step for step, _ in steps_of(reader)) == sorted([*range(8)] * 2)
-
-
-def test_other_producers_write_to_the_same_topic(log) -> None:
-    FencedProducer(log, "test", f"{log.topic_prefix}writer").send_acked(Topic.STEPS, [plan(1)])
-    RecordProducer(log, "test").send_acked(Topic.STEPS, [plan(2)])
-    with LogReader(log, [Topic.STEPS]) as reader:
-        assert [step for step, _ in steps_of(reader)] == [1, 2]

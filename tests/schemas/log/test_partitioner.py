@@ -36,7 +36,7 @@ def test_the_hash_is_that_of_aiokafka(data: bytes):
 
 
 def test_librdkafka_puts_a_key_where_it_is_computed(kafka):
-    settings = kafka.fresh(4)
+    settings = kafka.fresh(4, [Topic.DOCUMENTS])
     source = random.Random(11)
     keys = ["".join(source.choices("abcdef0123-é", k=source.randrange(1, 40))) for _ in range(300)]
     with RecordProducer(settings, "test-partitioner") as producer:

@@ -21,7 +21,7 @@ TRANSACTION_S = 30.0
 
 @pytest.fixture
 def log(kafka) -> KafkaSettings:
-    return kafka.fresh()
+    return kafka.fresh(2, [Topic.DOCUMENTS])
 
 
 def here(offset: int, partition: int = 0) -> Position:

@@ -23,7 +23,7 @@ HERE = (Topic.DOCUMENTS, 0)
 
 @pytest.fixture
 def settings(kafka) -> KafkaSettings:
-    return kafka.fresh(1)
+    return kafka.fresh(1, [Topic.DOCUMENTS])
 
 
 def offsets(read: Callable[[], list[ConsumedRecord]], count: int) -> list[int]:
