@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -137,21 +137,10 @@ def make_interaction(name: str, version: int = 0, **changes: object) -> Interact
 
 def make_online_member(record: Interaction, reward: float, offset: int = 0, partition: int = 0, **changes: object):
     """Make an online batch's reference to an interaction."""
-    made = OnlineMember(
-        interaction_id=record.interaction_id,
-        user_id=record.user_id,
-        topic=Topic.INTERACTIONS.value,
-        partition=partition,
-        offset=offset,
-        reward=reward,
-        correction=False,
-        sampled_tokens=record.sampled_tokens,
-        version_min=record.version_min,
-        version_max=record.version_max,
-        arm=record.arm,
-        feedback_at=None,
-    )
-    return replace(made, **changes)
+    same = ("interaction_id", "user_id", "sampled_tokens", "version_min", "version_max", "arm")
+    place = {"topic": Topic.INTERACTIONS.value, "partition": partition, "offset": offset}
+    of_record = {name: getattr(record, name) for name in same}
+    return build(OnlineMember, **{"reward": reward, **place, **of_record, **changes})
 
 
 def make_online_batch(batch_id: str, members: list[OnlineMember], version: int = 0, **changes: object) -> OnlineBatch:
@@ -213,8 +202,14 @@ def fingerprint_of(view: ServingView) -> str:
 
 
 @pytest.fixture
-def tiny_checkpoint(tmp_path: Path) -> str:
-    """A directory with the tiny model in bf16."""
-    directory = tmp_path / "model"
+def run_id() -> str:
+    """The name of a run that only this test uses, so that tests can share topics."""
+    return uuid.uuid4().hex
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with the tiny model in bf16, which no test may change."""
+    directory = tmp_path_factory.mktemp("tiny")
     tiny_model().to(torch.bfloat16).save_pretrained(directory)
     return str(directory)

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,38 +36,27 @@ from tidemill.trainer.step import Learner
 Strike = Callable[[], None]
 
 
-def before(owner: type, name: str, step_of: Callable[..., int]) -> Callable[[int, Strike], None]:
-    """Return the point before a method is called for a step."""
-
-    def arm(step: int, strike: Strike) -> None:
-        method = getattr(owner, name)
-
-        def struck(*arguments: Any, **named: Any) -> Any:
-            if step_of(*arguments, **named) == step:
-                strike()
-            return method(*arguments, **named)
-
-        setattr(owner, name, struck)
-
-    return arm
-
-
-def after(owner: type, name: str, step_of: Callable[..., int]) -> Callable[[int, Strike], None]:
-    """Return the point after a method was called for a step."""
+def point(owner: type, name: str, step_of: Callable[..., int], *, after: bool) -> Callable[[int, Strike], None]:
+    """Return the point before or after a method is called for a step."""
 
     def arm(step: int, strike: Strike) -> None:
         method = getattr(owner, name)
 
         def struck(*arguments: Any, **named: Any) -> Any:
             reached = step_of(*arguments, **named) == step
+            if reached and not after:
+                strike()
             made = method(*arguments, **named)
-            if reached:
+            if reached and after:
                 strike()
             return made
 
         setattr(owner, name, struck)
 
     return arm
+
+
+before, after = partial(point, after=False), partial(point, after=True)
 
 
 def within_checkpoint(step: int, strike: Strike) -> None:

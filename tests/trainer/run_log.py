@@ -36,6 +36,10 @@ TOPICS = {
 REWARDS = (1.0, 0.0, 0.5, 1.0)
 
 
+class Killed(Exception):
+    """Simulates that the process is killed at this point."""
+
+
 def run_of(run_id: str = "run", max_steps: int = 100, **changes: object) -> RunSettings:
     """Return settings of a run that trains two groups per step."""
     given = {"seed": 7, "groups_per_step": 2, "max_policy_lag": 10} | changes
@@ -76,10 +80,10 @@ def serve(
     return batch
 
 
-def decide(log: KafkaSettings, verdict: GateVerdict, version: int) -> None:
-    """Write the gate's decision on a version of `run`."""
+def decide(log: KafkaSettings, verdict: GateVerdict, version: int, run_id: str = "run") -> None:
+    """Write the gate's decision on a version of a run."""
     with RecordProducer(log, "test") as producer:
-        said = build(GateDecision, verdict=verdict, version=version, decided_by="test")
+        said = build(GateDecision, run_id=run_id, verdict=verdict, version=version, decided_by="test")
         producer.send_acked(Topic.GATE, [("main", said)])
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +14,13 @@ import pytest
 
 from tests.consumers.replica_driver import make_checkpoint
 from tests.consumers.replica_support import ArrayReplica
+from tests.trainer import foreign_trainer
+from tests.waiting import until
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import AckStatus, Manifest, WeightAck
 
-TRAINER = Path(__file__).with_name("foreign_trainer.py")
 RUN_ID = "foreign"
 STEPS = 6
 REPLICA = """
@@ -43,16 +42,19 @@ class Foreign:
         self.model = make_checkpoint(root / "model")
         (root / "text").write_text(" ".join(f"t{(7 * i + i * i) % 190 + 5}" for i in range(4000)))
 
-    def train(self, steps: int) -> list[str]:
-        """Run the trainer to its end and return its output lines."""
+    def command(self, steps: int) -> list[str]:
+        """Return the command that trains up to a step."""
         words = {
             "model": self.model, "text": self.root / "text", "bootstrap": self.kafka.bootstrap, "run-id": RUN_ID,
             "store": self.root / "store", "steps": steps, "topic-prefix": self.kafka.topic_prefix,
         }  # fmt: skip
-        command = [sys.executable, str(TRAINER), *(str(part) for k, v in words.items() for part in (f"--{k}", v))]
-        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False, timeout=900)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout.splitlines()
+        return [foreign_trainer.__file__, *(str(part) for k, v in words.items() for part in (f"--{k}", v))]
+
+    def train(self, steps: int) -> None:
+        """Run the trainer to its end, in this process."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "argv", self.command(steps))
+            foreign_trainer.main()
 
     def manifests(self) -> list[Manifest]:
         """Read every manifest, in log order."""
@@ -63,24 +65,23 @@ class Foreign:
     def acks(self, version: int, deadline_s: float = 240.0) -> list[WeightAck]:
         """Read the replica's acknowledgements up to its proof of a version."""
         found: list[WeightAck] = []
-        end = time.monotonic() + deadline_s
         with LogReader(self.kafka, [Topic.ACKS]) as reader:
-            while time.monotonic() < end:
-                found += [located.record for located in reader.poll(0.2, 1)]
-                if found and found[-1].serving_version == version:
-                    return found
-        raise TimeoutError(f"no acknowledgement of version {version}: {found[-3:]}")
+
+            def proved() -> bool:
+                found.extend(located.record for located in reader.poll(0.2, 1))
+                return bool(found) and found[-1].serving_version == version
+
+            until(proved, lambda: f"no acknowledgement of version {version}: {found[-3:]}", deadline_s)
+        return found
 
 
 @pytest.fixture(scope="module")
 def foreign(kafka, tmp_path_factory) -> Foreign:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"foreign{os.getpid()}.")
-    create_topics(settings)
-    return Foreign(settings, tmp_path_factory.mktemp("foreign"))
+    return Foreign(kafka.fresh(), tmp_path_factory.mktemp("foreign"))
 
 
 def test_the_foreign_trainer_is_small_and_imports_only_the_publisher():
-    source = TRAINER.read_text("utf-8")
+    source = Path(foreign_trainer.__file__).read_text("utf-8")
     assert len(source.splitlines()) < 100
     modules = {n.module for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.module}
     ours = {module for module in modules if module.startswith("tidemill")}
@@ -89,8 +90,10 @@ def test_the_foreign_trainer_is_small_and_imports_only_the_publisher():
 
 def test_a_follower_proves_every_version_and_a_restart_repeats_none(foreign, tmp_path):
     """The trainer is started twice, as after a kill. The second time, its first versions are already published."""
-    assert len(foreign.train(1)) == 2
-    assert len(foreign.train(STEPS)) == STEPS + 1
+    done = subprocess.run([sys.executable, *foreign.command(1)], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(done.stdout.splitlines()) == len(foreign.manifests()) == 2
+    foreign.train(STEPS)
     manifests = foreign.manifests()
     assert [manifest.version for manifest in manifests] == list(range(STEPS + 1))
     assert all(0 < manifest.n_changed < manifest.n_elements for manifest in manifests[1:])
@@ -100,7 +103,9 @@ def test_a_follower_proves_every_version_and_a_restart_repeats_none(foreign, tmp
 @pytest.mark.timeout(1200)
 def test_a_vllm_replica_proves_the_versions_it_serves(foreign, tmp_path):
     """A real engine joins the run and follows it only through the log."""
-    joined = len(foreign.manifests() or foreign.train(1)) - 1
+    if not foreign.manifests():
+        foreign.train(1)
+    joined = foreign.manifests()[-1].version
     parts = json.dumps(foreign.kafka.model_dump())
     with (tmp_path / "log").open("wb") as log:
         command = [sys.executable, "-c", REPLICA, parts]

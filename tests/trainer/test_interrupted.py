@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests.trainer import interrupted_trainer
-from tests.trainer.conftest import make_rollout, settings_of, tiny_model
+from tests.trainer.conftest import make_rollout, settings_of
 from tests.trainer.run_log import run_of, write_group, written
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.records import Manifest, StepPlan, TrainStep
-from tidemill.trainer.config import TrainerSettings
+from tidemill.schemas.records import Manifest, Mismatch, Staleness, StepPlan, TrainStep
+from tidemill.trainer.config import KlSettings, TrainerSettings
 from tidemill.trainer.run import run
+from tidemill.trainer.session import step_seed
 
 STEPS = 6
 GROUPS_PER_STEP = 2
@@ -30,10 +31,9 @@ RUNS = ("undisturbed", "killed", "halted")
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory) -> TrainerSettings:
-    directory = tmp_path_factory.mktemp("model")
-    tiny_model().bfloat16().save_pretrained(directory)
-    return settings_of(model=str(directory), checkpoint_every=2, publish=PublishSettings(anchor_every=3, skips=()))
+def settings(tiny_checkpoint) -> TrainerSettings:
+    kl, publish = KlSettings(coefficient=0.01), PublishSettings(anchor_every=3, skips=())
+    return settings_of(model=tiny_checkpoint, kl=kl, checkpoint_every=2, publish=publish)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def job(log: KafkaSettings, settings: TrainerSettings, directory: Path, actions:
         [trainer]
         row_tokens = 128
         checkpoint_every = 2
-        kl.coefficient = 0.0
+        kl.coefficient = 0.01
         optimizer.learning_rate = 1e-3
         publish = {{ anchor_every = 3, skips = [] }}
         """
@@ -149,6 +149,30 @@ def check_run(log: KafkaSettings, run_id: str, undisturbed: list[TrainStep]) -> 
     assert incarnation
     assert {step.incarnation for step in steps} == {incarnation}
     return steps
+
+
+def test_each_step_has_its_seed_its_staleness_and_its_mismatch(log, undisturbed, interrupted) -> None:
+    assert [s.seed for s in undisturbed] == [step_seed(7, s.step) for s in undisturbed]
+    assert [s.parent_version for s in undisturbed] == [s.step - 1 for s in undisturbed]
+    staleness = written(log, Staleness, "undisturbed")
+    assert {(s.step, s.replica_id) for s in staleness} == {
+        (step, f"replica-{i}") for step in range(1, STEPS + 1) for i in range(2)
+    }
+    for step in undisturbed:
+        assert sum(c.tokens for s in staleness if s.step == step.step for c in s.lag) == step.tokens
+        assert step.lag[0].lag == step.parent_version
+    # All tokens are of version 0: only the first step has tokens of its own weights. Here, each step has one record.
+    apart = written(log, Mismatch, "undisturbed")
+    assert [(m.step, m.version, m.tokens) for m in apart] == [(s.step, s.parent_version, s.tokens) for s in undisturbed]
+    parts = [{each.part for each in m.slices} for m in apart]
+    assert parts == [{"all", "engines"}, *[{"all", "lagged"}] * (STEPS - 1)]
+    recorded = [s.metrics["mismatch/k3"] for s in undisturbed]
+    assert [m.slices[0].k3 for m in apart] == pytest.approx(recorded, rel=1e-4)
+    # In the interrupted run, a repeated step writes its record again, with the same contents.
+    again = written(log, Mismatch, "killed")
+    assert {m.step for m in again} == {m.step for m in apart}
+    for m in again:
+        assert (m.slices, m.worst) == (apart[m.step - 1].slices, apart[m.step - 1].worst)
 
 
 def test_a_kill_at_any_point_of_a_step_loses_repeats_and_changes_nothing(log, undisturbed, interrupted) -> None:

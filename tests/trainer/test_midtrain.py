@@ -14,10 +14,18 @@ from tidemill.compose.config import CorpusSettings
 from tidemill.compose.demo.corpus import corpus
 from tidemill.compose.demo.corpus import run as write_corpus
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
-from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.config import ChatSettings, RunSettings
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.trainer.midtrain import DocumentRow, epochs, learning_rate, loss_of, midtrain, read_corpus, run
+from tidemill.trainer.midtrain import (
+    DocumentRow,
+    MidtrainResult,
+    epochs,
+    learning_rate,
+    loss_of,
+    midtrain,
+    read_corpus,
+    run,
+)
 from tidemill.trainer.midtrain_config import MidtrainSettings, ModelShape, TokenizerSettings
 from tidemill.trainer.model import build_model, use_packed_attention
 from tidemill.trainer.muon import orthogonal, split_parameters
@@ -33,12 +41,15 @@ TINY = MidtrainSettings(
 )
 CHAT = ChatSettings()
 TEXTS = [document.text for document in corpus(0, CorpusSettings(documents=120), CHAT)]
-
-
 DOCUMENTS = st.lists(st.lists(st.integers(0, 9), max_size=30), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
+@pytest.fixture(scope="module")
+def trained() -> MidtrainResult:
+    """The result with seed 1."""
+    return midtrain(TEXTS, TINY, 1)
+
+
 @given(DOCUMENTS.filter(lambda documents: any(len(d) > 1 for d in documents)), st.integers(16, 24), st.integers(0, 9))
 def test_an_epoch_contains_every_piece_once(documents, row_tokens, seed):
     pieces = sorted(d[i : i + row_tokens] for d in documents for i in range(0, len(d), row_tokens))
@@ -66,9 +77,8 @@ def test_documents_without_a_token_to_predict_are_refused():
         next(epochs([[1], []], 16, 0))
 
 
-def test_a_document_is_not_influenced_by_its_neighbours_in_the_row():
-    result = midtrain(TEXTS, TINY.model_copy(update={"steps": 1}), 0)
-    model = build_model(TINY.model, result.tokenizer, "<|im_end|>", 0)
+def test_a_document_is_not_influenced_by_its_neighbours_in_the_row(trained):
+    model = build_model(TINY.model, trained.tokenizer, "<|im_end|>", 0)
     use_packed_attention(model)
     (first,) = islice(epochs([[5, 6, 7, 8]], 16, 0), 1)
     alone = loss_of(model, first)
@@ -78,7 +88,7 @@ def test_a_document_is_not_influenced_by_its_neighbours_in_the_row():
     assert loss_of(model, packed).item() == pytest.approx(alone.item(), abs=1e-5)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(2, 24), st.integers(2, 24), st.integers(0, 1000))
 def test_orthogonal_keeps_directions_and_evens_out_sizes(rows, columns, seed):
     matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
@@ -90,8 +100,8 @@ def test_orthogonal_keeps_directions_and_evens_out_sizes(rows, columns, seed):
     assert ((seen > 0.3) & (seen < 1.5))[well_posed].all()
 
 
-def test_every_parameter_has_an_optimizer_and_muon_has_only_matrices():
-    model = midtrain(TEXTS, TINY.model_copy(update={"steps": 1}), 0).model
+def test_every_parameter_has_an_optimizer_and_muon_has_only_matrices(trained):
+    model = trained.model
     inner, outer = split_parameters(model)
     assert {id(p) for p in inner} | {id(p) for p in outer} == {id(p) for p in model.parameters()}
     assert len(inner) == 2 * 7 and all(parameter.ndim == 2 for parameter in inner)
@@ -106,24 +116,23 @@ def test_the_learning_rate_warms_up_and_decays():
     assert rates[-1] < 0.2 * TINY.learning_rate
 
 
-def test_training_lowers_the_loss_and_is_deterministic(caplog):
+def test_training_lowers_the_loss_and_is_deterministic(trained, caplog):
     with caplog.at_level("INFO"):
-        first = midtrain(TEXTS, TINY, 1)
+        second = midtrain(TEXTS, TINY, 1)
     told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("midtrain ")]
     reports = [json.loads(line.removeprefix("midtrain ")) for line in told]
-    second, other = midtrain(TEXTS, TINY, 1), midtrain(TEXTS, TINY, 2)
-    assert first.losses[-1] < 0.85 * first.losses[0]
-    assert first.losses == second.losses != other.losses
+    other = midtrain(TEXTS, TINY.model_copy(update={"steps": 1}), 2)
+    assert trained.losses[-1] < 0.85 * trained.losses[0]
+    assert trained.losses == second.losses and trained.losses[0] != other.losses[0]
     again = dict(second.model.named_parameters())
-    assert all(torch.equal(p, again[name]) for name, p in first.model.named_parameters())
+    assert all(torch.equal(p, again[name]) for name, p in trained.model.named_parameters())
     assert [report["step"] for report in reports] == [8, 16, 24, 30]
-    assert reports[-1]["tokens"] == first.tokens
-    assert reports[-1]["loss"] == pytest.approx(sum(first.losses[-8:]) / 8, abs=1e-4)
+    assert reports[-1]["tokens"] == second.tokens
+    assert reports[-1]["loss"] == pytest.approx(sum(second.losses[-8:]) / 8, abs=1e-4)
 
 
-def test_the_role_reads_a_log_and_writes_a_checkpoint(kafka, topic_prefix, tmp_path):
-    log = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
-    create_topics(log)
+def test_the_role_reads_a_log_and_writes_a_checkpoint(kafka, trained, tmp_path):
+    log = kafka.fresh(2, [Topic.DOCUMENTS])
     wanted = TINY.model_copy(update={"output": str(tmp_path / "model")})
     with pytest.raises(LookupError, match="tidemill documents"):
         run(log, RunSettings(), wanted, CHAT)
@@ -131,19 +140,18 @@ def test_the_role_reads_a_log_and_writes_a_checkpoint(kafka, topic_prefix, tmp_p
     for _ in range(2):
         write_corpus(log, RunSettings(), small, CHAT)
     with RecordProducer(log, "test") as producer:
-        producer.send_bytes(Names(topic_prefix).of(Topic.DOCUMENTS), b"poison", key=b"k")
+        producer.send_bytes(Names(log.topic_prefix).of(Topic.DOCUMENTS), b"poison", key=b"k")
     run(log, RunSettings(seed=1), wanted, CHAT)
     record = json.loads((tmp_path / "model" / "midtrain.json").read_text())
     assert record["documents"] == 120
     assert sum(record["until"].values()) == 241
     assert record["last_loss"] < record["first_loss"]
-    assert_like_a_direct_run(tmp_path / "model")
+    assert_like_a_direct_run(tmp_path / "model", trained)
     assert_poison_is_a_dead_letter(log)
     assert_older_ends_give_the_older_corpus(log, record)
 
 
-def assert_like_a_direct_run(directory):
-    direct = midtrain(TEXTS, TINY, 1)
+def assert_like_a_direct_run(directory, direct):
     opened = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).named_parameters())
     assert all(torch.equal(p.bfloat16().float(), opened[name]) for name, p in direct.model.named_parameters())
     assert AutoTokenizer.from_pretrained(directory).get_vocab() == direct.tokenizer.get_vocab()

@@ -5,11 +5,12 @@ import time
 from dataclasses import replace
 
 import pytest
-from confluent_kafka import Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import Producer
 
+from tests.documents import delete
 from tests.trainer.conftest import make_interaction, make_online_member, settings_of
-from tests.trainer.run_log import decide, erase, run_of, serve, write_groups, written
+from tests.trainer.run_log import Killed, decide, erase, run_of, serve, write_groups, written
+from tests.waiting import until
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Names, Topic
@@ -27,8 +28,9 @@ from tidemill.trainer.online_queue import OnlineQueue
 from tidemill.trainer.run import run
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def log(kafka) -> KafkaSettings:
+    """Topics that the tests of the module share; each test has its own run in them."""
     return kafka.fresh()
 
 
@@ -57,7 +59,7 @@ def reasons(step: TrainStep) -> dict[str, str]:
 class Trainer:
     """The trainer role in a thread; it is stopped as by a signal."""
 
-    def __init__(self, log, settings, store, run_id: str = "run", max_steps: int = 100) -> None:
+    def __init__(self, log, settings, store, run_id: str, max_steps: int = 100) -> None:
         self._stop, self.error = threading.Event(), None
         self._thread = threading.Thread(target=self._run, args=(log, run_of(run_id, max_steps), store, settings))
         self._log, self._run_id = log, run_id
@@ -70,13 +72,18 @@ class Trainer:
 
     def wait(self, steps: int, deadline_s: float = 120.0) -> list[TrainStep]:
         """Wait until there are this many recorded steps and their versions are published; return the steps."""
-        deadline = time.monotonic() + deadline_s
-        while time.monotonic() < deadline and self.error is None:
+
+        def published() -> list[TrainStep]:
+            assert self.error is None, self.error
             found = written(self._log, TrainStep, self._run_id)
-            if len(found) >= steps and len(written(self._log, Manifest, self._run_id)) > steps:
-                return found
-            time.sleep(0.1)
-        raise AssertionError(f"no {steps} steps in time: {self.error}")
+            return found if len(found) >= steps and len(written(self._log, Manifest, self._run_id)) > steps else []
+
+        return until(published, f"no {steps} steps in time", deadline_s)
+
+    def ended(self) -> Exception | None:
+        """Wait until the trainer ends by itself, and return its error."""
+        self._thread.join(120)
+        return self.error
 
     def __enter__(self):
         self._thread.start()
@@ -86,10 +93,6 @@ class Trainer:
         self._stop.set()
         self._thread.join(120)
         assert not self._thread.is_alive()
-
-
-class Crashed(Exception):
-    """Simulates that the process is killed at this point."""
 
 
 def test_records_at_the_positions_of_members_are_fetched_and_checked(log, tmp_path) -> None:
@@ -122,9 +125,10 @@ def test_records_at_the_positions_of_members_are_fetched_and_checked(log, tmp_pa
     fetched.close()
 
 
-def test_a_gap_in_the_log_is_a_missing_interaction_without_waiting(log) -> None:
+def test_a_gap_in_the_log_is_a_missing_interaction_without_waiting(kafka) -> None:
     """The offset of a transaction's end contains no record, like that of a compacted record; retention deleted the
     records before the low watermark."""
+    log = kafka.fresh(1, [Topic.INTERACTIONS])
     record, full = make_interaction("a"), Names(log.topic_prefix).of(Topic.INTERACTIONS)
     writer = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": full})
     writer.init_transactions(30)
@@ -137,27 +141,25 @@ def test_a_gap_in_the_log_is_a_missing_interaction_without_waiting(log) -> None:
     started = time.monotonic()
     missing = Exclusion.MISSING_INTERACTION
     assert list(fetched.fetch(members).values()) == [record, missing, record, missing]
-    admin = AdminClient({"bootstrap.servers": log.bootstrap})
-    for future in admin.delete_records([TopicPartition(full, 0, 2)]).values():
-        future.result()
+    delete(log, 2, topic=Topic.INTERACTIONS)
     assert list(fetched.fetch(members).values()) == [missing, missing, record, missing]
     assert time.monotonic() - started < 30, "the broker's end is told from a pause"
     fetched.close()
 
 
-def test_a_run_learns_from_users_with_every_batch_ended_once(log, settings, store) -> None:
+def test_a_run_learns_from_users_with_every_batch_ended_once(log, run_id, settings, store) -> None:
     producer = RecordProducer(log, "test")
-    write_groups(log, [0])
+    write_groups(log, [0], [run_id])
     erase(log, "user-b0-1")
-    first = serve(log, "b0", 0)
+    first = serve(log, "b0", 0, run_id=run_id)
     producer.send_acked(Topic.ONLINE_BATCHES, [("b0", first)])
-    serve(log, "late", 0, closed_at=1)
-    serve(log, "flat", 1, rewards=(0.5, 0.5), closed_at=2)
+    serve(log, "late", 0, closed_at=1, run_id=run_id)
+    serve(log, "flat", 1, rewards=(0.5, 0.5), closed_at=2, run_id=run_id)
     serve(log, "foreign", 0, run_id="other")
     producer.send_bytes(Names(log.topic_prefix).of(Topic.ONLINE_BATCHES), b"no batch", key=b"x")
-    with Trainer(log, settings, store) as trainer:
+    with Trainer(log, settings, store, run_id) as trainer:
         trainer.wait(1)
-        serve(log, "b1", 1, closed_at=3)
+        serve(log, "b1", 1, closed_at=3, run_id=run_id)
         one, two = trainer.wait(2)
     assert [(entry.topic, entry.group_id) for entry in one.inputs] == [("online-batches", "b0"), ("groups", "g0")]
     assert reasons(one) == {"b0": "duplicate", "b0-1": "erased"}
@@ -169,7 +171,7 @@ def test_a_run_learns_from_users_with_every_batch_ended_once(log, settings, stor
     assert (two.objective, two.parent_version) == ("reinforce", 1)
 
 
-def test_no_batch_is_trained_until_a_version_is_admitted(log, settings, store, monkeypatch) -> None:
+def test_no_batch_is_trained_until_a_version_is_admitted(log, run_id, settings, store, monkeypatch) -> None:
     floored = settings.model_copy(update={"online": settings.online.model_copy(update={"require_admission": True})})
     exclude, excluded = OnlineQueue.exclude, threading.Event()
 
@@ -178,100 +180,95 @@ def test_no_batch_is_trained_until_a_version_is_admitted(log, settings, store, m
         excluded.set()
 
     monkeypatch.setattr(OnlineQueue, "exclude", observed)
-    serve(log, "below", 0)
-    with Trainer(log, floored, store, max_steps=1) as trainer:
+    serve(log, "below", 0, run_id=run_id)
+    with Trainer(log, floored, store, run_id, max_steps=1) as trainer:
         assert excluded.wait(120)
-        assert written(log, TrainStep) == []
-        decide(log, GateVerdict.ADMIT, 0)
-        serve(log, "above", 0, closed_at=1)
+        assert written(log, TrainStep, run_id) == []
+        decide(log, GateVerdict.ADMIT, 0, run_id)
+        serve(log, "above", 0, closed_at=1, run_id=run_id)
         (step,) = trainer.wait(1)
     assert (reasons(step), [entry.group_id for entry in step.inputs]) == ({"below": "below_floor"}, ["above"])
 
 
 def test_a_step_that_stopped_before_its_manifest_is_repeated_bit_for_bit(log, settings, store, monkeypatch) -> None:
     """The batches have an erased user and a gap: the repeated step excludes the same interactions as the first one."""
-    erase(log, "user-b0-1")
+    erase(log, "user-s0-1")
     for run_id in ("straight", "stopped"):
         for number in range(3):
-            serve(log, f"b{number}", number, run_id=run_id, closed_at=number)
+            serve(log, f"s{number}", number, run_id=run_id, closed_at=number)
     with Trainer(log, settings, store, "straight", max_steps=3) as trainer:
         straight = trainer.wait(3)
 
     def crash(self, version, tensors, **options):
         if version > 1:
-            raise Crashed
+            raise Killed
         return publish(self, version, tensors, **options)
 
     publish = WeightPublisher.publish
     with monkeypatch.context() as patched:
         patched.setattr(WeightPublisher, "publish", crash)
         with Trainer(log, settings, store, "stopped") as trainer:
-            trainer._thread.join(120)
-        assert isinstance(trainer.error, Crashed)
+            assert isinstance(trainer.ended(), Killed)
     assert [m.version for m in written(log, Manifest, "stopped")] == [0, 1]
     assert CheckpointStore(store.root, "stopped", "main", 3).steps() == [], "it begins from the model again"
     # The request comes after the step was recorded: that step is kept, later interactions are excluded.
-    erase(log, "user-b1-0")
+    erase(log, "user-s1-0")
     with Trainer(log, settings, store, "stopped", max_steps=3) as trainer:
         stopped = trainer.wait(3)
     assert trainer.error is None
     assert [s.fingerprint for s in stopped] == [s.fingerprint for s in straight]
     assert len({s.fingerprint for s in straight}) == 3
-    assert [entry.group_id for s in stopped for entry in s.inputs] == ["b0", "b1", "b2"]
-    assert reasons(stopped[0]) == {"b0-1": "erased"}
+    assert [entry.group_id for s in stopped for entry in s.inputs] == ["s0", "s1", "s2"]
+    assert reasons(stopped[0]) == {"s0-1": "erased"}
     versions = [(m.version, m.fingerprint) for m in written(log, Manifest, "stopped")]
     assert versions == [(m.version, m.fingerprint) for m in written(log, Manifest, "straight")]
 
 
-def test_a_step_whose_interactions_are_deleted_is_not_repeated_without_them(log, settings, store, monkeypatch) -> None:
-    batch = serve(log, "b0", 0)
+def test_a_step_whose_interactions_are_deleted_is_not_repeated_without_them(
+    log, run_id, settings, store, monkeypatch
+) -> None:
+    batch = serve(log, "deleted", 0, run_id=run_id)
 
     def crash(*_args: object):
-        raise Crashed
+        raise Killed
 
     with monkeypatch.context() as patched:
         patched.setattr("tidemill.trainer.session.Session._finish", crash)
-        with Trainer(log, settings, store) as trainer:
-            trainer._thread.join(120)
-        assert isinstance(trainer.error, Crashed)
-    full = Names(log.topic_prefix).of(Topic.INTERACTIONS)
+        with Trainer(log, settings, store, run_id) as trainer:
+            assert isinstance(trainer.ended(), Killed)
     member = batch.members[0]
-    admin = AdminClient({"bootstrap.servers": log.bootstrap})
-    for future in admin.delete_records([TopicPartition(full, member.partition, member.offset + 1)]).values():
-        future.result()
-    with Trainer(log, settings, store) as trainer:
-        trainer._thread.join(120)
-    assert isinstance(trainer.error, NotRepeatableError)
-    assert "erased" in str(trainer.error)
+    delete(log, member.offset + 1, member.partition, Topic.INTERACTIONS)
+    with Trainer(log, settings, store, run_id) as trainer:
+        error = trainer.ended()
+    assert isinstance(error, NotRepeatableError) and "erased" in str(error)
 
 
-def test_training_goes_back_when_the_gate_rejects_a_version(log, settings, store) -> None:
+def test_training_goes_back_when_the_gate_rejects_a_version(log, run_id, settings, store) -> None:
     """Versions 1 to 3 are made, 2 is promoted, 3 is rejected: step 4 starts from version 2, with its moments."""
     for number in range(3):
-        serve(log, f"b{number}", number, closed_at=number)
-    with Trainer(log, settings, store, max_steps=5) as trainer:
+        serve(log, f"c{number}", number, closed_at=number, run_id=run_id)
+    with Trainer(log, settings, store, run_id, max_steps=5) as trainer:
         trainer.wait(3)
-        decide(log, GateVerdict.PROMOTE, 2)
-        decide(log, GateVerdict.REJECT, 3)
-        serve(log, "rejected", 3, closed_at=10)
-        serve(log, "again", 2, closed_at=11)
+        decide(log, GateVerdict.PROMOTE, 2, run_id)
+        decide(log, GateVerdict.REJECT, 3, run_id)
+        serve(log, "rejected", 3, closed_at=10, run_id=run_id)
+        serve(log, "again", 2, closed_at=11, run_id=run_id)
         trainer.wait(4)
     # A restarted trainer, which knows everything from the log only, makes the next step.
-    with Trainer(log, settings, store, max_steps=5) as trainer:
-        serve(log, "after", 4, closed_at=12)
+    with Trainer(log, settings, store, run_id, max_steps=5) as trainer:
+        serve(log, "after", 4, closed_at=12, run_id=run_id)
         steps = trainer.wait(5)
     assert trainer.error is None
     assert [s.parent_version for s in steps] == [0, 1, 2, 2, 4]
     assert steps[3].parent_fingerprint == steps[1].fingerprint
     assert reasons(steps[3]) == {"rejected": "rejected_version"}
     assert steps[4].parent_fingerprint == steps[3].fingerprint
-    manifests = written(log, Manifest)
+    manifests = written(log, Manifest, run_id)
     assert [(m.version, m.parent) for m in manifests] == [(0, None), (1, 0), (2, 1), (3, 2), (4, 2), (5, 4)]
     assert [m.fingerprint for m in manifests[1:]] == [s.fingerprint for s in steps]
     # From only the log and the starting model, every step is reproduced, including the fork.
-    for saved in (checkpoints := CheckpointStore(store.root, "run", "main", 3)).steps():
+    for saved in (checkpoints := CheckpointStore(store.root, run_id, "main", 3)).steps():
         checkpoints._filesystem.rm(checkpoints._path(saved))
-    with Trainer(log, settings, store, max_steps=5) as trainer:
-        trainer._thread.join(120)
-    assert trainer.error is None
-    assert written(log, TrainStep) == steps
+    with Trainer(log, settings, store, run_id, max_steps=5) as trainer:
+        assert trainer.ended() is None
+    assert written(log, TrainStep, run_id) == steps

@@ -1,13 +1,14 @@
 """Versions published during the next step: the weights stay the same, and the order of records survives a stop."""
 
 import threading
-import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.trainer.conftest import settings_of
 from tests.trainer.run_log import run_of, write_groups, written
+from tests.waiting import until
 from tidemill.kernels.weights.commit import VersionLog
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.config import KafkaSettings, StoreSettings
@@ -18,30 +19,43 @@ from tidemill.trainer.step import Learner
 
 STEPS = 4
 CHECKPOINT_EVERY = 2
-RUNS = ("waiting", "beside", "failing", "scarce")
+RUNS = ("waiting", "beside", "failing", "scarce-2", "scarce-3")
 SCARCE = 3
-"""Number of steps for which the run `scarce` has groups."""
+"""Number of steps for which the runs `scarce` have groups."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def log(kafka) -> KafkaSettings:
     """Groups for every run, two per step, in one partition so that all runs read them in the same order."""
     settings = kafka.fresh(1)
     write_groups(settings, range(2 * SCARCE), RUNS, size=2)
-    write_groups(settings, range(2 * SCARCE, 2 * STEPS), RUNS[:-1], size=2)
+    write_groups(settings, range(2 * SCARCE, 2 * STEPS), RUNS[:-2], size=2)
     return settings
 
 
-@pytest.fixture
-def train(log, tiny_checkpoint, tmp_path) -> Callable[..., None]:
-    """Return a function that trains a run up to a step."""
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """The directory of the runs' checkpoints."""
+    return tmp_path_factory.mktemp("beside")
+
+
+@pytest.fixture(scope="module")
+def train(log, root, tiny_checkpoint) -> Callable[..., None]:
+    """Return a function that trains a run to its last step."""
     settings = settings_of(model=tiny_checkpoint, checkpoint_every=CHECKPOINT_EVERY, publish=PublishSettings(skips=()))
 
-    def train(run_id: str, *, beside: bool = True, steps: int = STEPS) -> None:
+    def train(run_id: str, *, beside: bool = True) -> None:
         changed = settings.model_copy(update={"publish_beside": beside})
-        run(log, run_of(run_id, steps), StoreSettings(root=str(tmp_path)), changed, threading.Event())
+        run(log, run_of(run_id, STEPS), StoreSettings(root=str(root)), changed, threading.Event())
 
     return train
+
+
+@pytest.fixture(scope="module")
+def waiting(log, train) -> list[TrainStep]:
+    """The steps of a trainer that waits for each publication."""
+    train("waiting", beside=False)
+    return written(log, TrainStep, "waiting")
 
 
 def names(step: TrainStep) -> list[str]:
@@ -52,25 +66,22 @@ class Lost(Exception):
     """Simulates that the log refuses a manifest."""
 
 
-def lost_after(monkeypatch, version: int, until: Callable[[], bool]) -> None:
-    """Let the manifest of `version` fail as soon as `until` returns true."""
+def lost_after(monkeypatch, version: int, condition: Callable[[], bool]) -> None:
+    """Let the manifest of `version` fail as soon as a condition is true."""
     write = VersionLog.write
 
     def late(self, mark, *others):
         if mark.version != version:
             return write(self, mark, *others)
-        deadline = time.monotonic() + 120
-        while not until() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(condition, "the plan of the next step")
         raise Lost
 
     monkeypatch.setattr(VersionLog, "write", late)
 
 
-def test_the_records_equal_those_of_a_trainer_that_waits(log, train, monkeypatch) -> None:
+def test_the_records_equal_those_of_a_trainer_that_waits(log, train, waiting, monkeypatch) -> None:
     """Each manifest is delayed until the next step is computed, which would block a trainer that waits. Every second
     version has a checkpoint, and checkpoints wait for the manifest."""
-    train("waiting", beside=False)
     computed, recorded, write, learn = [], {}, VersionLog.write, Learner.train
 
     def learnt(self, groups, step, *others):
@@ -79,10 +90,8 @@ def test_the_records_equal_those_of_a_trainer_that_waits(log, train, monkeypatch
         return made
 
     def late(self, mark, *others):
-        deadline = time.monotonic() + 120
-        while mark.version % CHECKPOINT_EVERY and mark.version + 1 not in computed:
-            assert time.monotonic() < deadline, f"step {mark.version + 1} waits for version {mark.version}"
-            time.sleep(0.02)
+        if mark.version % CHECKPOINT_EVERY:
+            until(lambda: mark.version + 1 in computed, f"step {mark.version + 1} waits for version {mark.version}")
         recorded[mark.version] = [step.step for step in written(log, TrainStep, "beside")]
         return write(self, mark, *others)
 
@@ -91,7 +100,7 @@ def test_the_records_equal_those_of_a_trainer_that_waits(log, train, monkeypatch
         patched.setattr(VersionLog, "write", late)
         train("beside")
     assert recorded == {v: list(range(1, v + 1)) for v in range(STEPS + 1)}, "no step is recorded before its parent"
-    waiting, beside = (written(log, TrainStep, name) for name in ("waiting", "beside"))
+    beside = written(log, TrainStep, "beside")
     for one, other in zip(waiting, beside, strict=True):
         assert (one.fingerprint, one.parent_version, one.lag) == (other.fingerprint, other.parent_version, other.lag)
         assert one.metrics["loss"] == other.metrics["loss"]
@@ -105,9 +114,8 @@ def test_the_records_equal_those_of_a_trainer_that_waits(log, train, monkeypatch
     assert all(cost["publish/loop_seconds"] < cost["publish/seconds"] for cost in held_back)
 
 
-def test_a_version_that_is_not_published_ends_the_run_before_the_next_record(log, train, monkeypatch) -> None:
+def test_a_version_that_is_not_published_ends_the_run_before_the_next_record(log, train, waiting, monkeypatch) -> None:
     """The next step is already planned. After a restart, the run equals that of a trainer that was never stopped."""
-    train("waiting", beside=False)
     with monkeypatch.context() as patched:
         lost_after(patched, 3, lambda: len(written(log, StepPlan, "failing")) == 4)
         with pytest.raises(Lost):
@@ -115,17 +123,17 @@ def test_a_version_that_is_not_published_ends_the_run_before_the_next_record(log
     assert [s.step for s in written(log, TrainStep, "failing")] == [1, 2, 3]
     assert [m.version for m in written(log, Manifest, "failing")] == [0, 1, 2]
     train("failing")
-    steps = [written(log, TrainStep, name) for name in ("waiting", "failing")]
-    assert [s.fingerprint for s in steps[0]] == [s.fingerprint for s in steps[1]]
-    assert [names(s) for s in steps[0]] == [names(s) for s in steps[1]]
+    failing = written(log, TrainStep, "failing")
+    assert [s.fingerprint for s in failing] == [s.fingerprint for s in waiting]
+    assert [names(s) for s in failing] == [names(s) for s in waiting]
     assert [p.step for p in written(log, StepPlan, "failing")] == list(range(1, STEPS + 1))
     assert [m.version for m in written(log, Manifest, "failing")] == list(range(STEPS + 1))
 
 
 @pytest.mark.parametrize(("version", "checkpoints"), [(2, []), (SCARCE, [2])])
-def test_a_lost_manifest_ends_a_saving_or_waiting_run(log, train, monkeypatch, tmp_path, version, checkpoints) -> None:
+def test_a_lost_manifest_ends_a_saving_or_waiting_run(train, root, monkeypatch, version, checkpoints) -> None:
     """A run resumed from a checkpoint would not publish its version, so an unpublished version has no checkpoint."""
     lost_after(monkeypatch, version, lambda: True)
     with pytest.raises(Lost):
-        train("scarce")
-    assert CheckpointStore(str(tmp_path), "scarce", "main", 9).steps() == checkpoints
+        train(f"scarce-{version}")
+    assert CheckpointStore(str(root), f"scarce-{version}", "main", 9).steps() == checkpoints
