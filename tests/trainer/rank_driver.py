@@ -12,12 +12,10 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.forked_ranks import run_ranks
 from tests.trainer.conftest import make_trainable, make_trainable_batch, tiny_model
+from tests.waiting import until
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.trainer import job as job_module
 from tidemill.trainer import step as step_module
 from tidemill.trainer import trained_weights
 from tidemill.trainer.attention import UntrainableModelError
@@ -113,7 +114,7 @@ def trained(weights: TrainedWeights, options: Found) -> Found:
     """Take some steps and report each step and the final weights."""
     groups = tuple(options.get("groups", GROUPS))
     online, experts = options.get("online", False), options.get("routed", ())
-    steps = [take(weights, step, groups, online, experts) for step in range(1, STEPS + 1)]
+    steps = [take(weights, n, groups, online, experts) for n in range(1, options.get("steps", STEPS) + 1)]
     view = {name: bits.reshape(-1).tolist() for name, bits in weights.whole().items()}
     return {"steps": steps, "view": view, "hash": settings_of(**options["settings"]).arithmetic_hash(weights.machine)}
 
@@ -127,10 +128,12 @@ def saved(weights: TrainedWeights, options: Found) -> Found:
 
 
 def saved_first(weights: TrainedWeights, options: Found) -> Found:
-    """Take one step and write a checkpoint: its first moments are a multiple of the gradients."""
+    """Take a step, write a checkpoint (its first moments are a multiple of the gradients), and return to the start."""
+    start = weights.snapshot()
     found = take(weights, 1)
     weights.save(state_of(1, found["fingerprint"]), ())
-    return found
+    weights.restore(0)
+    return {**found, "start": start, "restarted": weights.snapshot()}
 
 
 def resaved(weights: TrainedWeights, options: Found) -> Found:
@@ -195,7 +198,7 @@ def failing(job: Job, options: Found) -> Found:
     weights = weights_of(settings_of(**{"model": options["model"], **options["settings"]}), job, options["store"])
     if job.ranks.rank == options.get("rank", 1):
         module = weights._learner.model.model.get_submodule(options.get("within", "layers.1"))
-        module.register_forward_pre_hook(lambda *_: fail(options["how"]))
+        module.register_forward_pre_hook(lambda *_: fail(options["how"], Path(options["result"])))
     if not job.ranks.is_first:
         weights.follow()
         return {}
@@ -221,9 +224,10 @@ def killed_saving(job: Job, options: Found) -> Found:
     raise AssertionError("a checkpoint was written without a rank that was killed")
 
 
-def fail(how: str) -> None:
-    if how == "sleep":
-        time.sleep(12)
+def fail(how: str, result: Path | None = None) -> None:
+    """Raise an error, get killed, or hang until the first rank has written its result."""
+    if result is not None and how == "hang":
+        until(result.exists, "the result of the first rank")
         return
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -282,51 +286,29 @@ def state_of(step: int, fingerprint: str) -> CheckpointState:
     return CheckpointState("run", "main", step, step, fingerprint, "hash", TopicProgress())
 
 
-def rank(job: Found, number: int, port: int, out: Path) -> None:
-    """Run one rank; this function does not return."""
-    log = os.open(out / f"{job['name']}-{number}.log", os.O_CREAT | os.O_WRONLY)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ |= {
-        "RANK": str(number), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(job["ranks"]), "LOCAL_WORLD_SIZE": str(job["ranks"]),
-    }  # fmt: skip
-    status = 1
-    try:
-        options = {"settings": {}, "store": str(out / "store"), "model": str(out / "model"), **job["options"]}
-        if job["scenario"] == "role":
-            logging.basicConfig(level=logging.INFO)
-            role(options)
-        else:
-            with open_job(TIMEOUT_S) as opened:
-                found = SCENARIOS[job["scenario"]](opened, options)
-                (out / f"{job['name']}-{number}.json").write_text(json.dumps(found))
-        status = 0
-    except BaseException:  # noqa: BLE001 - the log of the rank says which
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
-def carry_out(job: Found, out: Path) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    ranks = []
-    for number in range(job["ranks"]):
-        if not (pid := os.fork()):
-            rank(job, number, port, out)
-        ranks.append(pid)
-    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
-    (out / f"{job['name']}.json").write_text(json.dumps(ended))
+def run_rank(job: Found, number: int, out: Path) -> None:
+    """Run the scenario of a job on one rank."""
+    job_module.ANSWERS_S = job["options"].get("answers_s", job_module.ANSWERS_S)
+    paths = {"store": out / "store", "model": out / "model", "result": out / f"{job['name']}-0.json"}
+    options = {"settings": {}, **{name: str(path) for name, path in paths.items()}, **job["options"]}
+    if job["scenario"] == "role":
+        logging.basicConfig(level=logging.INFO)
+        role(options)
+        return
+    with open_job(TIMEOUT_S) as opened:
+        found = SCENARIOS[job["scenario"]](opened, options)
+        (out / f"{job['name']}-{number}.json").write_text(json.dumps(found))
 
 
 def main() -> None:
     """Run all jobs, one after the other."""
     jobs = Path(sys.argv[1])
+    out = jobs.parent
     torch.set_num_threads(1)
     for job in json.loads(jobs.read_text()):
-        carry_out(job, jobs.parent)
+        work, log_of = partial(run_rank, job, out=out), lambda number, name=job["name"]: out / f"{name}-{number}.log"
+        ended = run_ranks(job["ranks"], work, log_of)
+        (out / f"{job['name']}.json").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":

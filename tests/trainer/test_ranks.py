@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KL = {"kl": {"coefficient": 0.05}, "objective": "grpo", "minibatches": 2}
 EXPERTS = {"model": "{root}/experts", "experts": "grouped_mm"}
 DIVIDED = {**EXPERTS, "expert_parallel": 2}
+DIVIDED_TWICE = {**DIVIDED, "checkpoint_activations": True}
 GATE = "layers.1.mlp.gate"
 SCORED = {"model": "{root}/scored", "compute": "bfloat16"}
 CLIPPED = {"optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.01}}
@@ -33,10 +34,11 @@ SCORED_IN_FP32 = {
     "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 ONLINE = {"online": {"enabled": True, "simulated_weight": 0.3}}
+SILENT = {"answers_s": 0.2}
+"""The lost rank cannot report its failure, so that the others need not wait for it."""
 JOBS = {
     "one": (1, "trained", {}),
     "two": (2, "trained", {}),
-    "two again": (2, "trained", {}),
     "recomputed": (2, "trained", {"settings": {"checkpoint_activations": True}}),
     "bf16 one": (1, "trained", {"settings": {"compute": "bfloat16"}}),
     "bf16 two": (2, "trained", {"settings": {"compute": "bfloat16"}}),
@@ -50,20 +52,18 @@ JOBS = {
     "experts two": (2, "trained", {"settings": EXPERTS}),
     "divided": (2, "trained", {"settings": DIVIDED}),
     "divided of four": (4, "trained", {"settings": DIVIDED}),
-    "divided of four again": (4, "trained", {"settings": {**DIVIDED, "checkpoint_activations": True}}),
     "experts grpo one": (1, "trained", {"settings": {**KL, **EXPERTS}, "groups": ["a", "b"]}),
     "divided grpo of four": (4, "trained", {"settings": {**KL, **DIVIDED}, "groups": ["a", "b"]}),
-    "scored bf16 two": (2, "trained", {"settings": {**EXPERTS, **SCORED}}),
-    "scored bf16 divided": (2, "trained", {"settings": {**DIVIDED, **SCORED}}),
+    "scored bf16 two": (2, "trained", {"settings": {**EXPERTS, **SCORED}, "steps": 2}),
+    "scored bf16 divided": (2, "trained", {"settings": {**DIVIDED, **SCORED}, "steps": 2}),
     "crowded one": (1, "trained", {"settings": {**EXPERTS, "routing": "replayed"}, "routed": [0, 1]}),
     "crowded divided": (2, "trained", {"settings": {**DIVIDED, "routing": "replayed"}, "routed": [0, 1]}),
     "clipped one": (1, "saved_first", {"settings": {**EXPERTS, **CLIPPED}, "store": "{root}/clipped one"}),
     "clipped two": (2, "saved_first", {"settings": {**DIVIDED, **CLIPPED}, "store": "{root}/clipped two"}),
     "clipped four": (4, "saved_first", {"settings": {**DIVIDED, **CLIPPED}, "store": "{root}/clipped four"}),
-    "divided saved": (4, "saved", {"settings": DIVIDED, "store": "{root}/divided"}),
+    "divided saved": (4, "saved", {"settings": DIVIDED_TWICE, "store": "{root}/divided"}),
     "divided saved by one": (1, "resaved", {"settings": EXPERTS, "store": "{root}/divided", "restore": 2, "save": 4}),
     "divided saved again": (4, "resaved", {"settings": DIVIDED, "store": "{root}/divided", "restore": 4, "save": 6}),
-    "divided restarted": (2, "restarted", {"settings": DIVIDED}),
     "saved": (2, "saved", {}),
     "saved by one": (1, "resaved", {"restore": 2, "save": 4}),
     "saved again": (2, "resaved", {"restore": 4, "save": 6}),
@@ -72,9 +72,9 @@ JOBS = {
     "blocks two": (2, "restarted", {"settings": {"serving_format": "fp8_blocks"}}),
     "blocks two of masters": (2, "restarted", {"settings": {"serving_format": "fp8_blocks", "forward": "masters"}}),
     "failing": (2, "failing", {"how": "raise"}),
-    "killed": (2, "failing", {"how": "kill"}),
-    "hanging": (2, "failing", {"settings": {**DIVIDED, "ranks_timeout_s": 4}, "how": "sleep", "within": GATE}),
-    "killed saving": (2, "killed_saving", {"store": "{root}/store of killed"}),
+    "killed": (2, "failing", {"how": "kill", **SILENT}),
+    "hanging": (2, "failing", {"settings": {**DIVIDED, "ranks_timeout_s": 4}, "how": "hang", "within": GATE, **SILENT}),
+    "killed saving": (2, "killed_saving", {"store": "{root}/store of killed", **SILENT}),
     "first killed": (3, "failing", {"how": "kill", "rank": 0}),
     "different": (2, "different", {}),
 }
@@ -120,8 +120,8 @@ def differing(out: Path, one: str, other: str) -> tuple[int, int]:
 
 
 def test_a_world_size_is_repeatable(out):
-    assert fingerprints(out, "two") == fingerprints(out, "two again")
-    assert found(out, "two") == found(out, "two again"), "metrics too"
+    """Also its metrics, here of the third step."""
+    assert found(out, "saved") == found(out, "two")["steps"][2]
     assert len(set(fingerprints(out, "two"))) == STEPS
 
 
@@ -134,7 +134,6 @@ def test_a_world_size_is_repeatable(out):
         ("bf16 one", "bf16 two"),
         ("experts one", "experts two"),
         ("experts one", "divided"),
-        ("experts two", "divided"),
         ("experts one", "divided of four"),
         ("experts grpo one", "divided grpo of four"),
         ("crowded one", "crowded divided"),
@@ -167,11 +166,10 @@ def test_activations_that_are_computed_twice_give_the_same_bits(out):
 
 
 def test_divided_experts_are_repeatable_also_if_activations_are_computed_twice(out):
-    assert fingerprints(out, "divided of four") == fingerprints(out, "divided of four again")
-    steps = (found(out, name)["steps"] for name in ("divided of four", "divided of four again"))
-    for here, again in zip(*steps, strict=True):
-        for name in ("loss", "grad_norm", "entropy"):
-            assert here["metrics"][name] == again["metrics"][name], name
+    here, again = found(out, "divided of four")["steps"][2], found(out, "divided saved")
+    assert here["fingerprint"] == again["fingerprint"]
+    for name in ("loss", "grad_norm", "entropy"):
+        assert here["metrics"][name] == again["metrics"][name], name
 
 
 @pytest.mark.parametrize("name", ["clipped two", "clipped four"])
@@ -247,7 +245,7 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(out):
             np.testing.assert_array_equal(joined.view(np.int32), tensor.numpy().view(np.int32), err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["restarted", "divided restarted"])
+@pytest.mark.parametrize("name", ["restarted", "clipped two"])
 def test_ranks_return_to_the_starting_weights(out, name):
     here = found(out, name)
     assert here["restarted"] == here["start"]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.trainer import rank_driver
-from tests.trainer.conftest import tiny_model
 from tests.trainer.run_log import run_of, write_groups, written
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.commit import read_versions
@@ -61,15 +60,14 @@ class Log:
 
 
 @pytest.fixture(scope="module")
-def log(kafka, tmp_path_factory) -> Log:
+def log(kafka, tiny_checkpoint, tmp_path_factory) -> Log:
     root = tmp_path_factory.mktemp("ranks_log")
-    tiny_model().bfloat16().save_pretrained(root / "model")
     settings = kafka.fresh(1)
     write_groups(settings, range(2 * STEPS + 2), RUNS)
-    made = Log(settings, root, str(root / "model"))
+    made = Log(settings, root, tiny_checkpoint)
     jobs = [
         made.job("alone", "alone", 1),
-        made.job("killed", "killed", 2, kill=["1", 3]),
+        made.job("killed", "killed", 2, kill=["1", 3], answers_s=0.2),
         made.job("continued", "killed", 2),
         made.job("replayed", "killed", 2, steps=[2, 4]) | {"scenario": "replayed"},
         made.job("then alone", "killed", 1, STEPS + 1),

@@ -25,18 +25,16 @@ WEIGHTS = "model.safetensors"
 ODD = {"vocab_size": 161, "head_dim": 10, "intermediate_size": 97}
 HALF = {"compute": "bfloat16"}
 JOBS = {
-    "tied": (2, "Qwen3", {}),
-    "untied": (2, "Llama", {}),
     "experts": (2, "Qwen3Moe", {"experts": "grouped_mm"}),
     "one in half": (1, "Qwen3", HALF),
     "experts in half": (1, "Qwen3Moe", HALF),
-    "two in half": (2, "Llama", HALF),
+    "untied in half": (2, "Llama", HALF),
     "odd": (3, "Odd", {}),
     "divided experts": (2, "Qwen3Moe", {"expert_parallel": 2, **HALF}),
     "unevenly divided experts": (4, "Six", {"expert_parallel": 2}),
     "more ranks than experts": (3, "Qwen3Moe", {}),
     "stacked in several files": (2, "Stacked", {}),
-    "scales over ranks": (2, "Qwen3", {"serving_format": "fp8_blocks"}),
+    "tied, with scales over ranks": (2, "Qwen3", {"serving_format": "fp8_blocks"}),
 }
 
 UNTRAINABLE = {

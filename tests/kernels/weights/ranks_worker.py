@@ -1,9 +1,10 @@
-"""The program that the tests of publication from ranks run under torchrun, and the weights that both sides create.
+"""The program that the tests of publication from ranks run, and the weights that both sides create.
 
-    python -m torch.distributed.run --standalone --nproc-per-node N ranks_worker.py JOB    JOB: a `Job` as JSON
+    python -m tests.kernels.weights.ranks_worker JOBS    JOBS: a file with a list of `Job`
 
-A job is a list of scenarios, run in order in the same processes. Each rank writes the result of a scenario to
-`<out>/<scenario>-<rank>.json`.
+A job is a list of scenarios, run in order in the same processes, one for each rank. Each rank writes the result of a
+scenario to `<scenario>-<rank>.json` in the directory of JOBS, and its output to `<ranks>-<rank>.log`. The exit statuses
+of the ranks are in `<ranks>.json`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tests.forked_ranks import run_ranks
 from tidemill.kernels.weights import anchor
 from tidemill.kernels.weights.commit import read_versions
 from tidemill.kernels.weights.config import PublishSettings
@@ -39,7 +43,8 @@ from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
-from tidemill.schemas.records import Record
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import DeltaChunk, Manifest, Record
 from tidemill.trainer.sharded_view import local_parts
 
 CHAIN_LENGTH = 5
@@ -53,15 +58,15 @@ TRAINED_VERSIONS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """The scenarios of the ranks, and the addresses of the log and the store."""
+    """The scenarios of some ranks, and the addresses of the log and the store."""
 
+    ranks: int
     scenarios: list[str]
     bootstrap: str
     prefix: str
     run_id: str
     store: str
     base: str
-    out: str
 
 
 class Uneven(nn.Module):
@@ -173,8 +178,8 @@ def raised(work: Callable[[], object]) -> list[str]:
 class Worker:
     """The scenarios of one rank."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, out: Path) -> None:
+        self.job, self.out = job, out
         self.kafka = KafkaSettings(bootstrap=job.bootstrap, topic_prefix=job.prefix)
         self.rank = dist.get_rank()
         self.ranks = open_ranks(TIMEOUT_S)
@@ -388,7 +393,7 @@ class Worker:
 
     def hanging(self) -> dict[str, Any]:
         """Rank 1 does not take part in a collective operation for which rank 0 waits."""
-        ranks, told = open_ranks(SHORT_TIMEOUT_S), Path(self.job.out) / "told"
+        ranks, told = open_ranks(SHORT_TIMEOUT_S), self.out / "told"
         if self.rank == 1:
             deadline = time.monotonic() + TIMEOUT_S
             while not told.exists() and time.monotonic() < deadline:
@@ -404,8 +409,6 @@ class Worker:
 
     def training(self) -> dict[str, Any]:
         """FSDP2 steps of a Qwen3, each rank on its own batch; every step is a version."""
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
         torch.manual_seed(0)
         shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
         model = Qwen3ForCausalLM(
@@ -439,11 +442,16 @@ class Worker:
 
     def resumed(self) -> dict[str, Any]:
         """Another number of ranks continues the run of `killed` from the weights of version 1."""
+        with LogReader(self.kafka, [Topic.MANIFESTS, Topic.DELTAS]) as reader:
+            records = [located.record for located in reader.read_to_end()]
+        of_run = [record for record in records if record.run_id == f"{self.job.run_id}-killed"]
+        left = [sorted({r.version for r in of_run if isinstance(r, kind)}) for kind in (Manifest, DeltaChunk)]
         publisher, model = self.publisher("killed"), first_weights().sharded(self.world)
         advance(model, 1)
         found = [publisher.publish(1, self.parts(model), **mark(1)).fingerprint]
         advance(model, 2)
-        return {"versions": [*found, publisher.publish(2, self.parts(model), **mark(2)).fingerprint]}
+        found.append(publisher.publish(2, self.parts(model), **mark(2)).fingerprint)
+        return {"left": left, "versions": found}
 
     def memory(self) -> dict[str, Any]:
         """Measure the memory of a publication, without model and snapshot, and of a gather of all weights, in bytes."""
@@ -483,18 +491,26 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def main() -> None:
-    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+def run_rank(job: Job, rank: int, out: Path) -> None:
+    """Run the scenarios of a job on one rank."""
     dist.init_process_group("gloo")
-    worker = Worker(job)
+    worker = Worker(job, out)
     for scenario in job.scenarios:
         begun = time.monotonic()
         found = getattr(worker, scenario)()
-        print(
-            f"{scenario}, rank {worker.rank}: {time.monotonic() - begun:.1f} s, {time.process_time():.1f}", flush=True
-        )
-        (Path(job.out) / f"{scenario}-{worker.rank}.json").write_text(json.dumps(found))
+        print(f"{scenario}: {time.monotonic() - begun:.1f} s, {time.process_time():.1f}", flush=True)
+        (out / f"{scenario}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run all jobs, one after the other."""
+    jobs = Path(sys.argv[1])
+    out = jobs.parent
+    torch.set_num_threads(1)
+    for job in (Job(**given) for given in json.loads(jobs.read_text())):
+        work, log_of = partial(run_rank, job, out=out), lambda rank, ranks=job.ranks: out / f"{ranks}-{rank}.log"
+        (out / f"{job.ranks}.json").write_text(json.dumps(run_ranks(job.ranks, work, log_of)))
 
 
 if __name__ == "__main__":

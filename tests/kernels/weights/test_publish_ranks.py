@@ -1,7 +1,6 @@
 """Versions published by the ranks of a sharded model: the same for any number of ranks, complete or absent."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ import pytest
 
 from tests.consumers.replica_driver import anchored
 from tests.kernels.weights import ranks_worker
-from tests.kernels.weights.conftest import read_anchor
+from tests.kernels.weights.conftest import Publication, read_anchor
 from tests.kernels.weights.ranks_worker import (
     CHAIN_LENGTH,
     LARGE_SHAPE,
@@ -29,7 +28,6 @@ from tests.kernels.weights.ranks_worker import (
 from tests.trainer.conftest import fingerprint_of
 from tidemill.consumers.replica.staging import UpdateStaging
 from tidemill.consumers.replica.state import UpdateAction
-from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
 from tidemill.kernels.weights.commit import read_versions
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.weights.graph import Delta, UpdatePath
@@ -39,87 +37,50 @@ from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Claim, Manifest, SkipDelta
-from tidemill.schemas.stored_object import read_object
 from tidemill.trainer.serving_view import bf16_bits, serving_view
 
+ROOT = Path(__file__).resolve().parents[3]
 RUN = "sharded"
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """The results of torchrun, in the order in which the tests need them."""
+    """The results of the ranks."""
 
     kafka: KafkaSettings
-    store: str
     base: Path
-    two: Path
-    """Results of two ranks: failures, training, and at the end a killed rank."""
-    killed_at: tuple[list[int], int]
-    """The versions of the killed run after that, and the number of versions that have chunks."""
-    three: Path
-    """Results of three ranks, after the two ranks."""
+    out: Path
 
     def found(self, scenario, rank=0):
         """Return the result that a rank wrote for a scenario."""
-        files = [directory / f"{scenario}-{rank}.json" for directory in (self.two, self.three)]
-        return json.loads(next(file for file in files if file.exists()).read_text())
+        return json.loads((self.out / f"{scenario}-{rank}.json").read_text())
+
+    def of(self, name) -> Publication:
+        """Return a run of the ranks."""
+        run, store = RunSettings(run_id=f"{RUN}-{name}"), StoreSettings(root=str(self.out / "store"))
+        return Publication(self.kafka, run, store, self.base)
 
 
 @pytest.fixture(scope="module")
 def jobs(kafka, tmp_path_factory):
-    settings = kafka.fresh()
+    settings = kafka.fresh(2, [Topic.MANIFESTS, Topic.DELTAS])
     root = tmp_path_factory.mktemp("sharded")
     base = root / "base"
     base.mkdir()
     (base / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    store = str(root / "store")
-
-    def run(n_ranks, *scenarios):
-        out = root / f"ranks{n_ranks}"
-        out.mkdir()
-        job = Job(list(scenarios), settings.bootstrap, settings.topic_prefix, RUN, store, str(base), str(out))
-        (out / "job.json").write_text(json.dumps(asdict(job)))
-        return out, torchrun(n_ranks, out)
-
-    two, status = run(
-        2, "replicated", "failing", "going_back", "forking", "doubting", "fenced", "refusing", "experts", "skipping",
-        "hanging", "training", "killed",
-    )  # fmt: skip
-    assert status, "torchrun did not notice that a rank was killed"
-    killed = sorted(manifests(settings, f"{RUN}-killed")), len(chunk_versions(settings, f"{RUN}-killed"))
-    # Memory is measured after the chain, when every kernel is compiled and loaded.
-    three, status = run(3, "chain", "memory", "resumed")
-    assert status == 0
-    return Jobs(settings, store, base, two, killed, three)
-
-
-def torchrun(n_ranks, out):
-    """Run the worker under torchrun; return the exit status."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
-    with (out / "output").open("w") as output:
-        done = subprocess.run(
-            [*command, ranks_worker.__file__, str(out / "job.json")],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=900,
-            check=False,
-        )
-    print((out / "output").read_text()[:20000])
-    return done.returncode
-
-
-def manifests(kafka, run_id) -> dict[int, Manifest]:
-    with LogReader(kafka, [Topic.MANIFESTS]) as reader:
-        found = [at.record for at in reader.read_to_end() if at.record.run_id == run_id]
-    assert len({manifest.version for manifest in found}) == len(found), "a version was committed twice"
-    return {manifest.version: manifest for manifest in found}
-
-
-def chunk_versions(kafka, run_id):
-    with LogReader(kafka, [Topic.DELTAS]) as reader:
-        return {at.record.version for at in reader.read_to_end() if at.record.run_id == run_id}
+    scenarios = {
+        2: ["replicated", "failing", "going_back", "forking", "doubting", "fenced", "refusing", "experts", "skipping",
+            "hanging", "training", "killed"],
+        # Memory is measured after the chain, when every kernel is compiled and loaded.
+        3: ["chain", "memory", "resumed"],
+    }  # fmt: skip
+    place = settings.bootstrap, settings.topic_prefix, RUN, str(root / "store"), str(base)
+    (root / "jobs.json").write_text(json.dumps([asdict(Job(*job, *place)) for job in scenarios.items()]))
+    command = [sys.executable, "-m", ranks_worker.__name__, str(root / "jobs.json")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=900)
+    print("\n".join(f"{path.stem}:\n{path.read_text()[:5000]}" for path in sorted(root.glob("*.log"))))
+    assert [json.loads((root / f"{ranks}.json").read_text()) for ranks in scenarios] == [[1, -9], [0, 0, 0]]
+    return Jobs(settings, base, root)
 
 
 def expected_views():
@@ -135,13 +96,14 @@ def expected_fingerprints():
     return [fingerprint_of(view) for view in expected_views()]
 
 
-def replica(kafka, run_id, directory):
+def replica(run, directory):
     """Follow a run like a replica without an engine: apply each delta, check the fingerprints, yield the mirror."""
-    mirror, chain = Mirror(), sorted(manifests(kafka, run_id).items())
-    with LogReader(kafka, [Topic.DELTAS]) as deltas:
+    mirror, chain = Mirror(), run.manifests()
+    assert [manifest.version for manifest in chain] == list(range(len(chain))), "each version once"
+    with LogReader(run.kafka, [Topic.DELTAS]) as deltas:
         staging = UpdateStaging(ChunkFetcher(deltas, timeout_s=30), directory)
         try:
-            for version, manifest in chain:
+            for version, manifest in enumerate(chain):
                 deltas_to = [] if not version else [Delta(manifest, version - 1, tuple(manifest.shards), 0)]
                 path = UpdatePath(None if version else manifest, tuple(deltas_to))
                 staging.prepare(UpdateAction(manifest, path, ""), mirror).draft.keep()
@@ -159,10 +121,9 @@ def test_a_version_does_not_depend_on_the_number_of_ranks(jobs, n_ranks, tmp_pat
     store = StoreSettings(root=str(tmp_path / "store"))
     with WeightPublisher.open(jobs.kafka, run, store, SETTINGS, base_model=jobs.base) as publisher:
         alone = [publisher.publish(version, view) for version, view in enumerate(expected_views())]
-    shared = manifests(jobs.kafka, f"{RUN}-chain{n_ranks}")
-    assert [manifest.version for manifest in alone] == sorted(shared)
-    for one in alone:
-        many = shared[one.version]
+    shared = jobs.of(f"chain{n_ranks}").manifests()
+    assert [manifest.version for manifest in alone] == [manifest.version for manifest in shared]
+    for one, many in zip(alone, shared, strict=True):
         assert many.tensors == one.tensors
         assert (many.fingerprint, many.n_elements, many.n_changed) == (one.fingerprint, one.n_elements, one.n_changed)
         assert (many.parent, bool(many.anchor)) == (one.parent, bool(one.anchor))
@@ -174,7 +135,7 @@ def test_a_version_does_not_depend_on_the_number_of_ranks(jobs, n_ranks, tmp_pat
 def test_a_replica_proves_every_version_from_deltas_and_from_anchors(jobs, n_ranks, tmp_path):
     views = list(expected_views())
     anchors = 0
-    for manifest, mirror in replica(jobs.kafka, f"{RUN}-chain{n_ranks}", tmp_path):
+    for manifest, mirror in replica(jobs.of(f"chain{n_ranks}"), tmp_path):
         view = views[manifest.version]
         for name, bits in view.items():
             np.testing.assert_array_equal(mirror.bits(name), bits.reshape(-1))
@@ -233,7 +194,7 @@ def test_a_version_fails_on_all_ranks_or_on_none(jobs, failure, reason, newest):
 def test_after_a_failure_the_same_version_is_published(jobs, tmp_path):
     found = jobs.found("failing")
     assert [found[f"v{version}"] for version in range(4)] == expected_fingerprints()[:4]
-    assert len(list(replica(jobs.kafka, f"{RUN}-failing", tmp_path))) == 4
+    assert len(list(replica(jobs.of("failing"), tmp_path))) == 4
 
 
 def test_a_missing_rank_is_an_error_after_the_timeout(jobs):
@@ -243,18 +204,18 @@ def test_a_missing_rank_is_an_error_after_the_timeout(jobs):
 
 
 def test_a_killed_rank_leaves_no_version(jobs):
-    versions, with_chunks = jobs.killed_at
+    versions, with_chunks = jobs.found("resumed")["left"]
     assert versions == [0, 1]
-    assert with_chunks == 2, "it was killed before it had sent anything"
+    assert with_chunks == [1, 2], "it was killed before it had sent anything"
 
 
 def test_after_a_restart_the_version_is_published_completely(jobs, tmp_path):
     assert jobs.found("resumed", 2)["versions"] == expected_fingerprints()[1:3]
-    assert [manifest.version for manifest, _ in replica(jobs.kafka, f"{RUN}-killed", tmp_path)] == [0, 1, 2]
+    assert [manifest.version for manifest, _ in replica(jobs.of("killed"), tmp_path)] == [0, 1, 2]
 
 
 def test_replicas_prove_every_version_of_a_training_run(jobs, tmp_path):
-    published = [manifest.fingerprint for manifest, _ in replica(jobs.kafka, f"{RUN}-training", tmp_path)]
+    published = [manifest.fingerprint for manifest, _ in replica(jobs.of("training"), tmp_path)]
     assert published == jobs.found("training", 1)["versions"]
     assert len(set(published)) == TRAINED_VERSIONS
 
@@ -288,7 +249,7 @@ def test_after_a_lost_acknowledgement_every_rank_has_the_same_version_as_the_log
         found = jobs.found("doubting", rank)
         assert found["told"] == [["DeliveryError", "rank 0: DeliveryError: no acknowledgement came"]] * 2
         assert found["versions"] == [2, expected_fingerprints()[2]]
-    assert [manifest.version for manifest, _ in replica(jobs.kafka, f"{RUN}-doubt", tmp_path)] == [0, 1, 2]
+    assert [manifest.version for manifest, _ in replica(jobs.of("doubt"), tmp_path)] == [0, 1, 2]
 
 
 def test_a_fenced_first_rank_ends_all_ranks(jobs):
@@ -325,15 +286,11 @@ def test_experts_are_published_from_their_shards(jobs):
 def test_ranks_make_skip_deltas_together(jobs):
     for rank in (0, 1):
         assert jobs.found("skipping", rank)["counts"] == [1, 0, 1, 0]
-    with LogReader(jobs.kafka, [Topic.MANIFESTS]) as reader:
-        skips = [at.record for at in reader.read_to_end() if isinstance(at.record, SkipDelta)]
+    run = jobs.of("skipping")
+    skips = run.skips()
     assert [(skip.version, skip.base, len(skip.shards)) for skip in skips] == [(2, 0, 2), (4, 2, 2)]
     views = list(expected_views())
     for skip in skips:
         held = {name: bits.copy() for name, bits in views[skip.base].items()}
-        for shard in skip.shards:
-            data = read_object(Claim(shard.uri, shard.n_bytes, shard.digest))
-            for block in decode_delta([data], skip.version, skip.base):
-                for change in resolve_all(block, held):
-                    apply_change(change, held[change.name])
+        run.apply(skip.shards, skip.version, skip.base, held)
         assert all((held[name] == bits).all() for name, bits in views[skip.version].items())
