@@ -1,9 +1,10 @@
 """Small random models of several families, and the logprobs that an engine and the trainer compute with each.
 
-    python families.py DIR [FAMILY...]   samples from a vLLM engine of each family and prints one JSON line for each:
-                                         how much the trainer's logprobs of the sampled tokens differ from the engine's
+    python -m tests.trainer.families DIR [FAMILY...]
 
-It runs in a separate process because vLLM reads its environment at import.
+It samples from a vLLM engine of each family and prints one JSON line for each: how much the trainer's logprobs of the
+sampled tokens differ from the engine's. A last line says which modules of this repository's `kernels/` were taken for
+the package `kernels`. It runs in a separate process because vLLM reads its environment at import.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tidemill.schemas.records import Segment, VersionSpan
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 160
 SHAPE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -114,7 +116,9 @@ def main() -> None:
     gc.disable()
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from transformers.utils import is_kernels_available
 
+    import tidemill.kernels.weights.publish  # noqa: F401
     from tidemill.trainer.batch import pack
     from tidemill.trainer.model import load_model, use_packed_attention
     from tidemill.trainer.policy import frozen_logprobs
@@ -139,6 +143,9 @@ def main() -> None:
             ),
             flush=True,
         )  # fmt: skip
+    ours = {"weights", *(path.stem for path in (ROOT / "kernels").glob("*.py"))}
+    taken = [name for name in sys.modules if name.startswith("kernels.") and name.split(".")[1] in ours]
+    print(json.dumps({"family": "kernels", "available": is_kernels_available(), "taken": taken}), flush=True)
 
 
 if __name__ == "__main__":

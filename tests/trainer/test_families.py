@@ -3,22 +3,20 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
+from importlib.metadata import distributions
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.trainer import families
+from tests.trainer.families import FAMILIES, ROOT, SERVED, VOCAB, OneSegment, make_model, segment_of
 from tidemill.trainer.attention import UntrainableModelError
 from tidemill.trainer.batch import pack
 from tidemill.trainer.config import KlSettings, TrainerSettings
 from tidemill.trainer.model import PACKED_ATTENTION, use_packed_attention
 from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.step import Learner
-
-sys.path.insert(0, str(Path(__file__).parent))
-import families
-from families import FAMILIES, SERVED, VOCAB, OneSegment, make_model, segment_of
 
 ROUNDING = 2e-5
 """Greatest rounding error of a logprob of these models in float32, in nats."""
@@ -59,8 +57,8 @@ def test_logprobs_equal_those_of_whole_sequences(family: str) -> None:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, vllm):
     """The output of `families` for each family."""
-    command = [sys.executable, families.__file__, str(tmp_path_factory.mktemp("families"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    command = [sys.executable, "-m", families.__name__, str(tmp_path_factory.mktemp("families"))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return {line["family"]: line for line in map(json.loads, done.stdout.splitlines())}
 
@@ -71,6 +69,12 @@ def test_logprobs_equal_those_of_the_engine_that_sampled(served, family: str) ->
     assert (seen["tokens"], seen["max"] < ROUNDING) == (12 * 16, True), seen
     assert seen["spread"] > 0.3
     assert seen["shared"] > 0.5
+
+
+def test_transformers_and_vllm_find_the_installed_package_kernels_and_not_this_repositorys_folder(served) -> None:
+    """Both look for it, here with the root of the repository as the current directory."""
+    installed = any(found.metadata["Name"] == "kernels" for found in distributions())
+    assert served["kernels"] == {"family": "kernels", "available": installed, "taken": []}
 
 
 FULL = {"layer_types": ["full_attention"] * 2}
