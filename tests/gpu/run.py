@@ -26,8 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CASES = ("tests/kernels/triton_cases.py", "tests/kernels/triton_quantise_cases.py")
 DEVICE = "TIDEMILL_TEST_DEVICE"
 """Environment variable of `triton_cases.py`: the device of its tensors."""
-FEW = "edges_of_a_tile and (uint8 or mxfp8)"
-"""Cases of a rehearsal. All cases take minutes in the interpreter; `tests/kernels/test_triton.py` runs them."""
 NO_GPU = "no GPU: nothing was run"
 
 
@@ -47,13 +45,14 @@ class GpuCheck:
 def checks(rehearse: bool) -> list[GpuCheck]:
     """Return every check, in order."""
     where = {DEVICE: "cpu", "TRITON_INTERPRET": "1"} if rehearse else {DEVICE: "cuda", "TRITON_INTERPRET": "0"}
-    chosen = ["-k", FEW] if rehearse else []
     options = ["-q", "-p", "no:cacheprovider", "--noconftest", "--import-mode=importlib"]
     small = ["--elements", "4096", "--runs", "1"] if rehearse else ["--runs", "5"]
     smaller = ["--small"] if rehearse else []
     kinds = ["--densities", "0.01", "--dtypes", "bfloat16"]
     return [
-        GpuCheck("kernels_equal_their_twins", ["-m", "pytest", *options, *chosen, *CASES], 220, where, _counted),
+        GpuCheck(
+            "kernels_equal_their_twins", ["-m", "pytest", *options, *CASES], 900 if rehearse else 220, where, _counted
+        ),
         GpuCheck("kernels_speed", ["tests/bench/bench_kernels.py", *kinds, *small], 120, {}, _lines),
         GpuCheck("delta_speed", ["-m", "tests.gpu.delta_speed", *smaller], 80, where, _lines),
         GpuCheck("train_step", ["-m", "tests.gpu.train_step", *smaller], 160, where, _lines),

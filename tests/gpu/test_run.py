@@ -32,7 +32,8 @@ def test_a_rehearsal_runs_every_check(monkeypatch, capsys):
     status, found, _ = document(monkeypatch, capsys, "--rehearse")
     assert status == 0, found
     assert set(found["checks"]) == {check.name for check in run.checks(rehearse=False)}
-    assert found["checks"]["kernels_equal_their_twins"]["figures"]["passed"] >= 5
+    cases = found["checks"]["kernels_equal_their_twins"]["figures"]
+    assert cases.keys() == {"passed"} and cases["passed"] >= 95
     assert all(line["equal_to_cpu"] for line in found["checks"]["delta_speed"]["figures"])
 
 

@@ -1,7 +1,7 @@
 """Triton's kernels, in Triton's interpreter or on a GPU, give the same bytes as their twins on the CPU.
 
 TIDEMILL_TEST_DEVICE is the device of the tensors: the CPU, for the interpreter, or `cuda` (`make test-gpu`). Not
-collected with the other tests: triton must be imported with TRITON_INTERPRET=1, so `test_triton.py` runs this file
+collected with the other tests: triton must be imported with TRITON_INTERPRET=1, so `tests/gpu/run.py` runs this file
 in its own process. Inputs are inside larger arrays with other values, so that a kernel that reads past an edge
 gives another result, and a kernel that writes past an edge is detected.
 """
