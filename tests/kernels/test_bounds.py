@@ -14,8 +14,7 @@ from tidemill.kernels.bounds import DeltaCounts
 from tidemill.kernels.elements import ELEMENT_TYPES, element_type
 from tidemill.kernels.wire import DeltaError
 
-UNHURRIED = settings(deadline=None, max_examples=40)
-"""The first call of a compiled loop compiles it."""
+FEWER = settings(max_examples=40)
 FIELDS = {
     "bfloat16": (8, 7),
     "float16": (5, 10),
@@ -69,7 +68,7 @@ def plain_bounds(dtype, old, new):
     return cost(old.size, pooled) / 8, sum(cost(elements[e], steps[e]) for e in elements) / 8
 
 
-@UNHURRIED
+@FEWER
 @given(pairs(NARROW))
 def test_bounds_equal_their_formulas(pair):
     dtype, old, new = pair
@@ -78,7 +77,7 @@ def test_bounds_equal_their_formulas(pair):
     assert (bounds.iid, bounds.exponent_class) == pytest.approx(plain_bounds(dtype, old, new))
 
 
-@UNHURRIED
+@FEWER
 @given(st.lists(st.integers(-4096, 4096), min_size=1, max_size=50))
 def test_small_steps_of_wide_patterns_count_one_by_one(steps):
     old = np.full(len(steps), 0x3FC00000, np.uint32)
@@ -95,7 +94,7 @@ def test_large_steps_of_wide_patterns_are_taken_as_incompressible_below():
     assert 19.9 < bits < 20.1
 
 
-@UNHURRIED
+@FEWER
 @given(pairs(), st.integers(0, 200))
 def test_bounds_do_not_depend_on_the_split(pair, cut):
     dtype, old, new = pair
@@ -108,7 +107,7 @@ def test_bounds_do_not_depend_on_the_split(pair, cut):
     assert total.bounds() == whole
 
 
-@UNHURRIED
+@FEWER
 @given(pairs())
 def test_the_exponent_class_bound_is_never_greater(pair):
     bounds = delta_bounds(*pair)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -22,9 +22,6 @@ from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, fold_steps, move
 from tidemill.kernels.models import BIT, log2
 from tidemill.kernels.payload import choose_table, find_active, read_active, read_table, write_active, write_table
 from tidemill.kernels.wire import BitReader, BitWriter, DeltaError, WireReader, varint
-
-UNHURRIED = settings(deadline=None)
-"""The first call of a compiled loop compiles it."""
 
 
 @st.composite
@@ -51,7 +48,6 @@ def steps(draw):
     return kind, old, new, indices, draw(tables(kind.exponents)), active
 
 
-@UNHURRIED
 @given(steps())
 def test_split_equals_its_numpy_twin_and_select_inverts_it(step):
     kind, old, new, indices, table, active = step
@@ -86,7 +82,6 @@ def test_a_step_is_counted_in_values():
     assert fold_steps(BY_NAME["bfloat16"], bits, new).tolist() == [2, 1, 0]
 
 
-@UNHURRIED
 @given(steps(), st.integers(0, 2**32 - 1))
 def test_gaps_beyond_a_class_are_refused(step, gap):
     kind, old, new, indices, table, active = step
@@ -98,14 +93,12 @@ def test_gaps_beyond_a_class_are_refused(step, gap):
             select_classes(kind, old, ClassStreams(streams.counts, gaps, streams.steps), table, active, 0)
 
 
-@UNHURRIED
 @given(st.data(), st.sampled_from(ELEMENT_TYPES))
 def test_tables_survive_writing(data, kind):
     table = data.draw(tables(kind.exponents))
     np.testing.assert_array_equal(read_table(WireReader(memoryview(write_table(table))), kind.exponents), table)
 
 
-@UNHURRIED
 @given(hnp.arrays(np.int64, st.sampled_from([1, 16, 32, 256]), elements=st.integers(0, 2**20)), st.data())
 def test_chosen_tables_are_tables(elements, data):
     changed = data.draw(hnp.arrays(np.int64, elements.size, elements=st.integers(0, 2**20)))
@@ -120,7 +113,6 @@ def test_classes_that_differ_are_kept_and_others_are_merged():
     np.testing.assert_array_equal(choose_table(elements, changed), np.arange(16) >= 8)
 
 
-@UNHURRIED
 @given(hnp.arrays(np.bool_, st.integers(1, 40 * SEGMENT), fill=st.booleans()))
 def test_active_segments_survive_writing_and_hold_every_change(changed):
     changed[0] = True
@@ -135,7 +127,6 @@ def test_active_segments_are_listed_if_few_have_many_changes():
     assert find_active(np.arange(0, n, 100), n).sum() == all_active(n).sum()
 
 
-@UNHURRIED
 @given(st.sampled_from(ELEMENT_TYPES), st.integers(0, 3000))
 def test_exponents_are_counted(kind, n):
     bits = np.random.default_rng(n).integers(0, 1 << kind.width, n, kind.bits)
@@ -143,7 +134,6 @@ def test_exponents_are_counted(kind, n):
     np.testing.assert_array_equal(count_exponents(kind, bits), np.bincount(exponents, minlength=kind.exponents))
 
 
-@UNHURRIED
 @given(hnp.arrays(np.uint8, st.integers(1, 60), elements=st.integers(0, 1)), st.integers(1, 5), st.integers(1, 4))
 def test_exponents_of_active_segments_are_counted(active, run, every):
     kind = BY_NAME["bfloat16"]
@@ -153,7 +143,6 @@ def test_exponents_of_active_segments_are_counted(active, run, every):
     np.testing.assert_array_equal(count_active_exponents(kind, bits, active, run, every), expected)
 
 
-@UNHURRIED
 @given(st.sampled_from([np.uint8, np.uint16, np.uint32]), st.integers(0, 200_000), st.sampled_from([0, 1e-3, 0.1, 1]))
 def test_compacting_equals_numpy(kind, n, density):
     generator = np.random.default_rng(n)
@@ -169,7 +158,6 @@ def test_arrays_that_do_not_fit_are_not_compared():
         changed_elements(np.zeros(3, np.uint8), np.zeros(4, np.uint8))
 
 
-@UNHURRIED
 @given(st.integers(1, 2**31))
 def test_logarithms(value):
     assert abs(log2(value) / BIT - np.log2(value)) < 1e-6

@@ -30,8 +30,6 @@ from tidemill.kernels.models import (
 from tidemill.kernels.payload import Encoding
 from tidemill.kernels.wire import BitReader, BitWriter, WireReader
 
-UNHURRIED = settings(deadline=None)
-"""The first call of a compiled loop compiles it."""
 ELEMENTS = 1 << 24
 
 
@@ -53,7 +51,6 @@ def streams(draw, max_size=300):
 
 
 @pytest.mark.parametrize("code", CODERS)
-@UNHURRIED
 @given(streams())
 def test_round_trip(code, given_streams):
     if not given_streams.gaps.size:
@@ -64,7 +61,7 @@ def test_round_trip(code, given_streams):
     np.testing.assert_array_equal(decoded.steps, given_streams.steps)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(streams(60))
 def test_the_compiled_coder_equals_its_plain_twin(given_streams):
     if given_streams.gaps.size:
@@ -72,7 +69,6 @@ def test_the_compiled_coder_equals_its_plain_twin(given_streams):
 
 
 @pytest.mark.parametrize("code", CODERS)
-@UNHURRIED
 @given(streams(40), st.integers(0, 10**6))
 def test_truncated_streams_are_refused(code, given_streams, at):
     if given_streams.gaps.size:
@@ -116,7 +112,6 @@ def test_geometric_gaps_get_the_model_of_their_mean():
     assert model_of(0, 5) == ALL_ZERO
 
 
-@UNHURRIED
 @given(st.integers(0, 2**31 - 1))
 def test_tokens_keep_lengths(length):
     token, low = (int(x) for x in token_of(np.uint64(length)))
@@ -124,7 +119,6 @@ def test_tokens_keep_lengths(length):
     assert int(length_of(np.uint64(token), np.uint64(length & ((1 << low) - 1)))) == length
 
 
-@UNHURRIED
 @given(st.lists(st.integers(0, 63), min_size=1, max_size=128).filter(lambda levels: levels[-1] > 0), st.booleans())
 def test_every_table_of_steps_has_valid_frequencies(levels, directed):
     table = StepTable(directed, np.array(levels, np.uint8))

@@ -17,8 +17,7 @@ from tidemill.kernels.comparison import ESCAPE, FORMATS, compare
 from tidemill.kernels.delta import CodecSettings, DeltaError, TensorChange
 from tidemill.kernels.elements import ELEMENT_TYPES
 
-UNHURRIED = settings(deadline=None, max_examples=30)
-"""The first call of a compiled loop compiles it."""
+FEWER = settings(max_examples=30)
 
 
 @st.composite
@@ -37,7 +36,7 @@ def step(name="w", size=1 << 12, density=0.02, seed=0):
     return TensorChange(name, "bfloat16", old, old + (generator.random(size) < density).astype(np.uint16))
 
 
-@UNHURRIED
+@FEWER
 @given(changes())
 def test_every_format_is_lossless_and_does_not_change_the_old_patterns(change):
     old, new = change.old_bits, change.new_bits
@@ -63,7 +62,7 @@ def test_sizes_are_those_of_the_formats():
     assert raw == 6 and 1.0 < gap_xor < gap_value < 4 and 2 < dense < 4
 
 
-@UNHURRIED
+@FEWER
 @given(st.lists(changes(), max_size=4, unique_by=lambda change: change.name), st.integers(1, 100))
 def test_a_report_adds_up(tensors, block_elements):
     chosen = CodecSettings(block_elements=block_elements)

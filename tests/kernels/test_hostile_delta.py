@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernels.encoding import encode_delta, encode_tensor
@@ -39,7 +39,6 @@ from tidemill.kernels.fingerprint import Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.payload import Encoding
 from tidemill.kernels.wire import varint
 
-UNHURRIED = settings(deadline=None)
 ONE = Fingerprint(1, 1)
 OLD = np.arange(2000, dtype=np.uint16)
 SPARSE = np.where(OLD % 50 == 0, OLD + 1, OLD).astype(np.uint16)
@@ -111,7 +110,6 @@ def test_every_truncation_is_refused(made):
             read(stream[:length])
 
 
-@UNHURRIED
 @given(st.sampled_from([shared, apart]), st.data())
 def test_every_flipped_bit_is_refused(made, data):
     damaged = bytearray(made())
@@ -121,7 +119,6 @@ def test_every_flipped_bit_is_refused(made, data):
         read(bytes(damaged))
 
 
-@UNHURRIED
 @given(st.binary(max_size=400))
 def test_arbitrary_bytes_are_refused(data):
     with pytest.raises(DeltaError):
@@ -131,7 +128,6 @@ def test_arbitrary_bytes_are_refused(data):
             list(decode_blocks(data))
 
 
-@UNHURRIED
 @given(st.binary(max_size=200), st.integers(0, 2**16 - 1), st.data())
 def test_forged_fields_with_a_correct_digest_are_refused(payload, encoding, data):
     count = st.integers(0, 2**32 - 1) | st.integers(0, 3000)

@@ -31,7 +31,7 @@ from tidemill.schemas.records import Document, Record, Task, Tick, VersionSpan
 RECORDS = st.one_of(*(records_of(cls) for cls in RECORD_TYPES.values()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(record=RECORDS)
 def test_round_trip(record: Record):
     for codec in (codec_of(None), codec_of("mock://codec")):
@@ -64,7 +64,7 @@ def test_writers_and_readers_are_fastavro_s(record_type: type):
         avro_code.reader(current_schema(record_type), record_type),
     )
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(record=records_of(record_type), data=st.data())
     def check(record: Record, data: st.DataObject):
         body = body_of(record)
@@ -81,7 +81,7 @@ def test_writers_and_readers_are_fastavro_s(record_type: type):
     check()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(value=LONG | st.integers(-70, 70) | st.sampled_from([2**k + d for k in range(64) for d in (-1, 0)]))
 def test_longs_are_fastavro_s(value: int):
     assume(value < 2**63)
@@ -102,14 +102,14 @@ def test_a_reader_with_a_registry_reads_single_objects_too():
     assert codec_of("mock://codec").decode(Codec().encode(tick)) == tick
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.binary(max_size=200))
 def test_random_bytes_are_refused(data: bytes):
     with pytest.raises(DecodeError):
         Codec().decode(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(record=RECORDS, data=st.data())
 def test_damaged_bytes_are_refused_or_read_as_some_record(record: Record, data: st.DataObject):
     whole = Codec().encode(record)

@@ -180,7 +180,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestHistories.settings = settings(max_examples=40, stateful_step_count=20)
 
 
 @pytest.fixture
