@@ -38,7 +38,6 @@ SLOW: tuple[str, ...] = (
     "test_static.py::test_types_are_checked",
     "trainer/test_interrupted.py",
     "trainer/test_ranks.py",
-    "trainer/test_step.py::test_two_processes_get_the_same_weights_bit_for_bit",
 )
 """Folders, files and tests below tests/ that take long: whole demonstrations and trainings, mypy, Triton's interpreter,
 every view in a browser (22 s), every query (70 s on a ClickHouse server), kernels compiled again, a process for each

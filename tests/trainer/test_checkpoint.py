@@ -101,12 +101,6 @@ def test_the_newest_checkpoint_is_never_past_the_log(store: CheckpointStore) -> 
     assert [store.newest(last) for last in (2, 3, 5, 6, 9)] == [None, 3, 3, 6, 6]
 
 
-def test_only_the_newest_are_kept(store: CheckpointStore) -> None:
-    for step in (1, 2, 3, 4):
-        store.write(state_of(step), {"master/w": torch.zeros(1)})
-    assert store.steps() == [3, 4]
-
-
 def test_pinned_steps_are_kept_while_they_are_pinned(store: CheckpointStore) -> None:
     for step in (1, 2, 3, 4):
         store.write(state_of(step), {"master/w": torch.zeros(1)}, pinned={1, 2})

@@ -18,13 +18,13 @@ from tests.trainer.conftest import (
     make_trainable,
     make_trainable_batch,
     resampled,
+    settings_of,
     tiny_model,
 )
 from tidemill.schemas.records import Interaction, Rollout, VersionSpan
 from tidemill.trainer.batch import Trajectory, pack
-from tidemill.trainer.choices import CorrectionKind, ObjectiveName
-from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.corrections import bounded, correction_weights
+from tidemill.trainer.choices import ObjectiveName
+from tidemill.trainer.config import CorrectionSettings
 from tidemill.trainer.mismatch import TrainedTokens, alarms, measure, warning
 from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.serving_view import serving_view
@@ -198,30 +198,6 @@ def test_an_alarm_is_raised_for_a_whole_part_at_its_bound(trajectories):
     }  # fmt: skip
     told = warning(alarms(slices))
     assert "lagged/k3 is" in told and "(alarm from 0.01 on)" in told and "run.max_policy_lag" in told
-
-
-@pytest.mark.parametrize("kind", list(CorrectionKind))
-def test_a_cut_token_is_one_whose_ratio_a_bound_has_changed(kind: CorrectionKind):
-    ratio = torch.tensor([[1.0, 0.9, 1.1], [3.0, 0.2, 1.0], [1.5, 1.0, 1.6], [0.2, 1.0, 0.2]])
-    correction = CorrectionSettings(kind=kind, low=0.5, high=2.0)
-    logs, sequence = ratio.log().flatten(), torch.arange(4).repeat_interleave(3)
-    weights = correction_weights(correction, logs, torch.zeros(12), sequence, 4)
-    whole = ratio.prod(1)
-    mean = whole ** (1 / 3)
-    expected = {
-        CorrectionKind.NONE: torch.zeros(4, 3, dtype=torch.bool),
-        CorrectionKind.TIS: ratio > 2,
-        CorrectionKind.MIS: (ratio > 2) | (ratio < 0.5),
-        CorrectionKind.SEQUENCE_TIS: (whole > 2)[:, None].expand(4, 3),
-        CorrectionKind.SEQUENCE_MIS: (whole > 2)[:, None].expand(4, 3),
-        CorrectionKind.GEOMETRIC: ((mean > 2) | (mean < 0.5))[:, None].expand(4, 3),
-    }
-    assert torch.equal(bounded(correction, weights), expected[kind].flatten())
-
-
-def settings_of(**changes: object) -> TrainerSettings:
-    return TrainerSettings(**{"kl": KlSettings(coefficient=0.0), "optimizer": OptimizerSettings(learning_rate=1e-3),
-                              "row_tokens": 64, **changes})  # fmt: skip
 
 
 def expected_logprobs(model: torch.nn.Module, trajectories: list[Trajectory]) -> torch.Tensor:

@@ -179,7 +179,7 @@ def test_composer2_numbers_worked_out_on_paper() -> None:
 
 @pytest.mark.parametrize("name", [n for n in ObjectiveName if n is not ObjectiveName.REINFORCE])
 @given(reward=st.floats(-100, 100), size=st.integers(2, 16))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_equal_rewards_give_exactly_zero_gradient(name: ObjectiveName, reward: float, size: int) -> None:
     advantages = ADVANTAGES[OBJECTIVES[name].advantage](np.full(size, reward))
     assert not advantages.any()
@@ -189,7 +189,7 @@ def test_equal_rewards_give_exactly_zero_gradient(name: ObjectiveName, reward: f
 
 @pytest.mark.parametrize("name", [ObjectiveName.COMPOSER2, ObjectiveName.DR_GRPO, ObjectiveName.RLOO])
 @given(rewards=arrays(np.float64, 4, elements=st.floats(-1, 1)), factor=st.floats(0.1, 10))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_without_deviation_gradients_scale_with_rewards(
     name: ObjectiveName, rewards: np.ndarray, factor: float
 ) -> None:
@@ -202,27 +202,6 @@ def test_without_deviation_gradients_scale_with_rewards(
 def test_standardised_gradients_do_not_scale_with_rewards() -> None:
     advantage = ADVANTAGES[AdvantageKind.STANDARDISED]
     np.testing.assert_allclose(advantage(REWARDS * 7), advantage(REWARDS), rtol=1e-5)
-
-
-def per_token_weight(name: ObjectiveName, repeat: int) -> float:
-    """Return |gradient| of one token of the first rollout if every rollout is `repeat` times as long."""
-    sequence = torch.from_numpy(np.repeat(SEQUENCE, repeat))
-    flat = torch.full((len(sequence),), -1.0)
-    logprobs = flat.clone().requires_grad_()
-    advantages = torch.tensor(ADVANTAGES[OBJECTIVES[name].advantage](REWARDS), dtype=torch.float32)[sequence]
-    tokens = Tokens(logprobs, flat, flat, advantages, torch.ones_like(flat), sequence, 4, len(sequence))
-    loss(OBJECTIVES[name], tokens, options_of(name)).backward()
-    return float(logprobs.grad[0].abs())
-
-
-@pytest.mark.parametrize("name", [ObjectiveName.COMPOSER2, ObjectiveName.DR_GRPO])
-def test_longer_rollouts_keep_the_weight_of_each_token(name: ObjectiveName) -> None:
-    assert per_token_weight(name, 2) == per_token_weight(name, 1)
-
-
-@pytest.mark.parametrize("name", [ObjectiveName.GRPO, ObjectiveName.DAPO])
-def test_length_normalised_objectives_halve_the_weight_of_each_token(name: ObjectiveName) -> None:
-    assert per_token_weight(name, 2) == pytest.approx(per_token_weight(name, 1) / 2)
 
 
 @pytest.mark.parametrize("kind", [k for k in AdvantageKind if k is not AdvantageKind.RAW])
@@ -397,12 +376,6 @@ def test_two_corrections_at_once_are_refused() -> None:
         objective=ObjectiveName.DECOUPLED_PPO, correction=CorrectionSettings(kind=CorrectionKind.NONE)
     )
     assert settings.objective in CORRECT_THEMSELVES
-
-
-def test_hash_covers_the_arithmetic_and_nothing_else() -> None:
-    default = TrainerSettings()
-    assert TrainerSettings(checkpoint_every=3).arithmetic_hash() == default.arithmetic_hash()
-    assert TrainerSettings(length_divisor=3).arithmetic_hash() != default.arithmetic_hash()
 
 
 def test_unknown_setting_is_refused() -> None:

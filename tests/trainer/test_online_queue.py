@@ -247,18 +247,6 @@ def test_a_batch_below_the_floor_is_excluded(made) -> None:
     assert queue.next(2) is not None
 
 
-def test_a_batch_that_is_written_twice_is_trained_once(made) -> None:
-    queue = queue_of(line_to(0))
-    queue.read(Reference(place("b", 0), made.batch))
-    queue.read(Reference(place("b", 1), made.batch))
-    assert [(entry.offset, entry.reason) for entry in ended(queue)] == [(1, "duplicate")]
-    waiting = queue.next(0)
-    assert waiting is not None
-    queue.take(queue.settle(waiting, found_of(made), 0))
-    queue.read(Reference(place("b", 2), made.batch))
-    assert queue.next(0) is None
-
-
 def test_a_stop_does_not_change_which_batch_is_forgotten_first(made) -> None:
     queue, again = (queue_of(line_to(3), remembered_groups=1) for _ in range(2))
     queue.read(Reference(place("stale", 0), replace(made.batch, batch_id="stale", version=1)))

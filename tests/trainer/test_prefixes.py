@@ -90,7 +90,7 @@ def models():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.float64, 1e-11)])
 @given(made=segment_trees(), row_tokens=st.sampled_from([64, 300, 5000]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_shared_tokens_give_the_values_and_gradients_of_separate_ones(models, dtype, tolerance, made, row_tokens):
     rollouts = [build(Rollout, segments=segments) for segments in made]
     shared, plain = (results(models[dtype], rollouts, row_tokens, share) for share in (True, False))
@@ -126,7 +126,7 @@ def by_mask(query, key, value, parents: np.ndarray, scale: float) -> torch.Tenso
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 8), (6, 1, 16)])
 @given(seed=st.integers(0, 10_000), length=st.integers(1, 220))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_tree_attention_equals_attention_with_the_trees_mask(heads, kv_heads, width, kernel, seed, length):
     rng = np.random.default_rng(seed)
     parents = random_parents(rng, length)
@@ -273,11 +273,6 @@ def assert_same_step(shared, plain) -> None:
         assert (less := metrics.pop(name)) < (more := expected.pop(name)) or less == more == 0
     assert metrics.pop("flops/saved") > expected.pop("flops/saved") >= 0
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
-
-
-def test_the_setting_changes_the_hash_and_off_gives_the_hash_of_older_runs() -> None:
-    assert learning().arithmetic_hash() != learning(share_prefixes=False).arithmetic_hash()
-    assert TrainerSettings(share_prefixes=False).arithmetic_hash() == "65df4e88a6d39794"
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 40])
