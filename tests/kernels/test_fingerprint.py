@@ -1,8 +1,8 @@
-"""The fingerprint is linear, depends on index, name and every bit, and equals its numpy twin."""
+"""The fingerprint equals its numpy twin, is linear, and depends on the name."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -16,8 +16,6 @@ from tidemill.kernels.fingerprint import (
     fingerprint_change,
 )
 
-UNHURRIED = settings(deadline=None)
-"""The first call of a compiled loop compiles it."""
 KEY = TensorKey.of("model.layers.0.mlp.down_proj.weight")
 LANES = st.integers(0, 2**64 - 1)
 PATTERNS = st.sampled_from([np.uint8, np.uint16, np.uint32])
@@ -27,14 +25,12 @@ def tensors(min_size=0, max_size=300):
     return PATTERNS.flatmap(lambda kind: hnp.arrays(kind, st.integers(min_size, max_size)))
 
 
-@UNHURRIED
 @given(tensors(), st.integers(0, 2**40))
 def test_equals_its_numpy_twin(bits, start):
     indices = np.arange(start, start + bits.size)
     assert fingerprint(bits, KEY, start) == fingerprint_reference(bits, KEY, indices)
 
 
-@UNHURRIED
 @given(tensors(min_size=1), st.data())
 def test_change_leads_from_old_to_new(old, data):
     new = data.draw(hnp.arrays(old.dtype, old.size))
@@ -44,14 +40,6 @@ def test_change_leads_from_old_to_new(old, data):
     assert fingerprint(new, KEY) - fingerprint(old, KEY) == change
 
 
-@UNHURRIED
-@given(tensors(), st.data())
-def test_shards_sum_to_the_whole(bits, data):
-    at = data.draw(st.integers(0, bits.size))
-    assert fingerprint(bits[:at], KEY) + fingerprint(bits[at:], KEY, at) == fingerprint(bits, KEY)
-
-
-@UNHURRIED
 @given(tensors(), st.randoms(use_true_random=False))
 def test_order_does_not_matter(bits, random):
     order = list(range(bits.size))
@@ -60,36 +48,9 @@ def test_order_does_not_matter(bits, random):
     assert fingerprint_at(bits[indices], KEY, indices) == fingerprint(bits, KEY)
 
 
-@UNHURRIED
-@given(tensors(min_size=2), st.data())
-def test_swapping_unequal_elements_changes_it(bits, data):
-    first, second = data.draw(st.lists(st.integers(0, bits.size - 1), min_size=2, max_size=2, unique=True))
-    swapped = bits.copy()
-    swapped[[first, second]] = bits[[second, first]]
-    assert (fingerprint(swapped, KEY) == fingerprint(bits, KEY)) == (bits[first] == bits[second])
-
-
-@UNHURRIED
-@given(tensors(min_size=1), st.data())
-def test_every_bit_counts(bits, data):
-    at = data.draw(st.integers(0, bits.size - 1))
-    flipped = bits.copy()
-    flipped[at] ^= bits.dtype.type(1 << data.draw(st.integers(0, bits.dtype.itemsize * 8 - 1)))
-    assert fingerprint(flipped, KEY) != fingerprint(bits, KEY)
-
-
-def test_a_zero_element_counts():
-    assert fingerprint(np.zeros(3, np.uint16), KEY) != fingerprint(np.zeros(4, np.uint16), KEY)
-
-
 def test_the_fingerprint_depends_on_the_name():
     bits = np.arange(8, dtype=np.uint16)
     assert fingerprint(bits, KEY) != fingerprint(bits, TensorKey.of("model.layers.1.mlp.down_proj.weight"))
-
-
-def test_lanes_are_independent():
-    both = fingerprint(np.arange(1000, dtype=np.uint16), KEY)
-    assert both.lo != both.hi
 
 
 def test_a_view_is_read_in_c_order():
@@ -103,7 +64,6 @@ def test_a_known_value_does_not_change():
     assert value.hex() == "404ed3abb8961512bf3f420ceae2905b"
 
 
-@UNHURRIED
 @given(LANES, LANES, LANES, LANES)
 def test_fingerprints_are_a_group(a, b, c, d):
     first, second = Fingerprint(a, b), Fingerprint(c, d)
@@ -112,7 +72,6 @@ def test_fingerprints_are_a_group(a, b, c, d):
     assert first + ZERO == first
 
 
-@UNHURRIED
 @given(LANES, LANES)
 def test_text_and_bytes_round_trip(lo, hi):
     value = Fingerprint(lo, hi)

@@ -102,20 +102,6 @@ def test_every_element_type_survives_anchor_delta_and_checkpoint(mirror, tmp_pat
     assert all(np.array_equal(bits_in_memory(tensors, name), bits.reshape(-1)) for name, bits in new.items())
 
 
-def test_a_draft_can_be_reverted_over_an_anchor_and_deltas(mirror, tmp_path):
-    views = [any_view(0), any_view(5)]
-    for seed in (6, 7):
-        views.append(nudged(views[-1], seed))
-    before = mirror.fingerprints
-    draft = Draft(mirror)
-    load(draft, save(views[1], tmp_path / "v1"), manifest_of(1, views[1]))
-    for version in (2, 3):
-        draft.advance(*delta_between(mirror, views[version - 1], views[version], version, version - 1))
-    assert same(mirror, views[3]) and mirror.version == 3
-    draft.revert()
-    assert same(mirror, views[0]) and mirror.version == 0 and mirror.fingerprints == before
-
-
 @pytest.mark.parametrize("begins_with_anchor", [False, True])
 def test_the_changes_of_a_draft_lead_from_the_old_weights_to_the_new(mirror, tmp_path, begins_with_anchor):
     views = [any_view(0), nudged(any_view(0), 1), nudged(nudged(any_view(0), 1), 2), any_view(0)]

@@ -41,7 +41,7 @@ def manifest(listed: list[TensorInfo]) -> Manifest:
 
 
 def test_a_short_list_stays_in_its_record_and_a_long_one_does_not(tmp_path: Path):
-    short, long = manifest(tensors(100)), manifest(tensors(20_000))
+    short, long = manifest(tensors(100)), manifest(tensors(12_000))
     assert fit_record(short, Codec(), str(tmp_path), 900_000) is short
     fitted = fit_record(long, Codec(), str(tmp_path), 900_000)
     assert fitted.tensors == [] and fitted.tensor_table is not None
