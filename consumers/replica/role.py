@@ -23,7 +23,14 @@ from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
 from tidemill.consumers.replica.ledger import Ledger, ReplicaStatus, Write
 from tidemill.consumers.replica.server import build_replica_app, make_server, server_arguments
-from tidemill.consumers.replica.staging import FOLLOWED, StartVersion, UpdateStaging, join, private_directory
+from tidemill.consumers.replica.staging import (
+    FOLLOWED,
+    StartVersion,
+    UpdateStaging,
+    interrupt_if,
+    join,
+    private_directory,
+)
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault, Subscriber, follow
 from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of
@@ -58,6 +65,7 @@ async def running_replica(
     joined: StartVersion,
     directory: Path,
     surroundings: Callable[[], tuple[ShardSource, Write]],
+    interrupt: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Running]:
     """Start the engine with the joined version, prove it, build subscriber and server; its core ends with the context.
 
@@ -70,6 +78,7 @@ async def running_replica(
         directory: directory in which whole checkpoints are staged.
         surroundings: opens the log's clients; returns the source of deltas and the writer of the replica's records;
             called after the engine core, which is a fork, has been started.
+        interrupt: called often while an anchor is read; an error that it raises ends the update.
 
     Raises:
         ReplicaFault: the live tensors are not the joined version.
@@ -96,7 +105,7 @@ async def running_replica(
             await engine.require_invariance()
         shards, say = surroundings()
         ledger = Ledger(status, say, now_us, lambda: state.head)
-        staging = UpdateStaging(shards, directory, settings.decode_threads)
+        staging = UpdateStaging(shards, directory, settings.decode_threads, interrupt)
         subscriber = Subscriber(engine, state, joined.mirror, staging, ledger)
         stack.callback(subscriber.close)
         await subscriber.begin(joined.manifest, joined.reason)
@@ -138,6 +147,7 @@ class Replica:
 
     async def _serve(self, joined: StartVersion, listener: socket.socket) -> None:
         kafka, settings, name = self._kafka, self._settings, self._settings.replica_id
+        interrupt = interrupt_if(self._stop.is_set)
         with ExitStack() as stack:
 
             def surroundings() -> tuple[ShardSource, Write]:
@@ -148,11 +158,11 @@ class Replica:
                     producer.send(topic, record, key=record.replica_id)
 
                 connections, n_bytes = settings.fetch_connections, settings.fetch_bytes
-                fetcher = open_fetcher(kafka, settings.fetch_timeout_s, connections, name, n_bytes)
+                fetcher = open_fetcher(kafka, settings.fetch_timeout_s, connections, name, n_bytes, interrupt)
                 return stack.enter_context(fetcher), say
 
             replica = running_replica(
-                settings, self._run, self._chat, self._state, joined, self._directory, surroundings
+                settings, self._run, self._chat, self._state, joined, self._directory, surroundings, interrupt
             )
             async with replica as running:
                 letters = stack.enter_context(RecordProducer(kafka, f"{name}-dead-letters"))

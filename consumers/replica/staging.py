@@ -59,6 +59,20 @@ class Backoff:
         return now >= self._until
 
 
+class StoppedError(RuntimeError):
+    """Error that ends the preparation of an update because the replica is stopping."""
+
+
+def interrupt_if(stopped: Callable[[], bool]) -> Callable[[], None]:
+    """Return a function that raises StoppedError if `stopped` returns true."""
+
+    def interrupt() -> None:
+        if stopped():
+            raise StoppedError("the replica is stopping")
+
+    return interrupt
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedUpdate:
     """A checked update: the mirror has the target version, the engine not yet."""
@@ -75,11 +89,20 @@ class PreparedUpdate:
 
 
 class UpdateStaging:
-    """Prepares updates, with a fetcher of chunks, threads to decode them, and a private directory for checkpoints."""
+    """Prepares updates, with a fetcher of chunks, threads to decode them, and a private directory for checkpoints.
 
-    def __init__(self, fetcher: ShardSource, directory: Path, decode_threads: int = 2) -> None:
+    `interrupt` is called often while an anchor is read; an error that it raises ends the update.
+    """
+
+    def __init__(
+        self,
+        fetcher: ShardSource,
+        directory: Path,
+        decode_threads: int = 2,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
         self._directory = directory
-        self._rebuilder = Rebuilder(fetcher, decode_threads, directory)
+        self._rebuilder = Rebuilder(fetcher, decode_threads, directory, interrupt)
 
     def prepare(self, move: UpdateAction, mirror: Mirror) -> PreparedUpdate:
         """Change the mirror to the target version, with a check of each step, and return the changes.
@@ -87,7 +110,8 @@ class UpdateStaging:
         Raises:
             RefusedAnchorError: the anchor cannot be used.
             RefusedDeltaError: a delta's bytes are wrong or do not match the weights.
-            FetchTimeoutError: bytes did not arrive in time. After every error the mirror is unchanged.
+            FetchTimeoutError: bytes did not arrive in time.
+            StoppedError: the replica is stopping. After every error the mirror is unchanged.
         """
         begun = time.monotonic()
         draft = Draft(mirror)
@@ -151,13 +175,13 @@ def join(
         TimeoutError: no usable anchor was published within `anchor_wait_s`.
     """
     deadline = time.monotonic() + settings.anchor_wait_s if settings.anchor_wait_s else None
-    chunks_id = f"{settings.replica_id}-join-chunks"
+    chunks_id, interrupt = f"{settings.replica_id}-join-chunks", interrupt_if(stopped)
     with (
         LogReader(kafka, FOLLOWED, client_id=f"{settings.replica_id}-join") as records,
         open_fetcher(
-            kafka, settings.fetch_timeout_s, settings.fetch_connections, chunks_id, settings.fetch_bytes
+            kafka, settings.fetch_timeout_s, settings.fetch_connections, chunks_id, settings.fetch_bytes, interrupt
         ) as fetcher,
-        closing(UpdateStaging(fetcher, directory, settings.decode_threads)) as staging,
+        closing(UpdateStaging(fetcher, directory, settings.decode_threads, interrupt)) as staging,
     ):
         found: Iterable[ConsumedRecord] = records.read_to_end()
         warned, patience = False, Backoff()
@@ -201,6 +225,8 @@ def _build(
         except FetchTimeoutError as error:
             logger.warning("version %d cannot be reached yet: %s", move.target.version, error)
             patience.failed(time.monotonic())
+            return None
+        except StoppedError:
             return None
         else:
             prepared.draft.keep()

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tidemill.consumers.replica.ledger import Applied, Ledger, WriteRefusedError
-from tidemill.consumers.replica.staging import Backoff, PreparedUpdate, UpdateStaging
+from tidemill.consumers.replica.staging import Backoff, PreparedUpdate, StoppedError, UpdateStaging
 from tidemill.consumers.replica.state import ReplicaState, Said, UpdateAction
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
 from tidemill.kernels.weights.mirror import Mirror
@@ -105,7 +105,8 @@ class Subscriber:
         self._staging.close()
 
     async def _carry_out(self, move: UpdateAction) -> bool:
-        """Return whether the update ended, successfully or not; False after a timeout, which needs a later retry."""
+        """Return whether the update ended, successfully or not; False after a timeout, which needs a later retry, and
+        if the replica is stopping."""
         loop = asyncio.get_running_loop()
         try:
             prepared = await loop.run_in_executor(self._worker, self._staging.prepare, move, self._mirror)
@@ -119,6 +120,8 @@ class Subscriber:
             self._late = move
             self._patience.failed(time.monotonic())
             self._refuse(move.target, str(error))
+            return False
+        except StoppedError:
             return False
         else:
             self._patience.succeeded()

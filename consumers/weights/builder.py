@@ -88,10 +88,12 @@ class Builder:
         if manifest.anchor is None:
             raise UnusableWeights(f"version {manifest.version} has no anchor")
         with _as_unusable():
-            files = fetch_anchor(manifest.anchor.uri, self._directory)
-            objection = fingerprint_objection(map_checkpoint(files), with_tensors(manifest))
-        # A chain may have more anchors than fit on the disk.
-        discard_copy(manifest.anchor.uri, files)
+            try:
+                files = fetch_anchor(manifest.anchor.uri, self._directory)
+                objection = fingerprint_objection(map_checkpoint(files), with_tensors(manifest))
+            finally:
+                # A chain may have more anchors than fit on the disk.
+                discard_copy(manifest.anchor.uri, self._directory)
         if objection:
             raise UnusableWeights(f"it is not version {manifest.version}: {objection}")
 

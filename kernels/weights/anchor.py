@@ -17,7 +17,7 @@ import json
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
@@ -143,32 +143,35 @@ def anchor_weights(uri: str) -> Iterator[tuple[str, Weight]]:
                 yield from map_checkpoint(_checked(uri, file, Path(scratch))).items()
 
 
-def fetch_anchor(uri: str, staging: Path) -> Path:
+def fetch_anchor(uri: str, staging: Path, interrupt: Callable[[], None] = lambda: None) -> Path:
     """Return a local directory with an anchor's files, all checked: the anchor itself if it is local, else a copy.
 
     Args:
         staging: directory below which a copy gets its own directory.
+        interrupt: called for each piece of a file; an error that it raises ends the fetch.
 
-    Raises the errors of `anchor_weights`.
+    Raises the errors of `anchor_weights`. `discard_copy` removes the copy, also an unfinished one.
     """
     files = _read_marker(uri)
     with _anchor_errors(uri):
         filesystem, path = fsspec.core.url_to_fs(uri)
     local = _is_local(filesystem)
-    directory = Path(path) if local else staging / path.strip("/").replace("/", "_")
+    directory = Path(path) if local else _copy_of(uri, staging)
     if not local:
-        shutil.rmtree(directory, ignore_errors=True)
+        discard_copy(uri, staging)
         directory.mkdir(parents=True)
     for file in files:
-        _checked(uri, file, directory)
+        _checked(uri, file, directory, interrupt)
     return directory
 
 
-def discard_copy(uri: str, directory: Path) -> None:
-    """Remove the copy that `fetch_anchor` made; a local anchor is kept."""
-    filesystem, _ = fsspec.core.url_to_fs(uri)
-    if not _is_local(filesystem):
-        shutil.rmtree(directory, ignore_errors=True)
+def discard_copy(uri: str, staging: Path) -> None:
+    """Remove the copy of an anchor that `fetch_anchor` made below `staging`, if there is one."""
+    shutil.rmtree(_copy_of(uri, staging), ignore_errors=True)
+
+
+def _copy_of(uri: str, staging: Path) -> Path:
+    return staging / uri.rpartition("://")[2].strip("/").replace("/", "_")
 
 
 def compute_type(weights: Mapping[str, Weight]) -> str | None:
@@ -181,17 +184,19 @@ def compute_type(weights: Mapping[str, Weight]) -> str | None:
     return sizes.most_common(1)[0][0] if sizes and not quantised else None
 
 
-def _checked(uri: str, file: AnchorFile, directory: Path) -> Path:
+def _checked(uri: str, file: AnchorFile, directory: Path, interrupt: Callable[[], None] = lambda: None) -> Path:
     """Return the local path of an anchor's file, in place or copied to `directory`, checked against the marker."""
     with _anchor_errors(uri):
         filesystem, path = fsspec.core.url_to_fs(uri)
         local = Path(path) / file.name if _is_local(filesystem) else directory / file.name
         try:
             if not _is_local(filesystem):
-                filesystem.get_file(f"{path}/{file.name}", str(local))
+                copied = fsspec.Callback(hooks={"interrupt": lambda *_, **__: interrupt()})
+                filesystem.get_file(f"{path}/{file.name}", str(local), callback=copied)
             state, n_bytes = xxhash.xxh3_128(), 0
             with local.open("rb") as opened:
                 while piece := opened.read(READ_BYTES):
+                    interrupt()
                     state.update(piece)
                     n_bytes += len(piece)
         except FileNotFoundError as error:

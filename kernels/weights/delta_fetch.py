@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import Condition
 from typing import Protocol
@@ -66,10 +66,17 @@ class ChunkFetcher:
         log: reader of `weights.deltas`; only this object uses it.
         timeout_s: longest time between the last wanted chunk and the next, in seconds.
         held_bytes: limit of the chunks in memory, in bytes.
+        interrupt: called often; an error that it raises ends the read of a shard, also while it waits for a chunk.
     """
 
-    def __init__(self, log: LogReader, timeout_s: float, held_bytes: int = HELD_BYTES) -> None:
-        self._log, self._timeout_s, self._limit = log, timeout_s, held_bytes
+    def __init__(
+        self,
+        log: LogReader,
+        timeout_s: float,
+        held_bytes: int = HELD_BYTES,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._log, self._timeout_s, self._limit, self._interrupt = log, timeout_s, held_bytes, interrupt
         self._held: OrderedDict[Place, ConsumedRecord] = OrderedDict()
         self._held_bytes = 0
         # Known before the first chunk: a seek would discard prefetched records and pending responses.
@@ -90,6 +97,7 @@ class ChunkFetcher:
             source = object_pieces(Claim(shard.uri, shard.n_bytes, shard.digest))
         try:
             for piece in source:
+                self._interrupt()
                 digest.update(piece)
                 n_bytes += len(piece)
                 yield piece
@@ -120,6 +128,7 @@ class ChunkFetcher:
         """Wait for one chunk, remove it from the held ones, and return it."""
         began, sought = time.monotonic(), False
         while True:
+            self._interrupt()
             with self._lock:
                 if place in self._held:
                     return self._forget(place)
@@ -205,13 +214,19 @@ class SharedFetcher:
 
 @contextmanager
 def open_fetcher(
-    kafka: KafkaSettings, timeout_s: float, connections: int, client_id: str, fetch_bytes: int | None = None
+    kafka: KafkaSettings,
+    timeout_s: float,
+    connections: int,
+    client_id: str,
+    fetch_bytes: int | None = None,
+    interrupt: Callable[[], None] = lambda: None,
 ) -> Iterator[SharedFetcher]:
     """Open a fetcher of deltas over several connections, which follows the log from its present end.
 
     Args:
         timeout_s: longest time between the last wanted chunk and the next, in seconds.
         fetch_bytes: limit of one response of the log over a connection; `LogReader`'s default if None.
+        interrupt: called often; an error that it raises ends the read of a shard.
 
     Raises LookupError if the topic does not exist.
     """
@@ -229,4 +244,4 @@ def open_fetcher(
             )
             for n in range(connections)
         ]
-        yield SharedFetcher([ChunkFetcher(reader, timeout_s) for reader in readers])
+        yield SharedFetcher([ChunkFetcher(reader, timeout_s, interrupt=interrupt) for reader in readers])

@@ -15,7 +15,7 @@ operator's commands. Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from threading import Semaphore
 
 from tidemill.kernels.delta import BlockChange, DeltaError, EncodedBlock, FingerprintMismatch, decode_delta
 from tidemill.kernels.weights.anchor import anchor_weights, discard_copy, fetch_anchor
+from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
 from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, ShardSource, open_fetcher
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionError
@@ -146,10 +147,17 @@ class Rebuilder:
         threads: number of threads that decode the blocks of a delta.
         directory: directory to which the files of remote anchors are copied, with configuration and tokenizer. If
             None, they are read file by file, and at most one of them is on the disk.
+        interrupt: called often while an anchor is read; an error that it raises ends the update.
     """
 
-    def __init__(self, shards: ShardSource, threads: int, directory: Path | None = None) -> None:
-        self._shards, self._directory = shards, directory
+    def __init__(
+        self,
+        shards: ShardSource,
+        threads: int,
+        directory: Path | None = None,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._shards, self._directory, self._interrupt = shards, directory, interrupt
         self._decoder = Decoder(threads)
 
     def follow(
@@ -185,7 +193,10 @@ class Rebuilder:
                 fetch_ms += self._advance(delta, draft, compare=recount or delta is path.deltas[-1], recount=recount)
         except BaseException:
             draft.revert()
+            self._discard_copy(path.anchor)
             raise
+        if not draft.fresh:
+            self._discard_copy(path.anchor)
         return FollowedPath(anchor, fetch_ms)
 
     def close(self) -> None:
@@ -199,13 +210,21 @@ class Rebuilder:
             if self._directory is None:
                 draft.load(anchor_weights(uri), uri, with_tensors(manifest), outline)
                 return None
-            files = fetch_anchor(uri, self._directory)
-            draft.load(map_checkpoint(files).items(), uri, with_tensors(manifest), outline)
+            files = fetch_anchor(uri, self._directory, self._interrupt)
+            weights = self._interruptible(map_checkpoint(files))
+            draft.load(weights, uri, with_tensors(manifest), outline)
         except (WeightFilesError, StoredObjectError) as error:
             raise RefusedAnchorError(manifest, str(error)) from error
-        if not draft.fresh:
-            discard_copy(uri, files)
         return files
+
+    def _interruptible(self, weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:
+        for named in weights.items():
+            self._interrupt()
+            yield named
+
+    def _discard_copy(self, manifest: Manifest | None) -> None:
+        if manifest is not None and manifest.anchor is not None and self._directory is not None:
+            discard_copy(manifest.anchor.uri, self._directory)
 
     def _advance(self, delta: Delta, draft: Draft, *, compare: bool, recount: bool) -> float:
         try:

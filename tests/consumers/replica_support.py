@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from tests.consumers import replica_driver as driver
 from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.ledger import Applied, Ledger, Proof, ReplicaStatus, WriteRefusedError
-from tidemill.consumers.replica.staging import UpdateStaging
+from tidemill.consumers.replica.staging import UpdateStaging, interrupt_if
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
@@ -100,7 +101,11 @@ class ArrayEngine:
 class ArrayReplica:
     """A subscriber with an `ArrayEngine` that serves the version of an anchor."""
 
-    def __init__(self, first: Manifest, chunks, directory: Path, timeout_s: float = 0.5, reason="start", pool=Pool.ALL):
+    def __init__(
+        self, first: Manifest, chunks, directory: Path, timeout_s: float = 0.5, reason="start", pool=Pool.ALL
+    ):  # fmt: skip
+        self.stopped = threading.Event()
+        interrupt = interrupt_if(self.stopped.is_set)
         anchor = Path(first.anchor.uri)
         mirror = driver.anchored(anchor, first)
         self.engine = ArrayEngine(first.version, {name: mirror.bits(name) for name in mirror.fingerprints})
@@ -109,8 +114,8 @@ class ArrayReplica:
         self.state.observe(first)
         status = ReplicaStatus("replica-t", "here", first.run_id, first.branch, "i", 1)
         self.ledger = Ledger(status, self._say, lambda: 0, lambda: self.state.head)
-        self.fetcher = ChunkFetcher(chunks, timeout_s)
-        staging = UpdateStaging(self.fetcher, directory)
+        self.fetcher = ChunkFetcher(chunks, timeout_s, interrupt=interrupt)
+        staging = UpdateStaging(self.fetcher, directory, interrupt=interrupt)
         self.subscriber = Subscriber(self.engine, self.state, mirror, staging, self.ledger)
         asyncio.run(self.subscriber.begin(first, reason))
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.consumers import replica_driver as driver
 from tests.consumers.replica_support import ArrayReplica, base_directory, small_view
@@ -175,6 +176,7 @@ def test_an_anchor_of_a_remote_store_is_copied_read_and_removed(harness):
 def assert_the_anchor_is_refused(harness, manifest, reason):
     assert harness.observe(manifest) == [(REFUSED, 2, 0), (REFUSED, 2, 0)]
     assert reason in harness.acks[-2].reason and "no usable" in harness.acks[-1].reason
+    assert list(harness.directory.glob("staging/*")) == [], "the copy of a refused anchor stays"
     assert harness.engine.holds(harness.views[0])
 
 
@@ -275,6 +277,45 @@ def test_missing_chunks_time_out_and_are_fetched_later(harness):
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
         asyncio.run(harness.subscriber.advance())
+
+
+@pytest.mark.parametrize("fetch", ["anchor", "chunk"])
+def test_a_stop_ends_a_running_fetch_without_a_refusal(harness, monkeypatch, fetch):
+    """Neither fetch would end by itself before the deadline of the test."""
+    harness.fetcher._timeout_s, deadline = 60.0, time.monotonic() + 30
+    polled, poll = threading.Event(), harness.log.poll
+    monkeypatch.setattr(harness.log, "poll", lambda *limits: polled.set() or poll(*limits))
+
+    def slow_copy(_store, _path, _local, callback):
+        while time.monotonic() < deadline:
+            callback.relative_update(1)
+            polled.set()
+            threading.Event().wait(0.01)
+        raise AssertionError("the copy was not interrupted")
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", slow_copy)
+    if fetch == "anchor":
+        harness.next()
+        manifest = harness.next(anchor=True)
+        fsspec.filesystem("memory").put(manifest.anchor.uri, "/slow/v2", recursive=True)
+        manifest = replace(manifest, anchor=replace(manifest.anchor, uri="memory://slow/v2"))
+    else:
+        manifest = harness.next()
+        harness.log.located.pop(manifest.shards[0].offsets[0])
+
+    async def stopped_while_it_fetches():
+        stop = asyncio.Event()
+        following = asyncio.create_task(
+            follow(harness.subscriber, PolledLog([located(manifest)]), lambda *_: None, stop, poll_interval_s=0.01)
+        )
+        assert await asyncio.to_thread(polled.wait, 20)
+        stop.set()
+        harness.stopped.set()
+        await asyncio.wait_for(following, 20)
+
+    asyncio.run(stopped_while_it_fetches())
+    assert [ack.version for ack in harness.acks] == [0] and harness.engine.holds(harness.views[0])
+    assert list(harness.directory.glob("staging/*")) == []
 
 
 def test_each_update_of_a_replica_that_is_behind_begins_with_a_heartbeat(harness):

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -211,6 +212,41 @@ def test_a_path_from_an_anchor_holds_one_copy_and_the_blocks_in_progress(long_pa
     n_bytes = new["w"].nbytes
     assert peaks[0] < 1.6 * n_bytes, "more than the weights and a few blocks"
     assert peaks[1] > 4 * n_bytes, "the measure does not see what a delta changes"
+
+
+class Interrupted(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+def test_the_load_of_an_anchor_can_be_interrupted_at_each_file_and_tensor(tmp_path, remote):
+    view = first_view()
+    anchor = write_anchor(str(tmp_path / "v0"), base_directory(tmp_path / "base"), view)
+    if remote:
+        fsspec.filesystem("memory").put(str(tmp_path / "v0"), f"/store/{tmp_path.name}", recursive=True)
+        anchor = replace(anchor, uri=f"memory://store/{tmp_path.name}")
+    path = UpdatePath(manifest_of(0, None, view, [], anchor), ())
+    calls, last = 0, 0
+
+    def interrupt():
+        nonlocal calls
+        calls += 1
+        if calls == last:
+            raise Interrupted
+
+    rebuilder, mirror = Rebuilder(Streams(), 1, tmp_path / "copies", interrupt), Mirror()
+    while True:
+        last, calls = last + 1, 0
+        try:
+            rebuilder.follow(path, Draft(mirror))
+        except Interrupted:
+            assert mirror.version == -1 and mirror.weights == {}
+            assert list(tmp_path.glob("copies/*")) == []
+        else:
+            break
+    rebuilder.close()
+    n_files = 2
+    assert last > n_files + len(view) and same(mirror, view) and mirror.version == 0
 
 
 def test_the_tensors_of_an_anchor_without_a_list_come_from_the_chain(long_path):
