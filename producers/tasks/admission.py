@@ -20,11 +20,15 @@ The formula is AReaL's capacity, (eta + v + 1) * B - (accepted + running), count
 from __future__ import annotations
 
 from tidemill.producers.config import FeedSettings
+from tidemill.producers.tasks.index_set import IndexSet
+from tidemill.producers.tasks.source import training_index
+from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     SECOND_RECORDS,
     CloseReason,
+    Exclusion,
     Group,
     Manifest,
     Mode,
@@ -85,9 +89,12 @@ class AdmissionController:
         self._run, self._replicas, self._overdue_us = run, feed.replicas, to_us(feed.overdue_s)
         self._max_policy_lag = 0 if feed.sync else run.max_policy_lag
         self._open: dict[str, int] = {}
-        self._ended: set[str] = set()
+        self._ended = IndexSet()
+        """Indices of the groups that use no capacity any more: repeated and late records of them change nothing."""
+        self._ended_others: set[str] = set()
+        """The same groups by id, if their tasks are not the feeder's."""
         self._unserved: dict[int, set[str]] = {}
-        self._steps: set[int] = set()
+        self._steps = IndexSet()
         self._closed: dict[str, int] = {}
         """Closed groups that use capacity, with the version of the oldest token of their completed members; -1 if none
         completed."""
@@ -107,10 +114,10 @@ class AdmissionController:
         """
         match record:
             case Task(mode=Mode.TRAIN):
-                if record.group_id not in self._ended:
+                if not self._has_ended(record.group_id):
                     self._open[record.group_id] = record.deadline_at
             case Group(mode=Mode.TRAIN):
-                if record.closed_by is not CloseReason.LATE and record.group_id not in self._ended:
+                if record.closed_by is not CloseReason.LATE and not self._has_ended(record.group_id):
                     completed = [m.version_min for m in record.members if m.status is RolloutStatus.COMPLETED]
                     self._closed[record.group_id] = min(completed, default=-1)
                     self._moved_at = max(self._moved_at, record.closed_at)
@@ -123,9 +130,11 @@ class AdmissionController:
                 self._spare = 0
                 self.newest_version = max(self.newest_version, record.version)
                 for exclusion in record.exclusions:
-                    if exclusion.reason not in SECOND_RECORDS:
+                    if exclusion.topic == Topic.GROUPS and exclusion.reason not in (*SECOND_RECORDS, Exclusion.EVAL):
                         self._end(exclusion.group_id)
-                self._unserved[record.version] = {entry.group_id for entry in record.inputs}
+                self._unserved[record.version] = {
+                    entry.group_id for entry in record.inputs if entry.topic == Topic.GROUPS
+                }
                 self._trainer_version = max(self._trainer_version, record.version)
                 self._end_stale()
                 self._release()
@@ -204,4 +213,12 @@ class AdmissionController:
     def _end(self, group: str) -> None:
         self._open.pop(group, None)
         self._closed.pop(group, None)
-        self._ended.add(group)
+        index = training_index(group, self._run.run_id)
+        if index is None:
+            self._ended_others.add(group)
+        else:
+            self._ended.add(index)
+
+    def _has_ended(self, group: str) -> bool:
+        index = training_index(group, self._run.run_id)
+        return group in self._ended_others if index is None else index in self._ended

@@ -29,6 +29,7 @@ from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.environments.base import Environment
 from tidemill.producers.environments.open import open_environment
 from tidemill.producers.tasks.admission import AdmissionController
+from tidemill.producers.tasks.index_set import IndexSet
 from tidemill.producers.tasks.source import Stage, TaskName, TaskSource, evaluation_size, parse_task_name
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_us
@@ -68,10 +69,8 @@ class FeederState:
         self._run, self._feed = run, feed
         self.admission = AdmissionController(run, feed)
         """The admission controller, for reading."""
-        self._unissued = 0
-        """Index of the first training task that was not issued."""
-        self._issued_ahead: set[int] = set()
-        """Indices of training tasks above it that were issued."""
+        self._issued = IndexSet()
+        """Indices of the training tasks that were issued."""
         self._eval_issued: dict[tuple[Stage, int], set[int]] = {}
         self._eval_open: dict[str, int] = {}
         self._eval_closed: set[str] = set()
@@ -144,11 +143,7 @@ class FeederState:
         if name is None:
             return
         if name.stage is Stage.TRAIN:
-            if name.index >= self._unissued:
-                self._issued_ahead.add(name.index)
-            while self._unissued in self._issued_ahead:
-                self._issued_ahead.remove(self._unissued)
-                self._unissued += 1
+            self._issued.add(name.index)
             return
         self._eval_issued.setdefault((name.stage, name.version), set()).add(name.index)
         if task.group_id not in self._eval_closed:
@@ -160,7 +155,7 @@ class FeederState:
             open_before = any(name is not None and name.stage is Stage.EVAL_BEFORE for name in names)
             if open_before or self._incomplete(Stage.EVAL_BEFORE):
                 return
-        unissued = (index for index in count(self._unissued) if index not in self._issued_ahead)
+        unissued = (index for index in count(self._issued.first_missing) if index not in self._issued)
         for index in islice(unissued, self.admission.capacity()):
             yield TaskName(self._run.run_id, Stage.TRAIN, 0, index)
 

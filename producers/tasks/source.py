@@ -25,6 +25,7 @@ from itertools import islice
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.environments.base import Environment, Split, TaskDraft, TaskError, TaskQuery, split_of
 from tidemill.producers.environments.find import options_json
+from tidemill.producers.tasks.index_set import IndexSet
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import EnvironmentEntry, RunSettings
 from tidemill.schemas.records import CloseReason, Group, Mode, Task
@@ -74,6 +75,14 @@ def parse_task_name(text: str) -> TaskName | None:
     return TaskName(found["run"], stage, int(found["version"] or 0), int(found["index"]))
 
 
+def training_index(group_id: str, run_id: str) -> int | None:
+    """Return the index of the training task with this id in a run; None if it is another name."""
+    name = parse_task_name(group_id)
+    if name is None or group_id != str(TaskName(run_id, Stage.TRAIN, 0, name.index)):
+        return None
+    return name.index
+
+
 PATIENCE = 2_000
 """Consecutive drafts without a new question after which an environment counts as exhausted."""
 MOST_LEFT_OUT = 15
@@ -89,9 +98,12 @@ class TaskSource:
         self._run, self._feed = run, feed
         self._questions = [Questions(entry, opened, run, feed) for entry, opened in environments]
         self._issued: dict[str, tuple[Questions, str]] = {}
-        """Training groups by id: the environment's questions, and the payload of the issued question."""
+        """Training groups by id: the environment's questions, and the payload of the issued question. Until it has
+        closed."""
         self._closed: dict[str, bool] = {}
-        """By id of a closed training group: whether all its rollouts succeeded."""
+        """By id of a closed training group: whether all its rollouts succeeded. Until its task was observed."""
+        self._counted = IndexSet()
+        """Indices of the tasks that were observed with their groups: repeated records of them change nothing."""
         self._turns = take_turns([entry.weight for entry, _ in environments])
         self._order: list[int] = []
         """Index of the environment for each training index so far."""
@@ -106,6 +118,9 @@ class TaskSource:
         if record.run_id != self._run.run_id or record.mode is not Mode.TRAIN:
             return
         name = record.group_id
+        index = training_index(name, self._run.run_id)
+        if index is not None and index in self._counted:
+            return
         if isinstance(record, Group):
             # A late rollout is the only member of its record.
             if name in self._closed or record.closed_by is CloseReason.LATE:
@@ -120,6 +135,9 @@ class TaskSource:
         if name in self._issued and name in self._closed:
             questions, payload = self._issued[name]
             questions.close_group(payload, self._closed[name])
+            if index is not None:
+                del self._issued[name], self._closed[name]
+                self._counted.add(index)
 
     def task(self, name: TaskName, issued_at: int, issued_version: int) -> Task:
         """Return the task to issue as `name`. Raises TaskError if its environment has no unused question."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from tests.records import build
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.tasks.admission import AdmissionController, trainable
+from tidemill.producers.tasks.index_set import IndexSet
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     AckStatus,
@@ -32,7 +35,7 @@ SECOND = 1_000_000
 
 
 def new(replicas=1, **run) -> AdmissionController:
-    limits = {"groups_per_step": 2, "max_policy_lag": 1, "max_steps": 1000, **run}
+    limits = {"run_id": "run", "groups_per_step": 2, "max_policy_lag": 1, "max_steps": 1000, **run}
     feed = FeedSettings(replicas=replicas, replica_silence_s=10, overdue_s=5)
     return AdmissionController(RunSettings(**limits), feed)
 
@@ -238,6 +241,44 @@ def test_admission_waits_for_a_single_replica():
     made.observe(step(1, trained=[0]))
     assert made.expire(10_000 * SECOND)[1] == []
     assert made.served_version == 0
+
+
+def test_the_state_does_not_grow_with_the_run():
+    """The ends of 2,000 groups need no more memory than those of 200, except for the digits of their numbers."""
+    made, sizes = controller(max_steps=2_000), []
+    batch_of_users = StepInput("batch-1", "online-batches", 0, 0)
+    not_groups = [StepExclusion("user-1", "interactions", 0, 0, "erased", 1)]
+    not_groups.append(StepExclusion("run/eval-during/v1/1", "groups", 0, 0, "eval", 2))
+    for number in range(1, 1_001):
+        first, second = 2 * number - 2, 2 * number - 1
+        for index in (first, second):
+            made.observe(task(index))
+            made.observe(group(index, version=number - 1))
+        done = step(number, trained=[second], excluded=[(f"run/train/{first}", "missing_rollout")])
+        users = [replace(entry, group_id=f"{entry.group_id}-{number}") for entry in not_groups]
+        done = replace(
+            done,
+            inputs=[*done.inputs, replace(batch_of_users, group_id=f"batch-{number}")],
+            exclusions=[*done.exclusions, *users],
+        )
+        made.observe(done)
+        assert after(made, ack(number, at=number)) == 4
+        if number in (100, 1_000):
+            sizes.append(len(pickle.dumps(made)))
+    assert (made.steps, made.untrained, made.unclosed) == (1_000, 0, 0)
+    assert sizes[1] < sizes[0] + 50
+    assert after(made, task(7)) == 4, "a repeated record of a group that has ended uses no capacity"
+    assert after(made, build(Task, task_id="a task of another program", mode=Mode.TRAIN)) == 3
+
+
+@given(st.lists(st.integers(0, 30)))
+def test_an_index_set_is_a_set(added):
+    made, plain = IndexSet(), set()
+    for index in added:
+        made.add(index)
+        plain.add(index)
+        assert [index for index in range(40) if index in made] == sorted(plain) and len(made) == len(plain)
+        assert made.first_missing == min(set(range(40)) - plain)
 
 
 RECORDS = [

@@ -533,6 +533,7 @@ def test_a_question_that_is_no_longer_solved_is_asked_in_each_epoch_again():
             source.observe(record)
         left_out.append(source._questions[0]._left_out.total())
     assert left_out == [2, 8, 15, 15, 0, 2]
+    assert source._closed == {} and list(source._issued) == [first.group_id, second.group_id], "only open groups"
     source.observe(closed(replace(second, run_id="another")))
     assert source._questions[1]._left_out.total() == 0
 
