@@ -252,7 +252,8 @@ class RouterSettings(ReplicaRequests, EdgeSettings):
 
     remembered_turns: int = Field(default=4096, ge=1)
     """Answered turns whose token ids are kept in memory, so that a conversation continues with the sampled ids; a turn
-    that is no longer kept is tokenised again. A token takes about 40 bytes."""
+    that is no longer kept is tokenised again. A token takes about 40 bytes; of more than 2**23 tokens, the older turns
+    are not kept either."""
 
     experiment_salt: str = "tidemill"
     """Decides, with the version on trial, which users are in the canary arm. Equal for all routers of one product."""

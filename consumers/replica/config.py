@@ -166,7 +166,7 @@ class ReplicaSettings(Section):
     """How long one poll of `weights.manifests` and `gate.decisions` waits for a record, in seconds."""
     remembered_turns: int = Field(default=4096, ge=1)
     """Turns of chats whose token ids are kept, so that a conversation continues with the sampled ids; older turns are
-    tokenised again. A token needs about 40 bytes."""
+    tokenised again. A token needs about 40 bytes; of more than 2**23 tokens, the older turns are not kept either."""
     vllm_args: dict[str, Any] = Field(default={})
     """vLLM's own server and engine arguments by their long option name, for instance `gpu-memory-utilization = 0.8`.
     Switches are true or false; tables and lists are written as TOML."""

@@ -22,6 +22,9 @@ from tidemill.schemas.chat.messages import NO_TOOLS, Identity, Message, Tools, i
 
 T = TypeVar("T")
 
+MOST_TOKENS = 2**23
+"""Most tokens of the contexts that a server keeps: about 40 bytes each."""
+
 
 class Origin(StrEnum):
     """The origin of a request's context."""
@@ -55,6 +58,8 @@ class Context(Generic[T]):
     """Number of the assistant's turns in it, including shared ones."""
     busy: bool = False
     """Whether a turn is being sampled, or was sampled, after its last known end."""
+    ends: int = 0
+    """Number of its turns' ends that are cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +90,28 @@ class PendingTurn(Generic[T]):
 class Contexts(Generic[T]):
     """The contexts of one rollout, or the most recent ones of a server."""
 
-    def __init__(self, chat: ChatFormat, most: int | None = None) -> None:
-        """`most`: number of turns' ends that are cached; the least recently used is dropped first. None: all."""
-        self._chat, self._most = chat, most
+    def __init__(self, chat: ChatFormat, most: int | None = None, most_tokens: int = MOST_TOKENS) -> None:
+        """Make an empty cache.
+
+        Args:
+            most: number of turns' ends that are cached; the least recently used is dropped first. None: all.
+            most_tokens: number of tokens of the contexts with a cached end, above which ends are dropped too, except
+                the newest; not used without `most`.
+        """
+        self._chat, self._most, self._most_tokens = chat, most, most_tokens
         self._ends: OrderedDict[Hashable, _End[T]] = OrderedDict()
+        self._tokens = 0
+        """Number of tokens of the contexts with a cached end."""
         self.all: list[Context[T]] = []
         """All contexts with a turn of their own, in order of the first turn; only filled if `most` is None."""
 
-    def begin(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> PendingTurn[T]:
-        """Return the context of a request with checked messages. Raises TemplateRefused."""
+    def begin(
+        self, messages: Sequence[Message], tools: Tools = NO_TOOLS, opened: list[int] | None = None
+    ) -> PendingTurn[T]:
+        """Return the context of a request with checked messages. Raises TemplateRefused.
+
+        `opened`: the result of `ChatFormat.open`, if it is known.
+        """
         identities = tuple(map(identity, messages))
         keys = [hash(tools.identity)]
         for each in identities:
@@ -102,7 +120,8 @@ class Contexts(Generic[T]):
         if found is None:
             turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
             head = list(messages[: turns[0] if turns else None])
-            context = Context[T](tools, head, self._chat.open(messages, tools), count=len(turns), busy=True)
+            ids = self._chat.open(messages, tools) if opened is None else opened
+            context = Context[T](tools, head, ids, count=len(turns), busy=True)
             return PendingTurn(context, Origin.FRESH, context.ids, identities, keys[-1])
         known, context, shared = len(found.identities), found.context, found.context.ids
         # Reuse the known texts, to save memory: each HTTP request contains new copies of them.
@@ -118,21 +137,32 @@ class Contexts(Generic[T]):
         """Add the turn that was sampled for a request."""
         context = asked.context
         start = len(asked.ids)
+        counted = len(context.ids) if context.ends else 0
         context.ids = [*asked.ids, *ids]
+        self._tokens += len(context.ids) - counted
+        context.ends += 1
         context.turns.append(SampledTurn(start, len(context.ids), made))
         context.count, context.busy = context.count + 1, False
         own = identity(message)
         key = hash((asked.key, own))
+        if (same := self._ends.pop(key, None)) is not None:
+            self._drop(same)
         self._ends[key] = _End(context, (*asked.messages, own), message, len(context.ids), context.count)
-        self._ends.move_to_end(key)
-        if self._most is None and len(context.turns) == 1:
-            self.all.append(context)
-        while self._most is not None and len(self._ends) > self._most:
-            self._ends.popitem(last=False)
+        if self._most is None:
+            if len(context.turns) == 1:
+                self.all.append(context)
+            return
+        while len(self._ends) > 1 and (len(self._ends) > self._most or self._tokens > self._most_tokens):
+            self._drop(self._ends.popitem(last=False)[1])
 
     def release(self, asked: PendingTurn[T]) -> None:
         """Allow a later request to extend the same end, whether a turn was sampled or not."""
         asked.context.busy = False
+
+    def _drop(self, end: _End[T]) -> None:
+        end.context.ends -= 1
+        if not end.context.ends:
+            self._tokens -= len(end.context.ids)
 
     def _longest(
         self, messages: Sequence[Message], identities: tuple[Identity, ...], keys: Sequence[int]

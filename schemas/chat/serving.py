@@ -67,6 +67,7 @@ class ChatServer:
         """
         if self.chat is None or self._contexts is None:
             raise BadMessage(f"chat is not served: {self._refusal}")
+        ids = None
         try:
             calls = [call for message in request.messages for call in message.get("tool_calls") or ()]
             fields = [*request.messages, *calls, *(call["function"] for call in calls)]
@@ -78,7 +79,7 @@ class ChatServer:
                 ids = await asyncio.to_thread(self.chat.encode, text)
                 if len(ids) > 2 * self._most_tokens:
                     raise BadMessage(f"`messages` have {len(ids)} tokens, at most {self._most_tokens} are served")
-            return ChatTurn(self.chat, self._contexts, request, stream, versions)
+            return ChatTurn(self.chat, self._contexts, request, stream, versions, ids)
         except TemplateRefused as error:
             raise BadMessage(f"`messages` cannot be rendered: {error}") from error
         except RecursionError:
@@ -89,14 +90,20 @@ class ChatTurn:
     """One chat request and its answer. Created by `ChatServer.begin`."""
 
     def __init__(
-        self, chat: ChatFormat, contexts: Contexts[None], request: ChatRequest, stream: bool, versions: bool
+        self,
+        chat: ChatFormat,
+        contexts: Contexts[None],
+        request: ChatRequest,
+        stream: bool,
+        versions: bool,
+        ids: list[int] | None,
     ) -> None:
-        """Render the prompt. Raises TemplateRefused."""
+        """Render the prompt, unless `ids` are the whole conversation's. Raises TemplateRefused."""
         if request.tools:
             chat.template.call_grammar  # noqa: B018 - raises now, where it would after the turn has been sampled
         self._chat, self._contexts, self._request = chat, contexts, request
         self._is_stream, self._versions = stream, versions
-        self._asked = contexts.begin(request.messages, request.tools)
+        self._asked = contexts.begin(request.messages, request.tools, ids)
         self._turn = TurnStream(chat, request.tools, self._asked.context.count, request.stop)
         self._begun = self._ended = False
 

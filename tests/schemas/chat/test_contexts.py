@@ -239,6 +239,19 @@ def test_a_server_remembers_the_most_recent_turns_alone(draw: random.Random, ste
     assert remembered == min(most, len(rollout.ends))
 
 
+@settings(max_examples=50)
+@given(st.randoms(use_true_random=False), st.integers(1, 40), st.integers(1, 400))
+def test_a_server_remembers_no_more_tokens_than_its_limit(draw: random.Random, steps: int, most_tokens: int):
+    rollout = Rollout(draw, Contexts(CHAT, 10, most_tokens), 10)
+    for _ in range(steps):
+        rollout.step()
+        ends = list(rollout.contexts._ends.values())
+        kept = {id(end.context): len(end.context.ids) for end in ends}
+        assert rollout.contexts._tokens == sum(kept.values())
+        assert sum(kept.values()) <= most_tokens or len(ends) == 1
+        assert bool(ends) is bool(rollout.ends)
+
+
 def test_a_turn_that_is_asked_for_again_is_kept_longer():
     contexts = Contexts[list[int]](CHAT, 2)
     first, second = turn(contexts, [USER], "One."), turn(contexts, [MORE], "Two.")
