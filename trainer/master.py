@@ -184,13 +184,17 @@ class MasterWeights:
 
 
 @torch.no_grad()
-def hold_in_format(model: PreTrainedModel, serving_format: ServingFormat) -> None:
-    """Replace the linear weights of a model by the values of their codes and scales in a format; on every rank."""
+def round_as_policy(model: PreTrainedModel, serving_format: ServingFormat, forward: Forward) -> None:
+    """Round the weights of another model as `MasterWeights` rounds those of the policy; on every rank."""
     form = BLOCK_FORMATS.get(serving_format.value)
-    if form is not None:
-        # In the same order on all ranks, which gather the weights together.
-        for name in sorted(quantised_weights(model)):
-            _hold_in(model.get_parameter(name), form)
+    quantised = frozenset() if form is None or forward is Forward.MASTERS else quantised_weights(model)
+    # In the same order on all ranks, which gather the weights together.
+    for name, parameter in model.named_parameters():
+        if form is not None and name in quantised:
+            _hold_in(parameter, form)
+        else:
+            own = own_part(parameter)
+            own.copy_(own.to(torch.bfloat16))
 
 
 def _hold_in(weight: Tensor, form: BlockFormat) -> None:

@@ -28,7 +28,7 @@ from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
 from tidemill.trainer.advantages import ADVANTAGES, Rewards, batch_advantages, penalise
 from tidemill.trainer.batch import InvalidRoutingError, PackedRow, Trajectory, pack
-from tidemill.trainer.choices import AdvantageKind, Forward, Routing, ServingFormat
+from tidemill.trainer.choices import AdvantageKind, Routing, ServingFormat
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import bounded, correction_weights, sequence_sum
 from tidemill.trainer.device import (
@@ -42,7 +42,7 @@ from tidemill.trainer.device import (
     machine_of,
     make_deterministic,
 )
-from tidemill.trainer.master import MasterWeights, OlderWeights, hold_in_format
+from tidemill.trainer.master import MasterWeights, OlderWeights, round_as_policy
 from tidemill.trainer.mismatch import TrainedTokens, farthest, trained_tokens
 from tidemill.trainer.model import use_packed_attention
 from tidemill.trainer.model_size import ModelSize, UnknownModelError, size_of
@@ -169,9 +169,9 @@ class Learner:
             for network in networks:
                 use_packed_attention(network)
                 network.to(self._device)
-        if reference is not None and settings.forward is Forward.MATCHED:
-            # Otherwise the rounding error of the format would separate the policy from its reference before any step.
-            hold_in_format(reference, settings.serving_format)
+        if reference is not None:
+            # Otherwise the rounding error would separate the policy from its reference before any step.
+            round_as_policy(reference, settings.serving_format, settings.forward)
         self.model = model
         self.masters = MasterWeights(
             model,
