@@ -63,8 +63,21 @@ class Options:
     kl_estimator: Estimator = Estimator.K3
 
 
+Ratio = Callable[[Tokens], Tensor]
 Surrogate = Callable[[Tokens, Options], Tensor]
 Average = Callable[[Tensor, Tokens, Options], Tensor]
+
+
+def token_ratio(tokens: Tokens) -> Tensor:
+    """w of each token, f4[T]."""
+    return (tokens.logprobs - tokens.old_logprobs).exp()
+
+
+def sequence_ratio(tokens: Tokens) -> Tensor:
+    """(pi(o) / pi_old(o))^(1 / |o|) of the token's rollout, f4[T]."""
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    lengths = sequence_lengths(tokens.sequence, tokens.n_sequences).clamp(min=1)
+    return (sequence_sum(log_ratio, tokens.sequence, tokens.n_sequences) / lengths).exp()[tokens.sequence]
 
 
 def policy_gradient(tokens: Tokens, options: Options) -> Tensor:
@@ -74,13 +87,12 @@ def policy_gradient(tokens: Tokens, options: Options) -> Tensor:
 
 def clipped(tokens: Tokens, options: Options) -> Tensor:
     """c * min(w A, clip(w, 1 - low, 1 + high) A), f4[T]: PPO's surrogate (arXiv 1707.06347)."""
-    ratio = (tokens.logprobs - tokens.old_logprobs).exp()
-    return tokens.weights * _pessimistic(ratio, tokens.advantages, options)
+    return tokens.weights * _pessimistic(token_ratio(tokens), tokens.advantages, options)
 
 
 def sequence_clipped(tokens: Tokens, options: Options) -> Tensor:
     """c * min(s A, clip(s) A) with s = (pi(o) / pi_old(o))^(1 / |o|) of the rollout, f4[T]: GSPO (arXiv 2507.18071)."""
-    return tokens.weights * _pessimistic(_sequence_ratio(tokens), tokens.advantages, options)
+    return tokens.weights * _pessimistic(sequence_ratio(tokens), tokens.advantages, options)
 
 
 def truncated_policy_gradient(tokens: Tokens, options: Options) -> Tensor:
@@ -130,22 +142,29 @@ class Recipe:
     average: Average
     clip_low: float = 0.2
     clip_high: float = 0.2
+    clips: Ratio | None = None
+    """The ratio beyond whose bound a token has no gradient; None if every token keeps its gradient."""
 
 
 OBJECTIVES: dict[ObjectiveName, Recipe] = {
     ObjectiveName.COMPOSER2: Recipe(AdvantageKind.CENTRED, policy_gradient, constant_mean),
-    ObjectiveName.GRPO: Recipe(AdvantageKind.STANDARDISED, clipped, sequence_mean),
-    ObjectiveName.DR_GRPO: Recipe(AdvantageKind.CENTRED, clipped, constant_mean),
-    ObjectiveName.DAPO: Recipe(AdvantageKind.STANDARDISED, clipped, token_mean, clip_high=0.28),
+    ObjectiveName.GRPO: Recipe(AdvantageKind.STANDARDISED, clipped, sequence_mean, clips=token_ratio),
+    ObjectiveName.DR_GRPO: Recipe(AdvantageKind.CENTRED, clipped, constant_mean, clips=token_ratio),
+    ObjectiveName.DAPO: Recipe(AdvantageKind.STANDARDISED, clipped, token_mean, clip_high=0.28, clips=token_ratio),
     ObjectiveName.GSPO: Recipe(
-        AdvantageKind.STANDARDISED, sequence_clipped, sequence_mean, clip_low=3e-4, clip_high=4e-4
+        AdvantageKind.STANDARDISED,
+        sequence_clipped,
+        sequence_mean,
+        clip_low=3e-4,
+        clip_high=4e-4,
+        clips=sequence_ratio,
     ),
     ObjectiveName.CISPO: Recipe(
         AdvantageKind.STANDARDISED, truncated_policy_gradient, token_mean, clip_low=1.0, clip_high=4.0
     ),
     ObjectiveName.RLOO: Recipe(AdvantageKind.LEAVE_ONE_OUT, policy_gradient, sequence_total),
     ObjectiveName.REINFORCE: Recipe(AdvantageKind.RAW, policy_gradient, sequence_total),
-    ObjectiveName.DECOUPLED_PPO: Recipe(AdvantageKind.STANDARDISED, decoupled, token_mean),
+    ObjectiveName.DECOUPLED_PPO: Recipe(AdvantageKind.STANDARDISED, decoupled, token_mean, clips=token_ratio),
 }
 """CISPO's upper bound of 5 on the ratio is ScaleRL's (arXiv 2510.13786); it has no lower bound."""
 
@@ -177,22 +196,15 @@ def reference_divergence(tokens: Tokens, estimator: Estimator) -> Tensor:
     return ESTIMATORS[estimator](tokens.reference_logprobs - tokens.logprobs)
 
 
-def clipped_tokens(surrogate: Surrogate, tokens: Tokens, options: Options) -> Tensor:
-    """Return f4[]: number of tokens whose surrogate has no gradient, because w (for GSPO: s) is beyond the advantage's
-    bound; 0 for a surrogate that clips no token's gradient."""
-    if surrogate not in (clipped, sequence_clipped, decoupled):
+def clipped_tokens(recipe: Recipe, tokens: Tokens, options: Options) -> Tensor:
+    """Return f4[]: number of tokens without a gradient, because the ratio that the surrogate clips is beyond the
+    advantage's bound."""
+    if recipe.clips is None:
         return torch.zeros(())
-    ratio = _sequence_ratio(tokens) if surrogate is sequence_clipped else (tokens.logprobs - tokens.old_logprobs).exp()
+    ratio = recipe.clips(tokens)
     above = (ratio > 1.0 + options.clip_high) & (tokens.advantages > 0)
     below = (ratio < 1.0 - options.clip_low) & (tokens.advantages < 0)
     return (above | below).float().sum()
-
-
-def _sequence_ratio(tokens: Tokens) -> Tensor:
-    """Return f4[T]: (pi(o) / pi_old(o))^(1 / |o|) of the token's rollout."""
-    log_ratio = tokens.logprobs - tokens.old_logprobs
-    lengths = sequence_lengths(tokens.sequence, tokens.n_sequences).clamp(min=1)
-    return (sequence_sum(log_ratio, tokens.sequence, tokens.n_sequences) / lengths).exp()[tokens.sequence]
 
 
 def _pessimistic(ratio: Tensor, advantages: Tensor, options: Options) -> Tensor:

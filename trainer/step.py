@@ -341,7 +341,7 @@ class Learner:
             sampler_logprobs=sampler.cpu(),
             weights=weights.cpu(),
             entropy=entropy.cpu(),
-            clipped=clipped_tokens(part.recipe.surrogate, tokens, part.options).cpu(),
+            clipped=clipped_tokens(part.recipe, tokens, part.options).cpu(),
             cut=cut.cpu(),
             reference_logprobs=None if anchored.old is None or reference is None else reference.cpu(),
             routed=routed,

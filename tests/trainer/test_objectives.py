@@ -231,7 +231,7 @@ def test_losses_of_rows_add_up_to_the_loss_of_the_batch() -> None:
 def test_clipped_tokens_are_those_without_gradient(name: ObjectiveName) -> None:
     advantages, recipe = ADVANTAGES[AdvantageKind.CENTRED](REWARDS), OBJECTIVES[name]
     _, gradient = value_and_gradient(name, advantages, np.ones_like(WEIGHTS))
-    clipped = int(clipped_tokens(recipe.surrogate, tokens_of(advantages), options_of(name)))
+    clipped = int(clipped_tokens(recipe, tokens_of(advantages), options_of(name)))
     assert clipped == int((gradient == 0).sum())
     clipping = {"grpo", "dr_grpo", "dapo", "gspo", "decoupled_ppo"}
     assert (clipped > 0) is (name in clipping)
