@@ -202,7 +202,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
             # It was excluded before the stop; only the id of the group that it repeats was forgotten since then.
             reason = Exclusion.DUPLICATE
         if reason is None:
-            self._waiting.append(candidate)
+            self._waiting[candidate.place.group_id] = candidate
         else:
             self.exclude(candidate.place, reason, len(candidate.group.members))
 
@@ -213,19 +213,21 @@ class BatchBuilder(InputQueue[TrainableGroup]):
 
     def sweep(self, version: int) -> None:
         """Exclude the waiting groups that are no longer trainable at trainer version `version`."""
-        waiting, self._waiting = self._waiting, []
-        for candidate in waiting:
+        for candidate in list(self._waiting.values()):
             reason = self._version_problem(candidate.group, version)
-            if reason is None:
-                self._waiting.append(candidate)
-            else:
+            if reason is not None:
+                del self._waiting[candidate.place.group_id]
                 self.exclude(candidate.place, reason, len(candidate.group.members))
 
     def take(self, size: int, most: int = MOST_EXCLUSIONS) -> StepBatch:
         """Return a batch of the oldest waiting groups, at most `size`, with the oldest exclusions that no batch has
         named yet, at most `most`."""
-        self._waiting.sort(key=lambda one: (one.group.closed_at, one.place.partition, one.place.offset))
-        chosen, self._waiting = self._waiting[:size], self._waiting[size:]
+        by_age = sorted(
+            self._waiting.values(), key=lambda one: (one.group.closed_at, one.place.partition, one.place.offset)
+        )
+        chosen = by_age[:size]
+        for candidate in chosen:
+            del self._waiting[candidate.place.group_id]
         self._set_aside = ExclusionCounts()
         return StepBatch(chosen, self.name_exclusions((candidate.place for candidate in chosen), most))
 

@@ -137,25 +137,22 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
         batch = read.record
         if not self.is_new(read.place) or (batch.run_id, batch.branch) != (self._run.run_id, self._run.branch):
             return
-        known = self.is_known(batch.batch_id)
-        self._waiting.append(read)
         if self.refuses(read.replay_id):
-            self.drop(read, Exclusion.REPLAYED)
-        elif known:
-            self.drop(read, Exclusion.DUPLICATE)
+            self.exclude(read.place, Exclusion.REPLAYED, len(batch.members))
+        elif self.is_known(batch.batch_id):
+            self.exclude(read.place, Exclusion.DUPLICATE, len(batch.members))
+        else:
+            self._waiting[batch.batch_id] = read
 
     def next(self, current: int) -> Reference[OnlineBatch] | None:
         """Return the next batch to train at version `current`; exclude those that cannot be trained any more.
 
         A batch of a version that is not made yet waits for it: this happens if a run is computed again from its log.
         """
-        online, waiting = self._settings.online, self._waiting
-        made: list[Reference[OnlineBatch]] = []
-        self._waiting = []
-        for one in waiting:
+        online, made = self._settings.online, list[Reference[OnlineBatch]]()
+        for one in list(self._waiting.values()):
             version = one.record.version
             if version > self._line.newest:
-                self._waiting.append(one)
                 continue
             reason = self._version_problem(version, current, online.max_policy_lag)
             if reason is None and online.require_admission and not self._line.is_admitted(version):
@@ -163,8 +160,7 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
             if reason is None:
                 made.append(one)
             else:
-                self.exclude(one.place, reason, len(one.record.members))
-        self._waiting += made
+                self.drop(one, reason)
         return min(made, key=lambda one: (one.record.closed_at, one.place.partition, one.place.offset), default=None)
 
     def settle(
@@ -195,8 +191,11 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
             interactions=tuple(interaction for _, interaction in pairs),
             excluded=tuple(problems.values()),
         )
+        reasons = Counter(excluded.reason for excluded in left.excluded)
+        if len(left.excluded) > MOST_EXCLUSIONS:
+            # A record cannot name so many: the batch ends as a whole, for the most frequent reason.
+            return Exclusion(reasons.most_common(1)[0][0])
         if sum(not member.correction for member in left.members) < self._settings.online.min_members:
-            reasons = Counter(excluded.reason for excluded in left.excluded)
             alone = len(reasons) == 1 and not left.members
             return Exclusion(next(iter(reasons))) if alone else Exclusion.TOO_FEW
         if self._run.skip_no_signal and not has_signal(self._settings.online.baseline, left):
@@ -205,13 +204,13 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
 
     def drop(self, waiting: Reference[OnlineBatch], reason: Exclusion) -> None:
         """Exclude a waiting batch."""
-        self._waiting.remove(waiting)
+        del self._waiting[waiting.record.batch_id]
         self.exclude(waiting.place, reason, len(waiting.record.members))
 
     def take(self, chosen: TrainableBatch, most: int = MOST_EXCLUSIONS) -> list[StepExclusion]:
         """Remove a batch that is trained from the queue; return the exclusions that its step names: its own
-        interactions and the oldest excluded batches; at most `most`, unless its own are more."""
-        self._waiting = [waiting for waiting in self._waiting if waiting.place != chosen.place]
+        interactions, which `settle` limits, and the oldest excluded batches; at most `most` together."""
+        self._waiting.pop(chosen.batch.batch_id, None)
         room = max(0, most - len(chosen.excluded))
         return [*self.name_exclusions([chosen.place], room), *chosen.excluded]
 

@@ -86,7 +86,8 @@ class InputQueue(Generic[W]):
     ) -> None:
         progress = progress or TopicProgress()
         self._topic, self._limit, self._accept_replays = topic, remembered, frozenset(accept_replays)
-        self._waiting: list[W] = []
+        self._waiting: dict[str, W] = {}
+        """The records that can be trained, by id, oldest first."""
         self._excluded: list[StepExclusion] = []
         """The exclusions that no step record has named yet."""
         self._excluded_ids: set[str] = set()
@@ -112,7 +113,7 @@ class InputQueue(Generic[W]):
         """Return the position after the last step, from which to continue: waiting records, and exclusions that no step
         has named, are decided again."""
         again = {(each.partition, each.offset) for each in self._excluded}
-        again |= {(one.place.partition, one.place.offset) for one in self._waiting}
+        again |= {(one.place.partition, one.place.offset) for one in self._waiting.values()}
         following = dict(self._read)
         for partition, offset in again:
             following[partition] = min(following[partition], offset)
@@ -131,8 +132,7 @@ class InputQueue(Generic[W]):
 
     def is_known(self, record_id: str) -> bool:
         """Return whether a record with this id waits or has ended."""
-        waits = any(one.place.group_id == record_id for one in self._waiting)
-        return waits or record_id in self._remembered or record_id in self._excluded_ids
+        return any(record_id in known for known in (self._waiting, self._remembered, self._excluded_ids))
 
     def refuses(self, replay_id: str) -> bool:
         return bool(replay_id) and replay_id not in self._accept_replays

@@ -328,7 +328,7 @@ def end_all(endings: dict[tuple[int, int], str], batch: StepBatch) -> None:
 
 
 def open_places(builder: BatchBuilder) -> set[tuple[int, int]]:
-    waiting = {(c.place.partition, c.place.offset) for c in builder._waiting}
+    waiting = {(c.place.partition, c.place.offset) for c in builder._waiting.values()}
     return waiting | {(e.partition, e.offset) for e in builder._excluded}
 
 

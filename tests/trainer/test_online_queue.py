@@ -188,7 +188,7 @@ def test_an_erasure_while_a_batch_waits_counts(made) -> None:
 def test_a_batch_with_too_few_interactions_left_is_excluded(made, found, reason) -> None:
     queue = queue_of(line_to(0))
     assert settled(queue, made, found=found) is reason
-    (waiting,) = queue._waiting
+    (waiting,) = queue._waiting.values()
     queue.drop(waiting, reason)
     (entry,) = ended(queue)
     assert (entry.topic, entry.reason, entry.rollouts) == ("online-batches", reason.value, 4)
@@ -331,6 +331,46 @@ def test_exclusions_of_many_useless_batches_are_spread_over_several_step_records
     assert [offset for offsets in named for offset in offsets] == list(range(long))
 
 
+def test_a_batch_with_more_exclusions_than_a_record_can_name_is_excluded_as_a_whole(made) -> None:
+    gone = [replace(made.members[0], interaction_id=f"gone-{n}", offset=100 + n) for n in range(MOST_EXCLUSIONS + 1)]
+    found = {at(member.offset): Exclusion.MISSING_INTERACTION for member in gone}
+    for too_many in (False, True):
+        queue, members = queue_of(line_to(0)), (*made.members, *gone[: MOST_EXCLUSIONS + too_many])
+        queue.read(Reference(made.place, replace(made.batch, members=list(members))))
+        waiting = queue.next(0)
+        assert waiting is not None
+        left = queue.settle(waiting, {**found, **found_of(made)}, 0)
+        if too_many:
+            assert left is Exclusion.MISSING_INTERACTION
+        else:
+            assert isinstance(left, TrainableBatch) and len(queue.take(left)) == MOST_EXCLUSIONS
+
+
+class WatchedReference:
+    """A reference that counts how often its position is read."""
+
+    replay_id = ""
+
+    def __init__(self, place: StepInput, record) -> None:
+        self._place, self.record, self.reads = place, record, 0
+
+    @property
+    def place(self) -> StepInput:
+        self.reads += 1
+        return self._place
+
+
+def test_the_queue_reads_a_batch_without_a_search_of_those_that_wait(made) -> None:
+    queue = queue_of(line_to(0))
+    batches = [WatchedReference(place(f"b{n}", n), replace(made.batch, batch_id=f"b{n}")) for n in range(100)]
+    for one in batches:
+        queue.read(one)
+    assert sum(one.reads for one in batches) <= 3 * len(batches)
+    queue.read(Reference(place("b7", 100), replace(made.batch, batch_id="b7")))
+    (entry,) = ended(queue)
+    assert (entry.offset, entry.reason) == (100, Exclusion.DUPLICATE.value)
+
+
 def recorded(trained: StepInput | None, exclusions, step: int = 1) -> TrainStep:
     """Return the record of a train step on an online batch."""
     return build(TrainStep, step=step, inputs=[trained] if trained else [], exclusions=exclusions)
@@ -363,7 +403,7 @@ def test_every_batch_ends_exactly_once_with_any_stops(kinds, actions, most) -> N
         else:
             step = train(queue, log, endings, most)
             since_saved.extend([step] if step else [])
-    open_offsets = {w.place.offset for w in queue._waiting} | {e.offset for e in ended(queue)}
+    open_offsets = {w.place.offset for w in queue._waiting.values()} | {e.offset for e in ended(queue)}
     own = {offset for offset, made in enumerate(log) if made.batch.run_id == "run"}
     assert endings.keys() | open_offsets == own
     assert not endings.keys() & open_offsets
