@@ -20,6 +20,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs r
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_RETENTION_MS, Names
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import check_access
+from tidemill.schemas.log.client_settings import MAX_LETTER_BYTES
 
 REQUEST_TIMEOUT_S = 20.0
 POLL_S = 0.05
@@ -63,8 +64,12 @@ def wanted_topics(kafka: KafkaSettings) -> list[NewTopic]:
     """Return the definitions of all topics of the catalogue and of their dead-letter topics."""
     names = Names(kafka.topic_prefix)
     wanted = [(names.of(spec.topic), spec, spec.topic_config()) for spec in CATALOGUE.values()]
-    retention = {"cleanup.policy": "delete", "retention.ms": str(DEAD_LETTER_RETENTION_MS)}
-    wanted += [(names.dead_letter(spec.topic), spec, retention) for spec in CATALOGUE.values() if spec.dead_letters]
+    letters = {
+        "cleanup.policy": "delete",
+        "retention.ms": str(DEAD_LETTER_RETENTION_MS),
+        "max.message.bytes": str(MAX_LETTER_BYTES),
+    }
+    wanted += [(names.dead_letter(spec.topic), spec, letters) for spec in CATALOGUE.values() if spec.dead_letters]
     return [
         NewTopic(name, spec.partition_count(kafka), replication_factor=kafka.replication_factor, config=config)
         for name, spec, config in wanted

@@ -15,6 +15,8 @@ from tidemill.schemas.config import KafkaSettings
 Partition = tuple[str, int]
 """Full name of a topic, and a partition number."""
 MAX_RECORD_BYTES = 1_048_576
+MAX_LETTER_BYTES = MAX_RECORD_BYTES + 65_536
+"""Limit of a dead letter: a whole record, with its position and the reason."""
 DELIVERY_TIMEOUT_MS = 120_000
 LOG_WAIT_S = 2 * DELIVERY_TIMEOUT_MS / 1000
 """Maximum duration of one iteration of a loop that writes, however slow the log is; a longer one means a hang."""
@@ -44,7 +46,7 @@ def producer_settings(kafka: KafkaSettings, client_id: str) -> dict[str, Any]:
         "partitioner": "murmur2_random",
         "compression.type": "lz4",
         "linger.ms": 5,
-        "message.max.bytes": MAX_RECORD_BYTES + 65_536,
+        "message.max.bytes": MAX_LETTER_BYTES,
         "queue.buffering.max.kbytes": kafka.write_ahead_bytes // 1024,
         "delivery.timeout.ms": DELIVERY_TIMEOUT_MS,
         **kafka.client_options,

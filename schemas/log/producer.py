@@ -18,7 +18,7 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import AccessRefused, check_access
-from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, producer_settings
+from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Record
 
@@ -162,9 +162,20 @@ MOST_REASON = 2_000
 """Most characters of a reason: it may quote a key of any length, and the dead letter must fit into a record."""
 
 
-def dead_letter_headers(names: Names, located: ConsumedRecord, reason: str, application: str) -> dict[str, bytes]:
-    """Return the headers of a dead letter: its original position and the reason."""
-    return {
+def dead_letter_of(
+    names: Names, located: ConsumedRecord, reason: str, application: str
+) -> tuple[bytes | None, bytes | None, dict[str, bytes]]:
+    """Return key, value and headers of a dead letter: the original bytes, their position and the reason.
+
+    Bytes that a dead-letter topic has no room for are left out, and the reason says so: other programs can write larger
+    records, since a topic limits the compressed size.
+    """
+    key = None if located.key is None else located.key[:MAX_RECORD_BYTES]
+    value = None if located.value is None else located.value[: MAX_RECORD_BYTES - len(key or b"")]
+    n_bytes = len(located.key or b"") + len(located.value or b"")
+    if n_bytes > MAX_RECORD_BYTES:
+        reason = f"only the first {MAX_RECORD_BYTES} of its {n_bytes} bytes are kept here: {reason}"
+    headers = {
         HEADER_TOPIC: names.of(located.topic).encode(),
         HEADER_PARTITION: str(located.partition).encode(),
         HEADER_OFFSET: str(located.offset).encode(),
@@ -172,6 +183,7 @@ def dead_letter_headers(names: Names, located: ConsumedRecord, reason: str, appl
         HEADER_REASON: reason[:MOST_REASON].encode(),
         HEADER_APPLICATION: application.encode(),
     }
+    return key, value, headers
 
 
 def send_dead_letter(
@@ -181,12 +193,8 @@ def send_dead_letter(
 
     Its timestamp is the current time: with the timestamp of an old record, the log would delete it at once.
     """
-    producer.send_bytes(
-        names.dead_letter(located.topic),
-        located.value,
-        key=located.key,
-        headers=dead_letter_headers(names, located, reason, application),
-    )
+    key, value, headers = dead_letter_of(names, located, reason, application)
+    producer.send_bytes(names.dead_letter(located.topic), value, key=key, headers=headers)
 
 
 _SEED = 0x9747B28C

@@ -13,7 +13,7 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import admin_client, wait_until_led
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, Partition
 from tidemill.schemas.log.guard import RetentionGap
-from tidemill.schemas.log.producer import dead_letter_headers
+from tidemill.schemas.log.producer import dead_letter_of
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Tick
 from tidemill.streams.config import StreamSettings
@@ -97,10 +97,10 @@ class Runner:
             case OutputRecord(topic, key, record, partition):
                 return Write(self._names.of(topic), key.encode(), self._codec.encode(record), partition)
             case Rejected(located, reason):
-                headers = dead_letter_headers(self._names, located, reason, self._application)
+                own_key, value, headers = dead_letter_of(self._names, located, reason, self._application)
                 # aiokafka refuses a record without key and value; the reason still says that the value was a tombstone.
-                value = b"" if located.key is None and located.value is None else located.value
-                return Write(self._names.dead_letter(located.topic), located.key, value, None, headers)
+                value = b"" if own_key is None and value is None else value
+                return Write(self._names.dead_letter(located.topic), own_key, value, None, headers)
 
     def due_ticks(self) -> Iterator[Write]:
         """Yield a tick for each partition whose clock is behind a passed deadline; each tick counts as written."""

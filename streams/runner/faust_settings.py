@@ -26,7 +26,7 @@ from tidemill.schemas.log.access import (
     security_of,
     security_options,
 )
-from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES, METADATA_TIMEOUT_S, groupless_settings
+from tidemill.schemas.log.client_settings import MAX_LETTER_BYTES, METADATA_TIMEOUT_S, groupless_settings
 from tidemill.schemas.log.watermarks import watermarks
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.runner.base import StreamFailure
@@ -131,7 +131,7 @@ def faust_settings(
         "producer_acks": -1,
         "producer_linger": 0,
         "producer_max_batch_size": 262_144,
-        "producer_max_request_size": MAX_RECORD_BYTES,
+        "producer_max_request_size": MAX_LETTER_BYTES,
         "store": "memory://",
         "stream_buffer_maxsize": stream.buffer_records,
         "stream_wait_empty": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,8 @@ def test_groups_are_in_the_partition_of_their_rollouts(settings, producer, worke
 def test_poison_goes_to_the_dead_letters_and_the_stream_continues(settings, producer, worker):
     full = Names(settings.topic_prefix).of(Topic.ROLLOUTS)
     poison = [(b"junk", b"g"), (None, b"g"), (None, None), (b"", b"g"), (b"\xc3\x01" + bytes(20), None)]
+    # As large as the topic allows: the dead letter about it is larger.
+    poison.append((os.urandom(1_048_400), b"g"))
     for value, key in poison:
         producer.send_bytes(full, value, key=key, partition=0)
     producer.send(Topic.ROLLOUTS, rollout("g", 0), key="another group")
@@ -90,6 +93,7 @@ def test_poison_goes_to_the_dead_letters_and_the_stream_continues(settings, prod
     assert len(letters) == len(poison) + 2
     assert all(headers[HEADER_REASON] for _, headers in letters)
     assert [value for value, _ in letters].count(b"junk") == 1
+    assert any(value == poison[-1][0] for value, _ in letters)
     assert letters[0][1][HEADER_OFFSET].isdigit()
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 
 import pytest
+from confluent_kafka import Producer
 
 from tests.documents import document, write
 from tests.waiting import until
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import check_topics, create_topics, wait_for_broker
-from tidemill.schemas.log.client_settings import groupless_settings
+from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES, groupless_settings, producer_settings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.group import GroupConsumer
 from tidemill.schemas.log.producer import (
@@ -21,7 +23,7 @@ from tidemill.schemas.log.producer import (
     HEADER_TIMESTAMP,
     DeliveryError,
     RecordProducer,
-    dead_letter_headers,
+    dead_letter_of,
     send_dead_letter,
 )
 from tidemill.schemas.log.reader import LogReader
@@ -117,8 +119,33 @@ def test_poison_is_located_with_its_reason_and_the_stream_continues(settings: Ka
 
 def test_a_reason_of_any_length_fits_into_a_dead_letter():
     located = ConsumedRecord(Topic.DOCUMENTS, 0, 1, 2, bytes(300_000), b"x", None)
-    headers = dead_letter_headers(Names(""), located, f"the key {located.key!r} is not the id", "test")
+    _, _, headers = dead_letter_of(Names(""), located, f"the key {located.key!r} is not the id", "test")
     assert headers[HEADER_REASON].startswith(b"the key ") and sum(map(len, headers.values())) < 10_000
+
+
+def test_a_dead_letter_about_a_record_of_any_size_fits_into_its_topic(settings: KafkaSettings):
+    """Of a value as large as its topic allows, every byte is kept; of one that was larger before its compression, the
+    beginning."""
+    names, large, larger = Names(settings.topic_prefix), os.urandom(1_048_300), bytes(5 << 20)
+    source = names.of(Topic.DOCUMENTS)
+    foreign = Producer({**producer_settings(settings, "foreign"), "message.max.bytes": 10 << 20})
+    for key, value in ((b"k", large), (b"k", larger), (bytes(2 << 20), None)):
+        foreign.produce(source, value, key, partition=0, timestamp=LONG_AGO_MS)
+    assert foreign.flush(DEADLINE_S) == 0
+    with RecordProducer(settings, "test-writer") as producer, LogReader(settings, [Topic.DOCUMENTS]) as reader:
+        producer.send(Topic.DOCUMENTS, document(1), key="k", partition=0)
+        producer.flush()
+        found = read(reader)
+        for located in found[:-1]:
+            send_dead_letter(producer, names, located, "\N{EURO SIGN}" * 3_000, "test")
+    assert [len(located.value or b"") for located in found[:-1]] == [len(large), len(larger), 0]
+    assert found[-1].record == document(1)
+    letters = {offset: value for value, offset in dead_letters(settings)}
+    assert letters == {"0": large, "1": larger[: MAX_RECORD_BYTES - 1], "2": None}
+    _, _, headers = dead_letter_of(names, found[1], "it is no record", "test")
+    assert headers[HEADER_REASON].decode() == (
+        f"only the first {MAX_RECORD_BYTES} of its {len(larger) + 1} bytes are kept here: it is no record"
+    )
 
 
 def dead_letters(settings: KafkaSettings) -> list[tuple[bytes | None, str]]:
