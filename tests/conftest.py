@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -45,14 +45,18 @@ class Kafka:
 
     bootstrap: str
 
-    def fresh(self, partitions: int = 2, only: Collection[Topic] = tuple(Topic)) -> KafkaSettings:
-        """Create topics that no other test uses, with their dead-letter topics. Each partition costs the broker time:
-        name the `only` topics that the test needs."""
-        made = KafkaSettings(bootstrap=self.bootstrap, topic_prefix=a_prefix(), partitions=partitions)
-        names = Names(made.topic_prefix)
-        chosen = {name for topic in only for name in (names.of(topic), names.dead_letter(topic))}
-        create_missing(admin_client(made), [new for new in wanted_topics(made) if new.topic in chosen])
+    def fresh(self, partitions: int = 2, topics: Iterable[Topic] = Topic, prefix: str = "") -> KafkaSettings:
+        """Create topics, with their dead letters, that no other test uses. Each partition costs the broker time."""
+        made = KafkaSettings(bootstrap=self.bootstrap, topic_prefix=prefix or a_prefix(), partitions=partitions)
+        create_some(made, topics)
         return made
+
+
+def create_some(kafka: KafkaSettings, topics: Iterable[Topic]) -> None:
+    """Create these topics of the catalogue and their dead-letter topics."""
+    names = Names(kafka.topic_prefix)
+    wanted = {name(topic) for topic in topics for name in (names.of, names.dead_letter)}
+    create_missing(admin_client(kafka), [new for new in wanted_topics(kafka) if new.topic in wanted])
 
 
 def a_prefix() -> str:

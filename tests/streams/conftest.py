@@ -8,9 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Kafka
+from tidemill.schemas.config import KafkaSettings
 from tidemill.streams.config import RunnerName
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def settings(kafka: Kafka, topic_prefix: str) -> KafkaSettings:
+    """Topics of group assembly that only this test uses."""
+    import stream_support
+
+    return stream_support.fresh_topics(kafka.bootstrap, topic_prefix, topics=stream_support.ASSEMBLY)
 
 
 @pytest.fixture(scope="module", params=list(RunnerName))

@@ -1,8 +1,9 @@
-"""A transactional worker that is killed at one point of its n-th transaction, or gets an error there.
+"""A transactional worker that is killed at a point of a transaction, or gets an error at each of several points.
 
-    python killed_worker.py SETTINGS.json CALL WHEN NUMBER FATE
+    python killed_worker.py FATE POINT... SETTINGS.json
 
-CALL is a method of the producer, WHEN is `before` or `after`, NUMBER counts the calls from 1, FATE is `kill` or `fail`.
+FATE is `kill` or `fail`. A point is `before` or `after` the third call of a producer's method, counted from the
+previous point: `before:flush`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,23 @@ from tidemill.streams.runner.worker import group_assembly
 
 
 class Doomed:
-    """A producer whose n-th call of one method kills the process or raises an error."""
+    """A producer that kills the process or raises an error at each point in turn."""
 
-    def __init__(self, real: Any, call: str, when: str, number: int, fate: str) -> None:
-        self._real, self._call, self._when, self._left, self._fate = real, call, when, number, fate
+    def __init__(self, real: Any, fate: str, points: Sequence[str]) -> None:
+        self._real, self._fate, self._points = real, fate, list(points)
+        self._calls = 0
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._real, name)
-        if name != self._call:
-            return found
 
         def called(*arguments: Any, **options: Any) -> Any:
-            self._left -= 1
-            if self._left == 0 and self._when == "before":
+            when, _, call = self._points[0].partition(":") if self._points else ("", "", "")
+            self._calls += call == name
+            reached = call == name and self._calls == 3
+            if reached and when == "before":
                 self._end()
             answer = found(*arguments, **options)
-            if self._left == 0 and self._when == "after":
+            if reached and when == "after":
                 self._end()
             return answer
 
@@ -49,16 +52,19 @@ class Doomed:
         if self._fate == "kill":
             self._real.flush(10)
             os.kill(os.getpid(), signal.SIGKILL)
+        self._calls = 0
+        point = self._points.pop(0)
+        print(f"an error {point}", file=sys.stderr, flush=True)
         raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "told to fail"))
 
 
 def main() -> None:
-    """Run the worker until the given point."""
-    sections = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    """Run the worker."""
+    fate, *points, path = sys.argv[1:]
+    sections = json.loads(Path(path).read_text("utf-8"))
     stream, settings = StreamSettings(**sections["stream"]), RunSettings(**sections["run"])
     runner = TransactionalRunner(KafkaSettings(**sections["kafka"]), settings, stream, group_assembly(settings, stream))
-    call, when, number, fate = sys.argv[2:]
-    runner._producer = Doomed(runner._producer, call, when, int(number), fate)  # type: ignore[assignment]
+    runner._producer = Doomed(runner._producer, fate, points)  # type: ignore[assignment]
     runner.serve(stop_on_signals())
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,12 +15,12 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 
+from tests.conftest import Kafka
 from tests.records import build
 from tests.waiting import until
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import HEADER_OFFSET, HEADER_PARTITION
@@ -33,6 +33,8 @@ runner = RunnerName.FAUST
 """The runner of workers started without an explicit one; the fixture `runner` sets it."""
 CODEC = Codec()
 FAR_AWAY_US = 4_000_000_000_000_000
+ASSEMBLY = (Topic.ROLLOUTS, Topic.GROUPS)
+"""The topics of group assembly."""
 
 
 PLAYED = build(
@@ -143,15 +145,14 @@ def stream_process(
             worker.kill()
 
 
-def fresh_topics(bootstrap: str, prefix: str, partitions: int = 2) -> KafkaSettings:
-    """Create all topics under a separate prefix."""
-    kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=prefix, partitions=partitions)
-    create_topics(kafka)
+def fresh_topics(bootstrap: str, prefix: str, partitions: int = 2, topics: Iterable[Topic] = Topic) -> KafkaSettings:
+    """Create topics under a separate prefix."""
+    kafka = Kafka(bootstrap).fresh(partitions, topics, prefix)
 
     def led() -> bool:
         # A partition appears in the metadata before its leader accepts requests.
         try:
-            LogReader(kafka, Topic).close()
+            LogReader(kafka, topics).close()
         except KafkaException:
             return False
         return True

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stream_support import fresh_topics, kill_through, rollout, stream_process
+from stream_support import ASSEMBLY, fresh_topics, kill_through, rollout, stream_process
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -21,17 +21,11 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, Rollout
 from tidemill.streams.config import RunnerName
 
-GROUPS = 1000
+GROUPS = 800
 GROUP_SIZE = 8
-KILL_AT = (100, 400, 700)
+KILL_AT = (150, 500)
 """Kill the worker when this many distinct groups were read from the log."""
-STREAM = {
-    "max_batch": 20,
-    "transaction_records": 20,
-    "instance": "one",
-    "stall_timeout_s": 0,
-    "commit_interval_s": 1.0,
-}
+STREAM = {"max_batch": 20, "transaction_records": 20, "instance": "one", "stall_timeout_s": 0, "commit_interval_s": 1.0}
 """Small batches, for many batches between two kills; a static member, so a restart does not wait for the old one."""
 
 
@@ -53,7 +47,7 @@ def fill(kafka: KafkaSettings, duplicates: float) -> None:
 
 @pytest.mark.timeout(900)
 def test_killed_worker_loses_and_corrupts_nothing(kafka, topic_prefix, tmp_path: Path, runner):
-    settings = fresh_topics(kafka.bootstrap, topic_prefix, partitions=4)
+    settings = fresh_topics(kafka.bootstrap, topic_prefix, 4, ASSEMBLY)
     fill(settings, duplicates=0.1)
     with LogReader(settings, [Topic.GROUPS]) as groups, stream_process(settings, tmp_path, **STREAM) as worker:
         found = kill_through(groups, worker, KILL_AT, GROUPS)
@@ -74,7 +68,7 @@ def test_killed_worker_loses_and_corrupts_nothing(kafka, topic_prefix, tmp_path:
 
 @pytest.mark.timeout(900)
 def test_naive_control_is_corrupted_by_the_same_kills(kafka, topic_prefix, tmp_path: Path):
-    settings = fresh_topics(kafka.bootstrap, topic_prefix, partitions=4)
+    settings = fresh_topics(kafka.bootstrap, topic_prefix, 4, ASSEMBLY)
     fill(settings, duplicates=0.0)
     naive = [str(Path(__file__).with_name("naive_worker.py"))]
     with (

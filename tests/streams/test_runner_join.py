@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 from join_log import JOIN, JoinLog, batch_oracle, emitted, join_oracle, write_traffic
 from join_support import CODEC, SECOND_US, feedback, interaction
-from stream_support import (
-    commit_in_transaction,
-    dead_letters,
-    fresh_topics,
-    kill_through,
-    read_records,
-    stream_process,
-)
+from stream_support import commit_in_transaction, dead_letters, fresh_topics, kill_through, read_records, stream_process
 
 from tests.conftest import a_prefix
 from tests.waiting import until
@@ -33,7 +26,7 @@ from tidemill.streams.machine import Output, Rejected
 from tidemill.streams.online.config import BatchSettings
 
 INTERACTIONS = 400
-KILL_AT = (80, 180, 300)
+KILL_AT = (80, 240)
 """Kill the worker when this many distinct outcomes were read from the log."""
 CRASHING = {"max_batch": 20, "transaction_records": 20, "instance": "one", "stall_timeout_s": 0}
 LIVE = {
@@ -44,14 +37,10 @@ LIVE = {
 }
 """Horizons that a test can wait for."""
 BATCHES = {"max_tokens": 60, "min_members": 1, "max_wait_s": 3.0, "leftovers": "keep", "corrections": "next_batch"}
-BATCH_KILL_AT = (4, 10)
+BATCH_KILL_AT = 6
+JOIN_TOPICS = (Topic.INTERACTIONS, Topic.FEEDBACK, Topic.OUTCOMES, Topic.ONLINE_BATCHES)
 
 pytestmark = pytest.mark.usefixtures("runner")
-
-
-@pytest.fixture
-def settings(kafka, topic_prefix: str) -> KafkaSettings:
-    return fresh_topics(kafka.bootstrap, topic_prefix)
 
 
 def outcome_of(located: ConsumedRecord) -> Outcome:
@@ -75,7 +64,7 @@ class Joined:
 
 @pytest.fixture(scope="module")
 def joined(kafka, runner, tmp_path_factory: pytest.TempPathFactory) -> Joined:
-    settings = fresh_topics(kafka.bootstrap, a_prefix())
+    settings = fresh_topics(kafka.bootstrap, a_prefix(), topics=JOIN_TOPICS)
     names = write_traffic(settings, INTERACTIONS, seed=11)
     expected = join_oracle(settings, JoinSettings(**JOIN))
     directory, rules = tmp_path_factory.mktemp("join"), {"join": JOIN}
@@ -119,7 +108,7 @@ def test_killed_batcher_gives_the_batches_of_the_pure_machine(joined, tmp_path: 
             joined.kafka, tmp_path, processor=ProcessorName.BATCHES, rules={"batches": BATCHES}, **CRASHING
         ) as worker,
     ):
-        seen = {located.value or b"" for located in kill_through(reader, worker, BATCH_KILL_AT)}
+        seen = {located.value or b"" for located in kill_through(reader, worker, [BATCH_KILL_AT])}
 
         def nothing_waits() -> bool:
             seen.update(located.value or b"" for located in reader.poll(0.1))
@@ -131,15 +120,16 @@ def test_killed_batcher_gives_the_batches_of_the_pure_machine(joined, tmp_path: 
         assert not list(reader.read_to_end())
     batches = sorted((CODEC.decode(value) for value in seen), key=lambda batch: batch.sequence)
     assert [batch.sequence for batch in batches] == list(range(len(batches)))
-    assert len(batches) > max(BATCH_KILL_AT), "the kills came while batches were made"
+    assert len(batches) > BATCH_KILL_AT, "the kill came while batches were made"
     first = [m.interaction_id for batch in batches for m in batch.members if not m.correction]
     rewarded = {o.interaction_id for o in map(CODEC.decode, joined.found) if o.reward is not None}
     assert len(first) == len(set(first))
     assert set(first) <= rewarded
 
 
-def test_deadlines_in_an_idle_partition_are_decided_by_ticks_in_both_topics(settings, tmp_path: Path):
+def test_deadlines_in_an_idle_partition_are_decided_by_ticks_in_both_topics(kafka, topic_prefix, tmp_path: Path):
     """Good records after hostile ones are decided, and so are those after a hole in the log."""
+    settings = fresh_topics(kafka.bootstrap, topic_prefix, topics=JOIN_TOPICS)
     log = JoinLog(settings)
     for topic in (Topic.INTERACTIONS, Topic.FEEDBACK):
         log.junk(topic, now_us())

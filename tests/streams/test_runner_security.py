@@ -4,44 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaConnectionError
 from faust.auth import SASLCredentials, SSLCredentials
 from faust.transport.drivers.aiokafka import credentials_to_aiokafka_auth
-from join_support import feedback, interaction
-from stream_support import RUN_ID, group_of, read_records, rollout, stream_process
+from stream_support import ASSEMBLY, RUN_ID, group_of, read_records, rollout, stream_process
 
+from tests.conftest import create_some
 from tests.secured_log import PASSWORD, USER, SecuredLog
-from tests.waiting import until
-from tidemill.schemas.catalogue import Topic, feedback_key
-from tidemill.schemas.clock import now_us
+from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.access import SecurityError
-from tidemill.schemas.log.admin import create_topics
-from tidemill.schemas.log.producer import RecordProducer, partition_of
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import OnlineBatch, Outcome
-from tidemill.streams.config import ProcessorName, RunnerName, StreamSettings
+from tidemill.streams.config import RunnerName, StreamSettings
 from tidemill.streams.runner import faust_settings
 from tidemill.streams.runner.base import StreamFailure
 from tidemill.streams.runner.faust_settings import broker_credentials
+from tidemill.streams.runner.transactional import TransactionalRunner
 from tidemill.streams.runner.worker import group_assembly, run
 
 DEADLINE_S = 90.0
-REFUSAL_S = 100.0
-"""The longest time in which a refused worker must exit, with the start of its process."""
-LIVE = {
-    "map": {"rules": {"thumb": {"horizon_s": DEADLINE_S, "weight": 1.0}}},
-    "grace_s": 0.2,
-    "settle_s": 0.1,
-    "early_wait_s": 1.0,
-}
-BATCHES = {"max_tokens": 7, "min_members": 1, "max_wait_s": 1.0}
-DOORS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "certificate", "without TLS")
+ASSEMBLER = group_assembly(RunSettings(), StreamSettings())
 
 
 def at(address: str, prefix: str, options: dict[str, str]) -> KafkaSettings:
@@ -58,13 +46,14 @@ def through(door: str, log: SecuredLog, prefix: str) -> KafkaSettings:
 
 # tests/schemas/log/test_access.py covers every door for the client library of the transactional runner.
 @pytest.mark.parametrize(
-    ("door", "runner"), [*((door, RunnerName.FAUST) for door in DOORS), (DOORS[0], RunnerName.TRANSACTIONAL)]
+    ("door", "runner"),
+    [("PLAIN", RunnerName.FAUST), ("certificate", RunnerName.FAUST), ("PLAIN", RunnerName.TRANSACTIONAL)],
 )
-def test_group_assembly_works_through_every_door(
+def test_group_assembly_works_through_a_secured_listener(
     secured: SecuredLog, topic_prefix: str, tmp_path: Path, door: str, runner: RunnerName
 ):
     settings = through(door, secured, topic_prefix)
-    create_topics(settings)
+    create_some(settings, ASSEMBLY)
     with RecordProducer(settings, "test") as producer:
         for index in range(4):
             producer.send(Topic.ROLLOUTS, rollout("g", index), key="g")
@@ -75,32 +64,7 @@ def test_group_assembly_works_through_every_door(
     assert PASSWORD not in worker.log.read_text()
 
 
-@pytest.mark.usefixtures("runner")
-def test_an_answer_becomes_an_online_batch(secured: SecuredLog, topic_prefix: str, tmp_path: Path):
-    settings = secured.settings(topic_prefix)
-    create_topics(settings)
-    now = now_us()
-    key, vote = feedback_key("i", "e"), feedback("i", "e", observed_at=now)
-    with RecordProducer(settings, "test") as producer:
-        producer.send(Topic.INTERACTIONS, interaction("i", served_at=now), key="i")
-        producer.send(Topic.FEEDBACK, vote, key=key, partition=partition_of("i", 2))
-    rules: dict[str, Any] = {"join": LIVE, "batches": BATCHES}
-    ticking = {"tick_interval_s": 0.2, "rules": rules}
-    with (
-        stream_process(settings, tmp_path / "join", processor=ProcessorName.JOIN, **ticking) as join,
-        stream_process(settings, tmp_path / "batches", processor=ProcessorName.BATCHES, **ticking) as batches,
-        LogReader(settings, [Topic.OUTCOMES]) as outcomes,
-        LogReader(settings, [Topic.ONLINE_BATCHES]) as online,
-    ):
-        joined = read_records(outcomes, lambda read: any(isinstance(f.record, Outcome) for f in read), DEADLINE_S, join)
-        batched = read_records(online, lambda read: len(read) >= 1, DEADLINE_S, batches)
-        assert (join.stop(), batches.stop()) == (0, 0)
-    assert next(f.record.interaction_id for f in joined if isinstance(f.record, Outcome)) == "i"
-    assert isinstance(batched[0].record, OnlineBatch)
-    assert [member.interaction_id for member in batched[0].record.members] == ["i"]
-
-
-@pytest.mark.usefixtures("runner")
+@pytest.mark.parametrize("start", [run, TransactionalRunner])
 @pytest.mark.parametrize(
     ("door", "changes", "said"),
     [
@@ -111,51 +75,56 @@ def test_an_answer_becomes_an_online_batch(secured: SecuredLog, topic_prefix: st
     ],
 )
 def test_a_refused_worker_ends_with_the_reason(
-    secured: SecuredLog, topic_prefix: str, tmp_path: Path, door: str, changes: dict[str, str] | None, said: str
+    secured: SecuredLog, door: str, changes: dict[str, str] | None, said: str, start: Callable[..., object]
 ):
     options = {} if changes is None else secured.sasl_options(**changes)
     if options.get("ssl.ca.location") == "stranger":
         options["ssl.ca.location"] = str(secured.stranger)
-    with stream_process(at(getattr(secured, door), topic_prefix, options), tmp_path) as worker:
-        until(lambda: not worker.running(), "the worker's end", REFUSAL_S)
-        assert worker.stop() == 1
-    last = worker.log.read_text().splitlines()[-1]
-    assert said in last
-    assert "Traceback" not in worker.log.read_text()
+    with pytest.raises(StreamFailure, match=said):
+        start(at(getattr(secured, door), "", options), RunSettings(), StreamSettings(), ASSEMBLER)
 
 
-def test_faust_itself_verifies_certificates_and_host_names(secured: SecuredLog):
-    """The worker's own connections verify them, not only the client that connects before."""
+def connect(settings: KafkaSettings) -> None:
+    """Connect as a Faust worker does."""
 
-    async def connect(address: str, options: dict[str, str]) -> None:
-        credentials = broker_credentials(at(address, "", options))
-        producer = AIOKafkaProducer(bootstrap_servers=address, **credentials_to_aiokafka_auth(credentials))
+    async def started() -> None:
+        auth = credentials_to_aiokafka_auth(broker_credentials(settings))
+        producer = AIOKafkaProducer(bootstrap_servers=settings.address(), **auth)
         try:
             await producer.start()
         finally:
             await producer.stop()
 
-    asyncio.run(connect(secured.sasl, secured.sasl_options()))
+    asyncio.run(started())
+
+
+@pytest.mark.parametrize("door", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "certificate", "without TLS"])
+def test_faust_connects_through_every_door(secured: SecuredLog, door: str):
+    connect(through(door, secured, ""))
+
+
+def test_faust_itself_verifies_certificates_and_host_names(secured: SecuredLog):
+    """The worker's own connections verify them, not only the client that connects before."""
     for address, options in (
         (secured.misnamed, secured.sasl_options()),
         (secured.sasl, secured.sasl_options(ssl_ca_location=str(secured.stranger))),
         (secured.sasl, secured.sasl_options(sasl_password="wrong")),
     ):
         with pytest.raises(KafkaConnectionError):
-            asyncio.run(connect(address, options))
+            connect(at(address, "", options))
 
 
 def test_a_worker_ends_at_once_if_only_faust_is_refused(
     secured: SecuredLog, topic_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     settings = secured.settings(topic_prefix)
-    create_topics(settings)
+    create_some(settings, ASSEMBLY)
     wrong = broker_credentials(at(secured.sasl, "", secured.sasl_options(sasl_password="wrong")))
     monkeypatch.setattr(faust_settings, "broker_credentials", lambda _kafka: wrong)
     # Only the refusal can end this worker, because its stall timeout is off.
     stream = StreamSettings(data_dir=str(tmp_path), stall_timeout_s=0.0)
     with pytest.raises(StreamFailure, match="Unable to bootstrap"):
-        run(settings, RunSettings(run_id=RUN_ID), stream, group_assembly(RunSettings(), stream))
+        run(settings, RunSettings(run_id=RUN_ID), stream, ASSEMBLER)
 
 
 def test_settings_of_faust(secured: SecuredLog):
@@ -188,7 +157,7 @@ def test_unsupported_faust_options_are_refused_by_name(secured: SecuredLog, chan
     with pytest.raises(SecurityError, match=said):
         broker_credentials(settings)
     with pytest.raises(StreamFailure, match=said):
-        run(settings, RunSettings(run_id=RUN_ID), StreamSettings(), group_assembly(RunSettings(), StreamSettings()))
+        run(settings, RunSettings(run_id=RUN_ID), StreamSettings(), ASSEMBLER)
 
 
 def test_options_that_equal_the_default_are_accepted(secured: SecuredLog):

@@ -10,16 +10,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
 from confluent_kafka.admin import AdminClient
-from stream_support import (
-    CODEC,
-    RUN_ID,
-    StreamProcess,
-    fresh_topics,
-    group_of,
-    read_records,
-    rollout,
-    stream_process,
-)
+from stream_support import CODEC, RUN_ID, StreamProcess, group_of, read_records, rollout, stream_process
 
 from tests.waiting import until
 from tidemill.schemas.catalogue import Topic
@@ -36,15 +27,11 @@ SIZE = 4
 SMALL = {"runner": "transactional", "transaction_records": 10, "stall_timeout_s": 0}
 """Small transactions, so that many groups are open between two transactions."""
 POINTS = [
-    (call, when)
+    f"{when}:{call}"
     for call in ("begin_transaction", "flush", "send_offsets_to_transaction", "commit_transaction")
     for when in ("before", "after")
 ]
-
-
-@pytest.fixture
-def settings(kafka, topic_prefix: str) -> KafkaSettings:
-    return fresh_topics(kafka.bootstrap, topic_prefix)
+DOOMED = str(Path(__file__).with_name("killed_worker.py"))
 
 
 def fill(settings: KafkaSettings, groups: Sequence[int], indices: Sequence[int] = range(SIZE)) -> None:
@@ -78,25 +65,26 @@ def values(found: Sequence[ConsumedRecord]) -> list[bytes]:
     return sorted(located.value or b"" for located in found)
 
 
-@pytest.mark.parametrize("fate", ["kill", "fail"])
-@pytest.mark.parametrize(("call", "when"), POINTS)
-def test_a_kill_or_an_error_at_any_step_leaves_each_group_there_once(settings, groups, tmp_path, call, when, fate):
+def test_errors_at_every_step_leave_each_group_there_once(settings, groups, tmp_path):
     fill(settings, range(GROUPS))
-    script = str(Path(__file__).with_name("killed_worker.py"))
-    doomed = [script, str(tmp_path / "settings.json"), call, when, "4", fate]
-    with stream_process(settings, tmp_path, command=[script], instance="one", **SMALL) as worker:
-        worker.kill()
-        worker.command = [worker.command[0], *doomed]
-        worker.start()
-        if fate == "kill":
-            until(lambda: not worker.running(), "the worker's own end", 240)
-            assert worker.stop() == -signal.SIGKILL
-            worker.command[1:] = ["-m", "tidemill.streams.runner.worker", str(tmp_path / "settings.json")]
-            worker.start()
+    with stream_process(settings, tmp_path, command=[DOOMED, "fail", *POINTS], **SMALL) as worker:
         found = read_all(groups, GROUPS, worker)
     assert values(found) == expected(settings)
-    if fate == "fail" and (call, when) != ("commit_transaction", "after"):
-        assert "a transaction is aborted" in worker.log.read_text()
+    said = worker.log.read_text()
+    assert all(f"an error {point}" in said for point in POINTS)
+    assert said.count("a transaction is aborted") >= len(POINTS)
+
+
+def test_kills_at_every_step_leave_each_group_there_once(settings, groups, tmp_path):
+    fill(settings, range(GROUPS))
+    for point in POINTS:
+        doomed = stream_process(settings, tmp_path, command=[DOOMED, "kill", point], instance="one", **SMALL)
+        with doomed as worker:
+            until(lambda worker=worker: not worker.running(), f"the worker's own end {point}", 240)
+            assert worker.stop() == -signal.SIGKILL, worker.log.read_text()
+    with stream_process(settings, tmp_path, instance="one", **SMALL) as worker:
+        found = read_all(groups, GROUPS, worker)
+    assert values(found) == expected(settings)
 
 
 def test_a_worker_replaced_during_a_pause_writes_nothing_more(settings, groups, tmp_path):
