@@ -86,11 +86,6 @@ def test_silence_is_an_exclusion_or_what_the_map_says():
     assert outcome.map_version.startswith("paid-")
 
 
-def test_without_a_time_to_settle_it_ends_at_once():
-    logs = served().write(102, feedback("a", "e")).write(102.001, Tick("t", 0), Topic.INTERACTIONS)
-    assert [o.closed_at for o in outcomes(joined(logs, settle_s=0))] == [102 * SECOND_US]
-
-
 def test_a_record_read_again_gives_nothing():
     join = join_of(settings_of(settle_s=0))
     logs = served().write(102, feedback("a", "e")).write(102.001, Tick("t", 0), Topic.INTERACTIONS)
@@ -107,10 +102,6 @@ WEIGHTLESS = {
 }
 RETRY = feedback("a", "e", kind=SignalKind.RETRY)
 ONE: dict[str, tuple[TwoLogs, dict[str, object]]] = {
-    "an event counts once": (
-        served().write(102, AGAIN).write(102.1, AGAIN).write(102.2, replace(AGAIN, value=-1.0)),
-        {"reward": 1.0, "closed_at": AT},
-    ),
     "an interaction counts once": (
         served()
         .write(100.6, interaction("a"))
@@ -120,23 +111,9 @@ ONE: dict[str, tuple[TwoLogs, dict[str, object]]] = {
         .write(112, interaction("a", user_id="other")),
         {"reward": 1.0, "offset": 0},
     ),
-    "feedback waits for its interaction": (
-        TwoLogs().write(95, feedback("a", "e", observed_at=100 * SECOND_US)).write(102.999, interaction("a")),
-        {"reward": 1.0, "closed_at": AT + 999_000},
-    ),
     "signals without weight are observed": (
         served().write(102, feedback("a", "m", kind=SignalKind.EDIT_MADE)).write(103, AGAIN),
         {"reward": 1.0, "observed": {"edit_made": 1.0, "thumb": 1.0}},
-    ),
-    "a correction before the end costs no revision": (
-        served()
-        .write(102, AGAIN)
-        .write(102.5, feedback("a", "f", value=-1.0, corrects="e", observed_at=99 * SECOND_US)),
-        {"reward": -1.0, "revision": 0, "closed_at": AT + 500_000},
-    ),
-    "a correction may come before what it corrects": (
-        served().write(102, feedback("a", "f", value=None, corrects="e")).write(102.5, AGAIN),
-        {"reward": None, "exclusion": "no_signal"},
     ),
     "an opt-out after the end leaves no more to learn": (
         served()
@@ -301,13 +278,6 @@ def test_a_signal_after_the_end_is_a_revision_if_it_changes_the_reward():
     ]
     assert (second.closed_at, second.feedback_at) == (106 * SECOND_US, 105 * SECOND_US)
     assert second.observed == {"thumb": 1.0, "edit_made": 1.0, "retry": 1.0}
-
-
-def test_a_withdrawal_after_the_end_leaves_no_reward():
-    logs = served().write(102, feedback("a", "e")).tick(104)
-    logs.write(105, feedback("a", "f", value=None, corrects="e"))
-    _, second = outcomes(joined(logs.tick(106)))
-    assert (second.reward, second.exclusion, second.previous_reward) == (None, "no_signal", 1.0)
 
 
 def test_a_late_signal_after_silence_is_a_revision():

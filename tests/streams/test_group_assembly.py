@@ -230,7 +230,7 @@ def test_output_bytes_do_not_depend_on_arrival_order(one, other):
     assert assembled(one) == assembled(other)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(timed_logs(), st.lists(st.integers(0, 40), max_size=6), st.integers(1, 7), st.floats(10, 14), st.booleans())
 def test_a_worker_killed_anywhere_repeats_groups_but_changes_none(records, kills, batch, ttl_s, atomic):
     inputs = {Topic.ROLLOUTS: records}

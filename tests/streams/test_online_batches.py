@@ -277,12 +277,6 @@ def test_tokens_above_a_users_share_fill_no_batch():
     assert (names(batch), batch.tokens, batch.dropped) == (["u1", "v"], 32, {"user_cap": 1})
 
 
-def test_each_batch_counts_its_own_drops():
-    log = Log(outcome("m", version_max=9), outcome("a"), outcome("b")).tick(200)
-    log.write(201, outcome("c")).write(201, outcome("d")).tick(300)
-    assert [b.dropped for b in batches(log)] == [{"mixed_versions": 1}, {}]
-
-
 def test_no_user_exceeds_their_share_of_tokens():
     log = Log(*(outcome(f"f{n}", user_id="flooder") for n in range(4)))
     assert run(log)[1]._head.lost == 2

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.streams.gate.gate_support import QUICK, RUN, SECOND, Product, ack, bench, manifest, outcome, said
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.gate_decisions import EVIDENCE, GENERATION
 from tidemill.schemas.records import GateDecision, GateVerdict, RolloutStatus, Tick, UserRequest, UserWish
 from tidemill.streams.gate.config import OnAlert
 from tidemill.streams.gate.controller import GateController
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gate_support import QUICK, RUN, SECOND, Product, ack, bench, manifest, outcome, said
 
 
 def tick(product, seconds):

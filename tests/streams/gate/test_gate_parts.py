@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.streams.gate.gate_support import QUICK, RUN, ack, bench, manifest, outcome, said
 from tidemill.consumers.weights.chain import Chain, DecisionFollowers, decision
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.records import GateVerdict, Mode, OutcomeExclusion
@@ -22,9 +21,6 @@ from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.guardrails import ArmGuards, FrozenGuards, Tolerance, measures
 from tidemill.streams.gate.sequential import Capital, Side, TwoArms, difference
 from tidemill.streams.gate.trial import PromotionWatch, Users
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gate_support import QUICK, RUN, ack, bench, manifest, outcome, said
 
 ALPHA = 0.05
 

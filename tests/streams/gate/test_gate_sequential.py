@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.streams.gate.gate_support import arrivals, exact_first_passage, most_observations, peeked_t_test
 from tidemill.streams.gate.sequential import (
     BASELINE,
     BETS,
@@ -23,9 +22,6 @@ from tidemill.streams.gate.sequential import (
     difference,
     log_ratio,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gate_support import arrivals, exact_first_passage, most_observations, peeked_t_test
 
 ALPHA = 0.05
 observations = st.lists(st.floats(-1, 1, width=32), max_size=30)
