@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,4 +18,15 @@ def until(
     while not (value := condition()):
         assert time.monotonic() < end, f"not within {deadline_s:g} s: {what() if callable(what) else what}"
         time.sleep(pause_s)
+    return value
+
+
+async def until_async(
+    condition: Callable[[], T], what: str | Callable[[], object] = "", deadline_s: float = 180.0
+) -> T:
+    """Do as `until`, and let other tasks run meanwhile."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what() if callable(what) else what}"
+        await asyncio.sleep(0.005)
     return value

@@ -167,12 +167,6 @@ def new_replica(tokenizer: Tokenizer) -> Iterator[Callable[[str], FakeReplica]]:
         replica.stop()
 
 
-@pytest.fixture
-def bodies() -> Callable[..., dict]:
-    """A function that makes a replica's answer."""
-    return completion_body
-
-
 @pytest.fixture(scope="session")
 def stalling(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[StallingLog]:
     """A broker that a test can stall."""

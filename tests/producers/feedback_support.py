@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from pydantic import SecretStr
 
+from tests.conftest import Kafka
 from tests.waiting import until
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
@@ -18,7 +20,6 @@ from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.reader import LogReader
 
@@ -38,16 +39,21 @@ def token(interaction_id: str = "i-1", user: str | None = "ann", product: Produc
     return Signer(product).sign(interaction_id, Pseudonyms(product).of(user))
 
 
-def topics_of(bootstrap: str, prefix: str) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=bootstrap, topic_prefix=prefix)
-    create_topics(settings)
-    return settings
-
-
 def written(settings: KafkaSettings) -> list[ConsumedRecord]:
     """Return every feedback record of the topic, in order within each partition."""
     with LogReader(settings, [Topic.FEEDBACK]) as reader:
         return list(reader.read_to_end(DEADLINE_S))
+
+
+def printed_blocks(module: ModuleType) -> list[str]:
+    """Return the indented blocks of a module's docstring."""
+    blocks: list[list[str]] = [[]]
+    for line in (module.__doc__ or "").splitlines():
+        if line.startswith("    ") or (not line.strip() and blocks[-1]):
+            blocks[-1].append(line[4:])
+        elif blocks[-1]:
+            blocks.append([])
+    return ["\n".join(block).strip() for block in blocks if block]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,6 @@ def stalling_log(directory: Path) -> Iterator[StallingLog]:
         status = stack.up(print)
         pid = status.nodes[0].pid
         assert pid is not None
-        yield StallingLog(topics_of(status.bootstrap, "stall."), pid)
+        yield StallingLog(Kafka(status.bootstrap).fresh(topics=[Topic.FEEDBACK]), pid)
     finally:
         stack.down(print)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -161,6 +161,34 @@ def chunks(body: dict) -> list[dict]:
             choice |= {"weight_versions": spans[place], "weight_incarnation": "life"}
         found.append({"id": "x", "choices": [choice]})
     return found
+
+
+def saying(turns: Sequence[Sequence[int]], size: int = 1, last: int | None = None) -> Told:
+    """Return a replica that answers with these turns, streamed in chunks of `size` tokens.
+
+    A turn ends with "length" if it does not end with the token `last`.
+    """
+
+    async def told(replica: FakeReplica, _request: web.Request, body: dict) -> web.StreamResponse:
+        ids = list(turns[(len(replica.requests) - 1) % len(turns)])
+        finish = "stop" if last in (None, ids[-1]) else "length"
+
+        def document(start: int, end: int) -> dict:
+            choice = {"index": 0, "text": "", "token_ids": ids[start:end], "prompt_token_ids": body["prompt"],
+                      "logprobs": {"token_logprobs": [-0.5] * (end - start)}, "weight_versions": [[0, 0, end]],
+                      "finish_reason": finish if end == len(ids) else None}  # fmt: skip
+            return {"id": "cmpl-7", "created": 5, "model": "tidemill", "choices": [choice]}
+
+        if not body["stream"]:
+            return replica.json(document(0, len(ids)))
+        documents = [document(start, min(start + size, len(ids))) for start in range(0, len(ids), size)]
+        if body.get("stream_options"):
+            used = {"prompt_tokens": 9, "completion_tokens": len(ids), "total_tokens": 9 + len(ids)}
+            documents.append({**documents[0], "choices": [], "usage": used})
+        text = "".join(f"data: {json.dumps(one)}\n\n" for one in documents)
+        return web.Response(text=text + "data: [DONE]\n\n", content_type="text/event-stream")
+
+    return told
 
 
 @dataclass

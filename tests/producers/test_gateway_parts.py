@@ -30,13 +30,6 @@ def test_a_bucket_grants_its_burst_and_then_its_rate():
     assert buckets.take("ann", 3, 10.5) == 1.5
 
 
-def test_a_refused_request_takes_no_tokens():
-    buckets = TokenBuckets(rate=1.0, burst=2)
-    buckets.take("ann", 1, 0.0)
-    assert buckets.take("ann", 2, 0.0) == 1.0
-    assert buckets.take("ann", 1, 0.0) == 0.0
-
-
 def test_a_bucket_holds_no_more_than_its_burst_after_any_pause():
     buckets = TokenBuckets(rate=1.0, burst=10)
     buckets.take("ann", 10, 0.0)

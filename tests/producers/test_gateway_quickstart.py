@@ -9,23 +9,13 @@ import subprocess
 from pathlib import Path
 
 import tidemill.producers.edge.gateway as module
-from tests.producers.feedback_support import PRODUCT, token, topics_of, written
+from tests.producers.feedback_support import PRODUCT, printed_blocks, token, written
 from tidemill.compose.config import TidemillSettings
 from tidemill.producers.config import GatewaySettings
 from tidemill.producers.edge.gateway import gateway_server
+from tidemill.schemas.catalogue import Topic
 
 EXTEND = (Path(__file__).resolve().parents[2] / "docs/extend.md").read_text("utf-8")
-
-
-def blocks() -> list[str]:
-    """Return the indented blocks of the module's docstring."""
-    found: list[list[str]] = [[]]
-    for line in (module.__doc__ or "").splitlines():
-        if line.startswith("    "):
-            found[-1].append(line[4:])
-        elif found[-1]:
-            found.append([])
-    return ["\n".join(block) for block in found if block]
 
 
 def bash(script: str, **environment: str) -> str:
@@ -37,7 +27,7 @@ def bash(script: str, **environment: str) -> str:
 
 
 def test_the_printed_keys_are_usable(monkeypatch):
-    start, _ = blocks()
+    start, _ = printed_blocks(module)
     *exports, command = start.splitlines()
     assert command.startswith("tidemill gateway --bootstrap kafka:9092")
     printed = bash("\n".join([*exports, "env -0"]))
@@ -55,12 +45,12 @@ def of_the_page(named: str) -> str:
     return found.partition("\n")[2]
 
 
-def test_the_printed_requests_are_accepted(kafka, topic_prefix):
-    settings = topics_of(kafka.bootstrap, topic_prefix)
+def test_the_printed_requests_are_accepted(kafka):
+    settings = kafka.fresh(topics=[Topic.FEEDBACK])
     key, ann = "k" * 64, token(user="ann@example.com")
     hashed = hashlib.sha256(key.encode()).hexdigest()
     gateway = GatewaySettings(port=0, api_keys={"shop": hashed}, acknowledge_timeout_s=60)
-    _, request = blocks()
+    _, request = printed_blocks(module)
     from_page = of_the_page("curl https://GATEWAY/")
     assert "http://127.0.0.1:8090/" in request and "TOKEN" in from_page
     with gateway_server(settings, PRODUCT, gateway) as server:
@@ -70,8 +60,8 @@ def test_the_printed_requests_are_accepted(kafka, topic_prefix):
     assert {f.record.event_id for f in written(settings)} == {"click-1", "click-4711"}
 
 
-def test_the_events_of_the_printed_program_are_accepted(kafka, topic_prefix, monkeypatch):
-    settings = topics_of(kafka.bootstrap, topic_prefix)
+def test_the_events_of_the_printed_program_are_accepted(kafka, monkeypatch):
+    settings = kafka.fresh(topics=[Topic.FEEDBACK])
     for name, value in PRODUCT.environment().items():
         monkeypatch.setenv(name, value)
     program = of_the_page("from tidemill.producers import FeedbackProducer")

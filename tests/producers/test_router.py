@@ -18,6 +18,7 @@ from tests.producers.router_support import (
     events,
     rig,
 )
+from tests.waiting import until_async
 from tidemill.producers.product.signing import BadToken, Pseudonyms, Signer
 from tidemill.schemas.config import HttpSettings
 from tidemill.schemas.records import SamplingParameters, VersionSpan
@@ -28,16 +29,6 @@ ASK = {"prompt": "hello", "max_tokens": 3, "user": "zoe", "metadata": {"session_
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "user": "zoe"}
 # Contains letters that are not hexadecimal digits, so that it cannot occur in a hash by chance.
 ZOE = Pseudonyms(PRODUCT).of("zoe")
-
-
-def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-async def until(happened, deadline_s: float = 180.0):
-    async with asyncio.timeout(deadline_s):
-        while not happened():
-            await asyncio.sleep(0.005)
 
 
 def check_recorded(made, interaction_id, body):
@@ -86,11 +77,11 @@ async def test_a_streamed_answer_is_recorded_before_its_last_chunk(path, body):
 
 
 async def test_a_deadline_during_a_slow_write_does_not_separate_a_record_from_its_answer():
-    async with rig(request_timeout_s=3) as router:
+    async with rig(request_timeout_s=1) as router:
         router.outbox.hold = asyncio.Event()
         asking = asyncio.create_task(router.asked(ASK))
         await router.outbox.asked.wait()
-        await asyncio.sleep(3.2)
+        await asyncio.sleep(1.1)
         router.outbox.hold.set()
         assert (await asking)[0] == 200 and len(router.outbox.written) == 1
 
@@ -173,8 +164,7 @@ async def test_a_body_that_does_not_arrive_ends_in_a_timeout():
         headers = {"authorization": f"Bearer {KEY}"}
         async with router.session.post("/v1/completions", data=never(), headers=headers) as response:
             assert response.status == 408 and "did not arrive" in (await response.json())["detail"]
-        while b"tidemill_router_in_flight 0.0" not in generate_latest(router.router.metrics):
-            await asyncio.sleep(0.01)
+        await until_async(lambda: b"tidemill_router_in_flight 0.0" in generate_latest(router.router.metrics))
 
 
 async def test_a_prompt_that_only_the_replica_can_count_is_refused_before_anything_is_sent():
@@ -266,7 +256,7 @@ async def test_a_client_that_disconnects_leaves_a_record_and_ends_the_request_at
             while b'"b"' not in seen:
                 seen += await response.content.readany()
             response.close()
-        await until(lambda: router.outbox.written)
+        await until_async(lambda: router.outbox.written)
         (made,) = router.outbox.written
         assert (made.finish_reason, made.sampled_tokens) == ("abandoned", 2)
         assert made.segments[0].spans == [VersionSpan(4, 3, 5)] and (made.version_min, made.version_max) == (4, 4)
@@ -280,7 +270,7 @@ async def test_the_router_waits_for_the_record_of_a_client_that_disconnected():
         async with router.post({**ASK, "stream": True}) as response:
             await asyncio.wait_for(router.outbox.asked.wait(), 20)
             response.close()
-        await until(lambda: router.router.metrics.in_flight._value.get() == 0)
+        await until_async(lambda: router.router.metrics.in_flight._value.get() == 0)
         draining = asyncio.create_task(router.router.drain())
         await asyncio.sleep(0)  # it begins
         assert not draining.done() and router.outbox.written == []
@@ -299,10 +289,10 @@ async def test_a_client_that_disconnects_before_an_answer_leaves_no_record():
     async with rig(told=told) as router:
         (replica,) = router.replicas
         asking = asyncio.create_task(router.asked(ASK))
-        await until(lambda: replica.requests)
+        await until_async(lambda: replica.requests)
         asking.cancel()
         await asyncio.wait_for(replica.aborted.wait(), 20)
-        await until(lambda: not router.router.unfinished)
+        await until_async(lambda: not router.router.unfinished)
         assert router.outbox.written == []
 
 
@@ -365,7 +355,7 @@ async def test_too_many_requests_at_once_are_refused():
     async with rig(max_concurrent_requests=2) as router:
         router.replicas[0].go_on.clear()
         held = [asyncio.create_task(router.streamed(ASK)) for _ in range(2)]
-        await until(lambda: len(router.router.unfinished) == 2)
+        await until_async(lambda: len(router.router.unfinished) == 2)
         status, answer = await router.asked(ASK)
         assert status == 429 and answer["error"]["type"] == "rate_limit_error"
         router.replicas[0].go_on.set()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 
 import pytest
-from aiohttp import web
 
-from tests.producers.router_support import BYTES, KEY, TOKENS, chat_format, rig
+from tests.producers.router_support import BYTES, KEY, TOKENS, Told, chat_format, rig, saying
 from tidemill.schemas.chat.format import chatml
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.config import ChatSettings
@@ -23,35 +21,13 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
-def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-def saying(text, finish="stop"):
-    """Return a replica that answers with a text, whole or one token per event."""
-    ids = BYTES.encode(text).ids
-
-    async def told(replica, _request, body):
-        def document(start, end):
-            choice = {"index": 0, "text": "", "token_ids": ids[start:end],
-                      "logprobs": {"token_logprobs": [-0.5] * (end - start)}, "prompt_token_ids": body["prompt"],
-                      "weight_versions": [[0, 0, end]],
-                      "finish_reason": finish if end == len(ids) else None}  # fmt: skip
-            return {"id": "cmpl-7", "created": 5, "model": "tidemill", "choices": [choice]}
-
-        if not body["stream"]:
-            return replica.json(document(0, len(ids)))
-        used = {"prompt_tokens": 9, "completion_tokens": len(ids), "total_tokens": 9 + len(ids)}
-        documents = [document(place, place + 1) for place in range(len(ids))]
-        documents += [{**documents[0], "choices": [], "usage": used}] if body.get("stream_options") else []
-        text = "".join(f"data: {json.dumps(one)}\n\n" for one in documents)
-        return web.Response(text=text + "data: [DONE]\n\n", content_type="text/event-stream")
-
-    return told
+def text_of(said: str) -> Told:
+    """Return a replica that answers with a text."""
+    return saying([BYTES.encode(said).ids])
 
 
 async def test_a_whole_answer_has_openais_format():
-    async with rig(told=saying("Hi.<|im_end|>")) as router:
+    async with rig(told=text_of("Hi.<|im_end|>")) as router:
         status, answer = await router.asked({**CHAT, "logprobs": True, "max_completion_tokens": 9}, PATH)
     prompt = chat_format().open([HELLO])
     assert status == 200 and (answer["id"], answer["object"]) == ("chatcmpl-7", "chat.completion")
@@ -69,7 +45,7 @@ async def test_a_whole_answer_has_openais_format():
 
 
 async def test_a_stream_has_openais_format():
-    async with rig(told=saying("Hi.<|im_end|>")) as router:
+    async with rig(told=text_of("Hi.<|im_end|>")) as router:
         body = {**CHAT, "stream_options": {"include_usage": True}, "return_token_ids": True}
         *chunks, used, done = await router.streamed(body, PATH)
     assert done == "[DONE]" and used["choices"] == [] and used["usage"]["completion_tokens"] == 4
@@ -97,7 +73,7 @@ async def test_likely_tokens_are_returned_with_the_sampled_ones():
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_calls_are_read_and_their_text_is_not_shown(stream):
-    async with rig(told=saying(f"Well {CALL}<|im_end|>")) as router:
+    async with rig(told=text_of(f"Well {CALL}<|im_end|>")) as router:
         asked = {**CHAT, "tools": [TOOL]}
         if stream:
             *chunks, last, _ = await router.streamed(asked, PATH)
@@ -119,7 +95,7 @@ async def test_calls_are_read_and_their_text_is_not_shown(stream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("stop", "content"), [("END", "one "), (["ENDED", "e END"], "on"), ("STOP", "one ENDED")])
 async def test_a_text_that_ends_the_turn_is_not_part_of_it(stream, stop, content):
-    async with rig(told=saying("one ENDED")) as router:
+    async with rig(told=text_of("one ENDED")) as router:
         if stream:
             chunks = await router.streamed({**CHAT, "stop": stop}, PATH)
             found = "".join(one["choices"][0]["delta"].get("content", "") for one in chunks[:-1])

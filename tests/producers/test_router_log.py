@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -13,8 +12,9 @@ import time
 
 import httpx
 import pytest
+from aiohttp import web
 
-from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decision, interaction_of, served
+from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, chunks, decision, interaction_of
 from tests.records import build
 from tests.waiting import until
 from tidemill.producers.config import RouterSettings
@@ -25,7 +25,6 @@ from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, StoreSettings
 from tidemill.schemas.http_connections import bind
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Anchor, Interaction, Manifest
@@ -36,39 +35,25 @@ ASK = {"prompt": "hello", "user": "ada"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "user": "ada"}
 
 
-class ReplicaThread:
-    """Fake replicas in their own thread."""
-
-    def __init__(self, *replicas: FakeReplica) -> None:
-        self._ready, self._loop, self._ended = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(replicas),))
-        self._thread.start()
-        assert self._ready.wait(60)
-
-    async def _serve(self, replicas):
-        async with served(replicas[0]), served(replicas[-1]):
-            self._ready.set()
-            await self._ended.wait()
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join(60)
-        self._loop.close()
+async def answer(body: dict, _number: int) -> web.StreamResponse:
+    """Answer as the replicas of `rig`."""
+    if not body["stream"]:
+        return FakeReplica().whole(body)
+    text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks(body))
+    return web.Response(text=text + "data: [DONE]\n\n", content_type="text/event-stream")
 
 
 @pytest.fixture
-def replicas():
-    stable, canary = FakeReplica("s0"), FakeReplica("c1")
-    thread = ReplicaThread(stable, canary)
-    yield stable, canary
-    thread.close()
-
-
-@pytest.fixture
-def settings(kafka, topic_prefix) -> KafkaSettings:
-    made = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=4)
-    create_topics(made)
+def replicas(new_replica):
+    made = new_replica("s0"), new_replica("c1")
+    for replica in made:
+        replica.answer = answer
     return made
+
+
+@pytest.fixture
+def settings(kafka) -> KafkaSettings:
+    return kafka.fresh(topics=[Topic.INTERACTIONS, Topic.GATE, Topic.MANIFESTS])
 
 
 def process(settings: KafkaSettings, replicas, port: int, root) -> subprocess.Popen:

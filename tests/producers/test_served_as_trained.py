@@ -7,13 +7,12 @@ import json
 from contextlib import AsyncExitStack
 
 import pytest
-from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.producers.conftest import END
-from tests.producers.router_support import chat_format, rig
+from tests.producers.router_support import chat_format, rig, saying
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.producers.sampling.completion import Completion
@@ -88,28 +87,6 @@ class Training:
         return Completion(ids, [-0.5] * len(ids), (VersionSpan(0, 0, len(ids)),), finish)
 
 
-def saying(turns, size):
-    """Return a replica over HTTP that answers with these turns, streamed in chunks of `size` tokens."""
-
-    async def told(replica, request, body):
-        ids = turns[(len(replica.requests) - 1) % len(turns)]
-        finish = "stop" if ids[-1] == LAST else "length"
-        sizes = size if body["stream"] else len(ids)
-        documents = []
-        for start in range(0, len(ids), sizes):
-            part = ids[start : start + sizes]
-            choice = {"index": 0, "text": "", "token_ids": part, "logprobs": {"token_logprobs": [-0.5] * len(part)},
-                      "finish_reason": finish if start + sizes >= len(ids) else None,
-                      "weight_versions": [[0, 0, start + len(part)]], "prompt_token_ids": body["prompt"]}  # fmt: skip
-            documents.append({"id": "x", "created": 1, "model": "m", "choices": [choice]})
-        if not body["stream"]:
-            return replica.json(documents[0])
-        events = "".join(f"data: {json.dumps(document)}\n\n" for document in documents)
-        return web.Response(text=events + "data: [DONE]\n\n", content_type="text/event-stream")
-
-    return told
-
-
 async def converse(turns, say):
     """Return the conversation's messages; `say(messages)` returns the model's, and each tool call gets a result."""
     messages = [{"role": "system", "content": "be brief"}]
@@ -174,7 +151,7 @@ def test_a_conversation_is_served_as_it_is_trained(name):
 
     async def compare(router, with_tools, turns, size):
         tools = TOOLS if with_tools else []
-        router.replicas[0].told, router.replicas[0].requests = saying([ids for _, ids in turns], size), []
+        router.replicas[0].told, router.replicas[0].requests = saying([ids for _, ids in turns], size, LAST), []
         expected = await trained(chat, turns, tools)
         assert await served(router, turns, tools, stream=False) == expected
         assert await served(router, turns, tools, stream=True) == expected
@@ -199,7 +176,7 @@ def test_a_router_that_forgot_a_conversation_renders_it_again():
 
     async def scenario():
         messages, (_, (expected, _)) = await trained(chat, turns, [])
-        async with rig(told=saying([ids for _, ids in turns], 1), chat=chat) as router:
+        async with rig(told=saying([ids for _, ids in turns], 1, LAST), chat=chat) as router:
             assert (await served(router, turns, [], stream=False))[1][1][0] == expected
             router.router.chat = ChatServer(chat, 100, 1000)
             assert (await router.asked({"messages": messages[:-1]}, PATH))[0] == 200

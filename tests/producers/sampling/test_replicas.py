@@ -12,6 +12,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.producers.conftest import completion_body
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.sampling.completion import BadResponse, Sampling, parse_completion, request_body
 from tidemill.producers.sampling.replicas import ReplicaPool, ReplicaSession, ReplicaUnavailable, open_replica_client
@@ -27,26 +28,26 @@ def parsed(body):
     return parse_completion(json.dumps(body).encode(), SAMPLING)
 
 
-def changed(bodies, **changes):
-    body = bodies([5, 6, 7])
+def changed(**changes):
+    body = completion_body([5, 6, 7])
     body["choices"][0].update(changes)
     return body
 
 
-def test_a_completion_is_read(bodies):
-    found = parsed(bodies([5, 6, 7], [-1.5, 0.0, -0.25], [[3, 0, 2], [4, 2, 3]], "length"))
+def test_a_completion_is_read():
+    found = parsed(completion_body([5, 6, 7], [-1.5, 0.0, -0.25], [[3, 0, 2], [4, 2, 3]], "length"))
     assert found.token_ids == [5, 6, 7] and found.logprobs == [-1.5, 0.0, -0.25]
     assert found.spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
     assert found.finish_reason == "length" and found.incarnation == ""
 
 
-def test_a_completion_names_the_incarnation_of_its_versions(bodies):
-    assert parsed(changed(bodies, weight_incarnation="life")).incarnation == "life"
+def test_a_completion_names_the_incarnation_of_its_versions():
+    assert parsed(changed(weight_incarnation="life")).incarnation == "life"
 
 
-def test_an_aborted_request_is_not_a_completion(bodies):
+def test_an_aborted_request_is_not_a_completion():
     with pytest.raises(ReplicaUnavailable):
-        parsed(changed(bodies, finish_reason="abort"))
+        parsed(changed(finish_reason="abort"))
 
 
 @pytest.mark.parametrize(
@@ -88,9 +89,9 @@ def test_an_aborted_request_is_not_a_completion(bodies):
         {"finish_reason": ["stop"]},
     ],
 )
-def test_a_wrong_choice_is_refused(bodies, changes):
+def test_a_wrong_choice_is_refused(changes):
     with pytest.raises(BadResponse):
-        parsed(changed(bodies, **changes))
+        parsed(changed(**changes))
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"null", b"[]", b'{"choices":[]}', b'{"choices":[1]}', b"[" * 100_000])
@@ -187,51 +188,55 @@ def fixed(body) -> object:
     return answer
 
 
-def test_a_completion_over_http(new_replica, bodies):
+def test_a_completion_over_http(new_replica):
     replica = new_replica("r1")
-    replica.answer = fixed(bodies([5, 6, 7]))
+    replica.answer = fixed(completion_body([5, 6, 7]))
     (completion,), session = ask(settings(replica.address))
     assert completion.token_ids == [5, 6, 7]
     assert (session.identity.replica_id, session.identity.region, session.retries) == ("r1", "here", 0)
 
 
-def test_a_session_keeps_its_replica(new_replica, bodies):
+def test_a_session_keeps_its_replica(new_replica):
     replicas = [new_replica("r1"), new_replica("r2")]
     for replica in replicas:
-        replica.answer = fixed(bodies([5]))
+        replica.answer = fixed(completion_body([5]))
     ask(settings(*[replica.address for replica in replicas]), prompts=5)
     assert sorted(len(replica.requests) for replica in replicas) == [0, 5]
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-def test_a_request_is_retried_after_a_server_error(new_replica, bodies, status):
+def test_a_request_is_retried_after_a_server_error(new_replica, status):
     replica = new_replica()
 
     async def answer(_request, number):
-        return web.json_response(bodies([5])) if number > 3 else web.Response(status=status, text="engine is dead")
+        return (
+            web.json_response(completion_body([5]))
+            if number > 3
+            else web.Response(status=status, text="engine is dead")
+        )
 
     replica.answer = answer
     _, session = ask(settings(replica.address))
     assert session.retries == 3 and "engine is dead" in session.failures_so_far()
 
 
-def test_a_failing_replica_is_replaced_by_another(new_replica, bodies):
+def test_a_failing_replica_is_replaced_by_another(new_replica):
     broken, sound = new_replica("broken"), new_replica("sound")
 
     async def answer(_request, _number):
         return web.Response(status=500)
 
-    broken.answer, sound.answer = answer, fixed(bodies([5]))
+    broken.answer, sound.answer = answer, fixed(completion_body([5]))
     _, session = ask(settings(broken.address, sound.address))
     assert session.identity.replica_id == "sound"
 
 
-def test_a_request_is_retried_after_a_response_cut_short(new_replica, bodies):
+def test_a_request_is_retried_after_a_response_cut_short(new_replica):
     replica = new_replica()
 
     async def answer(request, number):
         if number > 1:
-            return web.json_response(bodies([5]))
+            return web.json_response(completion_body([5]))
         return _Truncated()
 
     replica.answer = answer
@@ -251,23 +256,23 @@ class _Truncated(web.Response):
         self._req.transport.abort()
 
 
-def test_a_request_to_a_slow_replica_is_cancelled_and_retried(new_replica, bodies):
+def test_a_request_to_a_slow_replica_is_cancelled_and_retried(new_replica):
     replica, never = new_replica(), threading.Event()
 
     async def answer(_request, number):
         while number == 1 and not never.is_set():
             await asyncio.sleep(0.01)
-        return web.json_response(bodies([5]))
+        return web.json_response(completion_body([5]))
 
     replica.answer = answer
-    _, session = ask(settings(replica.address, request_timeout_s=3))
+    _, session = ask(settings(replica.address, request_timeout_s=1))
     never.set()
     assert session.retries == 1
 
 
-def test_a_request_is_retried_until_its_replica_returns(new_replica, bodies):
+def test_a_request_is_retried_until_its_replica_returns(new_replica):
     replica = new_replica()
-    replica.answer = fixed(bodies([5]))
+    replica.answer = fixed(completion_body([5]))
     address = replica.address
     replica.stop()
     back = threading.Timer(0.3, replica.start)
@@ -309,7 +314,7 @@ def test_malformed_json_and_client_errors_are_not_retried(new_replica):
             ask(settings(replica.address))
 
 
-def test_an_invalid_status_is_refused(new_replica, bodies):
+def test_an_invalid_status_is_refused(new_replica):
     replica = new_replica()
 
     async def single():
@@ -320,9 +325,9 @@ def test_an_invalid_status_is_refused(new_replica, bodies):
         asyncio.run(single())
 
 
-async def test_a_replica_replaced_on_its_port_is_recorded_with_its_new_name(new_replica, bodies):
+async def test_a_replica_replaced_on_its_port_is_recorded_with_its_new_name(new_replica):
     replica = new_replica("first")
-    replica.answer = fixed(bodies([5]))
+    replica.answer = fixed(completion_body([5]))
 
     config = settings(replica.address)
     async with open_replica_client(config) as client, ReplicaSession(client, pool_of(config)) as session:
