@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
 import mmap
 import os
 import signal
@@ -454,6 +453,3 @@ class OddVersion(Hostile):
     """Declares an isolation that does not exist."""
 
     isolation = "thread"
-
-
-NOT_AN_ENVIRONMENT = json

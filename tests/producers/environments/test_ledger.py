@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from itertools import islice
 
 import pytest
@@ -41,13 +42,9 @@ def played(task, policy, environment=LEDGER):
     return asyncio.run(environment.play(task, policy))
 
 
-class Solver:
-    """A policy that solves a ledger without a mistake."""
-
-    def __new__(cls, entries):
-        import random
-
-        return Demonstrator(LedgerTask(entries=tuple(entries)), random.Random(0), slip_rate=0.0, polite_rate=0.0)
+def solver(entries):
+    """Return a policy that solves a ledger without a mistake."""
+    return Demonstrator(LedgerTask(entries=tuple(entries)), random.Random(0), slip_rate=0.0, polite_rate=0.0)
 
 
 @settings(max_examples=10, deadline=None)
@@ -117,7 +114,7 @@ def test_a_payload_that_is_no_ledger_is_refused(payload):
 
 
 def test_a_solved_episode_scores_in_full():
-    policy = Solver([17, -4, 9])
+    policy = solver([17, -4, 9])
     score = played(ledger_task([17, -4, 9]), policy)
     assert score.success and score.total == pytest.approx(1.1)
     assert {part.name: part.value for part in score.rewards} == {"answer": 1.0, "tool_use": 1.0}
@@ -128,7 +125,7 @@ def test_a_solved_episode_scores_in_full():
 @settings(deadline=None, max_examples=20)
 @given(ENTRIES.filter(lambda entries: len(entries) >= 49))
 def test_an_episode_of_fifty_turns_can_be_solved(entries):
-    policy = Solver(entries)
+    policy = solver(entries)
     assert played(ledger_task(entries), policy).success
     assert sum(message["role"] == "assistant" for message in policy.conversation) >= 50
 

@@ -11,7 +11,8 @@ from itertools import islice
 import pytest
 from aiohttp import web
 
-from tests.producers.environments.openenv_server import SCHEMA, OpenEnvServer, observed
+from tests.producers.environments.openenv_server import OpenEnvServer, observed
+from tests.waiting import until
 from tidemill.producers.environments.base import (
     ContextFull,
     EnvironmentFailed,
@@ -380,21 +381,24 @@ def test_actions_whose_text_is_not_known_fail_with_the_fields(schema, complaint)
         assert played(opened(server, action_field="guess"), draft, number_of(draft))[0].total == 1.0
 
 
-def test_sessions_are_bounded_and_closed(server):
-    with OpenEnvServer(schema=SCHEMA) as own:
+def lost_together(environment, drafts):
+    """Whether episodes of these tasks, played at the same time with wrong answers, have their score."""
+
+    async def together():
+        tasks = [task_of(environment, "openenv", draft) for draft in drafts]
+        return await asyncio.gather(*(environment.play(task, ScriptedPolicy(["1"], 64)) for task in tasks))
+
+    return [score.total for score in asyncio.run(together())] == [-1.5] * len(drafts)
+
+
+def test_sessions_are_bounded_and_closed():
+    with OpenEnvServer() as own:
         environment = opened(own, sessions=3)
         drafts = drawn(environment, 12)
 
-        async def together():
-            tasks = [task_of(environment, "openenv", draft) for draft in drafts]
-            return await asyncio.gather(*(environment.play(task, ScriptedPolicy(["1"], 64)) for task in tasks))
-
-        assert [score.total for score in asyncio.run(together())] == [-1.5] * 12
+        assert lost_together(environment, drafts)
         assert own.most_open == 3
-        deadline = time.monotonic() + 180
-        while own.open and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert own.open == 0
+        until(lambda: own.open == 0)
 
 
 def test_an_episode_waits_for_a_full_server():
@@ -402,11 +406,7 @@ def test_an_episode_waits_for_a_full_server():
         environment = opened(server, sessions=4)
         drafts = drawn(environment, 4)
 
-        async def together():
-            tasks = [task_of(environment, "openenv", draft) for draft in drafts]
-            return await asyncio.gather(*(environment.play(task, ScriptedPolicy(["1"], 64)) for task in tasks))
-
-        assert [score.total for score in asyncio.run(together())] == [-1.5] * 4 and server.most_open == 1
+        assert lost_together(environment, drafts) and server.most_open == 1
         server.capacity = 0
         environment = opened(server, wait_s=0)
         assert "no room" in reason(environment, drafts[0], "1")

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import build
-from tests.waiting import until
+from tests.waiting import until, until_async
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments import spawning
 from tidemill.producers.environments.base import (
@@ -153,6 +154,16 @@ def processes(folder: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_garbage():
+    """Collect what other files left, and keep the living objects out of the collections after each test."""
+    with warnings.catch_warnings(action="ignore"):
+        gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch, caplog):
     """A temporary folder for each test. After the test it is empty, and no process or pending task is left."""
@@ -217,8 +228,7 @@ async def test_calls_after_a_failure_do_not_reach_the_worker():
 
     hosted = await start()
     playing = asyncio.create_task(hosted.play(task("calls_for_ever"), policy))
-    while not (policy.calls or playing.done()):
-        await asyncio.sleep(0.01)
+    await until_async(lambda: policy.calls or playing.done())
     await asyncio.wait([playing], timeout=0.5)  # There is no condition to wait for: it must not happen.
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -243,8 +253,7 @@ async def test_an_episode_that_is_cancelled_here_is_cancelled_there():
     policy = FakePolicy()
     for payload in ("waits", "waits_for_policy"):
         playing = asyncio.create_task(hosted.play(task(payload), policy))
-        while not policy.calls:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: policy.calls)
         policy.calls.clear()
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -255,8 +264,7 @@ async def test_an_episode_that_is_cancelled_here_is_cancelled_there():
     with pytest.raises(asyncio.CancelledError):
         await unborn
     process = hosted._processes[-1]
-    while process._leaving:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: not process._leaving)
     assert not process.retired
     assert policy.given_up == 1
     await hosted.close()
@@ -272,15 +280,13 @@ async def test_a_process_whose_episode_ignores_its_cancellation_gets_no_more_epi
             await hosted.play(task("ignores_cancellation"), policy)
     assert time.monotonic() - began < 60  # the caller does not wait for the episode
     first = hosted._processes[-1]
-    while not first.retired:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: first.retired)
     assert not stays.done()
     assert (await outcome(hosted, "good")).total == 2.0
     assert hosted._processes[-1] is not first
     stays.cancel()
     await asyncio.wait([stays])
-    while not first.over:
-        await asyncio.sleep(0.01)
+    await until_async(lambda: first.over)
     assert (await outcome(hosted, "good")).total == 2.0
     await hosted.close()
 
@@ -292,9 +298,6 @@ async def test_a_process_whose_episode_ignores_its_cancellation_gets_no_more_epi
     ("name", "options", "kind", "said"),
     [
         ("no_such_module:THING", {}, UnknownEnvironment, "No module named"),
-        ("hostile_environments:NOTHING", {}, UnknownEnvironment, "has no NOTHING"),
-        ("hostile_environments:NOT_AN_ENVIRONMENT", {}, UnknownEnvironment, "not an Environment"),
-        ("broken_raises:THING", {}, UnknownEnvironment, "broken on purpose"),
         ("broken_exits:THING", {}, UnknownEnvironment, "SystemExit(3)"),
         ("broken_ends:THING", {}, EnvironmentFailed, "ended with code 3; it wrote: farewell"),
         ("broken_hangs:THING", {}, EnvironmentFailed, "not opened within 2 s"),
@@ -303,12 +306,10 @@ async def test_a_process_whose_episode_ignores_its_cancellation_gets_no_more_epi
         (HOSTILE, {"starts": "x" * (9 << 20)}, TaskError, "the options has 9,4"),
         ("hostile_environments:RaisesWhenOpened", {}, EnvironmentFailed, "not today"),
         ("hostile_environments:OddVersion", {}, EnvironmentFailed, "isolation"),
-        ("ledger", {"entries": -1}, TaskError, "entries"),
     ],
 )
 def test_an_environment_that_cannot_be_opened_has_a_reason(name, options, kind, said, tmp_path, monkeypatch):
     texts = {
-        "raises": "raise RuntimeError('broken on purpose')",
         "exits": "import sys; sys.exit(3)",
         "ends": "import os; os.write(2, b'farewell'); os._exit(3)",
         "hangs": "import time; time.sleep(1e6)",
@@ -378,15 +379,7 @@ def test_an_event_loop_that_ends_takes_its_process_with_it(temporary):
 
 
 @pytest.mark.parametrize(
-    "payload",
-    [
-        "hangs",
-        "hangs_with_the_lock",
-        "hangs_asleep",
-        "hangs_in_a_task",
-        "hangs_in_a_timer",
-        "hangs_in_a_thread",
-    ],
+    "payload", ["hangs_with_the_lock", "hangs_asleep", "hangs_in_a_task", "hangs_in_a_timer", "hangs_in_a_thread"]
 )
 def test_an_episode_that_hangs_is_the_one_that_fails(payload):
     assert with_bystanders(payload, SHORT) == f"environment {HOSTILE} hung: no answer within 2 s"
@@ -455,7 +448,7 @@ async def test_a_stopped_worker_fails_no_episode():
     playing = asyncio.create_task(outcome(hosted, "calls_side_by_side 2"))
     waiting = asyncio.create_task(outcome(hosted, "waits"))
     await asyncio.sleep(0.1)
-    time.sleep(3 * limits.environment_timeout_s)
+    time.sleep(2 * limits.environment_timeout_s)
     assert (await playing).total == 1.0
     await asyncio.sleep(2 * limits.environment_timeout_s / TICKS)
     assert not waiting.done()
@@ -504,7 +497,7 @@ async def test_a_process_whose_keeper_is_killed_ends(temporary):
     first = psutil.Process(hosted._processes[-1].hello.process)
     first.parent().kill()
     found = await waiting
-    await asyncio.to_thread(until, lambda: not first.is_running())
+    await until_async(lambda: not first.is_running())
     assert (await outcome(hosted, "good")).total == 2.0
     await hosted.close()
     assert "the keeper of its process ended with code -9" in str(found)
@@ -594,7 +587,7 @@ async def test_processes_that_an_environment_started_end_with_it(end):
     assert all(each.is_running() for each in started)
     if end == "hang":
         assert "hung" in str(await outcome(hosted, "hangs"))
-        await asyncio.to_thread(until, lambda: not any(each.is_running() for each in started))
+        await until_async(lambda: not any(each.is_running() for each in started))
     await hosted.close()
     assert not any(each.is_running() for each in started)
 
@@ -604,7 +597,7 @@ async def test_a_forked_copy_of_the_process_ends_and_sends_nothing():
 
     hosted = await start()
     copy = psutil.Process(int((await hosted.play(task("forked_copy_goes_on"), policy)).total))
-    await asyncio.to_thread(until, lambda: copy.status() == "zombie")
+    await until_async(lambda: copy.status() == "zombie")
     assert (await outcome(hosted, "good", policy)).total == 2.0
     await hosted.close()
     assert [messages[0]["content"] for messages, *_ in policy.calls] == ["hello", "hello"]
@@ -615,30 +608,32 @@ import asyncio, os, signal, sys
 sys.path[:0] = sys.argv[1:2]
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments import spawning
+from tidemill.producers.environments.base import TaskDraft
+from tidemill.producers.environments.check import ScriptedPolicy, task_of
 from tidemill.producers.environments.process import HostedEnvironment
-from test_process import FakePolicy, task, HOSTILE
 
 # A shell's background jobs ignore the interrupt, and what they start inherits that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 spawning.KILL_S = 1.0  # the copy keeps the keeper's pipe open
 
 async def main():
-    hosted = await HostedEnvironment(HOSTILE, {}, RolloutSettings()).start()
+    hosted = await HostedEnvironment("hostile_environments:Hostile", {}, RolloutSettings()).start()
+
+    async def play(payload):
+        await hosted.play(task_of(hosted, "hostile", TaskDraft(payload, "", 8)), ScriptedPolicy(["fine"], 8))
+
     for word in ("child", "orphan"):
-        await hosted.play(task(f"forks {word}"), FakePolicy())
+        await play(f"forks {word}")
     if not (copy := os.fork()):  # it holds every descriptor of the worker's
         signal.pause()
     print(copy, flush=True)
-    await hosted.play(task(sys.argv[2]), FakePolicy())
+    await play(sys.argv[2])
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "payload"),
-    [(signal.SIGKILL, "hangs_with_the_lock"), (signal.SIGINT, "waits"), (signal.SIGTERM, "waits")],
-)
+@pytest.mark.parametrize(("number", "payload"), [(signal.SIGKILL, "hangs_with_the_lock"), (signal.SIGINT, "waits")])
 def test_a_worker_that_ends_leaves_no_process(number, payload, temporary):
     command = [sys.executable, "-c", WORKER, str(Path(__file__).parent), payload]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ import psutil
 import pytest
 
 from tests.producers.rollout.agents import last, policy_of, task_of
+from tests.waiting import until
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments import program as program_module
 from tidemill.producers.environments.base import (
@@ -30,7 +30,6 @@ from tidemill.producers.environments.base import (
     TaskDraft,
     TaskError,
 )
-from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions, parse_ledger
 from tidemill.producers.environments.process import HostedEnvironment
 from tidemill.producers.environments.program import Program
 from tidemill.producers.rollout.endpoint import AgentEndpoint
@@ -38,7 +37,6 @@ from tidemill.schemas.records import RewardComponent
 
 pytestmark = pytest.mark.anyio
 
-EXAMPLE = Path(__file__).with_name("calculator_agent.py")
 PRELUDE = """
 import json, os, sys, time, urllib.request
 def post(path, body):
@@ -102,30 +100,6 @@ async def played(
 
 def play(*given: Any, **more: Any) -> tuple[Any, Any]:
     return asyncio.run(played(*given, **more))
-
-
-def accountant(context: str) -> str:
-    """Solve a ledger with the calculator, one call per turn."""
-    entries = [
-        (kind, int(n)) for kind, n in re.findall(r"(credit|debit) (\d+)", context.rpartition("<|im_start|>user")[2])
-    ]
-    done = context.count("<|im_start|>tool")
-    total = sum(n if kind == "credit" else -n for kind, n in entries[:done])
-    if done == len(entries):
-        return f"answer {total}"
-    kind, n = entries[done]
-    call = {"name": "add" if kind == "credit" else "sub", "arguments": {"a": total, "b": n}}
-    return f"<tool_call>{json.dumps(call)}</tool_call>"
-
-
-def test_the_example_with_the_openai_client_plays_the_ledger() -> None:
-    lines = [line for line in EXAMPLE.read_text().splitlines() if line.strip()]
-    assert len(lines) <= 30
-    ledger = LedgerEnvironment(LedgerOptions())
-    score, policy = play([sys.executable, str(EXAMPLE)], ledger, '{"entries":[5,7,-3]}', accountant)
-    assert score.success is True and score.total == pytest.approx(1.1), score
-    [context] = policy.contexts.all
-    assert len(context.turns) == 4 and parse_ledger('{"entries":[5,7,-3]}').balance == 9
 
 
 def test_the_program_is_given_the_first_request_and_its_last_conversation_is_scored() -> None:
@@ -274,9 +248,7 @@ def test_nothing_that_the_program_started_outlives_its_episode(ending: str, monk
         assert result.success is True
     else:
         assert isinstance(result, EnvironmentFailed | TimeoutError), result
-    deadline = time.monotonic() + 180
-    while kin(key):
-        assert time.monotonic() < deadline, kin(key)
+    until(lambda: not kin(key), lambda: kin(key))
 
 
 async def test_a_program_that_hangs_is_killed_while_others_continue() -> None:
@@ -315,14 +287,11 @@ def test_the_program_dies_with_its_worker(tmp_path: Path) -> None:
     key = f"tidemill-test-{os.getpid()}-{time.monotonic_ns()}"
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "LC_MARK": key}
     running = subprocess.Popen([sys.executable, str(worker)], env=variables)
-    deadline = time.monotonic() + 180
-    while not (noted.exists() and noted.read_text()):
-        assert time.monotonic() < deadline and running.poll() is None
+    until(lambda: noted.exists() and noted.read_text(), lambda: running.poll())
     assert len(kin(key)) == 3, "the worker, the keeper and the program"
     running.send_signal(signal.SIGKILL)
     running.wait()
-    while kin(key):
-        assert time.monotonic() < deadline, kin(key)
+    until(lambda: not kin(key), lambda: kin(key))
 
 
 def test_an_environment_without_a_first_request_has_no_task_for_a_program() -> None:

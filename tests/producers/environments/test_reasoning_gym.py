@@ -228,7 +228,7 @@ def test_no_question_is_in_both_splits(name):
     sides = {split: set() for split in Split}
     for seed in (0, 1, 1_000_000):
         for environment in (opened(name), opened(name, answer="last_line", prompt="Say it.")):
-            for draft in drawn(environment, 150, seed):
+            for draft in drawn(environment, 60, seed):
                 side = split_of(draft.asks)
                 sides[side].add(
                     played(environment, draft, "")[1][0]["content"].removesuffix("Say it.").split("\n\nG")[0]

@@ -282,12 +282,7 @@ async def test_an_unused_endpoint_opens_no_port() -> None:
 
 async def test_other_paths() -> None:
     async with rollout() as (_, at), http(at) as send:
-        for method, path in (
-            ("GET", "/chat/completions"),
-            ("POST", "/models"),
-            ("POST", "/embeddings"),
-            ("GET", ""),
-        ):
+        for method, path in (("GET", "/chat/completions"), ("POST", "/models"), ("POST", "/embeddings"), ("GET", "")):
             status, answer = await send(path, method=method)
             assert status == 404 and f"no {method}" in answer["error"]["message"]
 

@@ -17,13 +17,8 @@ from tidemill.producers.environments.base import ContextFull, GenerationFailed
 from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.producers.rollout.intake import NOTHING, BegunTasks, TaskProgress
 from tidemill.producers.rollout.player import completed_rollout, failed_rollout
-from tidemill.producers.rollout.policy import (
-    RolloutPolicy,
-    context_digest,
-    recorded_turns,
-    turn_record,
-)
-from tidemill.producers.sampling.completion import BadResponse, Completion, build_segment
+from tidemill.producers.rollout.policy import RolloutPolicy, context_digest, recorded_turns, turn_record
+from tidemill.producers.sampling.completion import Completion, build_segment
 from tidemill.producers.sampling.replicas import ReplicaIdentity
 from tidemill.schemas.chat.contexts import SampledTurn
 from tidemill.schemas.chat.messages import BadMessage
@@ -224,15 +219,6 @@ async def test_concurrent_calls_extend_and_fork(texts):
     assert sum(len(context.turns) for context in policy.contexts.all) == 3, "every turn is in one segment"
 
 
-async def test_untrained_calls_leave_no_segment(texts):
-    policy = policy_of(Script(texts, "one", "two"))
-
-    await policy.chat([USER], trained=False)
-    await policy.chat([USER])
-    (context,) = policy.contexts.all
-    assert len(context.turns) == 1
-
-
 # -- bounds ---------------------------------------------------------------------------------------------------------
 
 
@@ -275,45 +261,6 @@ def test_a_message_larger_than_any_context_fails_before_it_is_tokenised(texts):
     policy = policy_of(Script(texts))
     with pytest.raises(GenerationFailed, match="the last message has 100000000 characters"):
         asyncio.run(policy.chat([{"role": "user", "content": "x" * 100_000_000}]))
-
-
-def test_more_calls_than_the_task_allows_fail(texts):
-    policy = policy_of(Script(texts, *"abcdefghij"), max_turns=3)
-
-    async def converse():
-        for _ in range(4):
-            await policy.chat([USER])
-
-    with pytest.raises(GenerationFailed, match="more than 3 calls"):
-        asyncio.run(converse())
-
-
-async def test_a_failure_is_kept_also_if_the_caller_ignores_it(texts):
-    policy = policy_of(Script(texts, BadResponse("no ids"), "fine"))
-
-    for _ in range(2):
-        with pytest.raises(GenerationFailed, match="no ids"):
-            await policy.chat([USER])
-    assert policy.failure == "bad response: no ids"
-
-
-def test_no_call_is_answered_after_the_end(texts):
-    policy = policy_of(Script(texts, "a", "b"))
-    asyncio.run(policy.chat([USER]))
-    policy.close()
-    with pytest.raises(GenerationFailed, match="over"):
-        asyncio.run(policy.chat([USER]))
-    assert not policy.failure
-
-
-async def test_a_cancelled_call_fails_the_rollout(texts):
-    session = Script(texts, "a")
-    policy = policy_of(session)
-
-    session.gate = asyncio.Event()
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(policy.chat([USER]), 0.01)
-    assert policy.failure == "a call was cancelled before it was answered"
 
 
 def test_a_rollout_has_one_incarnation_of_version_numbers(texts):

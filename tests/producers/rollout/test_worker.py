@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import random
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import build
+from tests.waiting import until
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.outbox import Outbox, anchor_of_run
 from tidemill.producers.rollout import worker
@@ -27,11 +32,10 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Anchor, Manifest, Rollout, RolloutStatus, Task, Tick
+from tidemill.schemas.records import Anchor, Dispatch, Manifest, Rollout, RolloutStatus, Task, Tick, Turn
 from tidemill.schemas.stored_object import claimed_rollout
 
 pytestmark = pytest.mark.anyio
@@ -167,10 +171,8 @@ async def test_a_record_that_the_store_refuses_fails_alone():
 
 
 @pytest.fixture
-def log(kafka, topic_prefix) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
-    create_topics(settings)
-    return settings
+def log(kafka) -> KafkaSettings:
+    return kafka.fresh(topics=[Topic.TASKS, Topic.ROLLOUTS, Topic.PROGRESS, Topic.MANIFESTS])
 
 
 class Bench:
@@ -207,15 +209,21 @@ class Bench:
             assert not thread.is_alive()
         assert raised == []
 
-    def rollouts(self, until: Callable[[list[Rollout]], bool], deadline_s=180.0) -> list[Rollout]:
-        """Return all of `rollouts` as soon as `until` is true for it."""
+    def rollouts(self, wanted: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+        """Return all of `rollouts` as soon as `wanted` is true for it."""
         found: list[Rollout] = []
-        deadline = time.monotonic() + deadline_s
         with LogReader(self.log, [Topic.ROLLOUTS]) as reader:
-            while not until(found):
-                assert time.monotonic() < deadline, Counter(rollout.group_id for rollout in found)
-                found += [located.record for located in reader.poll(0.1)]
+
+            def enough() -> bool:
+                found.extend(located.record for located in reader.poll(0.1))
+                return wanted(found)
+
+            until(enough, lambda: Counter(rollout.group_id for rollout in found))
         return found
+
+    def progress(self) -> list[Dispatch | Turn]:
+        with LogReader(self.log, [Topic.PROGRESS]) as reader:
+            return [located.record for located in reader.read_to_end()]
 
     def dead_letters(self) -> list[tuple[bytes | None, dict[str, bytes]]]:
         consumer = Consumer({"bootstrap.servers": self.log.bootstrap, "group.id": self.log.topic_prefix})
@@ -286,12 +294,10 @@ def test_rollouts_interrupted_by_shutdown_are_played_again_with_the_same_ids(ben
     replica.answer = answer
     stuck.set()
     bench.issue(*[task(index) for index in range(4)])
-    with bench.worker(settings_for(replica, grace_s=0.1)):
-        deadline = time.monotonic() + 180
-        while len(replica.requests) < 12:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    with bench.worker(settings_for(replica, grace_s=0.1, record_turns=False)):
+        until(lambda: len(replica.requests) >= 12)
     assert bench.uncommitted() > 0, "unfinished tasks are not committed"
+    assert {type(record) for record in bench.progress()} == {Dispatch}
     stuck.clear()
     with bench.worker(settings_for(replica)):
         found = bench.rollouts(whole(4))
@@ -334,10 +340,7 @@ def test_the_tasks_of_a_partition_that_moves_are_played_by_its_new_owner(bench, 
     stuck.answer = never
     bench.issue(*[task(index) for index in range(6)])
     with bench.worker(settings_for(stuck, grace_s=0.0)):
-        deadline = time.monotonic() + 180
-        while not stuck.requests:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: stuck.requests)
         with bench.worker(settings_for(sound, worker_id="v")):
             bench.rollouts(lambda found: any(rollout.replica_id == "sound" for rollout in found))
     with bench.worker(settings_for(sound)):
@@ -389,3 +392,60 @@ def test_the_checkpoint_is_the_first_anchor(log, tokenizer_dir):
     stopped = threading.Event()
     stopped.set()
     assert anchor_of_run(log, RUN, stopped) is None
+
+
+# -- killed workers -------------------------------------------------------------------------------------------------
+
+KILLS, PLAYED = 2, 6
+ENTRIES = '{"entries":[3,4,5,6,7,8]}'
+PROCESS = """
+import json, sys
+from tidemill.producers.config import RolloutSettings
+from tidemill.producers.rollout import worker
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
+sections = zip((KafkaSettings, RunSettings, StoreSettings, RolloutSettings, ChatSettings), json.loads(sys.argv[1]))
+worker.run(*[section(**values) for section, values in sections])
+"""
+
+
+@contextmanager
+def process(bench: Bench, settings: RolloutSettings) -> Iterator[subprocess.Popen]:
+    """Run a worker in its own process; kill it at the end."""
+    rollout = settings.model_copy(update={"tokenizer": bench.tokenizer})
+    sections = [each.model_dump(mode="json") for each in (bench.log, RUN, bench.store, rollout, ChatSettings())]
+    running = subprocess.Popen([sys.executable, "-c", PROCESS, json.dumps(sections)])
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.wait(60)
+
+
+def test_the_rollouts_of_a_killed_worker_are_finished_once_and_go_on_from_their_turns(bench, new_replica):
+    replica, rng, sampled = new_replica(), random.Random(5), []
+
+    async def slow(request, number):
+        await asyncio.sleep(0.05)
+        response = await replica.solve(request, number)
+        sampled.append(len(json.loads(response.body)["choices"][0]["token_ids"]))
+        return response
+
+    replica.answer = slow
+    settings = settings_for(replica, max_concurrent_episodes=8)
+    bench.issue(*[task(index, payload=ENTRIES, max_turns=9) for index in range(PLAYED)])
+    for _ in range(KILLS):
+        wanted = len(replica.requests) + rng.randrange(20, 45)
+        with process(bench, settings):
+            until(lambda wanted=wanted: len(replica.requests) >= wanted, "the next requests", pause_s=0.005)
+    with process(bench, settings):
+        found = bench.rollouts(whole(PLAYED))
+    ids = Counter(rollout.rollout_id for rollout in found)
+    assert set(ids) == {f"run/train/{i}/{j}" for i in range(PLAYED) for j in range(4)}
+    assert max(ids.values()) == 1, "a rollout that the log had was not played again"
+    assert all(rollout.success and rollout.turns == 7 for rollout in found)
+    dispatches = [record for record in bench.progress() if isinstance(record, Dispatch)]
+    assert sum(sum(dispatch.resumed_turns) for dispatch in dispatches) > 0
+    assert sum(isinstance(record, Turn) for record in bench.progress()) >= 4 * 7 * PLAYED
+    assert all(dispatch.at < dispatch.lease_until for dispatch in dispatches)
+    repeated = sum(sampled) / sum(rollout.sampled_tokens for rollout in found) - 1
+    assert repeated < 2.5 * 8 * KILLS / (4 * 7 * PLAYED), "some two turns of each episode in hand at each kill"

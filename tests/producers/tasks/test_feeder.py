@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -22,6 +21,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.records import build
+from tests.waiting import until
 from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.environments.base import Split, TaskDraft, TaskError, split_of
 from tidemill.producers.environments.find import UnknownEnvironment
@@ -33,7 +33,6 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import EnvironmentEntry, KafkaSettings, RunSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
@@ -616,10 +615,8 @@ class Loop:
 
 
 @pytest.fixture
-def log(kafka, topic_prefix) -> KafkaSettings:
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1)
-    create_topics(settings)
-    return settings
+def log(kafka) -> KafkaSettings:
+    return kafka.fresh(1, feeder.TOPICS)
 
 
 def poison(log: KafkaSettings) -> None:
@@ -655,10 +652,8 @@ def test_a_run_whose_feeder_is_killed_anywhere_ends_and_every_task_is_issued_onc
     try:
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
             running = feeder_process(log, run, FEED)
-            wanted, deadline = len(loop.tasks) + rng.randrange(1, 5), time.monotonic() + 180
-            while len(loop.tasks) < wanted:
-                assert time.monotonic() < deadline and running.poll() is None
-                time.sleep(0.002)
+            wanted = len(loop.tasks) + rng.randrange(1, 5)
+            until(lambda wanted=wanted: len(loop.tasks) >= wanted, "the next tasks", pause_s=0.002)
             running.send_signal(number)
             assert running.wait(60) == (1 if number == signal.SIGTERM else -number)
             poison(log)
