@@ -130,8 +130,27 @@ def by_towers(_game):
     return in_turn(moves(3, "A", "C", "B"))
 
 
+def by_filling(game):
+    cells = [(row, column) for row in range(9) for column in range(9) if not game.game_board[row][column]]
+    return in_turn(f"[{row + 1} {column + 1} {game.full_grid[row][column]}]" for row, column in cells)
+
+
+def by_spelling(game):
+    rows = enumerate(game.state.game_state["solution"])
+    return in_turn(f"[{r} {c} {letter}]" for r, row in rows for c, letter in enumerate(row) if letter != ".")
+
+
+def by_waiting(game):
+    draws = game.state.game_state["draws"]
+    return in_turn([*["[continue]"] * draws.index(max(draws)), "[accept]"])
+
+
 def by_code(game):
     return in_turn(["[" + " ".join(map(str, game.state.game_state["secret_code"])) + "]"])
+
+
+def by_letters(_game):
+    return in_turn(f"[{letter} {digit}]" for letter, digit in zip("SENDMORY", "95671082", strict=True))
 
 
 def in_turn(moves):
@@ -139,7 +158,15 @@ def in_turn(moves):
     return lambda messages: next(moves)
 
 
-SOLVERS = {"GuessTheNumber-v0": by_bisection, "TowerOfHanoi-v0": by_towers, "Mastermind-v0": by_code}
+SOLVERS = {
+    "GuessTheNumber-v0": by_bisection,
+    "TowerOfHanoi-v0": by_towers,
+    "Sudoku-v0": by_filling,
+    "Crosswords-v0": by_spelling,
+    "Secretary-v0": by_waiting,
+    "Mastermind-v0": by_code,
+    "Cryptarithm-v0": by_letters,
+}
 
 
 @pytest.mark.parametrize("name", SOLVERS)

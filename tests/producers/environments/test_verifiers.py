@@ -28,15 +28,9 @@ from tidemill.producers.environments.base import (
     TaskQuery,
 )
 from tidemill.producers.environments.find import UnknownEnvironment
-from tidemill.producers.environments.open import EnvironmentSet
+from tidemill.producers.environments.process import HostedEnvironment
 from tidemill.producers.environments.verifiers import Verifiers
-from tidemill.producers.rollout.endpoint import AgentEndpoint
-from tidemill.producers.rollout.player import Player
 from tidemill.producers.sampling.completion import BadResponse
-from tidemill.producers.sampling.replicas import open_replica_client
-from tidemill.schemas.chat.format import ChatFormat
-from tidemill.schemas.config import EnvironmentEntry
-from tidemill.schemas.records import RolloutStatus
 
 pytestmark = pytest.mark.anyio
 
@@ -387,24 +381,16 @@ def test_a_full_context_is_scored_unless_the_harness_fails() -> None:
     assert score.total == 0.0 and policy.full and len(policy.turns) == 2
 
 
-async def test_the_worker_records_rollouts_of_a_taskset_in_its_own_process(new_replica: Any, chat: ChatFormat) -> None:
-    settings = RolloutSettings(replicas=[new_replica().address], max_context_tokens=8192, max_turn_tokens=12)
-    options = {"env": {"id": "user-sim"}, "max_turns": 3}
-    entry = EnvironmentEntry(name="verifiers:vf_sums", options=options)
-    environments = EnvironmentSet([entry], settings)
-    async with open_replica_client(settings) as client, AgentEndpoint() as endpoint:
-        player = Player(settings, "w", environments, chat, client, endpoint)
-        try:
-            await environments.check(chat)
-            given = json.dumps(options)
-            drafts = (await environments.get(task_of("", entry.name, options=given))).tasks(TaskQuery(3))
-            tasks = [task_of(next(drafts).payload, entry.name, options=given) for _ in range(4)]
-            rollouts = await asyncio.gather(*(player.play(task, 0) for task in tasks))
-        finally:
-            await environments.close()
-    for rollout in rollouts:
-        assert rollout.status is RolloutStatus.COMPLETED, rollout.failure
-        assert {part.name for part in rollout.rewards} == {"assistant.correct", "assistant.short"}
-        assert rollout.reward_version.startswith("verifiers-") and rollout.metrics
-        (segment,) = rollout.segments
-        assert segment.mask().sum() == rollout.sampled_tokens > 0
+async def test_a_taskset_in_its_own_process() -> None:
+    options = {"env": {"id": "user-sim"}}
+    environment = await HostedEnvironment("vf_hosted:HostedSums", options, RolloutSettings(), network=True).start()
+    try:
+        draft = next(iter(opened("vf_sums", **options).tasks(TaskQuery(1))))
+        score, policy = await one(environment, both_sides, draft.payload)
+        assert {part.name for part in score.rewards} == {"assistant.correct", "assistant.short"}, score
+        assert len(policy.turns) == 5 and len(policy.contexts.all) == 1
+        error, _ = await one(environment, lambda _: [][0], draft.payload)
+        assert isinstance(error, Exception) and "IndexError" in repr(error)
+        assert environment.version.startswith("verifiers-0.")
+    finally:
+        await environment.close()
