@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -9,7 +10,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.records import build, member_of
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.rows import Row
+from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 
@@ -79,6 +83,12 @@ def rows_of(records: list[Any], partition: int = 0, first: int = 0) -> list[Row]
         reached[topic] += 1
         rows.append(Row(Names(PREFIX).of(topic), partition, offset, 1_700_000_000_123, b"key", record, 100))
     return rows
+
+
+def fill(sink: SinkSettings, records: list[Any]) -> None:
+    """Write records to the tables of a sink."""
+    with closing(connect(sink)) as client:
+        Writer(client, sink.database, sink.table_engine).write(rows_of(records), {})
 
 
 def segment(versions: list[int]) -> r.Segment:

@@ -1,39 +1,28 @@
-"""The named queries: their results, and the server or directory that answers them."""
+"""The results of the named queries."""
 
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.consumers.operate import audit_support as loop
 from tests.consumers.product_support import SECOND, outcome, product_run, request
 from tests.consumers.product_support import interaction as served
-from tests.consumers.sink_support import START_US, group, rollout, rows_of, small_run, step
+from tests.consumers.sink_support import START_US, fill, group, rollout, rows_of, small_run, step
 from tests.records import build
-from tidemill.consumers.sink import query
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.query import (
-    QueryFailed,
-    QueryResult,
-    SinkState,
-    ask,
-    named_queries,
-    read_state,
-    sql_of,
-    write_state,
-)
+from tidemill.consumers.sink.query import ask, named_queries
 from tidemill.consumers.sink.rows import DeadLetter, Row
-from tidemill.consumers.sink.service import open_tables
 from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Writer
-from tidemill.schemas.http_connections import bind
 from tidemill.schemas.records import (
     Group,
     LagCount,
@@ -51,44 +40,38 @@ from tidemill.schemas.records import (
 )
 
 ROOT = Path(__file__).parents[2]
-HOLDS_ENGINE = """
-import sys
-from tidemill.consumers.sink import query
-from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.engine import connect
-client = connect(SinkSettings(path=sys.argv[1]))
-print("open", flush=True)
-sys.stdin.read()
-"""
+DATABASES = count()
 
 
-def filled(path: Path, records: list[Any]) -> SinkSettings:
-    sink = SinkSettings(path=str(path), http_port=0)
-    client = connect(sink)
-    Writer(client, sink.database, sink.table_engine).write(rows_of(records), {})
-    client.close()
-    return sink
+class Tables:
+    """The tables of a separate database, with the rows of some records."""
 
+    def __init__(self, engine: SinkSettings, records: list[Any]) -> None:
+        self.sink = engine.model_copy(update={"database": f"run{next(DATABASES)}"})
+        fill(self.sink, records)
 
-def answers_over(path: Path, records: list[Any]) -> dict[str, list[dict[str, Any]]]:
-    sink = filled(path, records)
-    # While a client is open, the engine is not started again for each query.
-    with closing(connect(sink)):
-        return {name: table(ask(sink, name)) for name in named_queries()}
+    def rows(self, name: str, **values: str) -> list[dict[str, Any]]:
+        """Return the result of a named query."""
+        answer = ask(self.sink, name, values)
+        return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return answers_over(tmp_path_factory.mktemp("run"), small_run())
+def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[Any]], Tables]]:
+    """Make tables of records. A client stays open, so that the engine is not started again for each query."""
+    engine = SinkSettings(path=str(tmp_path_factory.mktemp("engine")), http_port=0)
+    with closing(connect(engine)):
+        yield lambda records: Tables(engine, records)
 
 
 @pytest.fixture(scope="module")
-def product(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return answers_over(tmp_path_factory.mktemp("product"), product_run())
+def small(over) -> Tables:
+    return over(small_run())
 
 
-def table(answer: QueryResult) -> list[dict[str, Any]]:
-    return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+@pytest.fixture(scope="module")
+def product(over) -> Tables:
+    return over(product_run())
 
 
 def test_there_are_ten_queries_and_more_each_with_its_question():
@@ -97,22 +80,21 @@ def test_there_are_ten_queries_and_more_each_with_its_question():
     assert all(question.endswith(("?", ".")) for question in questions.values())
 
 
-def test_every_named_query_answers_on_empty_tables(tmp_path: Path):
-    sink = filled(tmp_path / "empty", [])
-    with closing(connect(sink)):
-        for name in named_queries().keys() - {"table_columns"}:
-            assert ask(sink, name).rows == [], name
-        described = dict(ask(sink, "table_columns").rows)
+def test_every_named_query_answers_on_empty_tables(over):
+    empty = over([])
+    for name in named_queries().keys() - {"table_columns"}:
+        assert empty.rows(name) == [], name
+    described = dict(ask(empty.sink, "table_columns").rows)
     assert described.keys() >= {table.name for table in tables().values()}
     assert "_offset Int64" in described["rollouts"]
 
 
-def test_held_out_by_version(answers):
-    (row,) = answers["held_out_by_version"]
+def test_held_out_by_version(small):
+    (row,) = small.rows("held_out_by_version")
     assert (row["version"], row["step"], row["finished"], row["failed"], row["success"]) == (1, 1, 1, 0, 1.0)
 
 
-def test_the_interval_of_held_out_success_is_wilsons_and_shuffled_runs_are_the_control(tmp_path: Path):
+def test_the_interval_of_held_out_success_is_wilsons_and_shuffled_runs_are_the_control(over):
     """Newcombe 1998, table I: 81 of 263 solved gives 0.2553 to 0.3662; 15 of 148 gives 0.0624 to 0.1605."""
 
     def solved(run: str, n: int, of: int, version: int) -> list[Any]:
@@ -128,105 +110,99 @@ def test_the_interval_of_held_out_success_is_wilsons_and_shuffled_runs_are_the_c
         *solved("control", 5, 48, 7),
         control,
     ]
-    one, first, second = table(ask(filled(tmp_path / "control", records), "held_out_by_version"))[2::-1]
+    one, first, second = over(records).rows("held_out_by_version")[2::-1]
     assert [(r["run_id"], r["version"]) for r in (second, first, one)] == [("control", 1), ("control", 7), ("run", 1)]
     assert (one["finished"], one["success_low"], one["success_high"]) == (263, 0.2553, 0.3662)
     assert (one["control"], one["control_low"], one["control_high"]) == (0.1014, 0.0624, 0.1605)
     assert first["control_low"] is None and second["control"] is None
 
 
-def test_each_step_is_reported_by_environment_lag_and_overlap(answers):
-    (reward,) = answers["reward_by_environment"]
+def test_each_step_is_reported_by_environment_lag_and_overlap(small):
+    (reward,) = small.rows("reward_by_environment")
     assert (reward["environment"], reward["groups"], reward["rollouts"], reward["reward"]) == ("ledger", 1, 2, 0.5)
     # 1.96 standard errors of the rewards 1 and 0.
     assert (reward["reward_low"], reward["reward_high"], reward["success"]) == (-0.48, 1.48, 0.5)
-    lags = [(r["step"], r["policy_lag"], r["tokens"], r["share"]) for r in answers["lag_by_step"]]
+    lags = [(r["step"], r["policy_lag"], r["tokens"], r["share"]) for r in small.rows("lag_by_step")]
     assert lags == [(1, 2, 10, 0.25), (1, 1, 0, 0.0), (1, 0, 30, 0.75)]
-    (overlap,) = answers["overlap_by_step"]
+    (overlap,) = small.rows("overlap_by_step")
     assert (overlap["step"], overlap["trainer_busy_s"], overlap["overlap"]) == (1, 1.0, 0.5)
 
 
-def test_served_and_refused_versions_are_reported_with_their_records(answers):
-    acks = [(r["version"], r["serving_version"], r["pause_ms"], r["offset"]) for r in answers["served_by_replica"]]
+def test_served_and_refused_versions_are_reported_with_their_records(small):
+    acks = [(r["version"], r["serving_version"], r["pause_ms"], r["offset"]) for r in small.rows("served_by_replica")]
     assert acks == [(1, 1, 4.0, 0), (2, 1, None, 1)]
-    (refused,) = answers["refusals"]
+    (refused,) = small.rows("refusals")
     assert (refused["reason"], refused["topic"], refused["offset"]) == ("digest", "tidemill.weights.acks", 1)
-    (delta,) = answers["delta_by_version"]
+    (delta,) = small.rows("delta_by_version")
     assert (delta["version"], delta["delta_bytes"], delta["density"], delta["learning_rate"]) == (1, 300, 0.1, 0.001)
-    (run,) = answers["runs"]
+    (run,) = small.rows("runs")
     assert (run["run_id"], run["version"], run["step"]) == ("run", 1, 1)
 
 
-def test_one_step_and_one_version_are_selected_by_number(tmp_path: Path):
-    sink = filled(tmp_path / "one", small_run())
-    with closing(connect(sink)):
-
-        def told(name: str, **values: str) -> list[dict[str, Any]]:
-            return table(ask(sink, name, values))
-
-        (step,) = told("step", step="1")
-        assert (step["version"], step["inputs_trained"], step["inputs_excluded"], step["offset"]) == (1, 1, 2, 0)
-        (used,) = told("step_inputs", step="1", run="run")
-        assert (used["group_id"], used["rewards"], used["topic"], used["offset"]) == ("g0", [1.0, 0.0], "groups", 0)
-        assert [r["reason"] for r in told("step_exclusions", step="1")] == ["eval", "stale"]
-        assert [(r["policy_lag"], r["tokens"]) for r in told("step_lag", step="1")] == [(0, 30), (2, 10)]
-        (metric,) = told("step_metrics", step="1")
-        assert (metric["metric"], metric["in_step"], metric["in_step_before"]) == ("policy_lag_bound", 4.0, None)
-        (version,) = told("version", version="1", branch="main")
-        assert (version["parent"], version["delta_bytes"], version["step"]) == (0, 300, 1)
-        (delta,) = told("version_deltas", version="1")
-        assert (delta["kind"], delta["base"], delta["chunks"], delta["offset"]) == ("delta", 0, 2, 0)
-        assert [r["status"] for r in told("version_proofs", version="1")] == ["proved"]
-        (size,) = told("delta_sizes")
-        # 1000 elements of which 100 change: 1000 h(0.1) bits.
-        assert (size["positions_bytes"], size["plain_bytes"], size["whole_bytes"]) == (59, 600, 2000)
-        for wrong in ("", "2", "one", "99999999999999999999", "1'"):
-            assert told("step", step=wrong) == told("version", version=wrong) == []
-        assert told("step", step="1", run="another") == []
+def test_one_step_and_one_version_are_selected_by_number(small):
+    told = small.rows
+    (step,) = told("step", step="1")
+    assert (step["version"], step["inputs_trained"], step["inputs_excluded"], step["offset"]) == (1, 1, 2, 0)
+    (used,) = told("step_inputs", step="1", run="run")
+    assert (used["group_id"], used["rewards"], used["topic"], used["offset"]) == ("g0", [1.0, 0.0], "groups", 0)
+    assert [r["reason"] for r in told("step_exclusions", step="1")] == ["eval", "stale"]
+    assert [(r["policy_lag"], r["tokens"]) for r in told("step_lag", step="1")] == [(0, 30), (2, 10)]
+    (metric,) = told("step_metrics", step="1")
+    assert (metric["metric"], metric["in_step"], metric["in_step_before"]) == ("policy_lag_bound", 4.0, None)
+    (version,) = told("version", version="1", branch="main")
+    assert (version["parent"], version["delta_bytes"], version["step"]) == (0, 300, 1)
+    (delta,) = told("version_deltas", version="1")
+    assert (delta["kind"], delta["base"], delta["chunks"], delta["offset"]) == ("delta", 0, 2, 0)
+    assert [r["status"] for r in told("version_proofs", version="1")] == ["proved"]
+    (size,) = told("delta_sizes")
+    # 1000 elements of which 100 change: 1000 h(0.1) bits.
+    assert (size["positions_bytes"], size["plain_bytes"], size["whole_bytes"]) == (59, 600, 2000)
+    for wrong in ("", "2", "one", "99999999999999999999", "1'"):
+        assert told("step", step=wrong) == told("version", version=wrong) == []
+    assert told("step", step="1", run="another") == []
 
 
-def test_reward_by_step(answers):
-    (row,) = answers["reward_by_step"]
+def test_reward_by_step(small):
+    (row,) = small.rows("reward_by_step")
     assert (row["step"], row["groups"], row["rollouts"], row["reward"], row["success"]) == (1, 1, 2, 0.5, 0.5)
 
 
-def test_policy_lag(answers):
-    assert [(row["policy_lag"], row["share"]) for row in answers["policy_lag_histogram"]] == [(0, 0.75), (2, 0.25)]
-    (row,) = answers["max_policy_lag"]
+def test_policy_lag(small):
+    assert [(row["policy_lag"], row["share"]) for row in small.rows("policy_lag_histogram")] == [(0, 0.75), (2, 0.25)]
+    (row,) = small.rows("max_policy_lag")
     assert (row["max_policy_lag"], row["bound"], row["mean_policy_lag"]) == (2, 4, 0.5)
     assert row["groups_excluded_as_stale"] == 1
 
 
-def test_groups_and_spans(answers):
-    assert {(r["mode"], r["closed_by"]): (r["groups"], r["filled"]) for r in answers["groups_by_close_reason"]} == {
+def test_groups_and_spans(small):
+    assert {(r["mode"], r["closed_by"]): (r["groups"], r["filled"]) for r in small.rows("groups_by_close_reason")} == {
         ("train", "size"): (2, 1.0),
         ("eval", "size"): (1, 0.5),
     }
     spans = {
         (r["mode"], r["versions"]): (r["rollouts"], r["in_trained_groups"])
-        for r in answers["rollouts_spanning_versions"]
+        for r in small.rows("rollouts_spanning_versions")
     }
     assert spans == {("train", 0): (1, 0), ("train", 1): (3, 1), ("train", 2): (1, 1), ("eval", 1): (1, 0)}
 
 
-def test_rollouts_and_groups_that_were_written_twice_count_once(answers, tmp_path: Path):
+def test_rollouts_and_groups_that_were_written_twice_count_once(small, over):
     records = small_run()
-    sink = filled(tmp_path, [*records, *(one for one in records if isinstance(one, Group | Rollout))])
-    with closing(connect(sink)):
-        for name in ("failures", "groups_by_close_reason", "rollouts_spanning_versions"):
-            assert table(ask(sink, name)) == answers[name], name
+    twice = over([*records, *(one for one in records if isinstance(one, Group | Rollout))])
+    for name in ("failures", "groups_by_close_reason", "rollouts_spanning_versions"):
+        assert twice.rows(name) == small.rows(name), name
 
 
-def test_versions_and_replicas(answers):
-    (version,) = answers["weight_versions"]
+def test_versions_and_replicas(small):
+    (version,) = small.rows("weight_versions")
     assert (version["version"], version["density"], version["bytes_per_change"]) == (1, 0.1, 3.0)
     assert (version["pause_ms_p50"], version["step_to_served_s_p95"], version["learning_rate"]) == (4.0, 2.0, 0.001)
-    (replica,) = answers["replicas"]
+    (replica,) = small.rows("replicas")
     assert (replica["serving"], replica["last_status"], replica["proved"], replica["refused"]) == (1, "refused", 1, 1)
     assert replica["fingerprints_equal"] is True or replica["fingerprints_equal"] == 1
 
 
-def test_serving_lag_is_reported_by_region_without_the_trainers_records(tmp_path: Path):
+def test_serving_lag_is_reported_by_region_without_the_trainers_records(over):
     def lag(region: str, stage: str, version: int, behind: int) -> Staleness:
         return Staleness("run", f"replica-{region}", region, stage, version, version, [LagCount(behind, 0)], 7)
 
@@ -236,7 +212,7 @@ def test_serving_lag_is_reported_by_region_without_the_trainers_records(tmp_path
         lag("east", "serve", 6, 0),
         lag("w", "serve", 5, 1),
     ]
-    found = table(ask(filled(tmp_path / "lags", records), "serving_lag_by_region"))
+    found = over(records).rows("serving_lag_by_region")
     told = [(row["region"], row["last_serving"], row["last_lag"], row["mean_lag"], row["max_lag"]) for row in found]
     assert told == [("east", 6, 0, 1.0, 2), ("w", 5, 1, 1.0, 1)]
 
@@ -257,11 +233,10 @@ def mismatch(step: int, engines: bool, k3: float) -> Mismatch:
                  worst=worst, alarms=["lagged/k3"] if k3 > 0.01 else [], seconds=0.1, at=START_US)  # fmt: skip
 
 
-def test_a_mismatch_is_reported_by_step_and_part_and_by_kind_of_token(tmp_path: Path):
+def test_a_mismatch_is_reported_by_step_and_part_and_by_kind_of_token(over):
     # The second step's mismatch is written twice, as after a restart: it counts once.
-    sink = filled(tmp_path / "apart", [mismatch(1, True, 0.004), *[mismatch(2, False, 0.02)] * 2])
-    with closing(connect(sink)):
-        parts, kinds, worst = (table(ask(sink, f"mismatch{name}")) for name in ("", "_where", "_worst"))
+    found = over([mismatch(1, True, 0.004), *[mismatch(2, False, 0.02)] * 2])
+    parts, kinds, worst = (found.rows(f"mismatch{name}") for name in ("", "_where", "_worst"))
     told = [(row["step"], row["part"], row["tokens"], row["k3"], row["cut"], row["alarms"]) for row in parts]
     assert told == [
         (1, "all", 30, 0.004, 0.1, []),
@@ -284,25 +259,45 @@ def test_a_mismatch_is_reported_by_step_and_part_and_by_kind_of_token(tmp_path: 
     assert (worst[0]["sampler_experts"], worst[0]["trainer_experts"]) == ("0,2 2,3", "")
 
 
-def test_overlap_is_half_of_a_step_that_outlasts_the_rollouts_by_half(answers):
-    (row,) = answers["overlap"]
+def test_slow_rollouts_that_timed_out_are_missing_from_the_trained_ones(over):
+    log = loop.RunLog()
+    quick, slow = (log.issue(loop.task(name)) for name in ("quick", "slow"))
+    for index in (0, 1):
+        for number in (1, 2):
+            log.put(replace(loop.turn(slow, index, 0), turn=number), at=slow.issued_at)
+    for index in (0, 1):
+        log.roll(loop.rollout(quick, index, float(index)), at=quick.issued_at)
+    log.roll(loop.rollout(slow, 0, 1.0, turns=3, sampled_tokens=12), at=slow.issued_at)
+    log.roll(replace(loop.rollout(slow, 1, None), failure="timeout: no result within 60 s"), at=slow.issued_at)
+    log.train([0, 1])
+    found = over([one.record for one in log.all()]).rows("fairness")
+    told = [(r["turns"], r["dispatched"], r["finished"], r["out_of_time"], r["trained"]) for r in found]
+    assert told == [(1, 2, 2, 0, 2), (3, 2, 1, 1, 1)]
+    shares = [(r["share_dispatched"], r["share_trained"], r["difference"]) for r in found]
+    assert shares == [(0.5, 0.6667, 0.1667), (0.5, 0.3333, -0.1667)]
+    assert [row["sampled_tokens"] for row in found] == [4.0, 12.0]
+
+
+def test_overlap_is_half_of_a_step_that_outlasts_the_rollouts_by_half(small):
+    (row,) = small.rows("overlap")
     assert (row["trainer_busy_s"], row["both_busy_s"], row["overlap"]) == (1.0, 0.5, 0.5)
 
 
-def test_every_rollout_has_one_ending(answers):
-    endings = {(r["mode"], r["ending"]): r["rollouts"] for r in answers["accounting"]}
+def test_every_rollout_has_one_ending(small):
+    rows = small.rows("accounting")
+    endings = {(r["mode"], r["ending"]): r["rollouts"] for r in rows}
     assert endings == {
         ("train", "trained"): 2,
         ("train", "excluded: stale"): 2,
         ("train", "open: in no group"): 1,
         ("eval", "excluded: eval"): 1,
     }
-    assert all(r["trained_twice"] == r["held_out_trained"] == 0 for r in answers["accounting"])
-    totals = {r["mode"]: r["total"] for r in answers["accounting"]}
+    assert all(r["trained_twice"] == r["held_out_trained"] == 0 for r in rows)
+    totals = {r["mode"]: r["total"] for r in rows}
     assert totals == {mode: sum(n for (of, _), n in endings.items() if of == mode) for mode in ("train", "eval")}
 
 
-def test_a_group_with_contradicting_records_is_counted_one_rollout_at_a_time(tmp_path: Path):
+def test_a_group_with_contradicting_records_is_counted_one_rollout_at_a_time(over):
     played = [
         rollout(name, of) for of, names in {"g0": "ab", "g1": "cd", "g2": "ef", "g3": "h"}.items() for name in names
     ]
@@ -316,7 +311,7 @@ def test_a_group_with_contradicting_records_is_counted_one_rollout_at_a_time(tmp
         ),
         step(2, [StepInput("g2", "groups", 0, 3)], []),
     ]
-    told = table(ask(filled(tmp_path / "otherwise", records), "accounting"))
+    told = over(records).rows("accounting")
     assert {row["ending"]: (row["rollouts"], row["trained_twice"]) for row in told} == {
         "excluded: stale": (1, 0),
         "more than one ending": (2, 2),
@@ -326,7 +321,7 @@ def test_a_group_with_contradicting_records_is_counted_one_rollout_at_a_time(tmp
     assert {row["total"] for row in told} == {7}
 
 
-def test_overlap_is_computed_from_the_union_of_all_spans(tmp_path: Path):
+def test_overlap_is_computed_from_the_union_of_all_spans(over):
     draw = random.Random(7)
     spans = []
     for _ in range(60):
@@ -341,7 +336,7 @@ def test_overlap_is_computed_from_the_union_of_all_spans(tmp_path: Path):
         replace(step(n, [], []), started_at=START_US + began, finished_at=START_US + ended)
         for n, (began, ended) in times.items()
     ]
-    told = table(ask(filled(tmp_path / "spans", [*rollouts, *steps]), "overlap_by_step"))
+    told = over([*rollouts, *steps]).rows("overlap_by_step")
     busy = {}
     for n, (began, ended) in times.items():
         busy[n], reached = 0, began
@@ -351,7 +346,7 @@ def test_overlap_is_computed_from_the_union_of_all_spans(tmp_path: Path):
     assert {row["step"]: row["both_busy_s"] for row in told} == {n: round(us / 1e6, 3) for n, us in busy.items()}
 
 
-def test_the_work_of_a_step_equals_a_computation_by_hand(tmp_path: Path):
+def test_the_work_of_a_step_equals_a_computation_by_hand(over):
     """A parameter costs 2 FLOPs per token, a pair 0.1 TFLOP. Every rollout has 3 tokens before its sampled ones."""
     sizes = {"flops/body": 1e12, "flops/head": 0.5e12, "flops/pair": 0.1e12}
     spent = {"flops/forward": 10e12, "flops/backward": 20e12, "flops/frozen": 2e12}
@@ -365,7 +360,7 @@ def test_the_work_of_a_step_equals_a_computation_by_hand(tmp_path: Path):
     # Rollout "a" has a turn that was sampled twice; "g" has no result yet.
     sampled = [("a", 2), ("a", 2), ("g", 4)]
     turns = [build(Turn, rollout_id=name, task_id="task-g0", n_tokens=n) for name, n in sampled]
-    rows = table(ask(filled(tmp_path / "work", [*records, *turns]), "compute"))
+    rows = over([*records, *turns]).rows("compute")
     two, four = 2 * 1.5 * 2 + 0.1 * (4 + 5), 2 * 1.5 * 4 + 0.1 * (4 + 5 + 6 + 7)
     before = 2 * 1.0 * 3 + 0.1 * (1 + 2 + 3)
     again = 2 * 1.5 * 2
@@ -406,18 +401,18 @@ def test_the_work_of_a_step_equals_a_computation_by_hand(tmp_path: Path):
     ]
 
 
-def test_steps_from_before_the_sizes_were_recorded_have_no_work(answers):
-    assert answers["compute"] == []
+def test_steps_from_before_the_sizes_were_recorded_have_no_work(small):
+    assert small.rows("compute") == []
 
 
-def test_failures(answers):
-    assert [(r["what"], r["reason"], r["times"]) for r in answers["failures"]] == [
+def test_failures(small):
+    assert [(r["what"], r["reason"], r["times"]) for r in small.rows("failures")] == [
         ("failed rollout", "replica gone", 1),
         ("refused version", "digest", 1),
     ]
 
 
-def test_a_failed_rollout_and_a_dead_letter_that_are_repeated_are_listed_once(tmp_path: Path):
+def test_a_failed_rollout_and_a_dead_letter_that_are_repeated_are_listed_once(over):
     failed = rollout("a", "g0", success=None)
     letters = [
         Row(
@@ -431,24 +426,26 @@ def test_a_failed_rollout_and_a_dead_letter_that_are_repeated_are_listed_once(tm
         )
         for at, (why, by) in enumerate([("torn", "trainer"), ("torn", "sink"), ("other", "sink")])
     ]
-    sink = SinkSettings(path=str(tmp_path))
-    with closing(connect(sink)) as client:
+    made = over([])
+    with closing(connect(made.sink)) as client:
         rows = [*rows_of([failed, failed, rollout("b", "g0", success=None)]), *letters]
-        Writer(client, sink.database, sink.table_engine).write(rows, {})
-        for what, ids in (("failed rollout", ["a", "b"]), ("dead letter", ["0 7", "0 7"])):
-            found = table(ask(sink, "failure_records", {"what": what}))
-            assert sorted(row["id"] for row in found) == ids
-            lines = [row for row in table(ask(sink, "failures")) if row["what"] == what]
-            assert sum(line["times"] for line in lines) == len(found)
+        Writer(client, made.sink.database, made.sink.table_engine).write(rows, {})
+    for what, ids in (("failed rollout", ["a", "b"]), ("dead letter", ["0 7", "0 7"])):
+        found = made.rows("failure_records", what=what)
+        assert sorted(row["id"] for row in found) == ids
+        lines = [row for row in made.rows("failures") if row["what"] == what]
+        assert sum(line["times"] for line in lines) == len(found)
 
 
 def test_feedback_to_served_counts_what_was_trained_up_to_the_first_version_that_contains_it(product):
-    (row,) = product["feedback_to_served"]
+    (row,) = product.rows("feedback_to_served")
     assert (row["version"], row["signals"], row["seconds_p50"], row["seconds_p95"]) == (2, 1, 30.0, 30.0)
 
 
 def test_signal_coverage(product):
-    rows = {(r["arm"], r["signal"]): (r["interactions"], r["share"], r["events"]) for r in product["signal_coverage"]}
+    rows = {
+        (r["arm"], r["signal"]): (r["interactions"], r["share"], r["events"]) for r in product.rows("signal_coverage")
+    }
     assert rows == {
         ("stable", "thumb"): (2, 0.5, 3),
         ("stable", "edit_made"): (1, 0.25, 1),
@@ -459,7 +456,7 @@ def test_signal_coverage(product):
 
 
 def test_every_interaction_has_one_ending(product):
-    rows = {(r["arm"], r["ending"]): (r["interactions"], r["corrected"]) for r in product["outcomes_by_reason"]}
+    rows = {(r["arm"], r["ending"]): (r["interactions"], r["corrected"]) for r in product.rows("outcomes_by_reason")}
     assert rows == {
         ("stable", "reward"): (2, 1),
         ("stable", "excluded: no_signal"): (1, 0),
@@ -467,18 +464,18 @@ def test_every_interaction_has_one_ending(product):
         ("canary", "reward"): (2, 0),
         ("canary", "open"): (1, 0),
     }
-    assert all(row["ended_twice"] == 0 for row in product["outcomes_by_reason"])
+    assert all(row["ended_twice"] == 0 for row in product.rows("outcomes_by_reason"))
 
 
-def test_two_endings_and_an_outcome_without_interaction_are_reported(tmp_path: Path):
+def test_two_endings_and_an_outcome_without_interaction_are_reported(over):
     one, gone = served("i0", "ann"), served("i1", "bob")
     records = [one, outcome(one, 1.0), outcome(one, None, "bot"), outcome(gone, 1.0)]
-    rows = {r["ending"]: r["ended_twice"] for r in table(ask(filled(tmp_path, records), "outcomes_by_reason"))}
+    rows = {r["ending"]: r["ended_twice"] for r in over(records).rows("outcomes_by_reason")}
     assert rows == {"reward": 1, "outcome of an interaction that is gone": 0}
 
 
 def test_arms(product):
-    rows = {row["arm"]: row for row in product["arms"]}
+    rows = {row["arm"]: row for row in product.rows("arms")}
     assert [(arm, r["interactions"], r["rewards"], r["reward"]) for arm, r in sorted(rows.items())] == [
         ("canary", 2, 2, 1.0),
         ("stable", 4, 2, 1.0),
@@ -488,17 +485,19 @@ def test_arms(product):
 
 
 def test_gate_decisions_come_with_their_numbers(product):
-    told = [(row["verdict"], row["version"], row["reason"], row["numbers"]) for row in product["gate"]]
+    told = [(row["verdict"], row["version"], row["reason"], row["numbers"]) for row in product.rows("gate")]
     assert told == [("canary", 2, "on trial", {"share": 0.1}), ("promote", 2, "better", {})]
 
 
 def test_selection_compares_served_with_trained(product):
-    rows = [(r["sequence"], r["measure"], r["served"], r["trained"], r["difference"]) for r in product["selection"]]
+    rows = [
+        (r["sequence"], r["measure"], r["served"], r["trained"], r["difference"]) for r in product.rows("selection")
+    ]
     assert rows == [(0, "reward", 0.25, 0.5, 0.25), (1, "reward", 0.25, 0.5, 0.25)]
 
 
 def test_the_account_of_product_traffic_closes(product):
-    (row,) = product["online_accounting"]
+    (row,) = product.rows("online_accounting")
     assert (row["served"], row["rewards"], row["excluded"], row["open"]) == (7, 4, 2, 1)
     assert (row["corrections"], row["carried_a_reward"]) == (1, 5)
     assert (row["batched"], row["batched_twice"], row["batched_and_erased"]) == (3, 0, 0)
@@ -506,9 +505,9 @@ def test_the_account_of_product_traffic_closes(product):
     assert (row["trained"], row["left_out"]) == (1, 1)
 
 
-def test_the_account_closes_after_an_erasure_too(tmp_path: Path):
+def test_the_account_closes_after_an_erasure_too(over):
     erasure = request("user0", UserWish.ERASE, START_US + 60 * SECOND)
-    (row,) = table(ask(filled(tmp_path, [*product_run(), erasure]), "online_accounting"))
+    (row,) = over([*product_run(), erasure]).rows("online_accounting")
     assert (row["served"], row["carried_a_reward"]) == (6, 4)
     assert (row["batched"], row["batched_and_erased"], row["dropped"], row["waiting"]) == (3, 1, 1, 1)
 
@@ -517,106 +516,3 @@ def test_the_page_lists_every_query_with_its_question():
     page = (ROOT / "docs/research.md").read_text("utf-8")
     for name, question in named_queries().items():
         assert f"| `{name}` | {question} |" in page
-
-
-def test_a_running_sink_is_queried_over_http_and_the_state_of_a_dead_one_is_ignored(tmp_path: Path):
-    sink = filled(tmp_path / "run", small_run())
-    with open_tables(sink):
-        state = read_state(sink.directory)
-        assert ask(sink, "SELECT count() FROM rollouts").rows == [[6]]
-        assert ask(sink, "SELECT 1 AS a FORMAT CSVWithNames") == QueryResult(["CSVWithNames"], [['"a"\n1\n']])
-        with pytest.raises(QueryFailed, match="READONLY"):
-            ask(sink, "DROP TABLE rollouts")
-    assert state is not None and read_state(sink.directory) is None
-    write_state(sink.directory, state)
-    assert ask(sink, "SELECT count() FROM rollouts").rows == [[6]]
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "{", "[1]", "7", '{"pid": 1}', '{"pid": 1, "url": 2, "database": "d"}', "\udcff"],
-    ids=["empty", "cut", "list", "number", "incomplete", "types", "bytes"],
-)
-def test_a_state_file_that_cannot_be_read_is_named_with_the_remedy(tmp_path: Path, content: str):
-    (tmp_path / query.STATE_FILE).write_text(content, "utf-8", "surrogateescape")
-    with pytest.raises(QueryFailed, match=rf"{query.STATE_FILE} does not describe a sink .*: delete the file"):
-        ask(SinkSettings(path=str(tmp_path)), "SELECT 1")
-
-
-HOSTILE = "a'b\\c\n{x:String}); DROP TABLE tasks --\t\u202e"
-
-
-def test_parameters_reach_the_query_unchanged_from_disk_and_over_http(tmp_path: Path):
-    sink = filled(tmp_path / "run", small_run())
-    sql = "SELECT {text:String} AS text, count() AS n FROM rollouts WHERE rollout_id = {id:String}"
-    values = {"text": HOSTILE, "id": "a"}
-    assert ask(sink, sql, values).rows == [[HOSTILE, 1]]
-    with open_tables(sink):
-        assert ask(sink, sql, values).rows == [[HOSTILE, 1]]
-        with pytest.raises(QueryFailed, match="takes no parameter 'ids'; it takes text, id"):
-            ask(sink, sql, {"ids": "a"})
-        with pytest.raises(QueryFailed, match="Substitution `id` is not set"):
-            ask(sink, sql, {"text": ""})
-
-
-def test_a_parameter_of_a_named_query_that_is_not_given_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    condition = "rollout_id = {id:String} OR {id:String} = ''"
-    sql = f"-- Which is it?\nSELECT rollout_id FROM rollouts WHERE {condition} ORDER BY rollout_id"
-    monkeypatch.setattr(query, "named_sql", lambda: {"which": sql})
-    sink = filled(tmp_path / "run", small_run())
-    assert len(ask(sink, "which").rows) == 6
-    assert ask(sink, "which", {"id": "a"}).rows == [["a"]]
-    assert ask(sink, "which", {"id": "nobody"}).rows == []
-
-
-def test_another_program_on_the_sinks_port_is_not_queried(tmp_path: Path):
-    sink = filled(tmp_path / "run", small_run())
-    with open_tables(sink) as (_, url):
-        write_state(sink.directory, SinkState(1, url, sink.database))
-        assert ask(sink, "SELECT count() FROM tasks").rows == [[3]]
-
-
-def test_an_unreachable_server_is_a_clear_error():
-    with bind("127.0.0.1", 0, "sink.http_port") as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(QueryFailed, match="did not answer"):
-        ask(SinkSettings(host="127.0.0.1", port=port), "SELECT 1")
-
-
-def test_a_directory_that_another_process_owns_is_a_clear_error(tmp_path: Path):
-    sink = filled(tmp_path / "run", [])
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS_ENGINE, sink.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "open\n"
-        with pytest.raises(QueryFailed, match="another process has them open"):
-            ask(sink, "SELECT 1")
-        holder.communicate("")
-
-
-def test_a_server_answers_when_a_query_has_ended():
-    """Otherwise the text of an error after the first rows would be a part of a result with status 200."""
-    assert query.asked(SinkSettings(host="clickhouse"), "SELECT 1", {})["params"]["wait_end_of_query"] == "1"
-    assert "wait_end_of_query" not in query.asked(SinkSettings(), "SELECT 1", {})["params"]
-
-
-def test_missing_tables_and_unknown_names_say_what_to_do(tmp_path: Path):
-    with pytest.raises(QueryFailed, match="start `tidemill sink`"):
-        ask(SinkSettings(path=str(tmp_path / "absent")), "SELECT 1")
-    assert not (tmp_path / "absent").exists()
-    with pytest.raises(QueryFailed, match="did you mean accounting"):
-        sql_of("acounting")
-
-
-def test_tables_of_an_older_release_are_named_in_the_error(tmp_path: Path):
-    sink = SinkSettings(path=str(tmp_path / "old"))
-    with closing(connect(sink)) as client:
-        client.command("CREATE DATABASE tidemill")
-        client.command("CREATE TABLE tidemill.train_steps (step Int64) ENGINE = MergeTree ORDER BY step")
-        for name in ("step", "runs"):
-            with pytest.raises(QueryFailed, match=f"lack something that the query {name} reads: an older release"):
-                ask(sink, name)
-        with pytest.raises(QueryFailed, match="UNKNOWN_TABLE") as own:
-            ask(sink, "SELECT * FROM rollouts")
-        assert "older release" not in str(own.value)
