@@ -4,10 +4,6 @@ Dense models and mixtures of experts, tied and untied, padded, in fp32 and bf16 
 for the computed logprobs.
 """
 
-import asyncio
-from contextlib import suppress
-from types import SimpleNamespace
-
 import pytest
 
 from tests.consumers.engine_driver import KINDS
@@ -58,11 +54,6 @@ def test_one_flipped_bit_in_a_served_tensor_fails_the_proof(compared, kind):
     assert bool(damaged["damage"]) == (KINDS[kind].dtype == "float32")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_weight_is_packed_away(compared, kind):
-    assert min(compared[kind]["sizes"].values()) > 0
-
-
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_are_also_known_by_the_names_that_transformers_has_in_memory(compared, kind):
     seen = compared[kind]
@@ -88,62 +79,3 @@ def test_experts_in_an_order_that_is_not_known_are_refused_by_name(compared):
         "mlp keeps its experts in the order of FlashInferExperts"
     )
     assert 'set `moe-backend = "triton"`' in compared["kernels"]["FlashInferExperts"]
-
-
-def test_cores_resume_when_the_task_is_cancelled_while_they_pause(vllm):
-    from tidemill.consumers.replica.engine import ReplicaEngine
-
-    asked = []
-
-    class Cores:
-        _together = True
-
-        async def _cores(self, method, *arguments):
-            asked.append(method)
-            if method == "pause_scheduler":
-                await asyncio.Event().wait()
-
-    async def write():
-        async with ReplicaEngine._paused(Cores()):
-            pass
-
-    async def cancel():
-        task = asyncio.create_task(write())
-        while not asked:
-            await asyncio.sleep(0)
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancel())
-    assert asked == ["pause_scheduler", "resume_scheduler"]
-
-
-def test_a_refused_staging_does_not_undo_an_earlier_update(vllm):
-    from tidemill.consumers.replica import plugin
-
-    class Core:
-        """An engine core with one rank that stores its calls."""
-
-        def __init__(self):
-            self.tidemill_updates, self.version, self.fault, self.asked = plugin.CoreUpdates(False), "4", "", []
-            self.scheduler = SimpleNamespace(get_request_counts=lambda: (0, 0))
-
-        def collective_rpc(self, method, args):
-            self.asked.append(method)
-            return [{"fault": self.fault if method == "tidemill_answer" else "", "stage_ms": 0.0, "apply_ms": 0.0}]
-
-        def get_weight_version(self):
-            return self.version
-
-        def set_weight_version(self, version):
-            self.version = version
-
-    core = Core()
-    plugin._begin(core, "stage", [])
-    assert plugin._commit(core, 5, False)["refused"] == ""
-    core.fault = "the changes are damaged"
-    plugin._begin(core, "stage", [])
-    assert plugin._commit(core, 6, False)["refused"] == "rank 0: the changes are damaged"
-    assert plugin._undo(core)["refused"] == "there is no update to undo"
-    assert (core.version, "tidemill_undo" in core.asked) == ("5", False)
