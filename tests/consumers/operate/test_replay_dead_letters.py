@@ -167,8 +167,9 @@ def test_letters_are_given_as_they_are_read(monkeypatch):
     assert read == [5]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def live(kafka):
+    """A log in which each test uses its own topics."""
     return kafka.fresh()
 
 
@@ -202,7 +203,7 @@ def test_letters_are_listed_shown_transformed_and_sent_back_once(live, tmp_path,
             Names(live.topic_prefix).of(Topic.ROLLOUTS), b"??" + GOOD, key=b"g", partition=1, timestamp_ms=START_MS + 1
         )
     assert give_up_on(live, Topic.ROLLOUTS, type(rollout("r", "g")), ["trainer", "sink"]) == 1
-    (row,) = answered(live, "list", "--json")
+    (row,) = answered(live, "list", "--topic", "rollouts", "--json")
     assert (row["topic"], row["letters"], row["found_by"]) == ("rollouts", 2, ["sink", "trainer"])
     shown = answered(live, "show", row["example"])
     assert shown["source"] == "rollouts/1/1"
@@ -227,9 +228,10 @@ def test_letters_are_listed_shown_transformed_and_sent_back_once(live, tmp_path,
     assert dict(back.headers)[HEADER_ATTEMPTS] == b"1"
 
     give_up_on(live, Topic.ROLLOUTS, Group, ["stage"])
-    again = answered(live, "redrive", "--reason", "of no use", "--json")["letters"]
+    useless = ("redrive", "--topic", "rollouts", "--reason", "of no use", "--json")
+    again = answered(live, *useless)["letters"]
     assert {letter["source"]: letter["attempts"] for letter in again} == {"rollouts/1/0": 1, "rollouts/1/2": 2}
-    limited = answered(live, "redrive", "--reason", "of no use", "--limit", "1", "--json")["letters"]
+    limited = answered(live, *useless, "--limit", "1")["letters"]
     assert "limit is 1" in {letter["source"]: letter["why_not"] for letter in limited}["rollouts/1/2"]
 
 
@@ -244,7 +246,8 @@ def test_the_erasures_of_the_log_are_read(live):
     assert answered(live, "show", letter["letter"])["why_it_cannot_go_back"] == "its user was erased"
 
 
-def test_the_interactions_of_feedback_letters_are_read(live):
+def test_the_interactions_of_feedback_letters_are_read(kafka):
+    live = kafka.fresh()
     log, now = ProductLog(live, 2), now_us()
     log.write(*(interaction(name, user, served_at=now) for name, user in (("i0", "ann"), ("i1", "bob"), ("i2", "ann"))))
     log.write(*(feedback(f"e{n}", f"i{n}", "judge", observed_at=now) for n in range(4)))
@@ -263,11 +266,11 @@ def test_the_interactions_of_feedback_letters_are_read(live):
 
 def test_missing_letters_are_reported(live):
     for arguments, why in (
-        (("show", "rollouts.dlq/0/5"), "there is no dead letter at"),
-        (("show", "rollouts.dlq/9/5"), "there is no dead letter at"),
-        (("show", "rollouts/0/5"), "not the position of a dead letter"),
+        (("show", "groups.dlq/0/5"), "there is no dead letter at"),
+        (("show", "groups.dlq/9/5"), "there is no dead letter at"),
+        (("show", "groups/0/5"), "not the position of a dead letter"),
         (("list", "--topic", "nothing"), "no topic 'nothing'"),
     ):
         assert why in str(dead_letters(live, *arguments).exception)
     assert dead_letters(live, "redrive").exit_code == 2
-    assert dead_letters(live, "list").stdout == "no dead letters\n"
+    assert dead_letters(live, "list", "--topic", "groups").stdout == "no dead letters\n"

@@ -115,18 +115,8 @@ def test_a_copy_is_the_original_with_marks(live, into):
                 assert marks[HEADER_REPLAY_ID] == report["replay_id"].encode()
                 place = f"{live.topic_prefix}{topic}/{partition}/{original.offset}"
                 assert marks[HEADER_REPLAY_SOURCE] == place.encode()
-
-
-def test_a_repeated_replay_gives_the_same_result_and_reports_it(live, into):
-    first, _ = replay(live, into, topics=("groups",))
-    second, _ = replay(live, f"again-{into}", topics=("groups",))
-    assert first["sha256"] == second["sha256"]
-    assert first["references_outside"] == 2 * GROUPS, "the rollouts are not copied, and that is said"
-    values = [
-        [[record.value for record in records] for records in records_of(under(live, prefix), "groups").values()]
-        for prefix in (into, f"again-{into}")
-    ]
-    assert values[0] == values[1]
+    again, _ = replay(live, f"again-{into}", topics=("rollouts", "groups"))
+    assert again["sha256"] == report["sha256"], "a repeated replay reports the same records"
 
 
 def test_live_topics_and_groups_do_not_change(live, into):
@@ -186,6 +176,7 @@ def test_a_prefix_in_use_is_refused(live, into):
         replay(live, into, topics=("rollouts",))
     another = f"another-{into}"
     report, _ = replay(live, another, topics=("groups",))
+    assert report["references_outside"] == 2 * GROUPS, "the rollouts are not copied, and that is said"
     with pytest.raises(ValueError, match=f"--resume {report['replay_id']}"):
         replay(live, another, topics=("rollouts",))
     with pytest.raises(ValueError, match="another selection"):
@@ -261,9 +252,7 @@ def test_records_past_retention_are_reported_with_the_available_range(live, into
     assert report["records"] == 2
 
 
-def test_missing_topics_and_records_are_reported(live, into):
-    with pytest.raises(LookupError, match="no step 7 of run 'run'; there are 1 to 2"):
-        replay(live, into, steps=(NumberRange(7, 7),))
+def test_missing_topics_are_reported(live, into):
     with pytest.raises(LookupError, match="topic rollouts does not exist"):
         replay(under(live, "nobody."), into, topics=("rollouts",))
 

@@ -13,7 +13,6 @@ from tests.consumers.product_support import feedback, interaction, outcome, requ
 from tests.consumers.sink_support import START_US
 from tidemill.consumers.operate.rights.erase import Cleared, delete_claims
 from tidemill.consumers.operate.rights.records import (
-    SWEPT,
     UserRecords,
     checked_pseudonym,
     new_request,
@@ -157,7 +156,3 @@ def test_a_store_that_does_not_delete_is_a_clear_error(tmp_path: Path, monkeypat
     monkeypatch.setattr(LocalFileSystem, "rm_file", refuse)
     with pytest.raises(ConnectionError, match="run the erasure again"):
         delete_claims(str(tmp_path), [Claim(str(tmp_path / "a"), 1, "d")], Cleared())
-
-
-def test_interactions_are_read_before_the_records_that_refer_to_them():
-    assert SWEPT[0] is Topic.INTERACTIONS

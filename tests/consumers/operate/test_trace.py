@@ -65,11 +65,18 @@ def tombstone(topic: Topic, key: str) -> ConsumedRecord:
     return ConsumedRecord(topic, 0, 99, 0, key.encode(), None, None, "a tombstone")
 
 
-def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> dict[str, Any]:
-    trace, history = InteractionTrace("i0"), VersionHistory("run")
+def history_of(records: Sequence[ConsumedRecord], trace: InteractionTrace | UserTrace | RolloutTrace) -> VersionHistory:
+    """Let a trace and the history of a run read the same records."""
+    history = VersionHistory("run")
     for one in records:
         trace.observe(one)
         history.observe(one)
+    return history
+
+
+def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> dict[str, Any]:
+    trace = InteractionTrace("i0")
+    history = history_of(records, trace)
     for row in letters:
         trace.observe_letter(row)
     return trace.path(history)
@@ -260,10 +267,8 @@ def test_a_users_versions_are_those_whose_steps_trained_on_them():
         [r.StepExclusion("i1", "interactions", 0, 0, "erased", 1)],
     )
     erasure = request("ann", r.UserWish.ERASE, START_US)
-    history, trace = VersionHistory("run"), UserTrace("ann")
-    for one in located([*WHOLE, outcome(two, None, "bot"), left_out, second, erasure]):
-        history.observe(one)
-        trace.observe(one)
+    trace = UserTrace("ann")
+    history = history_of(located([*WHOLE, outcome(two, None, "bot"), left_out, second, erasure]), trace)
     path = trace.path({"run": history})
     assert path["demands"] == [erasure]
     assert path["outcomes"] == {"reward": 1, "bot": 1}
@@ -274,12 +279,8 @@ def test_a_users_versions_are_those_whose_steps_trained_on_them():
 
 
 def test_an_erased_user_keeps_their_versions_and_loses_their_outcomes():
-    history, trace = VersionHistory("run"), UserTrace("ann")
-    gone = ConsumedRecord(Topic.OUTCOMES, 0, 9, 0, b"i0", None, None, "a tombstone")
-    for one in [*located(WHOLE), gone]:
-        history.observe(one)
-        trace.observe(one)
-    path = trace.path({"run": history})
+    trace = UserTrace("ann")
+    path = trace.path({"run": history_of([*located(WHOLE), tombstone(Topic.OUTCOMES, "i0")], trace)})
     assert path["outcomes"] == {}
     assert [made.version for made in path["runs"][0]["trained"]] == [2]
     assert not UserTrace("nobody").found
@@ -295,10 +296,8 @@ def test_an_erased_user_keeps_their_versions_and_loses_their_outcomes():
 )
 def test_a_rollouts_path(inputs: list[r.StepInput], exclusions: list[r.StepExclusion], end: str):
     members = [rollout("a", "g0"), rollout("b", "g0")]
-    history, trace = VersionHistory("run"), RolloutTrace("b")
-    for one in located([*members, group("g0", members), step(1, inputs, exclusions)]):
-        history.observe(one)
-        trace.observe(one)
+    trace = RolloutTrace("b")
+    history = history_of(located([*members, group("g0", members), step(1, inputs, exclusions)]), trace)
     path = trace.path(history)
     assert (path["place"], path["groups"][0]["place"]) == (Position("rollouts", 0, 1), Position("groups", 0, 0))
     assert path["end"] == end
