@@ -3,7 +3,6 @@
 import pytest
 
 from tests.consumers.replica_faults import STORIES, Site
-from tidemill.schemas.config import KafkaSettings
 
 TOLD = {
     "late joiner": ["anchored 6 6: started from the anchor of version 0 and 6 deltas", "proved 7 7: "],
@@ -29,8 +28,8 @@ TOLD = {
 
 
 @pytest.mark.parametrize("fault", STORIES)
-def test_a_fault_is_refused_and_healed(fault, kafka, topic_prefix, tmp_path):
-    site = Site(KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix), tmp_path)
+def test_a_fault_is_refused_and_healed(fault, kafka, tmp_path):
+    site = Site(kafka.fresh(1), tmp_path)
     try:
         STORIES[fault](site)
         said = [f"{ack.status.value} {ack.version} {ack.serving_version}: {ack.reason}" for ack in site.acks]

@@ -54,11 +54,31 @@ def test_before_a_decision_the_oldest_version_is_served_and_no_newer_one(pool):
     assert state.serving == 0 and refused(state) == []
 
 
-def test_the_stable_pool_takes_only_promoted_versions():
-    state = in_pool(Pool.STABLE, *versions(10))
-    assert then(state, decision("promote", 3)) == 3
-    assert then(state, decision("canary", 7), decision("admit", 9)) == 3
-    assert then(state, decision("promote", 7)) == 7
+ROLLED_BACK = [("promote", 3, 3), ("promote", 7, 7), ("roll_back", 3, 3)]
+TRIED = [("promote", 3, 3), ("canary", 7, 7)]
+STORIES = {
+    "only promoted versions are stable": (
+        Pool.STABLE, [("promote", 3, 3), ("canary", 7, 3), ("admit", 9, 3), ("promote", 7, 7)]),
+    "an older version is promoted": (
+        Pool.STABLE, [("promote", 7, 7), ("promote", 3, 3), ("promote", 7, 7), ("promote", 3, 3)]),
+    "a hold brings no version to users": (
+        Pool.STABLE, [("promote", 3, 3), ("hold", 5, 3), ("promote", 7, 7), ("hold", 5, 7)]),
+    "a release does not undo a roll-back": (Pool.STABLE, [*ROLLED_BACK, ("release", None, 3), ("promote", 5, 5)]),
+    "a rejection leads back": (Pool.STABLE, [*ROLLED_BACK, ("reject", 7, 3), ("release", None, 3), ("reject", 3, 0)]),
+    "an older candidate is tried too": (Pool.CANARY, [*TRIED, ("promote", 7, 7), ("canary", 5, 5)]),
+    "another version is rejected": (Pool.CANARY, [*TRIED, ("reject", 6, 7)]),
+    **{f"a trial ends with {verdict}": (Pool.CANARY, [*TRIED, (verdict, version, 3)]) for verdict, version in
+       (("reject", 7), ("roll_back", 3), ("hold", 3), ("promote", 3), ("release", None))},
+}  # fmt: skip
+"""Decisions of the gate, each with the version that a replica of the pool then serves."""
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_a_replica_serves_the_version_that_the_gate_decides(story):
+    pool, decisions = STORIES[story]
+    state = in_pool(pool, *versions(10))
+    for verdict, version, served in decisions:
+        assert then(state, decision(verdict, version)) == served, (verdict, version)
 
 
 def test_a_late_joiner_of_the_stable_pool_builds_the_promoted_version_from_an_older_anchor():
@@ -68,57 +88,17 @@ def test_a_late_joiner_of_the_stable_pool_builds_the_promoted_version_from_an_ol
     assert way(state) == (4, [(4, 5), (5, 6)])
 
 
-def test_a_roll_back_and_a_rejection_lead_back_without_a_restart():
-    state = in_pool(Pool.STABLE, *versions(10), decision("promote", 3), decision("promote", 7))
+def test_a_roll_back_is_a_path_from_an_anchor():
+    state = in_pool(Pool.STABLE, *versions(10), decision("promote", 7))
     state.observe(decision("roll_back", 3))
     assert way(state) == (0, [(0, 1), (1, 2), (2, 3)])
     assert state.plan().reason == "rolled back to version 3 by ada: reward fell"
-    assert then(state) == 3
-    assert then(state, decision("reject", 7), decision("release")) == 3
-    assert then(state, decision("reject", 3)) == 0
-
-
-def test_a_release_leaves_the_stable_pool_where_it_was_rolled_back_to():
-    state = in_pool(Pool.STABLE, *versions(10), decision("promote", 3), decision("promote", 7))
-    assert then(state, decision("roll_back", 3), decision("release")) == 3
-    assert then(state, decision("promote", 5)) == 5
-
-
-def test_the_stable_pool_goes_back_to_an_older_version_that_is_promoted():
-    state = in_pool(Pool.STABLE, *versions(10), decision("promote", 7), decision("promote", 3))
-    assert then(state, decision("promote", 7)) == 7 and then(state, decision("promote", 3)) == 3
-
-
-def test_a_hold_does_not_bring_a_version_to_users():
-    state = in_pool(Pool.STABLE, *versions(10), decision("promote", 3), decision("hold", 5))
-    assert state.serving == 3
-    assert then(state, decision("promote", 7)) == 7
-    assert then(state, decision("hold", 5)) == 7
-
-
-def test_the_canary_pool_follows_the_trial_and_the_promotion():
-    state = in_pool(Pool.CANARY, *versions(10), decision("promote", 3))
-    assert state.serving == 3
-    assert then(state, decision("canary", 7)) == 7
-    assert then(state, decision("promote", 7)) == 7
-    assert then(state, decision("canary", 5)) == 5, "an older candidate is tried too"
-
-
-@pytest.mark.parametrize("ending", [("reject", 7), ("roll_back", 3), ("hold", 3), ("promote", 3), ("release", None)])
-def test_a_trial_that_ends_leads_the_canary_pool_back_to_the_promoted_version(ending):
-    state = in_pool(Pool.CANARY, *versions(10), decision("promote", 3), decision("canary", 7))
-    assert then(state, decision(*ending)) == 3
 
 
 def test_the_reason_for_the_end_of_a_trial_is_reported():
     state = in_pool(Pool.CANARY, *versions(10), decision("promote", 3), decision("canary", 7))
     state.observe(decision("release"))
     assert state.plan().reason == "version 7 was not promoted"
-
-
-def test_the_rejection_of_another_version_does_not_end_a_trial():
-    state = in_pool(Pool.CANARY, *versions(10), decision("promote", 3), decision("canary", 7))
-    assert then(state, decision("reject", 6)) == 7
 
 
 def test_a_decision_before_its_version_has_no_effect_until_the_version_arrives():

@@ -67,13 +67,6 @@ def path(chain: Chain, version: int) -> list[int]:
     return [found.anchor.version, *(delta.version for delta in found.deltas)]
 
 
-def test_the_path_leads_from_the_nearest_anchor_over_the_cheapest_deltas():
-    assert path(long_chain(anchors=(0, 6)), 8) == [6, 7, 8]
-    chain = long_chain()
-    chain.observe(skip(0, 8))
-    assert path(chain, 9) == [0, 8, 9]
-
-
 def test_an_expired_delta_is_on_no_path():
     chain = long_chain(anchors=(0, 4), kept_from=4)
     assert path(chain, 6) == [4, 5, 6]
