@@ -27,7 +27,6 @@ from tidemill.consumers.sink.engine import (
 from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.config import HttpSettings
-from tidemill.schemas.http_connections import PortTaken, bind
 
 
 @pytest.fixture(scope="module")
@@ -255,11 +254,6 @@ def test_queries_run_at_once_and_share_no_state(url: str):
 def test_an_empty_native_block_names_its_columns():
     assert empty_native_block([("a", "UInt8")]) == b"\x01\x00\x01a\x05UInt8"
     assert len(empty_native_block([("x" * 200, "T")])) == 2 + 2 + 200 + 2
-
-
-def test_a_taken_port_is_a_clear_error(url: str):
-    with pytest.raises(PortTaken, match=r"sink\.http_port"):
-        bind("127.0.0.1", int(url.rpartition(":")[2]), "sink.http_port")
 
 
 def test_a_second_directory_in_one_process_is_a_clear_error(sink: SinkSettings, tmp_path):
