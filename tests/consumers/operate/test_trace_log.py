@@ -29,7 +29,7 @@ from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import AckStatus, GateVerdict, StepInput
 
-PARTITIONS = 4
+PARTITIONS = 2
 PRODUCT = ProductSettings.with_random_keys()
 USER = Pseudonyms(PRODUCT).of("4711")
 
@@ -53,7 +53,7 @@ def settings(kafka: Any) -> KafkaSettings:
         producer.send(Topic.ACKS, ack(2, AckStatus.PROVED), key="replica-0")
         producer.send(Topic.ROLLOUTS, rollout("r0", "g0"), key="g0")
         producer.send(Topic.GROUPS, group("g0", [rollout("r0", "g0")]), key="g0")
-        letter = ConsumedRecord(Topic.FEEDBACK, 2, 5, START_US // 1000, b"i7/bad", b"broken", None, "unknown framing")
+        letter = ConsumedRecord(Topic.FEEDBACK, 1, 5, START_US // 1000, b"i7/bad", b"broken", None, "unknown framing")
         send_dead_letter(producer, Names(settings.topic_prefix), letter, "unknown framing", "join")
     return settings
 
