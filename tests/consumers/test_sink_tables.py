@@ -42,6 +42,11 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     client.close()
 
 
+@pytest.fixture(scope="module")
+def roundtrip(client: Any) -> Writer:
+    return writer(client, "roundtrip")
+
+
 def writer(client: Any, database: str) -> Writer:
     return Writer(client, database, TableEngine.MERGE_TREE)
 
@@ -109,12 +114,12 @@ def selected(column: Column) -> str:
 @pytest.mark.parametrize("record_type", RECORD_TYPES.values(), ids=lambda t: t.__name__)
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_records_are_read_as_they_were_written(client: Any, record_type: type, data: st.DataObject):
+def test_records_are_read_as_they_were_written(client: Any, roundtrip: Writer, record_type: type, data: st.DataObject):
     records = data.draw(st.lists(generated(record_type), min_size=1, max_size=6))
     table, topic = tables()[record_type], topic_of(records[0])
     place = next(PLACES)
     rows = rows_of(records, partition=place)
-    assert writer(client, "roundtrip").write(rows, {}) == len(records)
+    assert roundtrip.write(rows, {}) == len(records)
     names = ", ".join(selected(column) for column in table.columns)
     found = client.query(
         f"SELECT {names} FROM roundtrip.{table.name} WHERE _partition = {place} ORDER BY _offset"
@@ -132,13 +137,14 @@ def test_packed_tokens_become_lists_without_python_objects():
         list_array([0, 3, 6], lists.values)
 
 
-def test_rows_that_a_table_has_are_not_written_again(client: Any):
+@pytest.mark.parametrize("engine", TableEngine)
+def test_rows_that_a_table_has_are_not_written_again(client: Any, engine: TableEngine):
     records = small_run()
     rows, places = rows_of(records), {("tidemill.rollouts", 0): 6}
-    first = writer(client, "once")
+    first = Writer(client, f"once_{engine.name}", engine)
     assert first.write(rows, places) == len(records)
     assert first.write(rows, places) == 0
-    again = writer(client, "once")
+    again = Writer(client, f"once_{engine.name}", engine)
     assert dict(again.next_offsets) == places
     more = rows_of([*records, Document("d", "s", "t")])
     assert again.write(more, places) == 1
@@ -274,12 +280,6 @@ def test_a_table_with_another_type_is_refused(client: Any):
     client.command("ALTER TABLE mismatch.documents MODIFY COLUMN source Nullable(String)")
     with pytest.raises(RuntimeError, match="source is Nullable"):
         writer(client, "mismatch")
-
-
-def test_both_table_engines_take_the_same_ddl_and_rows(client: Any):
-    records = small_run()
-    replacing = Writer(client, "replacing", TableEngine.REPLACING)
-    assert replacing.write(rows_of(records), {}) == len(records)
 
 
 @pytest.mark.parametrize("record", [None, Document("d", "s", "t")], ids=["undecodable", "misplaced"])
