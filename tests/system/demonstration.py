@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.query import ask
 
 STEPS = 4
@@ -79,8 +80,18 @@ class Finished:
     def directory(self) -> Path:
         return Path(self.summary["data_dir"])
 
+    @property
+    def sink(self) -> SinkSettings:
+        return SinkSettings(path=str(self.directory / "clickhouse"))
+
+    @contextmanager
+    def open_tables(self) -> Iterator[Finished]:
+        """Keep the tables open: otherwise their engine is started again for each query."""
+        with closing(connect(self.sink)):
+            yield self
+
     def rows(self, sql: str) -> list[dict]:
-        answer = ask(SinkSettings(path=str(self.directory / "clickhouse")), sql)
+        answer = ask(self.sink, sql)
         return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
 
     def sampled_and_trained_alike(self) -> bool:

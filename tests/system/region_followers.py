@@ -1,6 +1,6 @@
 """Replicas without vLLM, one in each region: the other code of a replica, with arrays in memory as the engine.
 
-    python region_followers.py CONFIG
+    python -m tests.system.region_followers CONFIG
 
 CONFIG is JSON: the log's address for the regions, topic prefix, run, a directory, and for each region the process that
 keeps its namespace open. The program is loaded once and forks into each region. The end of standard input ends them.
@@ -14,22 +14,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from network.devices import enter_namespace
-
+from tests.consumers.array_engine import ArrayEngine
+from tests.system.network.devices import enter_namespace
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.ledger import Applied, Ledger, Proof, ReplicaStatus
+from tidemill.consumers.replica.ledger import Ledger, ReplicaStatus
 from tidemill.consumers.replica.staging import FOLLOWED, StartVersion, UpdateStaging, join
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber, follow
-from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
-from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
-from tidemill.kernels.weights.mirror import ElementChange
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -37,41 +33,6 @@ from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Staleness, WeightAck
-
-
-class ArrayEngine:
-    """The subscriber's engine over arrays in checkpoint coordinates."""
-
-    def __init__(self, directory: Path) -> None:
-        self._read(directory)
-
-    async def apply(self, changes: Sequence[ElementChange], version: int) -> Applied:
-        """Write changed elements."""
-        self._undo = [(change.name, change.indices, self._live[change.name][change.indices]) for change in changes]
-        for change in changes:
-            self._live[change.name][change.indices] = change.bits
-        return Applied(0.0, 0.0, 0.0, 0)
-
-    async def load(self, directory: Path, version: int) -> Applied:
-        """Overwrite all elements."""
-        self._read(directory)
-        return Applied(0.0, 0.0, 0.0, 0)
-
-    async def undo(self) -> None:
-        """Undo the last `apply`."""
-        for name, indices, bits in self._undo:
-            self._live[name][indices] = bits
-
-    async def prove(self) -> Proof:
-        """Fingerprint the arrays."""
-        made = {name: fingerprint(bits, TensorKey.of(name)) for name, bits in self._live.items()}
-        total = sum(made.values(), start=ZERO).hex()
-        return Proof(total, {name: value.hex() for name, value in made.items()}, "", 0.0)
-
-    def _read(self, directory: Path) -> None:
-        tensors = map_checkpoint(directory)
-        self._live = {name: bits_in_memory(tensors, name) for name in tensors}
-        self._undo: list[Any] = []
 
 
 def follow_branch(config: dict[str, Any], region: str, stop: threading.Event) -> None:
@@ -107,7 +68,8 @@ async def _serve(
         status = ReplicaStatus(settings.replica_id, settings.region, run.run_id, run.branch, "test", os.getpid())
         ledger = Ledger(status, say, now_us, lambda: state.head)
         staging = UpdateStaging(ChunkFetcher(chunks, settings.fetch_timeout_s), directory)
-        subscriber = Subscriber(ArrayEngine(joined.directory), state, joined.mirror, staging, ledger)
+        engine = ArrayEngine(joined.manifest.version, joined.mirror)
+        subscriber = Subscriber(engine, state, joined.mirror, staging, ledger)
         stack.callback(subscriber.close)
         await subscriber.begin(joined.manifest, joined.reason)
         await follow(subscriber, records, bury, stopped, poll_interval_s=settings.poll_interval_s)

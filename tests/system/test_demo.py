@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,12 @@ from tests.waiting import until
 from tidemill.consumers.sink.query import named_queries, parameters_of, sql_of
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def finished(finished: Finished) -> Iterator[Finished]:
+    with finished.open_tables():
+        yield finished
 
 
 def test_the_summary_contains_what_scripts_need(finished: Finished):

@@ -7,16 +7,16 @@ wants to know afterwards which thumb changed which version.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from demonstration import ABOUT_USERS, TIMEOUT_S, Finished, run_demonstration
+from typer.testing import CliRunner
 
 from tests.second_act import QUICK_SECOND_ACT
+from tidemill.compose.cli import app
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.catalogue import Topic
@@ -52,9 +52,12 @@ QUICK = [
 
 
 @pytest.fixture(scope="module")
-def played(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def played(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     model = str(finished.newest_anchor())
-    return run_demonstration(tmp_path_factory.mktemp("users"), QUICK, "--act", "two", "--model", model)
+    with run_demonstration(
+        tmp_path_factory.mktemp("users"), QUICK, "--act", "two", "--model", model
+    ).open_tables() as played:
+        yield played
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +140,9 @@ def test_a_thumb_is_traced_to_the_replica_that_serves_the_trained_version(
 ):
     promoted = [d.version for d in records[GateDecision] if d.verdict is GateVerdict.PROMOTE]
     event = a_thumb_that_taught(promoted[-1], records)
-    command = [sys.executable, "-m", "tidemill.compose.cli", "trace", event.event_id, "--json"]
-    arguments = ["--bootstrap", log.bootstrap, "--run-id", played.summary["run_id"]]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    where = ["--bootstrap", log.bootstrap, "--run-id", played.summary["run_id"]]
+    done = CliRunner().invoke(app, ["trace", event.event_id, "--json", *where])
+    assert done.exit_code == 0, done.output
     path = json.loads(done.stdout)
     assert path["interaction_id"] == event.interaction_id
     assert event.event_id in {found["event_id"] for found in path["feedback"]}

@@ -108,7 +108,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Hub]
 def followers(config: dict[str, object]) -> Iterator[subprocess.Popen[str]]:
     """Run the replicas of all regions; they must end with status 0."""
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "region_followers.py"), json.dumps(config)],
+        [sys.executable, "-m", "tests.system.region_followers", json.dumps(config)], cwd=HERE.parents[1],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
