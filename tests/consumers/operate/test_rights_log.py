@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -41,12 +40,14 @@ PARTITIONS = 2
 DEADLINE_S = 120.0
 WRITES = 1 + PARTITIONS + 1 + 6
 """Writes of the erasure of one `person`: the request, its copies, and one tombstone for each record."""
+KILLS = (0, 1, 2, 6, 9)
+"""Numbers of writes after which an erasure is killed, each of another user."""
 KILLED = """
 import json, os, signal, sys
 from tidemill.consumers.operate.rights.erase import erase
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
-kafka, root, user, at = json.loads(sys.argv[1])
+kafka, root, kills = json.loads(sys.argv[1])
 send, sent = RecordProducer.send_bytes, 0
 def dying(self, *arguments, **options):
     global sent
@@ -56,7 +57,11 @@ def dying(self, *arguments, **options):
     sent += 1
     send(self, *arguments, **options)
 RecordProducer.send_bytes = dying
-erase(KafkaSettings(**kafka), StoreSettings(root=root), user, "tester")
+for at in kills:
+    if not os.fork():
+        erase(KafkaSettings(**kafka), StoreSettings(root=root), f"killed{at}", "tester")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
 """
 
 
@@ -76,28 +81,30 @@ def person(settings: KafkaSettings, user: str, root: Path, *, at: int = START_US
 
 
 def read(settings: KafkaSettings, *topics: Topic) -> list[ConsumedRecord]:
-    with LogReader(settings, topics) as reader:
+    """Return the records of some topics; by default, of those that contain data of users or their requests."""
+    with LogReader(settings, topics or (*SWEPT, Topic.USER_REQUESTS)) as reader:
         return list(reader.read_to_end(DEADLINE_S))
 
 
-def live(settings: KafkaSettings, user: str) -> list[ConsumedRecord]:
+def live(records: list[ConsumedRecord], user: str) -> list[ConsumedRecord]:
     """Return the records of a user that a new reader still receives after tombstones."""
-    newest = {(one.topic, one.partition, one.key): one for one in read(settings, *SWEPT)}
+    newest = {(one.topic, one.partition, one.key): one for one in records if one.topic in SWEPT}
     return [one for one in newest.values() if one.value and user.encode() in (one.key or b"") + one.value]
 
 
-def wishes(settings: KafkaSettings, user: str) -> list[UserRequest]:
-    found = [one.record for one in read(settings, Topic.USER_REQUESTS)]
+def wishes(records: list[ConsumedRecord], user: str) -> list[UserRequest]:
+    found = [one.record for one in records if one.topic is Topic.USER_REQUESTS]
     return [record for record in found if isinstance(record, UserRequest) and record.user_id == user]
 
 
 def assert_erased(settings: KafkaSettings, user: str, root: Path) -> None:
-    left = live(settings, user)
+    records = read(settings)
+    left = live(records, user)
     assert all(isinstance(one.record, UserRequest) for one in left if not (one.key or b"").startswith(b"other-of"))
     copies = sorted((one.topic.value, one.partition) for one in left if isinstance(one.record, UserRequest))
     assert copies == [*(("interactions", p) for p in range(PARTITIONS)), ("outcomes", 0)]
     assert len({one.record for one in left if isinstance(one.record, UserRequest)}) == 1
-    assert len(wishes(settings, user)) == 1
+    assert len(wishes(records, user)) == 1
     assert f"other-of-{user}".encode() in {one.key for one in left}
     assert not (root / "claims" / user).exists()
 
@@ -149,18 +156,25 @@ def test_interactions_are_deleted_last_since_they_lead_to_the_rest(
     assert buried[4:] == [("interactions", False)] * 2
 
 
-@pytest.mark.parametrize("writes", [0, 1, 2, 6, 9])
-def test_killed_at_any_write_it_is_finished_by_the_next_run(settings: KafkaSettings, tmp_path: Path, writes: int):
+@pytest.fixture(scope="module")
+def killed(settings: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store, after the erasures that were killed."""
+    root = tmp_path_factory.mktemp("store")
+    for writes in KILLS:
+        person(settings, f"killed{writes}", root)
+    arguments = json.dumps([settings.model_dump(), str(root), KILLS])
+    subprocess.run([sys.executable, "-c", KILLED, arguments], timeout=DEADLINE_S, check=True)
+    return root
+
+
+@pytest.mark.parametrize("writes", KILLS)
+def test_killed_at_any_write_it_is_finished_by_the_next_run(settings: KafkaSettings, killed: Path, writes: int):
     user = f"killed{writes}"
-    person(settings, user, tmp_path)
-    arguments = json.dumps([settings.model_dump(), str(tmp_path), user, writes])
-    killed = subprocess.run([sys.executable, "-c", KILLED, arguments], timeout=DEADLINE_S, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert len(wishes(settings, user)) == min(writes, 1)
-    done = erase(settings, StoreSettings(root=str(tmp_path)), user, "tester")
+    assert len(wishes(read(settings, Topic.USER_REQUESTS), user)) == min(writes, 1)
+    done = erase(settings, StoreSettings(root=str(killed)), user, "tester")
     assert done.carried_on is (writes > 0)
     assert sum(done.tombstones.values()) == WRITES - max(writes, 4)
-    assert_erased(settings, user, tmp_path)
+    assert_erased(settings, user, killed)
 
 
 def test_a_user_who_returned_makes_a_new_erasure_request(settings: KafkaSettings, tmp_path: Path):
@@ -172,7 +186,7 @@ def test_a_user_who_returned_makes_a_new_erasure_request(settings: KafkaSettings
     assert not second.carried_on
     assert first.request != second.request
     assert sum(second.tombstones.values()) == 6
-    assert wishes(settings, "back") == [first.request, second.request]
+    assert wishes(read(settings, Topic.USER_REQUESTS), "back") == [first.request, second.request]
 
 
 def test_a_dry_run_and_an_unknown_user_write_nothing(settings: KafkaSettings, tmp_path: Path):
@@ -180,10 +194,11 @@ def test_a_dry_run_and_an_unknown_user_write_nothing(settings: KafkaSettings, tm
     store = StoreSettings(root=str(tmp_path))
     done = erase(settings, store, "dry", "tester", dry_run=True)
     assert (done.request, done.found) == (None, {"interactions": 2, "outcomes": 2, "feedback": 2})
-    assert len([one for one in live(settings, "dry") if not (one.key or b"").startswith(b"other")]) == 6
+    records = read(settings)
+    assert len([one for one in live(records, "dry") if not (one.key or b"").startswith(b"other")]) == 6
     with pytest.raises(ValueError, match="nothing was written"):
         erase(settings, store, "nobody", "tester")
-    assert wishes(settings, "dry") == wishes(settings, "nobody") == []
+    assert wishes(records, "dry") == wishes(read(settings, Topic.USER_REQUESTS), "nobody") == []
 
 
 def test_a_users_dead_letters_are_reported_with_their_expiry_time(settings: KafkaSettings, tmp_path: Path):
@@ -205,8 +220,9 @@ def test_choices_are_copied_into_every_partition_and_made_once(settings: KafkaSe
     assert (out["carried_on"], out["copies"]) == (False, PARTITIONS + 1)
     assert choose(settings, "chooser", UserWish.OPT_OUT, "tester", START_US + SECOND)["carried_on"]
     back = choose(settings, "chooser", UserWish.OPT_IN, "tester", START_US + 2 * SECOND)
-    assert [one.wish for one in wishes(settings, "chooser")] == [UserWish.OPT_OUT, UserWish.OPT_IN]
-    copies = [one for one in read(settings, Topic.INTERACTIONS, Topic.OUTCOMES) if one.record == back["request"]]
+    records = read(settings)
+    assert [one.wish for one in wishes(records, "chooser")] == [UserWish.OPT_OUT, UserWish.OPT_IN]
+    copies = [one for one in records if one.topic in SWEPT and one.record == back["request"]]
     assert {(one.topic, one.partition, one.key) for one in copies} == {
         (topic, p, user_request_key("chooser", p).encode())
         for topic, p in [*((Topic.INTERACTIONS, p) for p in range(PARTITIONS)), (Topic.OUTCOMES, 0)]
