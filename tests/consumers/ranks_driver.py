@@ -1,13 +1,12 @@
-"""A replica's engine of several ranks, driven in this process, and the results that the tests compare.
+"""A replica's engine of several ranks, and the results that the tests compare.
 
-    python -m tests.consumers.ranks_driver DIR SETTINGS dense|experts
-        applies versions A, B, A ... under load, damages single ranks, and prints one JSON line; SETTINGS: JSON of
-        `ReplicaSettings`
-    python -m tests.consumers.ranks_driver DIR SETTINGS experts together
-        a shorter test of the same kind, for engine cores that compute together
+    python -m tests.consumers.ranks_driver DIR
+        applies versions A, B, A ... under load and damages single ranks, for each of SCENARIOS; kills a server with a
+        coordinator; prints one JSON line
 
-The server's part of the engine is this process; engine cores and workers are forks of it, so that they inherit the
-patches of `install`. It is a separate process because vLLM reads its environment at import.
+vLLM is imported once, and each part runs in a fork of this process. The fork is the server's part of the engine; engine
+cores and workers are forks of it, so that they inherit the patches of `install`. All this is in a separate process
+because vLLM reads its environment at import.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -347,14 +347,62 @@ async def compare(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str,
     return result
 
 
+SCENARIOS: dict[str, tuple[Callable[..., Any], int, dict[str, Any]]] = {
+    "dense": (compare, 0, {"tensor_parallel": 2}),
+    "experts": (compare, 64, {"tensor_parallel": 2, "expert_ids": True}),
+    "together": (together, 64, {"data_parallel": 2, "expert_parallel": True}),
+}
+"""By name: the function, the intermediate size of the experts (0 for a dense model), and settings of the replica."""
+
+
+def coordinate(found: Path) -> None:
+    """Start the coordinator of two engine cores side by side, write its process id, and die."""
+    from vllm.config import ParallelConfig
+    from vllm.v1.engine.coordinator import DPCoordinator
+
+    from tidemill.consumers.replica.plugin import register
+
+    # The reader of this program's output would wait for a coordinator that goes on.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
+    register()
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    found.write_text(str(DPCoordinator(ParallelConfig(data_parallel_size=2)).proc.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def play(found: Path, drive: Callable[..., Any], intermediate: int, given: dict[str, Any]) -> None:
+    """Play one of SCENARIOS and write its results."""
+    settings = ReplicaSettings(kv_cache_mb=16, max_model_len=256, max_num_seqs=16, **given)
+    kind = engines.Kind("float32", tied=True, intermediate=intermediate)
+    found.write_text(json.dumps(asyncio.run(drive(found.parent, settings, kind))))
+
+
+def forked(work: Callable[..., None], found: Path, *arguments: Any) -> int:
+    """Let a function write what it finds in a fork of this process, a server's; return the status."""
+    found.parent.mkdir(exist_ok=True)
+    pid = os.fork()
+    if pid == 0:
+        # The engine cores end with the process that the environment names.
+        prepare_environment(1)
+        work(found, *arguments)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def main() -> None:
     """See the module's docstring."""
-    settings = ReplicaSettings(kv_cache_mb=16, max_model_len=256, max_num_seqs=16, **json.loads(sys.argv[2]))
-    prepare_environment(settings.threads)
-    kind = engines.Kind("float32", tied=True, intermediate=64 if "experts" in sys.argv[3:] else 0)
-    drive = together if "together" in sys.argv[3:] else compare
-    print(json.dumps(asyncio.run(drive(Path(sys.argv[1]), settings, kind))), flush=True)
-    os._exit(0)
+    engines.prepare()
+    import tidemill.consumers.replica.server  # noqa: F401 - once, before the forks
+
+    results = {}
+    for name, scenario in SCENARIOS.items():
+        found = Path(sys.argv[1], name, "found.json")
+        assert forked(play, found, *scenario) == 0, f"scenario {name} failed"
+        results[name] = json.loads(found.read_text())
+    found = Path(sys.argv[1], "coordinator")
+    assert forked(coordinate, found) == -signal.SIGKILL
+    print(json.dumps({**results, "coordinator": int(found.read_text())}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,5 @@
 """An engine of two ranks is updated, proved and reported as one: versions under load, and damage of only one rank."""
 
-import json
-import signal
-import subprocess
-import sys
 from contextlib import suppress
 
 import psutil
@@ -13,12 +9,16 @@ from tests.consumers import ranks_driver
 from tests.consumers.replica_support import driven
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, vllm):
+    """The driver's results, by scenario."""
+    return driven("ranks_driver", tmp_path_factory.mktemp("ranks"))
+
+
 @pytest.fixture(scope="module", params=["dense", "experts"])
-def seen(request, tmp_path_factory, vllm):
-    """The driver's results for an engine with two ranks."""
-    settings = {"tensor_parallel": 2, "expert_ids": request.param == "experts"}
-    seen = driven("ranks_driver", tmp_path_factory.mktemp("ranks"), json.dumps(settings), request.param)
-    return {**seen, "kind": request.param}
+def seen(request, results):
+    """The results for an engine with two ranks."""
+    return {**results[request.param], "kind": request.param}
 
 
 def test_versions_under_load_are_proved_and_every_token_is_reported_with_its_version(seen):
@@ -84,10 +84,9 @@ def test_a_core_that_dies_during_a_call_ends_the_call_and_its_ranks(seen):
 
 
 @pytest.fixture(scope="module")
-def seen_together(tmp_path_factory, vllm):
-    """The driver's results for two engines with half of the experts each."""
-    settings = {"data_parallel": 2, "expert_parallel": True}
-    return driven("ranks_driver", tmp_path_factory.mktemp("together"), json.dumps(settings), "experts", "together")
+def seen_together(results):
+    """The results for two engines with half of the experts each."""
+    return results["together"]
 
 
 def test_engines_that_share_experts_apply_each_version_together(seen_together):
@@ -111,26 +110,6 @@ def test_one_flipped_bit_in_one_engine_fails_the_proof_of_both(seen_together):
     assert seen_together[f"{norm} then"] == seen_together[f"{expert} then"] == ""
 
 
-COORDINATED = """
-import os, signal, sys
-from tidemill.consumers.replica.environment import prepare_environment
-prepare_environment(1)
-from vllm.config import ParallelConfig
-from vllm.v1.engine.coordinator import DPCoordinator
-from tidemill.consumers.replica.plugin import register
-register()
-os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-coordinator = DPCoordinator(ParallelConfig(data_parallel_size=2))
-print(coordinator.proc.pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_the_coordinator_of_engines_side_by_side_dies_with_a_killed_server(vllm, tmp_path):
-    said = tmp_path / "said"
-    with said.open("w") as stream:
-        # Not a pipe: `run` would wait for its end as long as the coordinator holds it open.
-        done = subprocess.run([sys.executable, "-c", COORDINATED], stdout=stream, timeout=300)
-    assert done.returncode == -signal.SIGKILL
+def test_the_coordinator_of_engines_side_by_side_dies_with_a_killed_server(results):
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(int(said.read_text("utf-8"))).wait(60)
+        psutil.Process(results["coordinator"]).wait(60)
