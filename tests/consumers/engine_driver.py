@@ -44,10 +44,8 @@ class Kind:
 
 
 KINDS = {
-    "dense tied float32": Kind("float32", tied=True),
-    "dense tied bfloat16": Kind("bfloat16", tied=True),
+    "dense tied float32, norms float32": Kind("float32", tied=True, norms="float32"),
     "dense untied bfloat16": Kind("bfloat16"),
-    "dense untied float32, norms float32": Kind("float32", norms="float32"),
     "experts untied float32, padded": Kind("float32", intermediate=48),
     "experts tied bfloat16": Kind("bfloat16", tied=True, intermediate=64),
 }
@@ -181,27 +179,39 @@ class InProcess:
         """Return the proof."""
         return asdict(self.holdings.proof([self.work("prove")]))
 
-    def greedy(self) -> list[list[tuple[int, float]]]:
-        """Return tokens and logprobs of greedy completions of `prompts`."""
+    def begin(self, name: str, prompt: list[int], salt: str = "", **sampling: Any) -> None:
+        """Request an answer, by default a greedy one."""
         from vllm import SamplingParams
 
-        for n, prompt in enumerate(prompts()):
-            sampling = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
-            self.engine.add_request(str(n), {"prompt_token_ids": prompt}, sampling)
+        salted = {"cache_salt": salt} if salt else {}
+        asked = SamplingParams(**{"temperature": 0, **sampling})
+        self.engine.add_request(name, {"prompt_token_ids": prompt, **salted}, asked)
+
+    def end(self) -> dict[str, Any]:
+        """Wait for all answers and return them, by name."""
         done = {}
         while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                if output.finished:
-                    chosen = output.outputs[0]
-                    pairs = zip(chosen.token_ids, chosen.logprobs, strict=True)
-                    done[int(output.request_id)] = [(token, entry[token].logprob) for token, entry in pairs]
+            done |= {output.request_id: output for output in self.engine.step() if output.finished}
+        return done
+
+    def greedy(self) -> list[list[tuple[int, float]]]:
+        """Return tokens and logprobs of greedy completions of `prompts`."""
+        for n, prompt in enumerate(prompts()):
+            self.begin(str(n), prompt, max_tokens=12, logprobs=0)
+        done = self.end()
         self.engine.reset_prefix_cache()
-        return [done[n] for n in sorted(done)]
+        return [chosen(done[str(n)]) for n in range(len(done))]
 
     @property
     def model(self) -> torch.nn.Module:
         """The engine's own model."""
         return self.core.model_executor.driver_worker.worker.model_runner.model
+
+
+def chosen(output: Any) -> list[tuple[int, float]]:
+    """Return the tokens of an answer and their logprobs."""
+    (answer,) = output.outputs
+    return [(token, entry[token].logprob) for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
 
 
 def prompts() -> list[list[int]]:
@@ -243,7 +253,6 @@ def compare(kind: Kind, root: Path) -> dict[str, Any]:
         "original": total(old), "expected": total(new), "moved": moved.prove(), "fresh": fresh.prove(),
         "before": before, "moved_greedy": after, "fresh_greedy": fresh.greedy(),
         "distance": distance(after, logprobs_of(b, after)), "distance_to_old": distance(after, logprobs_of(a, after)),
-        "sizes": {name: parameter.numel() for name, parameter in moved.model.named_parameters()},
     }  # fmt: skip
     assert not moved.core.tidemill_undo()["refused"]
     result["undone"] = moved.prove()["total"]

@@ -30,24 +30,10 @@ class Routed(engines.InProcess):
         self.names = [spec.name for spec in specs]
         self.core.tidemill_install([(spec.name, list(spec.shape), spec.dtype) for spec in specs], 0, True)
 
-    def begin(self, prompts: dict[str, list[int]], salt: str, **sampling: Any) -> None:
-        """Request greedy answers."""
-        from vllm import SamplingParams
-
-        for name, prompt in prompts.items():
-            asked = SamplingParams(ignore_eos=True, **{"temperature": 0, "max_tokens": SHORT, **sampling})
-            self.engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": salt}, asked)
-
-    def end(self) -> dict[str, Any]:
-        """Wait for all answers and return them."""
-        done = {}
-        while self.engine.has_unfinished_requests():
-            done |= {output.request_id: output for output in self.engine.step() if output.finished}
-        return done
-
-    def answers(self, prompts: dict[str, list[int]], salt: str = "a", **sampling: Any) -> dict[str, Any]:
+    def answers(self, prompts: dict[str, list[int]], **sampling: Any) -> dict[str, Any]:
         """Return answers to prompts that are sent at once."""
-        self.begin(prompts, salt, **sampling)
+        for name, prompt in prompts.items():
+            self.begin(name, prompt, "a", ignore_eos=True, **{"max_tokens": SHORT, **sampling})
         return self.end()
 
 
@@ -96,7 +82,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def changed_under_way(engine: Routed, a: Path, prompt: list[int]) -> dict[str, Any]:
     """Change the version during an answer: tokens computed before the change have the experts of the first version."""
     old = engines.driver.view_of(a)
-    engine.begin({"moved": prompt}, "c", max_tokens=2 * SHORT)
+    engine.begin("moved", prompt, "c", ignore_eos=True, max_tokens=2 * SHORT)
     for _ in range(SHORT):
         engine.engine.step()
     engine.apply(old, engines.driver.nudged(old, seed=1, fraction=0.5), 1)
@@ -135,7 +121,7 @@ def main() -> None:
     }  # fmt: skip
     from tidemill.consumers.replica.weight_map import UnsupportedModelError
 
-    dense = engines.make_model(engines.KINDS["dense tied float32"], root / "dense")
+    dense = engines.make_model(engines.Kind("float32"), root / "dense")
     try:
         Routed(dense, "float32")
     except UnsupportedModelError as error:

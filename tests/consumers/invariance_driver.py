@@ -21,7 +21,7 @@ import numpy as np
 
 from tests.consumers import engine_driver as engines
 
-RUNS = 80
+RUNS = 40
 """Number of answers to the one prompt."""
 AT_ONCE, OTHERS = (1, 3, 5, 11), (0, 1, 2, 16, 7, 30, 3)
 """How many of them are requested at once, in turn, and with how many other requests."""
@@ -68,19 +68,9 @@ def waves(words: int, length: int, runs: int, tokens: int) -> Iterator[dict[str,
 
 def answers(engine: Any, wanted: dict[str, tuple[list[int], int, str]]) -> dict[str, Answer]:
     """Return greedy answers to requests that are sent at once."""
-    from vllm import SamplingParams
-
     for name, (prompt, tokens, salt) in wanted.items():
-        asked = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
-        engine.engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": salt}, asked)
-    done: dict[str, Answer] = {}
-    while engine.engine.has_unfinished_requests():
-        for output in engine.engine.step():
-            if output.finished:
-                (chosen,) = output.outputs
-                pairs = zip(chosen.token_ids, chosen.logprobs, strict=True)
-                done[output.request_id] = tuple((token, entry[token].logprob) for token, entry in pairs)
-    return done
+        engine.begin(name, prompt, salt, max_tokens=tokens, logprobs=0, ignore_eos=True)
+    return {name: tuple(engines.chosen(output)) for name, output in engine.end().items()}
 
 
 def unfit(engine: Any) -> str:
@@ -161,11 +151,11 @@ def main() -> None:
     """See the module's docstring."""
     engines.prepare()
     root, found = Path(sys.argv[1]), {}
-    kinds = {"dense": engines.KINDS["dense tied float32"], "experts": engines.Kind("float32", intermediate=64)}
+    kinds = {"dense": engines.Kind("float32", tied=True), "experts": engines.Kind("float32", intermediate=64)}
     made = {name: engines.make_model(kind, root / name) for name, kind in kinds.items()}
     # This is first: a server forks its engine, which is only possible before this process has computed anything.
     found["refusal"] = {way: asyncio.run(refusal(made["dense"], on)) for way, on in WAYS.items()}
-    for name, runs in {"dense": RUNS, "experts": RUNS // 4}.items():
+    for name, runs in {"dense": RUNS, "experts": RUNS // 2}.items():
         found[name] = compare(made[name], "float32", words=190, length=40, tokens=8, runs=runs)
     print(json.dumps(found), flush=True)
 
