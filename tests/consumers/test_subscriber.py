@@ -461,6 +461,23 @@ def test_a_start_from_a_store_that_does_not_answer_is_tried_again_after_a_backof
     assert [200 - left for left in tried] == [0, 10, 30, 70, 150]
 
 
+def test_a_stop_ends_the_fetch_of_a_replica_that_starts(harness, monkeypatch, tmp_path):
+    manifest, stopped = harness.next(anchor=True), threading.Event()
+    log, begun = JoinedLog(manifest, 200), []
+
+    def prepare(of_join, *_):
+        stopped.set()
+        begun.append(of_join)
+        of_join._rebuilder._interrupt()
+
+    monkeypatch.setattr(staging, "LogReader", lambda *_, **__: log)
+    monkeypatch.setattr(staging, "open_fetcher", lambda *_: nullcontext())
+    monkeypatch.setattr(staging.UpdateStaging, "prepare", prepare)
+    state = ReplicaState(manifest.run_id, manifest.branch)
+    assert staging.join(None, ReplicaSettings(), state, tmp_path, stopped.is_set) is None
+    assert len(begun) == 1
+
+
 def test_replicas_with_one_staging_directory_use_separate_directories_in_it(tmp_path):
     parent = tmp_path / "not" / "yet"
     with staging.private_directory(parent) as one, staging.private_directory(parent) as other:
