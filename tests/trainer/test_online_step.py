@@ -127,17 +127,17 @@ def test_metrics_keep_the_parts_apart() -> None:
 @pytest.mark.parametrize("estimator", [Estimator.K1, Estimator.K3])
 def test_the_divergence_from_the_reference_covers_both_parts(monkeypatch, estimator) -> None:
     kl = KlSettings(coefficient=0.5, in_loss=estimator is Estimator.K3, estimator=estimator)
-    moved = tiny_model()
+    moved, reference = tiny_model(), tiny_model()
     with torch.no_grad():
         for parameter in moved.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-    learner = Learner(moved, settings_of(kl=kl), tiny_model())
+    learner = Learner(moved, settings_of(kl=kl), reference)
     batch = make_trainable_batch("b", (0.0, 0.0, 0.0))
     found = gradient_of(learner, monkeypatch, [], 1, 0, 1, online=batch)
     assert any(value.any() for value in found.values())
     if estimator is Estimator.K1:
         rows = [pack([interaction], 1000, 64)[0] for interaction in batch.interactions]
-        k1 = [float((frozen_logprobs(moved, row) - frozen_logprobs(tiny_model(), row)).sum()) for row in rows]
+        k1 = [float((frozen_logprobs(moved, row) - frozen_logprobs(reference, row)).sum()) for row in rows]
         penalised = [-0.5 * value for value in k1]
         values = [1.5 * (value - float(np.mean(penalised))) for value in penalised]
         assert close(found, by_hand(moved, batch, values, divisor=16.0, bound=2.0))
