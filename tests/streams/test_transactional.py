@@ -41,6 +41,12 @@ def fill(settings: KafkaSettings, groups: Sequence[int], indices: Sequence[int] 
                 producer.send(Topic.ROLLOUTS, rollout(f"g{group}", index, reward=index / 3), key=f"g{group}")
 
 
+def fill_in_blocks(settings: KafkaSettings) -> None:
+    """Write groups six at a time, so that most transactions end a group and leave others open."""
+    for first in range(0, GROUPS, 6):
+        fill(settings, range(first, first + 6))
+
+
 def expected(settings: KafkaSettings) -> list[bytes]:
     """Return the groups that the machine makes of the log, without a worker."""
     run, stream = RunSettings(run_id=RUN_ID), StreamSettings()
@@ -66,7 +72,7 @@ def values(found: Sequence[ConsumedRecord]) -> list[bytes]:
 
 
 def test_errors_at_every_step_leave_each_group_there_once(settings, groups, tmp_path):
-    fill(settings, range(GROUPS))
+    fill_in_blocks(settings)
     with stream_process(settings, tmp_path, command=[DOOMED, "fail", *POINTS], **SMALL) as worker:
         found = read_all(groups, GROUPS, worker)
     assert values(found) == expected(settings)
@@ -76,7 +82,7 @@ def test_errors_at_every_step_leave_each_group_there_once(settings, groups, tmp_
 
 
 def test_kills_at_every_step_leave_each_group_there_once(settings, groups, tmp_path):
-    fill(settings, range(GROUPS))
+    fill_in_blocks(settings)
     for point in POINTS:
         doomed = stream_process(settings, tmp_path, command=[DOOMED, "kill", point], instance="one", **SMALL)
         with doomed as worker:
