@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 
 from tests.system.serving_load import TOKENS, serving
-from tidemill.schemas.config import KafkaSettings
 
 UPDATES = 20
 
 
 @pytest.mark.timeout(1500)
-def test_twenty_updates_under_load_fail_no_request_and_every_answer_is_recorded(kafka, topic_prefix, tmp_path):
-    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
-    load, recorded = asyncio.run(updated_under_load(settings, tmp_path))
+def test_twenty_updates_under_load_fail_no_request_and_every_answer_is_recorded(kafka, tmp_path):
+    load, recorded = asyncio.run(updated_under_load(kafka.fresh(), tmp_path))
     assert load.failures == []
     assert sorted(made.interaction_id for made in recorded) == sorted(load.interactions)
     assert {(made.sampled_tokens, made.finish_reason, made.arm) for made in recorded} == {(TOKENS, "length", "stable")}
