@@ -37,7 +37,7 @@ from tidemill.schemas.records import (
 )
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
-BATCHES = 2
+BATCHES = 1
 QUICK = [
     f"demo.online_batches={BATCHES}",
     "demo.online_limit_s=900",
