@@ -504,7 +504,7 @@ def bench(kafka, tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.mark.timeout(TIMEOUT_S)
 def test_the_audit_finds_rollouts_that_an_early_commit_loses(bench: Bench):
-    """In tests/producers/rollout/test_worker_killed.py the real worker loses none."""
+    """In tests/producers/rollout/test_worker.py the real worker loses none."""
     released = threading.Event()
 
     async def wait(request: dict, number: int) -> web.StreamResponse:
