@@ -99,8 +99,9 @@ class Tables:
         It is valid for `REST` times the time of all queries in view, and longer while the tables read no further.
         """
         given = parameters or {}
-        one = self._kept.setdefault(_key(sql, given, most), _Kept())
-        self._kept.move_to_end(_key(sql, given, most))
+        key = _key(sql, given, most)
+        one = self._kept.setdefault(key, _Kept())
+        self._kept.move_to_end(key)
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
         one.looked = time.monotonic()
@@ -118,7 +119,7 @@ class Tables:
         """Return the cached result of `kept` while it is valid; otherwise None, without a query for a newer one."""
         one = self._kept.get(_key(sql, parameters or {}, most))
         try:
-            if one is None or not (self._rests(one) or await self._current(one)):
+            if one is None or not (self._rests(one) or self._is_of(one, await self._state())):
                 return None
         except QueryFailed:
             return None
@@ -131,14 +132,15 @@ class Tables:
         cost = sum(each.cost for each in self._kept.values() if each.rows is not None and now - each.looked < LONGEST_S)
         return now - one.at < min(REST * cost, REST_S)
 
-    async def _current(self, one: _Kept) -> bool:
-        """Whether the tables have read no further since the query of a cached result."""
-        return one.rows is not None and time.monotonic() - one.at <= LONGEST_S and await self._state() == one.state
+    def _is_of(self, one: _Kept, state: object) -> bool:
+        """Whether a cached result is of this read progress of the tables, and not too old."""
+        return one.rows is not None and time.monotonic() - one.at <= LONGEST_S and state == one.state
 
     async def _renewed(self, one: _Kept, sql: str, given: Mapping[str, str], most: int) -> TableRows:
         try:
-            if one.rows is None or not await self._current(one):
-                state, at = await self._state(), time.monotonic()
+            state = await self._state()
+            if one.rows is None or not self._is_of(one, state):
+                at = time.monotonic()
                 one.rows = await self.ask(sql, given, most)
                 one.at, one.state = at, state
                 # While other queries run, a query takes longer than its own cost.
