@@ -7,7 +7,7 @@ identified by branch and number. A step does not name its branch: it made the ve
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,9 +103,10 @@ class VersionHistory:
             branch: the branch of the inputs; versions of other branches are returned only if it has none of them.
         """
         steps = {ending.step for ending in endings if ending.version is not None}
-        versions = [version for version, step in self._versions().items() if step is not None and step[0] in steps]
+        made_by = self._versions()
+        versions = [version for version, step in made_by.items() if step is not None and step[0] in steps]
         own = [version for version in versions if version[0] == branch]
-        return [self._traced(version) for version in sorted(own or versions, key=lambda one: (one[1], one[0]))]
+        return [self._traced(version, made_by) for version in sorted(own or versions, key=lambda one: (one[1], one[0]))]
 
     def _versions(self) -> dict[Version, StepAt | None]:
         """Return every version with the step that made it, None if the log no longer holds the step."""
@@ -126,16 +127,16 @@ class VersionHistory:
                 found[version] = (place, step)
         return found
 
-    def _traced(self, version: Version) -> TracedVersion:
-        containing = self._containing([version])
-        step_place, step = self._versions().get(version) or (None, None)
+    def _traced(self, version: Version, made_by: Mapping[Version, StepAt | None]) -> TracedVersion:
+        containing = self._containing([version], made_by)
+        step_place, step = made_by[version] or (None, None)
         manifest_place, manifest = self._manifests.get(version, (None, None))
-        made_by = step or manifest
+        maker = step or manifest
         return TracedVersion(
             version=version[1],
             branch=version[0],
             parent=step.parent_version if step is not None else None if manifest is None else manifest.parent,
-            step=0 if made_by is None else made_by.step,
+            step=0 if maker is None else maker.step,
             step_place=step_place,
             manifest_place=manifest_place,
             learning_rate=None if step is None else step.learning_rate,
@@ -146,9 +147,10 @@ class VersionHistory:
             contained_in=ranges(number for _, number in containing - {version}),
         )
 
-    def _containing(self, versions: Iterable[Version]) -> set[Version]:
+    def _containing(self, versions: Iterable[Version], made_by: Mapping[Version, StepAt | None]) -> set[Version]:
+        """Return versions and all their descendants; `made_by` is the result of `_versions`."""
         children: dict[Version, list[Version]] = {}
-        for (branch, number), step in self._versions().items():
+        for (branch, number), step in made_by.items():
             parent = self._manifests[branch, number][1].parent if step is None else step[1].parent_version
             if parent is not None:
                 children.setdefault((branch, parent), []).append((branch, number))
@@ -169,7 +171,7 @@ class VersionHistory:
     def contained_in(self, versions: Iterable[TracedVersion]) -> tuple[str, dict[str, int]]:
         """Return versions of one branch and all their descendants, as ranges, and the replicas that serve one of them
         now, with the version that they serve."""
-        containing = self._containing((made.branch, made.version) for made in versions)
+        containing = self._containing(((made.branch, made.version) for made in versions), self._versions())
         return ranges(number for _, number in containing), self._serving(containing)
 
     def ended(self, topic: Topic, name: str, member: str = "") -> Ended:
