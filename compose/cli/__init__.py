@@ -92,13 +92,15 @@ def main() -> None:
     try:
         app()
     except (*EXPLAINED, KafkaException) as error:
-        told = str(error) or type(error).__name__
+        message = str(error) or type(error).__name__
         if isinstance(error, KafkaException):
             cause = error.args[0]
             if cause.code() not in LOST:
                 raise
-            told = f"Kafka does not answer any more ({cause.str()}): check that its brokers run, then start this again"
+            message = (
+                f"Kafka does not answer any more ({cause.str()}): check that its brokers run, then start this again"
+            )
         if os.environ.get("TIDEMILL_TRACEBACK"):
             raise
-        typer.echo(f"tidemill: {told} (TIDEMILL_TRACEBACK=1 shows where)", err=True)
+        typer.echo(f"tidemill: {message} (TIDEMILL_TRACEBACK=1 shows where)", err=True)
         sys.exit(1)

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -94,8 +93,11 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
         except (KeyError, OSError):  # a user without a name
             decided_by = str(os.getuid())
     # Opened before the chain is read, so that no acknowledgement is between the two.
-    acks_from_now = partial(LogReader, settings.kafka, [Topic.ACKS], start="end", client_id="tidemill-weights-acks")
-    with acks_from_now() if wait_s and not dry_run else nullcontext() as acks:
+    with (
+        LogReader(settings.kafka, [Topic.ACKS], start="end", client_id="tidemill-weights-acks")
+        if wait_s and not dry_run
+        else nullcontext()
+    ) as acks:
         chain = read_chain(settings.kafka, settings.run)
         made = decision(chain, verdict, version, options["reason"], decided_by, now_us(), anchor_exists)
         following = DecisionFollowers(made, chain.head.version, to_us(options["recent_s"]))
