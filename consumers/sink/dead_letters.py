@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing
-from itertools import chain
-from typing import TYPE_CHECKING, cast
+from contextlib import AbstractContextManager
+from typing import cast
 
 from confluent_kafka import OFFSET_BEGINNING, Message
 
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
-from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, Partition
-from tidemill.schemas.log.consumed import decoded
 from tidemill.schemas.log.producer import (
     HEADER_APPLICATION,
     HEADER_OFFSET,
@@ -25,10 +22,6 @@ from tidemill.schemas.log.producer import (
     HEADER_TOPIC,
 )
 from tidemill.schemas.log.reader import PartitionReader
-from tidemill.schemas.log.watermarks import partitions_of
-
-if TYPE_CHECKING:
-    from tidemill.consumers.sink.writer import Erasures
 
 CLIENT_ID = "tidemill-sink-dlq"
 
@@ -65,50 +58,6 @@ def dead_letter_row(message: Message) -> Row:
     own = (message.topic() or "", message.partition() or 0, message.offset() or 0, message.timestamp()[1])
     value = message.value() or b""
     return Row(*own, message.key() or b"", dead_letter(headers, own, value), len(value))
-
-
-PRODUCT = (Topic.INTERACTIONS, Topic.OUTCOMES, Topic.FEEDBACK)
-"""The topics whose keys begin with the id of an interaction."""
-
-
-def interaction_of(key: bytes) -> bytes:
-    """Return the id of the interaction that a record or a dead letter of the topics `PRODUCT` is about."""
-    return key.split(b"/")[0]
-
-
-def erased_interactions(kafka: KafkaSettings, letters: Iterable[tuple[bytes, int]], erasures: Erasures) -> set[bytes]:
-    """Return the ids of those interactions that some dead letters are about and that were erased.
-
-    The broker removes an erased interaction, and later its tombstone. An interaction without both counts as erased if a
-    user was erased after the record that became the letter was written.
-
-    Args:
-        letters: the key of each letter, and the time of its record in milliseconds.
-        erasures: every erasure in the log.
-
-    Raises like `LogReader.read_to_end`.
-    """
-    last = max(erasures.before.values(), default=-1)
-    times: dict[bytes, int] = {}
-    for key, written_ms in letters if erasures.before else ():
-        if name := interaction_of(key):
-            times[name] = min(written_ms, times.get(name, written_ms))
-    erased = {name for name, written_ms in times.items() if written_ms * 1_000 <= last}
-    if not times:
-        return erased
-    codec, topic = Codec(kafka.registry_url), Names(kafka.topic_prefix).of(Topic.INTERACTIONS)
-    with closing(PartitionReader(kafka, CLIENT_ID, may_have_holes={topic})) as log:
-        log.assign({(topic, number): OFFSET_BEGINNING for number in partitions_of(log.client, topic)})
-        for message in chain.from_iterable(log.read_until(log.ends())):
-            name, value = message.key() or b"", message.value()
-            # Few records are of these interactions, and decoding all would take long.
-            if name in times:
-                record, _ = decoded(codec, value)
-                if value is None or erasures.covers(record, message.timestamp()[1]):
-                    erased.add(name)
-                else:
-                    erased.discard(name)
-    return erased
 
 
 class DeadLetterReader(AbstractContextManager["DeadLetterReader"]):

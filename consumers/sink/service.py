@@ -16,13 +16,14 @@ from contextlib import ExitStack, closing, contextmanager
 import pyarrow as pa
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.dead_letters import PRODUCT, DeadLetterReader, erased_interactions
+from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.engine import connect
+from tidemill.consumers.sink.erasures import PRODUCT, Erasures, erased_interactions, known_erasures
 from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import SinkState, remove_state, write_state
 from tidemill.consumers.sink.rows import DeadLetter, PendingRows, Row, row_of
-from tidemill.consumers.sink.writer import Erasures, Writer
-from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.consumers.sink.writer import Writer
+from tidemill.schemas.catalogue import CATALOGUE, Names
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.client_settings import Partition
 from tidemill.schemas.log.guard import RetentionGap
@@ -153,15 +154,6 @@ def open_tables(sink: SinkSettings, erasures: Erasures | None = None) -> Iterato
             write_state(sink.directory, SinkState(os.getpid(), url, sink.database))
             stack.callback(remove_state, sink.directory)
         yield writer, url
-
-
-def known_erasures(kafka: KafkaSettings) -> Erasures:
-    """Read every ERASE of the log before the first row is written, so that a rebuild does not show erased records."""
-    erasures = Erasures()
-    with LogReader(kafka, [Topic.USER_REQUESTS], client_id="tidemill-sink-requests") as reader:
-        for located in reader.read_to_end():
-            erasures.observe(located.record)
-    return erasures
 
 
 def release_unused_memory() -> None:

@@ -29,7 +29,7 @@ import pyarrow as pa
 
 from tidemill.consumers.sink.columns import INTEGER, NAME, PARTITION, arrow_table
 from tidemill.consumers.sink.config import FLUSH_BYTES, MergeSettings, TableEngine
-from tidemill.consumers.sink.dead_letters import interaction_of
+from tidemill.consumers.sink.erasures import EVENT_TIMES, Erasures
 from tidemill.consumers.sink.rows import DeadLetter, DeletedKey, Row, cut
 from tidemill.consumers.sink.tables import GAPS, OWN_TABLES, WATERMARKS, table_settings, tables
 from tidemill.schemas.catalogue import CATALOGUE, Topic
@@ -66,10 +66,6 @@ class TableProgress:
                 self.highest[key] = row.offset
 
 
-EVENT_TIMES: Mapping[type, str] = {Interaction: "served_at", Feedback: "observed_at", Outcome: "served_at"}
-"""Record types that belong to a user, and the field with their event time."""
-
-
 @dataclass(frozen=True, slots=True)
 class Deletion:
     """Rows of one table to delete: a condition in SQL, with its parameters."""
@@ -77,51 +73,6 @@ class Deletion:
     table: str
     condition: str
     parameters: dict[str, Any] = field(default_factory=dict)
-
-
-class Erasures:
-    """The newest ERASE of each user, and interactions that were erased."""
-
-    def __init__(self) -> None:
-        self.before: dict[str, int] = {}
-        """Time of each user's newest ERASE, in microseconds."""
-        self.interactions: set[bytes] = set()
-        """Ids of erased interactions that are known, to leave out dead letters about them."""
-
-    def observe(self, record: object) -> None:
-        """Observe a request; other records are ignored. A repeated request changes nothing."""
-        if isinstance(record, UserRequest) and record.wish is UserWish.ERASE:
-            self.before[record.user_id] = max(record.at, self.before.get(record.user_id, record.at))
-
-    def observe_rows(self, rows: Sequence[Row]) -> set[bytes]:
-        """Observe requests, interactions and tombstones of these; return the ids of the erased interactions among them
-        that were not known."""
-        for row in rows:
-            self.observe(row.record)
-        found = set[bytes]()
-        for row in rows:
-            record = row.record
-            if isinstance(record, Interaction) and self.covers(record, row.timestamp_ms):
-                found.add(record.interaction_id.encode())
-            elif isinstance(record, DeletedKey) and record.topic is Topic.INTERACTIONS:
-                found.add(row.key)
-        found -= self.interactions
-        self.interactions |= found
-        return found
-
-    def covers(self, record: object, timestamp_ms: int) -> bool:
-        """Whether a record belongs to an erased user and dates from before their request."""
-        event_time = EVENT_TIMES.get(type(record))
-        if event_time is None:
-            return False
-        before = self.before.get(record.user_id)  # type: ignore[attr-defined]  # the types of EVENT_TIMES have it
-        return before is not None and min(getattr(record, event_time), 1000 * timestamp_ms) <= before
-
-    def hides(self, row: Row) -> bool:
-        """Whether a row must not be shown: data of an erased user, or a dead letter about an erased interaction."""
-        if isinstance(row.record, DeadLetter):
-            return interaction_of(row.key) in self.interactions
-        return self.covers(row.record, row.timestamp_ms)
 
 
 def of_user(request: UserRequest, database: str) -> Iterator[Deletion]:

@@ -13,9 +13,10 @@ from tests.consumers.product_support import SECOND, interaction, request, two_pe
 from tests.consumers.sink_support import PREFIX, START_US, rows_of
 from tidemill.consumers.sink.config import SinkSettings, TableEngine
 from tidemill.consumers.sink.engine import connect
+from tidemill.consumers.sink.erasures import Erasures
 from tidemill.consumers.sink.rows import DeadLetter, DeletedKey, Row, row_of
 from tidemill.consumers.sink.tables import WATERMARKS
-from tidemill.consumers.sink.writer import Erasures, Writer
+from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import UserWish

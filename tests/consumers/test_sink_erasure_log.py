@@ -14,9 +14,8 @@ from tests.consumers.sink_support import START_US, rows_of
 from tests.consumers.test_sink_log import DEADLINE_S, Sink
 from tests.waiting import until
 from tidemill.consumers.operate.rights.erase import erase
-from tidemill.consumers.sink.dead_letters import erased_interactions
+from tidemill.consumers.sink.erasures import erased_interactions, known_erasures
 from tidemill.consumers.sink.query import read_state
-from tidemill.consumers.sink.service import known_erasures
 from tidemill.schemas.catalogue import Names, Topic, tick_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import StoreSettings

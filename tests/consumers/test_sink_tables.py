@@ -22,10 +22,11 @@ from tests.consumers.sink_support import PACKED, PREFIX, generated, rollout, row
 from tidemill.consumers.sink.columns import Column, Schema, list_array, packed_lists, record_columns
 from tidemill.consumers.sink.config import MergeSettings, SinkSettings, TableEngine
 from tidemill.consumers.sink.engine import ALLOCATOR, connect, engine_options
+from tidemill.consumers.sink.erasures import Erasures
 from tidemill.consumers.sink.rows import DeadLetter, cut, row_of
 from tidemill.consumers.sink.service import release_unused_memory
 from tidemill.consumers.sink.tables import tables
-from tidemill.consumers.sink.writer import Erasures, TableProgress, Writer
+from tidemill.consumers.sink.writer import TableProgress, Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.codec import RECORD_TYPES, current_schema
 from tidemill.schemas.log.consumed import ConsumedRecord
