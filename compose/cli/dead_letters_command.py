@@ -213,8 +213,8 @@ def _chosen(letters: DeadLetters, names: list[str] | None, topic: list[str] | No
             n_bytes += letter.raw.n_bytes
         if n_bytes > MOST_BYTES:
             raise ValueError(
-                f"more than {MOST_BYTES // 2**20} MiB of dead letters are chosen, which are sorted in memory: name "
-                "fewer, by --topic, --reason or their positions"
+                f"more than {MOST_BYTES // 2**20} MiB of dead letters are chosen, and this command sorts them in "
+                "memory: name fewer, by --topic, --reason or their positions"
             )
     return chosen
 

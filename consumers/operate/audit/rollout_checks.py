@@ -272,8 +272,8 @@ def _erasure_time(run: AuditedRun, member: r.OnlineMember) -> int | None:
     answer = run.served.get(member.interaction_id)
     if answer is not None:
         return min((at for at in requests if answer.record.served_at <= at), default=None)
-    # Its own time is unknown, and that of its tombstone is in whole milliseconds. The tombstone was written for the
-    # newest request of that time, or for an earlier one.
+    # The log no longer holds the answer, so that its time is unknown. Its tombstone was written after the request, and
+    # the tombstone's time is in whole milliseconds: take the newest request that is not later.
     gone_at = run.erased.get(member.interaction_id)
     return max((at for at in requests if gone_at is None or at < gone_at + 1_000), default=None)
 
