@@ -91,7 +91,7 @@ def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
 
 
 class LetterCount:
-    """A count of the letters with one source topic and one reason. The letters are not kept: memory may be too small."""
+    """A count of the letters with one source topic and one reason. It keeps no letters: memory may be too small."""
 
     def __init__(self, first: StoredLetter) -> None:
         self.letters = 0
