@@ -192,6 +192,7 @@ def test_a_gate_killed_in_a_comparison_decides_what_it_would_have_decided(branch
 
     def half(branch: Branch) -> None:
         branch.publish(0, 12)
+        branch.wait_last(GateVerdict.ADMIT, 0)
         branch.publish(1, 12)
         branch.wait_compared(1)
         branch.users(0.7, (1, 0), 8, seed=5)
@@ -216,33 +217,35 @@ def test_a_gate_killed_in_a_comparison_decides_what_it_would_have_decided(branch
 
 def test_a_persons_decision_overrides_the_gate(branch, tmp_path):
     log = WeightLog(branch.kafka, branch.run, tmp_path / "store")
-    log.grow(3)
+    log.grow(1)
     with kept(branch):
-        for version in (0, 2):
-            branch.producer.send_acked(Topic.GROUPS, [("g", bench(version, 12, run=branch.run))])
-        branch.wait_compared(2)
+        branch.producer.send_acked(Topic.GROUPS, [("g", bench(0, 12, run=branch.run))])
+        branch.wait_last(GateVerdict.ADMIT, 0)
+        log.grow(2)
+        branch.producer.send_acked(Topic.GROUPS, [("g", bench(1, 12, run=branch.run))])
+        branch.wait_compared(1)
         held = ask(branch, "hold", "v0", "--reason", "a launch", "--by", "ada", "--json")
         assert held.exit_code == 0 and json.loads(held.stdout)["decision"]["verdict"] == "hold"
-        branch.users(0.0, (2, 0), 60, seed=1)
+        branch.users(0.0, (1, 0), 60, seed=1)
         shown = ask(branch, "status", "--json")
         found = json.loads(shown.stdout)
         assert (found["stage"], found["held_by"]["decided_by"], found["promoted"], found["head"]) == (
             "held",
             "ada",
             0,
-            2,
+            1,
         )
         assert "held by ada (hold 0): a launch" in ask(branch, "status").stdout
-        assert ask(branch, "veto", 2, "--reason", "it flatters", "--by", "ada").exit_code == 0
-        again = ask(branch, "veto", 2)
+        assert ask(branch, "veto", 1, "--reason", "it flatters", "--by", "ada").exit_code == 0
+        again = ask(branch, "veto", 1)
         assert isinstance(again.exception, VersionError) and "rejected by ada: it flatters" in str(again.exception)
         assert ask(branch, "release", "--by", "ada").exit_code == 0
-        log.grow(4)
-        branch.producer.send_acked(Topic.GROUPS, [("g", bench(3, 12, run=branch.run))])
-        branch.wait_compared(3)
-        branch.users(1.0, (3, 0), 60, seed=2)
-        branch.wait_last(GateVerdict.PROMOTE, 3)
-        assert ask(branch, "rollback", 0, "--reason", "3 repeats itself").exit_code == 0
+        log.grow(3)
+        branch.producer.send_acked(Topic.GROUPS, [("g", bench(2, 12, run=branch.run))])
+        branch.wait_compared(2)
+        branch.users(1.0, (2, 0), 60, seed=2)
+        branch.wait_last(GateVerdict.PROMOTE, 2)
+        assert ask(branch, "rollback", 0, "--reason", "2 repeats itself").exit_code == 0
         assert [verdict for verdict, _ in branch.verdicts()] == [
             "admit", "canary", "canary", "hold", "reject", "release", "canary", "canary", "promote", "roll_back",
         ]  # fmt: skip
