@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.trainer import rank_driver
+from tests.trainer.families import make_model
 from tests.trainer.run_log import run_of, write_groups, written
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.commit import read_versions
@@ -29,7 +31,8 @@ TRAINER = {
     "kl": {"coefficient": 0.01}, "optimizer": {"learning_rate": 1e-3}, "row_tokens": 128, "checkpoint_every": 2,
     "publish": {"anchor_every": 3, "skips": []}, "device": "cpu", "ranks_timeout_s": 60,
 }  # fmt: skip
-RUNS = ("alone", "torchrun", "killed")
+EXPERTS = {"experts": "grouped_mm", "expert_parallel": 2}
+RUNS = ("alone", "torchrun", "killed", "experts", "killed-experts")
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,19 @@ class Log:
     kafka: KafkaSettings
     root: Path
     model: str
+    experts: str
 
     @property
     def store(self) -> StoreSettings:
         return StoreSettings(root=str(self.root / "store"))
 
+    def trainer(self, run: str) -> dict:
+        """Return the trainer's settings of a run."""
+        return TRAINER | ({"model": self.experts, **EXPERTS} if "experts" in run else {"model": self.model})
+
     @property
     def settings(self) -> TrainerSettings:
-        return TrainerSettings(model=self.model, **TRAINER)
+        return TrainerSettings(**self.trainer("torchrun"))
 
     def steps(self, name: str) -> list[TrainStep]:
         return written(self.kafka, TrainStep, name)
@@ -54,7 +62,7 @@ class Log:
     def job(self, name: str, run: str, ranks: int, max_steps: int = STEPS, **options: object) -> dict:
         told = {
             "kafka": self.kafka.model_dump(mode="json"), "run": run_of(run, max_steps).model_dump(mode="json"),
-            "store": self.store.root, "trainer": {"model": self.model, **TRAINER},
+            "store": self.store.root, "trainer": self.trainer(run),
         }  # fmt: skip
         return {"name": name, "ranks": ranks, "scenario": "role", "options": told | options}
 
@@ -64,46 +72,51 @@ def log(kafka, tiny_checkpoint, tmp_path_factory) -> Log:
     root = tmp_path_factory.mktemp("ranks_log")
     settings = kafka.fresh(1)
     write_groups(settings, range(2 * STEPS + 2), RUNS)
-    made = Log(settings, root, tiny_checkpoint)
+    make_model("Qwen3Moe").to(torch.bfloat16).save_pretrained(root / "experts")
+    made = Log(settings, root, tiny_checkpoint, str(root / "experts"))
+    for run in ("torchrun", "experts"):
+        run_and_stop(made, run)
     jobs = [
         made.job("alone", "alone", 1),
         made.job("killed", "killed", 2, kill=["1", 3], answers_s=0.2),
         made.job("continued", "killed", 2),
         made.job("replayed", "killed", 2, steps=[2, 4]) | {"scenario": "replayed"},
         made.job("then alone", "killed", 1, STEPS + 1),
+        made.job("killed-experts", "killed-experts", 2, kill=["1", 3], answers_s=0.2),
+        made.job("continued-experts", "killed-experts", 2),
+        made.job("replayed-experts", "killed-experts", 2, steps=[2, 4]) | {"scenario": "replayed"},
     ]
     (root / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
-    run_and_stop(made)
     print("\n".join(f"{path.stem}:\n{path.read_text()}" for path in sorted(root.glob("*-?.log"))))
     return made
 
 
-def run_and_stop(log: Log) -> None:
+def run_and_stop(log: Log, run: str) -> None:
     """Train with torchrun until no group is left, then request a stop."""
-    with (log.root / "torchrun.log").open("w") as output:
-        process = subprocess.Popen(torchrun(log), cwd=ROOT, stdout=output, stderr=output)
+    with (log.root / f"{run}.log").open("w") as output:
+        process = subprocess.Popen(torchrun(log, run), cwd=ROOT, stdout=output, stderr=output)
         try:
             deadline = time.monotonic() + 300
-            while len(log.steps("torchrun")) <= STEPS and process.poll() is None and time.monotonic() < deadline:
+            while len(log.steps(run)) <= STEPS and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.2)
             process.send_signal(signal.SIGTERM)
             process.wait(60)
         finally:
             process.kill()
-    print((log.root / "torchrun.log").read_text())
+    print((log.root / f"{run}.log").read_text())
 
 
-def torchrun(log: Log) -> list[str]:
+def torchrun(log: Log, run: str) -> list[str]:
     """Return the documented command for two ranks, without a limit on steps."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tidemill"]
-    told = {"run_id": "torchrun", "model": log.model, "max_steps": 1000, "bootstrap": log.kafka.bootstrap}
+    told = {"run_id": run, "max_steps": 1000, "bootstrap": log.kafka.bootstrap}
     sets = {
         "kafka.topic_prefix": log.kafka.topic_prefix, "kafka.partitions": 1, "store.root": log.store.root,
         "run.seed": 7, "run.groups_per_step": 2, "run.max_policy_lag": 10,
-        **{f"trainer.{key}": json.dumps(value) if isinstance(value, dict) else value for key, value in TRAINER.items()},
+        **{f"trainer.{k}": json.dumps(v) if isinstance(v, dict) else v for k, v in log.trainer(run).items()},
     }  # fmt: skip
     flags = [text for key, value in told.items() for text in (f"--{key.replace('_', '-')}", str(value))]
     return [*start, "train", *flags, *(text for key, value in sets.items() for text in ("--set", f"{key}={value}"))]
@@ -113,20 +126,22 @@ def ended(log: Log, name: str) -> list[int]:
     return json.loads((log.root / f"{name}.json").read_text())
 
 
-def test_two_runs_of_two_ranks_are_bit_equal(log):
+@pytest.mark.parametrize("runs", [("torchrun", "killed"), ("experts", "killed-experts")], ids=["dense", "experts"])
+def test_two_runs_of_two_ranks_are_bit_equal(log, runs):
     """One run by torchrun; in the other, a rank was killed during step 3 and the run was started again."""
-    torchrun, killed = (log.steps(name)[:STEPS] for name in ("torchrun", "killed"))
+    torchrun, killed = (log.steps(name)[:STEPS] for name in runs)
     assert [step.step for step in torchrun] == list(range(1, STEPS + 1))
     assert [step.fingerprint for step in torchrun] == [step.fingerprint for step in killed]
     assert [step.metrics["loss"] for step in torchrun] == [step.metrics["loss"] for step in killed]
     assert [i.group_id for step in killed for i in step.inputs] == [f"g{n}" for n in range(2 * STEPS)]
 
 
-def test_a_killed_rank_ends_the_job_and_is_named(log):
-    first, killed = ended(log, "killed")
+@pytest.mark.parametrize("name", ["killed", "killed-experts"])
+def test_a_killed_rank_ends_the_job_and_is_named(log, name):
+    first, killed = ended(log, name)
     assert (first, killed) == (1, -9)
-    assert "RanksLostError: rank 1 is gone or hangs" in (log.root / "killed-0.log").read_text()
-    assert ended(log, "continued") == [0, 0]
+    assert "RanksLostError: rank 1 is gone or hangs" in (log.root / f"{name}-0.log").read_text()
+    assert ended(log, name.replace("killed", "continued")) == [0, 0]
 
 
 def test_ranks_that_are_asked_to_stop_leave_a_checkpoint(log):
@@ -165,8 +180,9 @@ def test_every_version_has_the_weights_of_its_step(log, name):
     assert sum((fingerprint for _, fingerprint in held.infos.values()), ZERO).hex() == newest.fingerprint
 
 
-def test_steps_of_two_ranks_are_repeated_by_two_ranks(log):
-    assert json.loads((log.root / "replayed-0.json").read_text()) == {"same": [True, True, True]}
+@pytest.mark.parametrize("name", ["replayed", "replayed-experts"])
+def test_steps_of_two_ranks_are_repeated_by_two_ranks(log, name):
+    assert json.loads((log.root / f"{name}-0.json").read_text()) == {"same": [True, True, True]}
 
 
 def test_steps_of_two_ranks_are_not_repeated_by_one_process(log):
