@@ -6,6 +6,7 @@ decides which clients may see the page, and limits what a browser may do with it
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import logging
@@ -28,8 +29,8 @@ from tidemill.consumers.sink.query import answers, read_state
 from tidemill.consumers.sink.service import open_tables as opened
 from tidemill.consumers.view import ask, log, rollouts
 from tidemill.consumers.view.config import ViewSettings, is_loopback
-from tidemill.consumers.view.panels import PAGES, Page
-from tidemill.consumers.view.site import HERE, MOST_VALUE, STATIC, Site
+from tidemill.consumers.view.panels import PAGES, Page, panels
+from tidemill.consumers.view.site import HERE, MOST_VALUE, READ_ROWS, STATIC, Site, arguments
 from tidemill.consumers.view.tables import Tables
 from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
@@ -37,6 +38,8 @@ from tidemill.schemas.shutdown import stop_on_signals
 
 GRACE_S = 2
 BACKLOG = 128
+FIRST_S = 1.0
+"""Maximum seconds for which the server waits, before it accepts readers, for the results that its first page shows."""
 OF_STEP = ("step", "step_inputs", "step_exclusions", "step_metrics", "step_lag", "step_plans")
 OF_VERSION = ("version", "version_deltas", "version_proofs", "version_decisions", "version_tensors")
 OF_INTERACTION = ("interaction_path", "interaction")
@@ -112,8 +115,8 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
     async def step_or_version(request: Request) -> Response:
         """Serve the page of a step or version; `?run=` selects the run if several have the same number."""
         ((name, number),) = request.path_params.items()
-        area, panels = ("run", OF_STEP) if name == "step" else ("weights", OF_VERSION)
-        page, values = Page(area, f"{name.title()} {number}", panels), {**request.query_params, name: str(number)}
+        area, shown = ("run", OF_STEP) if name == "step" else ("weights", OF_VERSION)
+        page, values = Page(area, f"{name.title()} {number}", shown), {**request.query_params, name: str(number)}
         return await site.page(page, values, path=request.url.path)
 
     async def interaction(request: Request) -> Response:
@@ -137,6 +140,11 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        shown = (panels()[name] for name in PAGES[0].panels)
+        asked = [tables.kept(panel.sql, arguments(panel, {}), READ_ROWS) for panel in shown]
+        first = asyncio.gather(tables.kept(panels()["runs"].sql), *asked, return_exceptions=True)
+        # A query that takes longer goes on, and the first reader joins it.
+        await asyncio.wait({first}, timeout=FIRST_S)
         yield
         await tables.close()
 

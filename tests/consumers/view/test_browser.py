@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -173,19 +174,24 @@ def test_a_first_look_reads_the_panels_in_sight_and_the_next_one_comes_with_them
     arguments = [word for setting in settings for word in ("--set", setting)]
     with serving(tmp_path / "view.log", *arguments) as (url, _process):
 
-        def opened() -> tuple[Page, list[str]]:
+        def opened(path: str) -> tuple[Page, list[str]]:
             look, asked = look_as(), list[str]()
-            look.page.on("request", lambda request: asked.append(request.url))
-            return look.open(f"{url}/run"), asked
+            look.page.on("request", lambda request: asked.append(urlsplit(request.url).path))
+            return look.open(f"{url}/{path}"), asked
 
-        page, first = opened()
-        assert any("/panel/held_out_by_version" in url for url in first)
-        assert not any("/panel/refusals" in url for url in first)
-        with page.expect_request("**/panel/refusals*"):
-            page.get_by_role("region", name="Refused versions").scroll_into_view_if_needed()
-        page, second = opened()
-        known = page.get_by_role("region", name="Held-out success by weight version", exact=True)
-        expect(known.locator("canvas")).to_be_visible()
-        assert not {url for url in first if "/panel/" in url} & set(second)
+        def shown(page: Page, title: str) -> None:
+            region = page.get_by_role("region", name=title, exact=True)
+            expect(region.locator("canvas")).to_be_visible()
+
+        page, asked = opened("run")
+        shown(page, "Held-out success by weight version")
+        assert not any(path.startswith("/panel/") for path in asked)
+        page, first = opened("users")
+        assert "/panel/reward_by_arm" in first and "/panel/arms" not in first
+        with page.expect_request("**/panel/arms*"):
+            page.get_by_role("region", name="Arms", exact=True).scroll_into_view_if_needed()
+        page, second = opened("users")
+        shown(page, "Satisfaction by arm and version")
+        assert not {path for path in first if "/panel/" in path} & set(second)
         for context in page.context.browser.contexts:
             context.close()  # before the server ends, whose absence they would note
