@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 from tidemill.kernels import classes, compare, fingerprint
 from tidemill.kernels.classes import Active, ClassStreams, ClassTable
-from tidemill.kernels.elements import AnyArray, Counts, ElementType, flat_row
+from tidemill.kernels.compiled import Counts
+from tidemill.kernels.elements import AnyArray, ElementType, flat_row
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey
 
 ENVIRONMENT = "TIDEMILL_KERNELS"

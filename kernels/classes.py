@@ -25,9 +25,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels.compiled import WORD, compiled, count_ones, extract_field, nth_one, within
-from tidemill.kernels.elements import Counts, ElementType, Form, Values, folded, form_of, moved
-from tidemill.kernels.fingerprint import Bits, Indices
+from tidemill.kernels.compiled import (
+    WORD,
+    Bits,
+    Counts,
+    Indices,
+    Values,
+    compiled,
+    count_ones,
+    extract_field,
+    nth_one,
+    within,
+)
+from tidemill.kernels.elements import ElementType, Form, folded, form_of, moved
 from tidemill.kernels.wire import DeltaError
 
 SEGMENT = 256

@@ -18,8 +18,7 @@ from pcodec import ChunkConfig, standalone
 from tidemill.kernels import rans
 from tidemill.kernels.block import CoderChoice
 from tidemill.kernels.classes import ClassStreams
-from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import Counts, Values
+from tidemill.kernels.compiled import Counts, Values, compiled
 from tidemill.kernels.models import (
     ALL_ZERO,
     BIT,

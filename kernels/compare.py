@@ -9,9 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from tidemill.kernels.classes import SEGMENT, Active
-from tidemill.kernels.compiled import WORD, compiled, differing, lowest_one
-from tidemill.kernels.elements import Counts, ElementType, Form, form_of
-from tidemill.kernels.fingerprint import Bits, Indices
+from tidemill.kernels.compiled import WORD, Bits, Counts, Indices, compiled, differing, lowest_one
+from tidemill.kernels.elements import ElementType, Form, form_of
 
 TILE = 1 << 16
 """Elements compared between two checks of the free space for differences."""

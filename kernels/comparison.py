@@ -22,6 +22,7 @@ import numpy.typing as npt
 import zstandard
 
 from tidemill.kernels.bounds import NOTHING, DeltaBounds, DeltaCounts
+from tidemill.kernels.compiled import Bits, Indices
 from tidemill.kernels.delta import (
     CodecSettings,
     StreamWriter,
@@ -33,7 +34,6 @@ from tidemill.kernels.delta import (
 )
 from tidemill.kernels.elements import element_type, flat_bits
 from tidemill.kernels.encoder import DeltaEncoder, Encoded
-from tidemill.kernels.fingerprint import Bits, Indices
 
 ZSTD_LEVEL = 1
 INDEX = np.dtype("<i4")

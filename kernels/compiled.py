@@ -1,4 +1,4 @@
-"""Compilation of loops, and functions over vectors for compiled loops.
+"""Compilation of loops, the types of their arrays, and functions over vectors for compiled loops.
 
 Loops are machine code without the interpreter lock, cached next to the module that defines them: they run in parallel
 in plain threads, and a second process on the same machine starts without compiling. They use integer arithmetic only:
@@ -18,11 +18,19 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 from numba.core.errors import TypingError
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
+
+Bits = npt.NDArray[np.unsignedinteger[Any]]
+"""Bit patterns of elements: u1 (fp8, int8, packed int4), u2 (bf16, fp16) or u4 (fp32)."""
+Indices = npt.NDArray[np.int64]
+"""Flat indices of elements in checkpoint coordinates."""
+Values = npt.NDArray[np.uint32]
+Counts = npt.NDArray[np.int64]
 
 Loop = TypeVar("Loop", bound=Callable[..., object])
 

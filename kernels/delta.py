@@ -40,9 +40,9 @@ from tidemill.kernels.block import (
     read_body,
     read_header,
 )
-from tidemill.kernels.compiled import compiled
+from tidemill.kernels.compiled import Bits, Indices, compiled
 from tidemill.kernels.elements import AnyArray, TensorChange, element_type, flat_bits
-from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, Indices, TensorKey, fingerprint_change
+from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint_change
 from tidemill.kernels.payload import ElementChanges, unpack
 from tidemill.kernels.wire import DeltaError
 

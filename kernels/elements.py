@@ -17,10 +17,8 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from tidemill.kernels.compiled import compiled
-from tidemill.kernels.fingerprint import Bits
+from tidemill.kernels.compiled import Bits, Values, compiled
 from tidemill.kernels.wire import DeltaError
 
 AnyArray = Any
@@ -127,8 +125,6 @@ def flat_row(tensor: AnyArray) -> AnyArray:
     return tensor.detach().view(-1).view(row_types[tensor.element_size()])
 
 
-Values = npt.NDArray[np.uint32]
-Counts = npt.NDArray[np.int64]
 Form = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
 """Parameters of an element type: shift of the exponent; its mask; shift of the sign; mask of all bits; the bits that
 `_place` flips in a pattern with sign 0; the bits in which the flips for the two signs differ."""

@@ -17,19 +17,11 @@ It detects damage, not attacks: a person who knows the keys can build collisions
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from tidemill.kernels.compiled import compiled
-
-Bits = npt.NDArray[np.unsignedinteger[Any]]
-"""Bit patterns of elements: u1 (fp8, int8, packed int4), u2 (bf16, fp16) or u4 (fp32)."""
-
-Indices = npt.NDArray[np.int64]
-"""Flat indices of elements in checkpoint coordinates."""
+from tidemill.kernels.compiled import Bits, Indices, compiled
 
 Lanes = tuple[np.uint64, np.uint64]
 

@@ -31,8 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels.compiled import bit_length, compiled
-from tidemill.kernels.elements import Counts, Values
+from tidemill.kernels.compiled import Counts, Values, bit_length, compiled
 from tidemill.kernels.wire import BitReader, BitWriter, DeltaError
 
 FRACTION = 24

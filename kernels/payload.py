@@ -29,9 +29,8 @@ from tidemill.kernels.block import CoderChoice
 from tidemill.kernels.classes import MAX_CLASSES, SEGMENT, Active, ClassTable, all_active, segments, select_classes
 from tidemill.kernels.coder import CODERS, encode_streams
 from tidemill.kernels.compare import count_active_exponents
-from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import AnyArray, Counts, ElementType, fold_steps, move
-from tidemill.kernels.fingerprint import Bits, Indices
+from tidemill.kernels.compiled import Bits, Counts, Indices, compiled
+from tidemill.kernels.elements import AnyArray, ElementType, fold_steps, move
 from tidemill.kernels.models import BIT, choice_cost, log2
 from tidemill.kernels.wire import DeltaError, WireReader, compress, decompress, varint
 

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels.compiled import bit_length, compiled, multiply_high
-from tidemill.kernels.elements import Counts, Values
+from tidemill.kernels.compiled import Counts, Values, bit_length, compiled, multiply_high
 from tidemill.kernels.models import (
     GAP_PRECISION,
     GAP_TOTAL,

@@ -27,7 +27,7 @@ from typing import Any
 import fsspec
 import xxhash
 
-from tidemill.kernels.fingerprint import Bits
+from tidemill.kernels.compiled import Bits
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import (
     INDEX,

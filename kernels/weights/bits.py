@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tidemill.kernels.compiled import Bits
 from tidemill.kernels.elements import BY_NAME, flat_row
-from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint
+from tidemill.kernels.fingerprint import ZERO, Fingerprint
 from tidemill.schemas.records import TensorInfo
 
 PLAIN = {np.dtype(np.uint16): "bfloat16", np.dtype(np.uint32): "float32"}

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from tidemill.kernels.compiled import Bits
 from tidemill.kernels.elements import BY_NAME, TensorChange
-from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.weights.bits import TensorSpec, Weight
 
 WEIGHTS = "model.safetensors"

@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from tidemill.kernels.backend import KernelBackend
+from tidemill.kernels.compiled import Bits
 from tidemill.kernels.elements import BY_NAME, TensorChange
-from tidemill.kernels.fingerprint import Bits, Fingerprint
+from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.ranks import Ranks
 from tidemill.kernels.weights.tensor_parts import (

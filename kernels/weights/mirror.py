@@ -17,8 +17,8 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from tidemill.kernels.compiled import Bits, Indices
 from tidemill.kernels.delta import (
     BlockChange,
     DeltaError,
@@ -27,13 +27,11 @@ from tidemill.kernels.delta import (
     apply_change,
     resolve_all,
 )
-from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey, fingerprint
+from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights.anchor import AnchorError
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import save_checkpoint
 from tidemill.schemas.records import Manifest, TensorInfo
-
-Indices = npt.NDArray[np.int64]
 
 SPARSE = 8
 """If fewer than one in this many elements of a tensor differ from an anchor's, only the differences are held."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tidemill.kernels.fingerprint import Bits
+from tidemill.kernels.compiled import Bits
 
 T = TypeVar("T")
 

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kernels.encoding import encode_delta, encode_tensor
 from tidemill.kernels.block import BlockHeader, CoderChoice, header_size, read_header, write_block
+from tidemill.kernels.compiled import Bits
 from tidemill.kernels.delta import (
     CodecSettings,
     DeltaError,
@@ -47,7 +48,6 @@ from tidemill.kernels.delta import (
 )
 from tidemill.kernels.elements import BY_CODE, BY_NAME, move
 from tidemill.kernels.encoder import DeltaEncoder
-from tidemill.kernels.fingerprint import Bits
 
 COUNTS = ("refused", "accepted", "wrong", "escaped", "crashed", "hung")
 NAME, OTHER_NAME = "w", "v"

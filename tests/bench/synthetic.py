@@ -13,8 +13,8 @@ import math
 import numpy as np
 import torch
 
+from tidemill.kernels.compiled import Bits
 from tidemill.kernels.delta import TensorChange
-from tidemill.kernels.fingerprint import Bits
 
 BETA = 0.9
 FP8_LARGEST = 448.0

@@ -16,8 +16,9 @@ from tidemill.kernels.backend import KernelBackend
 from tidemill.kernels.bounds import DeltaBounds, DeltaCounts
 from tidemill.kernels.classes import SEGMENT, Active, ClassStreams, ClassTable
 from tidemill.kernels.coder import write_fields
+from tidemill.kernels.compiled import Bits, Indices
 from tidemill.kernels.elements import BY_NAME, ElementType, Order
-from tidemill.kernels.fingerprint import Bits, Fingerprint, Indices, TensorKey
+from tidemill.kernels.fingerprint import Fingerprint, TensorKey
 from tidemill.kernels.models import ALL_ZERO, StepTable, fit_tables, gap_tables, low_bits, model_of, table_of
 from tidemill.kernels.wire import BitWriter
 
