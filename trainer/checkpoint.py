@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tidemill.kernels.weights.bits import as_weight
 from tidemill.kernels.weights.checkpoint import LENGTH_SIZE, file_pieces
-from tidemill.kernels.weights.ranks import Ranks, SingleRank
+from tidemill.kernels.weights.ranks import Ranks
 from tidemill.trainer.trainable import TopicProgress
 
 HEADER, FIRST_ROWS = "tidemill", "first_rows"
@@ -83,7 +83,7 @@ class CheckpointStore:
             tensors: under `kind/name`: whole tensors, or with several `ranks`, which all call this, the rank's rows.
             rows: the rank's rows of each weight; without them, the ranks hold the rows in rank order.
         """
-        ranks = ranks or SingleRank()
+        ranks = ranks or Ranks()
         parts = {} if ranks.size == 1 else {"ranks": ranks.size}
         first_rows = {FIRST_ROWS: json.dumps({name: first for name, (first, _) in rows.items()})} if rows else {}
         header = {HEADER: json.dumps({**dataclasses.asdict(state), **parts}), **first_rows}

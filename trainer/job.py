@@ -23,7 +23,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.rendezvous import rendezvous
 
-from tidemill.kernels.weights.ranks import Ranks, RanksLostError, SingleRank, open_ranks
+from tidemill.kernels.weights.ranks import Ranks, RanksLostError, open_ranks
 from tidemill.schemas.config import Section
 from tidemill.schemas.shutdown import STOPS
 from tidemill.trainer.device import ALONE, RankPlace, backend
@@ -50,7 +50,7 @@ class Job:
     ranks: Ranks
     """Channel for work that all ranks do together, with bounded waits."""
     place: RankPlace = ALONE
-    _calls: Ranks = field(default_factory=SingleRank)
+    _calls: Ranks = field(default_factory=Ranks)
     """Channel for the calls that the first rank sends to the others."""
     _store: Any = None
     """The key-value store of torch for the job."""
@@ -124,7 +124,7 @@ class Job:
         return "; ".join(failed) or f"rank {silent} is gone or hangs; start the trainer again, it goes on from the log"
 
 
-SINGLE = Job(SingleRank())
+SINGLE = Job(Ranks())
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tidemill.kernels.weights.ranks import Ranks, SingleRank
+from tidemill.kernels.weights.ranks import Ranks
 from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
@@ -150,7 +150,7 @@ class Learner:
             _log.warning("FLOPs are not counted: %s", error)
             self._size = None
         self._recipe = OBJECTIVES[settings.objective]
-        self._ranks = ranks or SingleRank()
+        self._ranks = ranks or Ranks()
         self.machine = machine_of(settings, place, self._ranks.size)
         require_divisible(model, settings.expert_parallel, self._ranks.size)
         keep_freed_memory(KEPT_BLOCK_SHARDED if self.machine.is_sharded else KEPT_BLOCK)

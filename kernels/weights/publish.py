@@ -48,7 +48,7 @@ from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
 from tidemill.kernels.weights.held import HeldVersion, rebuild_parts, rebuild_whole
-from tidemill.kernels.weights.ranks import Ranks, SingleRank
+from tidemill.kernels.weights.ranks import Ranks
 from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.kernels.weights.skips import SkipPublisher
 from tidemill.kernels.weights.tensor_parts import (
@@ -94,7 +94,7 @@ class WeightPublisher:
     ) -> None:
         self._kafka, self._run, self._store, self._settings = kafka, run, store, settings
         self._base_model = base_model
-        self._ranks = ranks or SingleRank()
+        self._ranks = ranks or Ranks()
         self._codec = CodecSettings(**settings.codec.model_dump())
         self._folder = weights_folder(store, run)
         self._producer = RecordProducer(kafka, CLIENT)

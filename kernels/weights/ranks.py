@@ -2,13 +2,12 @@
 
 Invariants: a call ends in the same way on every rank, with a value or with an error that names the failed rank; if a
 rank died or hangs, the call ends on the others at the latest after the group's timeout. After `RanksLostError` the
-group cannot be used again. One process needs no process group: `SingleRank` only calls the function.
+group cannot be used again. One process needs no process group: `Ranks` itself only calls the function.
 """
 
 from __future__ import annotations
 
 import pickle
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,32 +30,32 @@ class RanksLostError(RuntimeError):
     """Error for a rank that died or did not answer in time; it is not known whether the common task was finished."""
 
 
-class Ranks(ABC):
-    """The processes that call the same methods in the same order.
+class Ranks:
+    """The processes that call the same methods in the same order; this class: one process, errors raised unchanged.
 
     If a function given to `from_first`, `on_first` or `gather` raises an error on one rank, every rank raises an
     error of the same class that names the rank, or RankFailedError if the class cannot be made from a message
     alone. Such a function must not call these methods itself.
     """
 
-    rank: int
-    size: int
+    rank: int = 0
+    size: int = 1
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that decides and commits."""
         return self.rank == 0
 
-    @abstractmethod
     def from_first(self, make: Callable[[], T]) -> T:
         """Return the first rank's result of `make`, pickled, on every rank. Raises its errors, RanksLostError."""
+        return make()
 
-    @abstractmethod
     def gather(self, make: Callable[[], T]) -> list[T]:
         """Run `make` on every rank; return its results in rank order on the first rank, nothing on the others.
 
         Raises an error of any rank's `make`, RanksLostError.
         """
+        return [make()]
 
     def on_first(self, make: Callable[[], T]) -> T | None:
         """Run `make` on the first rank and return its result only there. Raises its errors, RanksLostError."""
@@ -64,37 +63,16 @@ class Ranks(ABC):
         self.from_first(lambda: made.append(make()))
         return made[0] if made else None
 
-    @abstractmethod
     def sibling(self) -> Ranks:
         """Return the same ranks for the concurrent calls of another thread; every rank calls this."""
-
-    @abstractmethod
-    def send(self, values: Bits, to: int) -> None:
-        """Send uN[n], contiguous, n not 0, to another rank, which receives it. Raises RanksLostError."""
-
-    @abstractmethod
-    def receive(self, into: Bits, source: int) -> None:
-        """Receive uN[n], contiguous, from another rank. Raises RanksLostError."""
-
-
-class SingleRank(Ranks):
-    """A single process. Errors are raised unchanged."""
-
-    rank, size = 0, 1
-
-    def from_first(self, make: Callable[[], T]) -> T:
-        return make()
-
-    def gather(self, make: Callable[[], T]) -> list[T]:
-        return [make()]
-
-    def sibling(self) -> Ranks:
         return self
 
     def send(self, values: Bits, to: int) -> None:
+        """Send uN[n], contiguous, n not 0, to another rank, which receives it. Raises RanksLostError."""
         raise RanksLostError(f"one process has no rank {to} to send to")
 
     def receive(self, into: Bits, source: int) -> None:
+        """Receive uN[n], contiguous, from another rank. Raises RanksLostError."""
         raise RanksLostError(f"one process has no rank {source} to receive from")
 
 
@@ -162,7 +140,7 @@ def open_ranks(timeout_s: float) -> Ranks:
     the slowest rank needs to encode and send its shards, and than the first needs to rebuild the newest version.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return SingleRank()
+        return Ranks()
     return _gloo(None, timeout_s)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.trainer.conftest import make_trainable, tiny_model
 from tidemill.kernels.weights.checkpoint import PIECE_BYTES, file_pieces
-from tidemill.kernels.weights.ranks import SingleRank
+from tidemill.kernels.weights.ranks import Ranks
 from tidemill.trainer import checkpoint
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import KlSettings, TrainerSettings
@@ -84,7 +84,7 @@ def test_only_the_requested_rows_of_each_file_are_read(
     assert sum(taken) == (rows[1] - rows[0]) * (8 + 2) + 3 * 4
 
 
-class FixedRanks(SingleRank):
+class FixedRanks(Ranks):
     """One rank of several, which does its own part and does not wait for the others."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -15,7 +15,7 @@ from tests.trainer.conftest import tiny_model
 from tests.trainer.families import make_model
 from tests.trainer.rank_driver import STEPS, settings_of
 from tidemill.kernels.fingerprint import ZERO
-from tidemill.kernels.weights.ranks import SingleRank
+from tidemill.kernels.weights.ranks import Ranks
 from tidemill.kernels.weights.tensor_parts import TensorPart
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.job import Job
@@ -299,7 +299,7 @@ def test_ranks_with_different_settings_are_refused(out):
         )
 
 
-class TwoInstallations(SingleRank):
+class TwoInstallations(Ranks):
     """Two ranks, of which the second one's Tidemill has a setting that the first one's does not have."""
 
     def gather(self, make):

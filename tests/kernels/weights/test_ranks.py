@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tidemill.kernels.weights.graph import UnknownVersion, VersionError
-from tidemill.kernels.weights.ranks import RankFailedError, RanksLostError, SingleRank, open_ranks
+from tidemill.kernels.weights.ranks import RankFailedError, Ranks, RanksLostError, open_ranks
 from tidemill.schemas.log.fenced_producer import FencedError
 from tidemill.schemas.log.producer import DeliveryError
 from tidemill.schemas.stored_object import StoreUnavailableError
@@ -20,7 +20,7 @@ def one(request):
     if request.param == "process group":
         return request.getfixturevalue("ranks")
     found = open_ranks(timeout_s=10)
-    assert isinstance(found, SingleRank)
+    assert isinstance(found, Ranks)
     return found
 
 
@@ -75,11 +75,11 @@ def test_an_error_that_cannot_be_built_from_a_message_is_named(ranks, error):
 def test_without_a_process_group_errors_are_raised_unchanged(call):
     error = KeyError("here")
     with pytest.raises(KeyError) as raised:
-        getattr(SingleRank(), call)(raising(error))
+        getattr(Ranks(), call)(raising(error))
     assert raised.value is error
 
 
 def test_one_process_cannot_send():
-    for call in (SingleRank().send, SingleRank().receive):
+    for call in (Ranks().send, Ranks().receive):
         with pytest.raises(RanksLostError, match="one process has no rank 1"):
             call(np.zeros(1, np.uint16), 1)
