@@ -218,7 +218,7 @@ CPU_BACKEND = KernelBackend(
         fingerprint_at=fingerprint.fingerprint_at,
         fingerprint_change=fingerprint.fingerprint_change,
     ),
-    SimpleNamespace(split_classes=classes.split_classes, count_exponents=compare.count_exponents),
+    classes,
     lambda *arrays: nullcontext([KernelBackend.host(array) for array in arrays]),
 )
 

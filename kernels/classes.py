@@ -299,3 +299,44 @@ def _element(masks: npt.NDArray[np.uint64], ranks: npt.NDArray[np.uint64], rank:
         word += np.uint64(ranks[word + (ONE << half)] <= rank) << half
     inside: np.uint64 = nth_one(masks[word], rank - ranks[word])
     return (word << WORD_BITS) + inside
+
+
+LANES = 4
+"""Number of counters for each exponent, used in turn, so that an addition does not wait for the previous one."""
+
+
+def count_exponents(kind: ElementType, bits: Bits) -> Counts:
+    """Count each exponent in `bits` (uN[n], contiguous): i8[exponents]."""
+    lanes = np.zeros((LANES, kind.exponents), np.int64)
+    _count_exponents(bits, form_of(kind), lanes)
+    counts: Counts = lanes.sum(axis=0)
+    return counts
+
+
+def count_active_exponents(kind: ElementType, bits: Bits, active: Active, run: int, every: int) -> Counts:
+    """Count exponents in the active segments of `bits`, and of these only in the first `run` of `run` * `every`."""
+    lanes = np.zeros((LANES, kind.exponents), np.int64)
+    _count_active_exponents(bits, active, form_of(kind), run, every, lanes)
+    counts: Counts = lanes.sum(axis=0)
+    return counts
+
+
+@compiled
+def _count_exponents(bits: Bits, form: Form, lanes: Counts) -> None:
+    shift, mask = form[0], form[1]
+    whole = bits.size // LANES * LANES
+    for first in range(0, whole, LANES):
+        for lane in range(LANES):
+            lanes[np.uint64(lane), (np.uint64(bits[first + lane]) >> shift) & mask] += 1
+    for i in range(whole, bits.size):
+        lanes[np.uint64(0), (np.uint64(bits[i]) >> shift) & mask] += 1
+
+
+@compiled
+def _count_active_exponents(bits: Bits, active: Active, form: Form, run: int, every: int, lanes: Counts) -> None:
+    met = 0
+    for segment in range(active.size):
+        if active[segment]:
+            if met // run % every == 0:
+                _count_exponents(bits[segment * SEGMENT : (segment + 1) * SEGMENT], form, lanes)
+            met += 1

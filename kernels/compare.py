@@ -1,4 +1,4 @@
-"""Loops over bit patterns: find the elements that differ between two arrays, and count each exponent.
+"""Loops over two arrays of bit patterns: find the elements that differ, and write the new patterns.
 
 Changes are compacted in one linear pass, a word of 64 elements at a time: the comparison of a word gives a mask, and
 the loop visits its set bits.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.kernels.classes import SEGMENT, Active
-from tidemill.kernels.compiled import WORD, Bits, Counts, Indices, compiled, differing, lowest_one
-from tidemill.kernels.elements import ElementType, Form, form_of
+from tidemill.kernels.compiled import WORD, Bits, Indices, compiled, differing, lowest_one
 
 TILE = 1 << 16
 """Elements compared between two checks of the free space for differences."""
@@ -75,44 +73,3 @@ def _compact(old: Bits, new: Bits, start: int, indices: Indices, old_at: Bits, n
             new_at[found] = new[rest]
             found += ONE
     return int(found)
-
-
-LANES = 4
-"""Number of counters for each exponent, used in turn, so that an addition does not wait for the previous one."""
-
-
-def count_exponents(kind: ElementType, bits: Bits) -> Counts:
-    """Count each exponent in `bits` (uN[n], contiguous): i8[exponents]."""
-    lanes = np.zeros((LANES, kind.exponents), np.int64)
-    _count(bits, form_of(kind), lanes)
-    counts: Counts = lanes.sum(axis=0)
-    return counts
-
-
-def count_active_exponents(kind: ElementType, bits: Bits, active: Active, run: int, every: int) -> Counts:
-    """Count exponents in the active segments of `bits`, and of these only in the first `run` of `run` * `every`."""
-    lanes = np.zeros((LANES, kind.exponents), np.int64)
-    _count_active(bits, active, form_of(kind), run, every, lanes)
-    counts: Counts = lanes.sum(axis=0)
-    return counts
-
-
-@compiled
-def _count(bits: Bits, form: Form, lanes: Counts) -> None:
-    shift, mask = form[0], form[1]
-    whole = bits.size // LANES * LANES
-    for first in range(0, whole, LANES):
-        for lane in range(LANES):
-            lanes[np.uint64(lane), (np.uint64(bits[first + lane]) >> shift) & mask] += 1
-    for i in range(whole, bits.size):
-        lanes[np.uint64(0), (np.uint64(bits[i]) >> shift) & mask] += 1
-
-
-@compiled
-def _count_active(bits: Bits, active: Active, form: Form, run: int, every: int, lanes: Counts) -> None:
-    met = 0
-    for segment in range(active.size):
-        if active[segment]:
-            if met // run % every == 0:
-                _count(bits[segment * SEGMENT : (segment + 1) * SEGMENT], form, lanes)
-            met += 1

@@ -26,9 +26,17 @@ import numpy as np
 
 from tidemill.kernels.backend import KernelBackend, backend_for
 from tidemill.kernels.block import CoderChoice
-from tidemill.kernels.classes import MAX_CLASSES, SEGMENT, Active, ClassTable, all_active, segments, select_classes
+from tidemill.kernels.classes import (
+    MAX_CLASSES,
+    SEGMENT,
+    Active,
+    ClassTable,
+    all_active,
+    count_active_exponents,
+    segments,
+    select_classes,
+)
 from tidemill.kernels.coder import CODERS, encode_streams
-from tidemill.kernels.compare import count_active_exponents
 from tidemill.kernels.compiled import Bits, Counts, Indices, compiled
 from tidemill.kernels.elements import AnyArray, ElementType, fold_steps, move
 from tidemill.kernels.models import BIT, choice_cost, log2

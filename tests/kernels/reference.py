@@ -159,7 +159,7 @@ def assert_same_results(kernels: KernelBackend, place: Callable[[npt.NDArray[Any
     split = classes.split_classes(kind, first, *patterns, places, table, active)
     for part in ("counts", "gaps", "steps"):
         np.testing.assert_array_equal(getattr(found, part), getattr(split, part))
-    np.testing.assert_array_equal(kernels.count_exponents(kind, old), compare.count_exponents(kind, first))
+    np.testing.assert_array_equal(kernels.count_exponents(kind, old), classes.count_exponents(kind, first))
     assert kernels.fingerprint(old, key, 5) == fingerprint.fingerprint(first, key, 5)
     assert kernels.fingerprint_at(new_at, key, at) == fingerprint.fingerprint_at(patterns[1], key, places)
     change = fingerprint.fingerprint_change(key, places, *patterns)

@@ -13,11 +13,13 @@ from tidemill.kernels.classes import (
     TILE,
     ClassStreams,
     all_active,
+    count_active_exponents,
+    count_exponents,
     segments,
     select_classes,
     split_classes,
 )
-from tidemill.kernels.compare import changed_elements, count_active_exponents, count_exponents
+from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, fold_steps, move
 from tidemill.kernels.models import BIT, log2
 from tidemill.kernels.payload import choose_table, find_active, read_active, read_table, write_active, write_table
