@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from tidemill.kernels.quantise import BLOCK_FORMATS, BlockFormat, dequantise, quantise
@@ -33,6 +32,7 @@ from tidemill.trainer.choices import Forward, ServingFormat
 from tidemill.trainer.config import OptimizerSettings
 from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.serving_view import quantised_weights
+from tidemill.trainer.stored_model import own_rows
 
 
 class MasterWeights:
@@ -209,12 +209,6 @@ def _hold_in(weight: Tensor, form: BlockFormat) -> None:
 def own_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds, in the same memory: its rows if sharded, otherwise all."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def own_rows(tensor: DTensor) -> tuple[int, int]:
-    """Return the first row held here of a tensor sharded over its first dimension, and the row after the last."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0], offset[0] + shape[0]
 
 
 class OlderWeights:

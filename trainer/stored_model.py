@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -30,11 +31,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from tidemill.kernels.weights.anchor import COMPUTE_TYPES
 from tidemill.kernels.weights.bits import Weight
-from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
+from tidemill.kernels.weights.checkpoint import COMPUTE_TYPES, WeightFilesError, map_checkpoint
 from tidemill.trainer.choices import Experts
-from tidemill.trainer.master import own_rows
 
 Source = str | list[list[str]]
 """The stored tensor of a weight; or, for each part of its second dimension, the tensors of its experts, in order."""
@@ -115,6 +114,12 @@ class StoredModel:
         if not (experts := [keys[own] if isinstance(own, slice) else keys for keys in source])[0]:
             return torch.empty(0, *tensor.shape[1:])
         return torch.cat([torch.stack([_copied(self._stored[key]) for key in keys]) for keys in experts], 1)
+
+
+def own_rows(tensor: DTensor) -> tuple[int, int]:
+    """Return the first row held here of a tensor sharded over its first dimension, and the row after the last."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0], offset[0] + shape[0]
 
 
 def _copied(weight: Weight, rows: slice | EllipsisType = ...) -> Tensor:

@@ -30,8 +30,9 @@ import xxhash
 from tidemill.kernels.compiled import Bits
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import (
+    COMPUTE_TYPES,
     INDEX,
-    WeightFilesError,
+    AnchorError,
     data_pieces,
     file_header,
     file_names,
@@ -40,7 +41,7 @@ from tidemill.kernels.weights.checkpoint import (
     map_checkpoint,
     split_files,
 )
-from tidemill.kernels.weights.ranks import Ranks, SingleRank
+from tidemill.kernels.weights.ranks import Ranks
 from tidemill.kernels.weights.tensor_parts import Parts, Span, TensorLike, as_part, balanced, exchange, spans_of_all
 from tidemill.schemas.records import Anchor
 from tidemill.schemas.stored_object import StoreUnavailableError, put_object
@@ -60,14 +61,7 @@ COPIED = (
 )
 """Files that an anchor copies from the base model in addition to its configuration, as glob patterns."""
 
-COMPUTE_TYPES = ("bfloat16", "float16", "float32")
-"""Element types that a model's configuration can name as its own."""
-
 READ_BYTES = 1 << 22
-
-
-class AnchorError(WeightFilesError):
-    """Error for an anchor that is missing, unfinished or damaged, or cannot be made: a retry cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +262,7 @@ def write_anchor(
     Raises AnchorError if `base_model` has no readable configuration, StoreUnavailableError if the store fails;
     every rank raises the error of the rank that failed; RanksLostError.
     """
-    ranks = ranks or SingleRank()
+    ranks = ranks or Ranks()
     parts = {name: as_part(name, value) for name, value in tensors.items()}
     whole = {name: part.outline() for name, part in parts.items()}
     files = _files_of_ranks(whole, file_bytes, ranks.size)

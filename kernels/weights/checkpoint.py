@@ -35,11 +35,17 @@ ELEMENT_NAMES = {
 }
 """Names of the element types in a safetensors header; packed int4 is stored as the bytes that it is packed into."""
 _TYPES = {stored: dtype for dtype, stored in ELEMENT_NAMES.items() if dtype != "int4"}
+COMPUTE_TYPES = ("bfloat16", "float16", "float32")
+"""Element types that a model's configuration can name as its own."""
 LENGTH_SIZE = 8
 
 
 class WeightFilesError(ValueError):
     """Error for files of weights that are missing or damaged, or two sets of files with different tensors."""
+
+
+class AnchorError(WeightFilesError):
+    """Error for an anchor that is missing, unfinished or damaged, or cannot be made: a retry cannot help."""
 
 
 def map_checkpoint(path: Path) -> dict[str, Weight]:

@@ -28,9 +28,8 @@ from tidemill.kernels.delta import (
     resolve_all,
 )
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
-from tidemill.kernels.weights.anchor import AnchorError
 from tidemill.kernels.weights.bits import Weight
-from tidemill.kernels.weights.checkpoint import save_checkpoint
+from tidemill.kernels.weights.checkpoint import AnchorError, save_checkpoint
 from tidemill.schemas.records import Manifest, TensorInfo
 
 SPARSE = 8

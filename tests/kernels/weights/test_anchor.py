@@ -12,16 +12,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.kernels.weights.conftest import read_anchor
-from tidemill.kernels.weights.anchor import (
-    MARKER,
-    AnchorError,
-    anchor_uri,
-    anchor_weights,
-    fetch_anchor,
-    write_anchor,
-)
+from tidemill.kernels.weights.anchor import MARKER, anchor_uri, anchor_weights, fetch_anchor, write_anchor
 from tidemill.kernels.weights.bits import Weight
-from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS
+from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS, AnchorError
 from tidemill.schemas.stored_object import StoreUnavailableError
 from tidemill.trainer.serving_view import serving_view
 

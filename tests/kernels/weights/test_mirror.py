@@ -16,8 +16,7 @@ from tests.records import build
 from tidemill.kernels.delta import DeltaError, FingerprintMismatch, TensorChange
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights import delta_fetch, delta_shard
-from tidemill.kernels.weights.anchor import AnchorError
-from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
+from tidemill.kernels.weights.checkpoint import AnchorError, bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.weights.graph import Delta
 from tidemill.kernels.weights.mirror import Draft
