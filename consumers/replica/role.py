@@ -34,7 +34,7 @@ from tidemill.consumers.replica.staging import (
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault, Subscriber, follow
 from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of
-from tidemill.kernels.weights.delta_fetch import ShardSource, open_fetcher
+from tidemill.kernels.weights.delta_fetch import Pieces, open_fetcher
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.clock import now_us
@@ -64,7 +64,7 @@ async def running_replica(
     state: ReplicaState,
     joined: StartVersion,
     directory: Path,
-    surroundings: Callable[[], tuple[ShardSource, Write]],
+    surroundings: Callable[[], tuple[Pieces, Write]],
     interrupt: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Running]:
     """Start the engine with the joined version, prove it, build subscriber and server; its core ends with the context.
@@ -150,7 +150,7 @@ class Replica:
         interrupt = interrupt_if(self._stop.is_set)
         with ExitStack() as stack:
 
-            def surroundings() -> tuple[ShardSource, Write]:
+            def surroundings() -> tuple[Pieces, Write]:
                 producer = stack.enter_context(RecordProducer(kafka, name))
 
                 def say(record: WeightAck | Staleness) -> None:

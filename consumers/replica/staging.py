@@ -19,7 +19,7 @@ from pathlib import Path
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.state import ReplicaState, UpdateAction
 from tidemill.kernels.weights.anchor import MARKER
-from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, ShardSource, open_fetcher
+from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, Pieces, open_fetcher
 from tidemill.kernels.weights.mirror import Draft, ElementChange, Mirror
 from tidemill.kernels.weights.rebuild import Rebuilder, RefusedAnchorError, RefusedDeltaError
 from tidemill.schemas.catalogue import Topic
@@ -96,13 +96,13 @@ class UpdateStaging:
 
     def __init__(
         self,
-        fetcher: ShardSource,
+        pieces: Pieces,
         directory: Path,
         decode_threads: int = 2,
         interrupt: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
-        self._rebuilder = Rebuilder(fetcher, decode_threads, directory, interrupt)
+        self._rebuilder = Rebuilder(pieces, decode_threads, directory, interrupt)
 
     def prepare(self, move: UpdateAction, mirror: Mirror) -> PreparedUpdate:
         """Change the mirror to the target version, with a check of each step, and return the changes.
@@ -180,8 +180,8 @@ def join(
         LogReader(kafka, FOLLOWED, client_id=f"{settings.replica_id}-join") as records,
         open_fetcher(
             kafka, settings.fetch_timeout_s, settings.fetch_connections, chunks_id, settings.fetch_bytes, interrupt
-        ) as fetcher,
-        closing(UpdateStaging(fetcher, directory, settings.decode_threads, interrupt)) as staging,
+        ) as pieces,
+        closing(UpdateStaging(pieces, directory, settings.decode_threads, interrupt)) as staging,
     ):
         found: Iterable[ConsumedRecord] = records.read_to_end()
         warned, patience = False, Backoff()

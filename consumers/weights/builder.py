@@ -26,7 +26,7 @@ from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.anchor import discard_copy, fetch_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
-from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, SharedFetcher, open_fetcher
+from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, Pieces, open_fetcher
 from tidemill.kernels.weights.graph import Delta, Unreachable, UpdatePath, VersionGraph
 from tidemill.kernels.weights.mirror import Draft, Mirror
 from tidemill.kernels.weights.rebuild import PathStep, Rebuilder, RefusedAnchorError, RefusedDeltaError
@@ -57,16 +57,14 @@ class Builder:
     """Builds versions of one log. Each mirror that it returns is one copy of the weights in memory.
 
     Args:
-        fetcher: reads the deltas.
+        pieces: reads the deltas.
         directory: directory to which remote anchors are copied.
         progress: called with a description of the next step.
     """
 
-    def __init__(
-        self, fetcher: SharedFetcher, directory: Path, progress: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, pieces: Pieces, directory: Path, progress: Callable[[str], None] = lambda _: None) -> None:
         self._directory, self._progress = directory, progress
-        self._rebuilder = Rebuilder(fetcher, os.cpu_count() or 1, directory)
+        self._rebuilder = Rebuilder(pieces, os.cpu_count() or 1, directory)
 
     def close(self) -> None:
         self._rebuilder.close()
@@ -150,8 +148,8 @@ def open_builder(
     """
     with (
         tempfile.TemporaryDirectory(prefix="tidemill-weights-") as scratch,
-        open_fetcher(kafka, timeout_s, CONNECTIONS, "tidemill-weights-chunks", FETCH_BYTES) as fetcher,
-        closing(Builder(fetcher, Path(scratch), progress)) as builder,
+        open_fetcher(kafka, timeout_s, CONNECTIONS, "tidemill-weights-chunks", FETCH_BYTES) as pieces,
+        closing(Builder(pieces, Path(scratch), progress)) as builder,
     ):
         yield builder
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Condition
-from typing import Protocol
 
 import xxhash
 
@@ -52,11 +51,8 @@ class FetchTimeoutError(TimeoutError):
     """Error for bytes that did not arrive in time; a retry may help."""
 
 
-class ShardSource(Protocol):
-    """Source of the bytes of a delta's shards, for instance `ChunkFetcher`."""
-
-    def pieces(self, manifest: Manifest, shard: ShardPosition) -> Generator[bytes, None, None]:
-        """Yield the bytes of one shard of a delta that makes `manifest`'s version, in order."""
+Pieces = Callable[[Manifest, ShardPosition], Generator[bytes, None, None]]
+"""Yields the bytes of one shard of a delta that makes the manifest's version, in order, as `ChunkFetcher.pieces`."""
 
 
 class ChunkFetcher:
@@ -197,21 +193,6 @@ def _payload(manifest: Manifest, shard: ShardPosition, sequence: int, located: C
     return chunk.payload
 
 
-class SharedFetcher:
-    """The fetchers of all connections as one; a partition is always read over the same connection.
-
-    Args:
-        fetchers: the n-th fetcher reads the partitions whose number modulo their count is n.
-    """
-
-    def __init__(self, fetchers: Sequence[ChunkFetcher]) -> None:
-        self._fetchers = fetchers
-
-    def pieces(self, manifest: Manifest, shard: ShardPosition) -> Generator[bytes, None, None]:
-        """Return the bytes of one shard, as `ChunkFetcher.pieces`."""
-        return self._fetchers[shard.partition % len(self._fetchers)].pieces(manifest, shard)
-
-
 @contextmanager
 def open_fetcher(
     kafka: KafkaSettings,
@@ -220,7 +201,7 @@ def open_fetcher(
     client_id: str,
     fetch_bytes: int | None = None,
     interrupt: Callable[[], None] = lambda: None,
-) -> Iterator[SharedFetcher]:
+) -> Iterator[Pieces]:
     """Open a fetcher of deltas over several connections, which follows the log from its present end.
 
     Args:
@@ -244,4 +225,6 @@ def open_fetcher(
             )
             for n in range(connections)
         ]
-        yield SharedFetcher([ChunkFetcher(reader, timeout_s, interrupt=interrupt) for reader in readers])
+        fetchers = [ChunkFetcher(reader, timeout_s, interrupt=interrupt) for reader in readers]
+        # Connection n reads the partitions whose number modulo the number of connections is n.
+        yield lambda manifest, shard: fetchers[shard.partition % connections].pieces(manifest, shard)

@@ -15,7 +15,7 @@ operator's commands. Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from tidemill.kernels.delta import BlockChange, DeltaError, EncodedBlock, Finger
 from tidemill.kernels.weights.anchor import anchor_weights, discard_copy, fetch_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
-from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, ShardSource, open_fetcher
+from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, Pieces, open_fetcher
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionError
 from tidemill.kernels.weights.held import HeldVersion
 from tidemill.kernels.weights.mirror import Draft, Mirror
@@ -38,9 +38,6 @@ from tidemill.schemas.stored_object import StoredObjectError
 
 SHARDS_AT_ONCE = 4
 """Shards read at the same time: enough to fill a link on which a single stream is slow."""
-
-Pieces = Callable[[Manifest, ShardPosition], Generator[bytes, None, None]]
-"""Returns the bytes of a shard, as `ChunkFetcher.pieces`."""
 
 Resolve = Callable[[EncodedBlock], tuple[BlockChange, ...]]
 """Returns the changes of a block; called from several threads."""
@@ -143,7 +140,7 @@ class Rebuilder:
     """Follows update paths, one at a time. Close it before the process forks.
 
     Args:
-        shards: source of the bytes of deltas.
+        pieces: source of the bytes of deltas.
         threads: number of threads that decode the blocks of a delta.
         directory: directory to which the files of remote anchors are copied, with configuration and tokenizer. If
             None, they are read file by file, and at most one of them is on the disk.
@@ -152,12 +149,12 @@ class Rebuilder:
 
     def __init__(
         self,
-        shards: ShardSource,
+        pieces: Pieces,
         threads: int,
         directory: Path | None = None,
         interrupt: Callable[[], None] = lambda: None,
     ) -> None:
-        self._shards, self._directory, self._interrupt = shards, directory, interrupt
+        self._pieces, self._directory, self._interrupt = pieces, directory, interrupt
         self._decoder = Decoder(threads)
 
     def follow(
@@ -232,7 +229,7 @@ class Rebuilder:
                 raise FingerprintMismatch(
                     f"it starts from version {delta.base}, version {draft.mirror.version} is held"
                 )
-            changes, fetch_ms = self._decoder.decode(delta, self._shards.pieces, draft.resolve)
+            changes, fetch_ms = self._decoder.decode(delta, self._pieces, draft.resolve)
             draft.advance(changes, delta.manifest)
             if compare:
                 draft.check(with_tensors(delta.manifest))
@@ -258,8 +255,8 @@ def rebuild(kafka: KafkaSettings, path: UpdatePath, tensors: Sequence[TensorInfo
     mirror = Mirror()
     # One thread: this runs at the same time as a training step.
     with (
-        open_fetcher(kafka, CHUNK_WAIT_S, 1, "tidemill-publisher-deltas") as shards,
-        closing(Rebuilder(shards, threads=1)) as rebuilder,
+        open_fetcher(kafka, CHUNK_WAIT_S, 1, "tidemill-publisher-deltas") as pieces,
+        closing(Rebuilder(pieces, threads=1)) as rebuilder,
     ):
         try:
             rebuilder.follow(path, Draft(mirror), outline=tensors)

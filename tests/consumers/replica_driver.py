@@ -231,7 +231,7 @@ async def serve(config: dict[str, Any]) -> None:
     state.observe(manifest)
     joined = StartVersion(manifest, anchored(anchor, manifest), anchor, {})
     chunks = ChunkFetcher(log, settings.fetch_timeout_s)
-    outside = (chunks, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
+    outside = (chunks.pieces, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
     chat, staging = ChatSettings(**config.get("chat", {})), Path(config["staging"])
     async with running_replica(settings, RUN, chat, state, joined, staging, lambda: outside) as (
         engine,

@@ -66,7 +66,7 @@ class ArrayReplica:
         status = ReplicaStatus("replica-t", "here", first.run_id, first.branch, "i", 1)
         self.ledger = Ledger(status, self._say, lambda: 0, lambda: self.state.head)
         self.fetcher = ChunkFetcher(chunks, timeout_s, interrupt=interrupt)
-        staging = UpdateStaging(self.fetcher, directory, interrupt=interrupt)
+        staging = UpdateStaging(self.fetcher.pieces, directory, interrupt=interrupt)
         self.subscriber = Subscriber(self.engine, self.state, mirror, staging, self.ledger)
         asyncio.run(self.subscriber.begin(first, reason))
 

@@ -14,7 +14,6 @@ from tests.records import build, tensor_infos
 from tidemill.consumers.weights.builder import Builder
 from tidemill.consumers.weights.chain import Chain, DecisionFollowers, decision, rows
 from tidemill.consumers.weights.verify import default_start
-from tidemill.kernels.weights.delta_fetch import SharedFetcher
 from tidemill.kernels.weights.graph import UnknownVersion, Unreachable, VersionError
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
@@ -214,6 +213,6 @@ def test_a_checked_anchor_leaves_no_copy_of_its_files(tmp_path: Path):
     fsspec.filesystem("memory").put(str(write_checkpoint(tmp_path / "v4", view)), "/checked/v4", recursive=True)
     copies = tmp_path / "copies"
     copies.mkdir()
-    with closing(Builder(SharedFetcher([]), copies)) as builder:
+    with closing(Builder(lambda *_: iter(()), copies)) as builder:
         builder.check_anchor(replace(manifest(4), tensors=tensor_infos(view), anchor=Anchor("memory://checked/v4", 1)))
     assert list(copies.iterdir()) == []

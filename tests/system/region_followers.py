@@ -67,7 +67,7 @@ async def _serve(
 
         status = ReplicaStatus(settings.replica_id, settings.region, run.run_id, run.branch, "test", os.getpid())
         ledger = Ledger(status, say, now_us, lambda: state.head)
-        staging = UpdateStaging(ChunkFetcher(chunks, settings.fetch_timeout_s), directory)
+        staging = UpdateStaging(ChunkFetcher(chunks, settings.fetch_timeout_s).pieces, directory)
         engine = ArrayEngine(joined.manifest.version, joined.mirror)
         subscriber = Subscriber(engine, state, joined.mirror, staging, ledger)
         stack.callback(subscriber.close)

@@ -46,7 +46,7 @@ def same(mirror, view):
 
 
 class Streams:
-    """Deltas in memory, indexed by the offset in their shards: a `ShardSource` that can fail."""
+    """Deltas in memory, indexed by the offset in their shards. Their bytes may be damaged or late."""
 
     def __init__(self):
         self.streams, self.faults = [], {}
@@ -81,7 +81,7 @@ class Histories(RuleBasedStateMachine):
         self.base = base_directory(self.root / "base")
         self.deltas, self.graph = Streams(), VersionGraph("run", "main")
         self.views, self.bad_anchors, self.lies = [], set(), set()
-        self.rebuilders = [Rebuilder(self.deltas, 2, directory) for directory in (None, self.root / "copies")]
+        self.rebuilders = [Rebuilder(self.deltas.pieces, 2, directory) for directory in (None, self.root / "copies")]
         self.mirror, self.held = Mirror(), None
 
     def teardown(self):
@@ -201,7 +201,7 @@ def test_a_path_from_an_anchor_holds_one_copy_and_the_blocks_in_progress(long_pa
     anchor, delta, deltas, new = long_path
     peaks = []
     for paths in ([UpdatePath(anchor, (delta,))], [UpdatePath(anchor, ()), UpdatePath(None, (delta,))]):
-        rebuilder, mirror = Rebuilder(deltas, 1), Mirror()
+        rebuilder, mirror = Rebuilder(deltas.pieces, 1), Mirror()
         tracemalloc.start()
         for path in paths:
             rebuilder.follow(path, Draft(mirror), progress=lambda _: tracemalloc.reset_peak())
@@ -234,7 +234,7 @@ def test_the_load_of_an_anchor_can_be_interrupted_at_each_file_and_tensor(tmp_pa
         if calls == last:
             raise Interrupted
 
-    rebuilder, mirror = Rebuilder(Streams(), 1, tmp_path / "copies", interrupt), Mirror()
+    rebuilder, mirror = Rebuilder(Streams().pieces, 1, tmp_path / "copies", interrupt), Mirror()
     while True:
         last, calls = last + 1, 0
         try:
@@ -251,7 +251,7 @@ def test_the_load_of_an_anchor_can_be_interrupted_at_each_file_and_tensor(tmp_pa
 
 def test_the_tensors_of_an_anchor_without_a_list_come_from_the_chain(long_path):
     anchor, _, deltas, new = long_path
-    rebuilder, unlisted = Rebuilder(deltas, 1), replace(anchor, tensors=[])
+    rebuilder, unlisted = Rebuilder(deltas.pieces, 1), replace(anchor, tensors=[])
     mirror = Mirror()
     rebuilder.follow(UpdatePath(unlisted, ()), Draft(mirror), outline=tensor_infos(new))
     assert mirror.fingerprint.hex() == anchor.fingerprint
