@@ -3,6 +3,11 @@
 It first publishes the starting checkpoint as version 0, so that replicas have a version to serve. When it is stopped,
 it finishes the current step and writes a checkpoint. If several trainers run on one run, the one that was started last
 continues, and the others end with FencedError.
+
+A run is resumed after its last step, or from an older version, with the log and the nearest checkpoint. The log records
+which steps were trained; a checkpoint only saves computing them again. Steps after the checkpoint are repeated from
+their recorded inputs and checked. So no group is trained twice or skipped, whenever the trainer stopped. A step with a
+plan but no record is taken on the inputs of its plan, and gives the weights that it would have given.
 """
 
 from __future__ import annotations
@@ -13,22 +18,27 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 
+from tidemill.kernels.weights.graph import VersionGraph
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.liveness import Liveness
-from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.records import TrainStep
+from tidemill.schemas.log.producer import AckedWriter, RecordProducer
+from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.schemas.shutdown import stop_on_signals
-from tidemill.trainer.batch_builder import StepBatch
-from tidemill.trainer.checkpoint import CheckpointStore
+from tidemill.trainer.batch import InvalidRolloutError
+from tidemill.trainer.batch_builder import BatchBuilder, StepBatch, advantage_of
+from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.history import NotRepeatableError, RecordedInputs, path_back, read_history, read_steps
 from tidemill.trainer.job import open_job
 from tidemill.trainer.log_input import CLIENT, LogInput
 from tidemill.trainer.online_input import OnlineInput
-from tidemill.trainer.resume import ResumedRun, open_session
+from tidemill.trainer.online_queue import OnlineQueue, WeightLine
+from tidemill.trainer.session import DECISIONS, Session
 from tidemill.trainer.trained_weights import PUBLISH_LOOP_SECONDS, TrainedWeights, make_learner
 
 _log = logging.getLogger(__name__)
@@ -82,7 +92,8 @@ def run(
         def open_weights(publisher: WeightPublisher) -> TrainedWeights:
             # Closed before the publisher: a running publication is finished first, even if the loop failed.
             beside = stack.enter_context(ThreadPoolExecutor(1, "tidemill-publish")) if trainer.publish_beside else None
-            return TrainedWeights(trainer, make_learner(trainer, job), checkpoints, publisher, job, beside)
+            learner = make_learner(trainer, job)
+            return TrainedWeights(trainer, learner, checkpoints, publisher.publish, publisher.go_back, job, beside)
 
         if not job.ranks.is_first:
             open_weights(stack.enter_context(open_publisher())).follow()
@@ -92,8 +103,8 @@ def run(
         commits = FencedProducer(kafka, CLIENT, commit_name(kafka, run))
         publisher = stack.enter_context(open_publisher(manifests=commits))
         weights = open_weights(publisher)
-        opened = open_session(kafka, run, trainer, producer, publisher, checkpoints, commits, weights)
-        place, vocab_size, routed = opened.session.place, opened.session.vocab_size, opened.session.routed
+        opened = open_session(kafka, run, trainer, producer, publisher.versions, checkpoints, commits, weights)
+        place, vocab_size, routed = opened.session.place, weights.vocab_size, weights.routed
         _log.info("trainer at step %d of %d, version %d", place.step, run.max_steps, place.version)
         groups = stack.enter_context(LogInput(kafka, trainer, opened.builder, producer, vocab_size, routed))
         online = None
@@ -101,7 +112,7 @@ def run(
             online = OnlineInput(kafka, trainer, opened.queue, opened.line, producer, vocab_size)
             stack.enter_context(online)
         liveness = stack.enter_context(Liveness("the trainer", kafka.stall_timeout_s))
-        loop = _Loop(opened, groups, online, checkpoints, trainer, stop, liveness)
+        loop = _Loop(opened, groups, online, stop, liveness)
         liveness.beat("the step that was begun before", trainer.step_timeout_s)
         if opened.begun is not None and opened.begun.step <= run.max_steps and not stop.is_set():
             loop.took(opened.take_begun(opened.begun))
@@ -116,31 +127,176 @@ def commit_name(kafka: KafkaSettings, run: RunSettings) -> str:
     return f"{kafka.topic_prefix}{CLIENT}.{run.run_id}"
 
 
+@dataclass(frozen=True, slots=True)
+class ResumedRun:
+    """A run after its last recorded step; everything up to this step is published."""
+
+    kafka: KafkaSettings
+    run_id: str
+    settings: TrainerSettings
+    checkpoints: CheckpointStore
+    session: Session
+    builder: BatchBuilder
+    """Queue of the groups that have not ended."""
+    queue: OnlineQueue
+    """Queue of the online batches that have not ended."""
+    line: WeightLine
+    """The versions made so far; the gate's decisions have not been read yet."""
+    begun: StepPlan | None
+    """The plan of the next step, if it was written."""
+
+    def made(self, record: TrainStep) -> None:
+        """Register the version that a step made."""
+        self.line.made(record.version, record.parent_version, int(record.metrics.get(DECISIONS, 0)))
+
+    def recorded_inputs(self) -> RecordedInputs:
+        """Return the inputs of recorded or planned steps; a context manager."""
+        weights = self.session.weights
+        return RecordedInputs(self.kafka, self.settings.read_ahead_bytes, weights.vocab_size, weights.routed)
+
+    def go_back(self, version: int, step: int) -> None:
+        """Continue training from `version`, with its weights and optimizer moments; the next step is `step` + 1.
+
+        They are loaded from the nearest checkpoint among the version's ancestors, or from the model that the run
+        started with; the steps after it are computed again from their recorded inputs and checked. Nothing is
+        published: the version is in the log.
+
+        Raises TrainerCheckpointError for a checkpoint that differs from the log, NotRepeatableError or
+        LookupError if the steps after the nearest checkpoint cannot be computed again.
+        """
+        steps = {record.version: record for record in read_steps(self.kafka, self.run_id)}
+        begin, path = path_back(version, steps, set(self.checkpoints.steps()))
+        _log.info("going back to version %d: from the weights of version %d over %d steps", version, begin, len(path))
+        self.session.go_back(begin)
+        if begin:
+            _require_recorded(self.session, steps[begin])
+        if path:
+            with self.recorded_inputs() as inputs:
+                for record in path:
+                    self.session.make_again(record, inputs.of(record))
+        self.session.continue_from_here(step)
+
+    def take_begun(self, plan: StepPlan) -> TrainStep | None:
+        """Take the planned step before reading more of the run; return None if it must be planned again.
+
+        It must be planned again, with a newer plan in the log, if the gate rejected its parent, its inputs can no
+        longer be read, a user has since asked to erase part of them, or the settings of the arithmetic have changed.
+        Its groups have not ended then, and are decided again.
+
+        The gate's decisions and the users' requests must have been read before. Raises as `Session.take` and `go_back`.
+        """
+        session, outdated, batch = self.session, "", None
+        if plan.config_hash != session.config_hash:
+            outdated = f"it was planned {session.difference(plan.config_hash)}"
+        elif plan.parent_version in self.line.abandoned:
+            outdated = f"the gate abandoned version {plan.parent_version}, from which it starts"
+        else:
+            try:
+                with self.recorded_inputs() as inputs:
+                    batch = inputs.of(plan)
+            except (LookupError, InvalidRolloutError, NotRepeatableError) as error:
+                outdated = f"its inputs can no longer be read ({error})"
+        if batch is not None and batch.online is not None and self.queue.erased(batch.online):
+            outdated = "a user asked to erase a part of its inputs"
+        if outdated or batch is None:
+            _log.warning("step %d was planned before the stop, and is planned again: %s", plan.step, outdated)
+            return None
+        if session.place.version != plan.parent_version:
+            self.go_back(plan.parent_version, plan.step - 1)
+        _log.info("step %d was planned by trainer %s and is taken on the same inputs", plan.step, plan.trainer)
+        self.builder.observe_step(plan)
+        self.queue.observe_step(plan)
+        return session.take(plan, batch)
+
+
+def open_session(
+    kafka: KafkaSettings,
+    run: RunSettings,
+    settings: TrainerSettings,
+    producer: RecordProducer,
+    versions: VersionGraph,
+    checkpoints: CheckpointStore,
+    commits: AckedWriter,
+    weights: TrainedWeights,
+) -> ResumedRun:
+    """Return a session after the last recorded step, with everything up to it published, and its input queues.
+
+    `weights` are the weights that the run starts from; `commits` writes `train.steps` and fences other trainers;
+    `versions` are the versions in the log.
+
+    Raises NotRepeatableError or VersionError if the log, the checkpoint and the settings do not fit each other,
+    GroupTooSmallError as `advantage_of` does.
+    """
+    advantage_of(run, settings)  # before anything is published
+    steps, begun = read_history(kafka, run.run_id)
+    newest = checkpoints.newest(len(steps))
+    saved = weights.restore(newest) if newest else None
+    session = Session(run, settings, weights, producer, versions, steps=commits, step=saved.step if saved else 0)
+    if saved is not None:
+        _require_recorded(session, steps[saved.step - 1])
+    session.publish_start()
+    line = WeightLine(run.run_id, run.branch)
+    opened = ResumedRun(
+        kafka=kafka,
+        run_id=run.run_id,
+        settings=settings,
+        checkpoints=checkpoints,
+        session=session,
+        builder=BatchBuilder(run, settings, saved.progress if saved else None, versions.incarnation),
+        queue=OnlineQueue(run, settings, line, saved.online if saved else None, versions.incarnation),
+        line=line,
+        begun=begun,
+    )
+    for record in steps:
+        opened.made(record)
+    missing = steps[session.place.step :]
+    if missing:
+        with opened.recorded_inputs() as inputs:
+            for record in missing:
+                if session.place.version != record.parent_version:
+                    opened.go_back(record.parent_version, record.step - 1)
+                session.repeat(record, inputs.of(record))
+                opened.builder.observe_step(record)
+                opened.queue.observe_step(record)
+    return opened
+
+
+def _require_recorded(session: Session, record: TrainStep) -> None:
+    """Raise TrainerCheckpointError unless the session has the weights that a step made."""
+    if session.place.fingerprint == record.fingerprint:
+        return
+    found = (
+        f"the checkpoint of step {record.step} holds weights {session.place.fingerprint}, the log recorded "
+        f"{record.fingerprint}"
+    )
+    if session.config_hash != record.config_hash:
+        # The serving format is the only setting that changes the weights loaded from a checkpoint.
+        raise TrainerCheckpointError(
+            f"{found}, trained {session.difference(record.config_hash)}: start with the run's "
+            "trainer.serving_format, which cannot change. If it has not changed, the checkpoint is damaged"
+        )
+    raise TrainerCheckpointError(f"{found}: it is damaged or of another run; delete it, and an older one is used")
+
+
+@dataclass(slots=True)
 class _Loop:
-    def __init__(
-        self,
-        opened: ResumedRun,
-        groups: LogInput,
-        online: OnlineInput | None,
-        checkpoints: CheckpointStore,
-        settings: TrainerSettings,
-        stop: threading.Event,
-        liveness: Liveness,
-    ) -> None:
-        self._liveness = liveness
-        self._opened = opened
-        self._session = opened.session
-        self._groups, self._online = groups, online
-        self._checkpoints, self._settings, self._stop = checkpoints, settings, stop
-        self._not_before = time.monotonic()
+    """Training from the resumed run on."""
+
+    _run: ResumedRun
+    _groups: LogInput
+    _online: OnlineInput | None
+    _stop: threading.Event
+    _liveness: Liveness
+    _not_before: float = field(default_factory=time.monotonic)
+    """Earliest start of the next step, on the monotonic clock."""
 
     def run(self, max_steps: int) -> None:
         """Train up to step `max_steps`, or until stopped, and write a checkpoint."""
-        while self._session.place.step < max_steps and (batch := self._next_batch()) is not None:
-            self._not_before = time.monotonic() + self._settings.min_step_seconds
-            self._beat(f"step {self._session.place.step + 1}")
-            decisions = None if self._online is None else self._opened.line.decisions
-            self.took(self._session.train(batch, decisions))
+        while self._run.session.place.step < max_steps and (batch := self._next_batch()) is not None:
+            self._not_before = time.monotonic() + self._run.settings.min_step_seconds
+            self._beat(f"step {self._run.session.place.step + 1}")
+            decisions = None if self._online is None else self._run.line.decisions
+            self.took(self._run.session.train(batch, decisions))
         self._checkpoint()
 
     def took(self, record: TrainStep | None) -> None:
@@ -148,24 +304,24 @@ class _Loop:
         if record is None:
             return
         _log.info("train %s", json.dumps(summary(record)))
-        self._opened.made(record)
-        if record.step % self._settings.checkpoint_every == 0:
+        self._run.made(record)
+        if record.step % self._run.settings.checkpoint_every == 0:
             self._checkpoint()
 
     def _next_batch(self) -> StepBatch | None:
         """Return the next batch, or None if stopped before it is complete."""
         while not self._stop.is_set():
             # A publication is part of its step: the step's timeout continues until it has ended.
-            if not self._session.is_publishing():
+            if not self._run.session.is_publishing():
                 self._beat("reading on for the next batch")
-            version, builder = self._session.place.version, self._opened.builder
+            version, builder = self._run.session.place.version, self._run.builder
             if self._online is not None:
                 self._online.poll()
-                builder.abandon(self._opened.line.abandoned)
+                builder.abandon(self._run.line.abandoned)
             self._groups.poll(POLL_S, version)
-            if self._online is not None and (start := self._opened.line.start()) != version:
+            if self._online is not None and (start := self._run.line.start()) != version:
                 _log.warning("the gate abandoned version %d: training continues from version %d", version, start)
-                self._opened.go_back(start, self._session.place.step)
+                self._run.go_back(start, self._run.session.place.step)
                 version = start
             if (now := time.monotonic()) < self._not_before:
                 continue
@@ -175,15 +331,15 @@ class _Loop:
         return None
 
     def _beat(self, activity: str) -> None:
-        self._liveness.beat(activity, self._settings.step_timeout_s)
+        self._liveness.beat(activity, self._run.settings.step_timeout_s)
 
     def _checkpoint(self) -> None:
         self._beat("a checkpoint")
-        place = self._session.place
+        place = self._run.session.place
         # After `go_back` there is nothing new to store until the next step; the log is enough to reach this state.
-        if place.step and place.version == place.step and place.step not in self._checkpoints.steps():
-            kept = self._opened.line.milestones(self._settings.keep_checkpoints)
-            self._session.checkpoint(self._opened.builder.progress(), self._opened.queue.progress(), kept)
+        if place.step and place.version == place.step and place.step not in self._run.checkpoints.steps():
+            kept = self._run.line.milestones(self._run.settings.keep_checkpoints)
+            self._run.session.checkpoint(self._run.builder.progress(), self._run.queue.progress(), kept)
 
 
 def summary(record: TrainStep) -> dict[str, float]:

@@ -23,13 +23,13 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from tidemill.kernels.weights.publish import WeightPublisher
+from tidemill.kernels.weights.graph import VersionGraph
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
-from tidemill.trainer.batch import RoutedShape, Trajectory
+from tidemill.trainer.batch import Trajectory
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointState
 from tidemill.trainer.choices import ObjectiveName
@@ -65,7 +65,7 @@ class Session:
     """Trains, records and publishes the steps after `step`, from its `weights` on. Used on the first rank only.
 
     Args:
-        publisher: has the versions that are in the log; `weights` publishes.
+        versions: the versions in the log, to which `weights` adds those that it publishes.
         producer: writes records that may be written twice.
         steps: writes `train.steps`; if another trainer has fenced it, no version is published.
     """
@@ -76,45 +76,35 @@ class Session:
         settings: TrainerSettings,
         weights: TrainedWeights,
         producer: RecordProducer,
-        publisher: WeightPublisher,
+        versions: VersionGraph,
         *,
         steps: AckedWriter,
         step: int,
     ) -> None:
-        self._run, self._settings, self._weights, self._producer = run, settings, weights, producer
-        self._steps, self._publisher = steps, publisher
+        self._run, self._settings, self.weights, self._producer = run, settings, weights, producer
+        self._steps, self._versions = steps, versions
         self.config_hash = settings.arithmetic_hash(weights.machine)
         self._trainer = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._incarnation = ""
         self.place = self._snapshot(step)
 
-    @property
-    def vocab_size(self) -> int:
-        """Size of the vocabulary; every token id is smaller."""
-        return self._weights.vocab_size
-
-    @property
-    def routed(self) -> RoutedShape | None:
-        """The shape of the model's expert ids, if tokens are routed by them."""
-        return self._weights.routed
-
     def difference(self, recorded: str) -> str:
         """Describe how a step with the configuration hash `recorded` was trained, and how it would be trained now."""
-        return self._settings.difference(recorded, self._weights.machine)
+        return self._settings.difference(recorded, self.weights.machine)
 
     def publish_start(self) -> None:
         """Publish the weights that the run starts from as version 0, an anchor; compare later ones with the log.
 
         Raises VersionError if the log has other weights under their version.
         """
-        if not self.place.step or self._publisher.has(self.place.version):
-            self._weights.publish(self.place.version, step=self.place.step)
+        if not self.place.step or self.place.version in self._versions.manifests:
+            self.weights.publish(self.place.version, step=self.place.step)
             self.wait_published()
-        self._incarnation = self._publisher.incarnation
+        self._incarnation = self._versions.incarnation
 
     def is_publishing(self) -> bool:
         """Return whether a version is being published in another thread. Raises the errors of the publication."""
-        publication = self._weights.publication
+        publication = self.weights.publication
         if publication is not None and not publication.done():
             return True
         self.wait_published()
@@ -122,8 +112,8 @@ class Session:
 
     def wait_published(self) -> None:
         """Wait until the newest version is in the log. Raises the errors of its publication."""
-        if self._weights.publication is not None:
-            self._weights.published()
+        if self.weights.publication is not None:
+            self.weights.published()
 
     def train(self, batch: StepBatch, decisions: int | None = None) -> TrainStep:
         """Train the next step on `batch`, record it, and publish its version or start to publish it.
@@ -169,7 +159,7 @@ class Session:
                 f"{before.step} from version {before.version}"
             )
         started, clock = now_us(), time.monotonic()
-        outcome = self._weights.train(batch.groups, plan.step, plan.parent_version, plan.seed, batch.online)
+        outcome = self.weights.train(batch.groups, plan.step, plan.parent_version, plan.seed, batch.online)
         trained = time.monotonic()
         self.wait_published()
         waited = time.monotonic() - trained
@@ -189,7 +179,7 @@ class Session:
             config_hash=plan.config_hash,
             objective="+".join(objectives),
             learning_rate=outcome.learning_rate,
-            metrics={**outcome.metrics, **plan.metrics, **self._weights.publish_costs, "seconds": seconds},
+            metrics={**outcome.metrics, **plan.metrics, **self.weights.publish_costs, "seconds": seconds},
             lag=outcome.lag,
             rollouts=outcome.rollouts,
             tokens=outcome.tokens,
@@ -223,7 +213,7 @@ class Session:
             raise ValueError(
                 f"step {record.step} starts from version {record.parent_version}, not {self.place.version}"
             )
-        outcome = self._weights.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
+        outcome = self.weights.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
         self.place = self._snapshot(record.step)
         if self.place.fingerprint != record.fingerprint:
             raise NotRepeatableError(
@@ -236,7 +226,7 @@ class Session:
         """Load the weights and moments of an older version from its checkpoint; for version 0, load the weights that
         the run started from. Raises TrainerCheckpointError."""
         self.wait_published()
-        self._weights.restore(version)
+        self.weights.restore(version)
         self.place = self._snapshot(version)
 
     def continue_from_here(self, step: int) -> None:
@@ -245,7 +235,7 @@ class Session:
         Raises VersionError if the log does not contain these weights under their version.
         """
         self.place = replace(self.place, step=step)
-        self._weights.go_back(self.place.version)
+        self.weights.go_back(self.place.version)
 
     def checkpoint(
         self, progress: TopicProgress, online: TopicProgress | None = None, keep: Collection[int] = ()
@@ -266,15 +256,15 @@ class Session:
             progress=progress,
             online=online or TopicProgress(),
         )
-        self._weights.save(state, keep)
+        self.weights.save(state, keep)
 
     def _snapshot(self, step: int) -> TrainerPosition:
         # Each step makes one version, and the run starts from version 0.
-        return TrainerPosition(step=step, version=step, fingerprint=self._weights.snapshot())
+        return TrainerPosition(step=step, version=step, fingerprint=self.weights.snapshot())
 
     def _finish(self, record: TrainStep, batch: StepBatch, trained: TrainedTokens | None) -> None:
-        newest = self._publisher.newest
-        if newest is None or newest.version < record.version:
+        newest = self._versions.newest_version
+        if newest is None or newest < record.version:
             sampled: list[Trajectory] = [*(batch.online.interactions if batch.online else ())]
             sampled += [rollout for group in batch.groups for rollout in group.rollouts]
             for staleness in staleness_records(record, sampled):
@@ -286,7 +276,7 @@ class Session:
                     _log.warning("step %d: %s", record.step, warning(found))
             # Once the version is published, the step is not computed again, so these records are flushed before.
             self._producer.flush()
-        self._weights.publish(
+        self.weights.publish(
             record.version,
             learning_rate=record.learning_rate,
             step=record.step,

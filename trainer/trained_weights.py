@@ -14,8 +14,7 @@ from functools import partial, update_wrapper
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tidemill.kernels.weights.bits import total_fingerprint
-from tidemill.kernels.weights.publish import WeightPublisher
-from tidemill.kernels.weights.tensor_parts import Parts, RankReport, merged_tensors, part_info
+from tidemill.kernels.weights.tensor_parts import Parts, merged_tensors, part_info
 from tidemill.trainer.batch import RoutedShape
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.choices import ServingFormat, StepMachine
@@ -56,7 +55,9 @@ class TrainedWeights:
 
     Args:
         checkpoints: the same location for every rank.
-        publisher: publishes versions, on the same ranks, if given; with `beside`, on a process group of its own.
+        publish: `WeightPublisher.publish` of a publisher of the same ranks; with `beside`, on a process group of its
+            own. None: versions are not published.
+        go_back: `go_back` of the same publisher.
         beside: runs a publication while this rank continues; without it `publish` waits.
     """
 
@@ -65,14 +66,15 @@ class TrainedWeights:
         settings: TrainerSettings,
         learner: Learner,
         checkpoints: CheckpointStore,
-        publisher: WeightPublisher | None = None,
+        publish: Callable[..., object] | None = None,
+        go_back: Callable[[int, Parts], None] | None = None,
         job: Job = SINGLE,
         beside: Executor | None = None,
     ) -> None:
         self._settings = settings
         self._learner = learner
         self._checkpoints = checkpoints
-        self._publisher = publisher
+        self._publish, self._go_back = publish, go_back
         self._job = job
         self.machine = learner.machine
         self.vocab_size = int(learner.model.config.vocab_size)
@@ -124,7 +126,7 @@ class TrainedWeights:
         with self._learner.masters.as_served():
             on_device = self._settings.publish.on_device
             self._parts = local_parts(self._learner.model, first=ranks.is_first, on_device=on_device)
-        reports = ranks.gather(lambda: RankReport({name: part_info(part) for name, part in self._parts.items()}))
+        reports = ranks.gather(lambda: {name: part_info(part) for name, part in self._parts.items()})
         return total_fingerprint(merged_tensors(reports)).hex() if ranks.is_first else ""
 
     @_on_every_rank
@@ -161,12 +163,12 @@ class TrainedWeights:
         trained_at: int | None = None,
     ) -> None:
         """Publish the snapshot as `version`, as `WeightPublisher.publish` does; with `beside`, only start it."""
-        if self._publisher is None:
+        if self._publish is None:
             return
         self._wait()
         form = self._settings.serving_format
         publish = partial(
-            self._publisher.publish,
+            self._publish,
             version,
             self._parts,
             learning_rate=learning_rate,
@@ -189,9 +191,9 @@ class TrainedWeights:
     @_on_every_rank
     def go_back(self, version: int) -> None:
         """Make `version`, whose weights are the snapshot, the next version's parent, as `WeightPublisher.go_back`."""
-        if self._publisher is not None:
+        if self._go_back is not None:
             self._wait()
-            self._publisher.go_back(version, self._parts)
+            self._go_back(version, self._parts)
 
     @_on_every_rank
     def whole(self) -> ServingView:

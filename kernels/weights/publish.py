@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -52,7 +53,7 @@ from tidemill.kernels.weights.ranks import Ranks
 from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.kernels.weights.skips import SkipPublisher
 from tidemill.kernels.weights.tensor_parts import (
-    RankReport,
+    PartInfos,
     ShardReport,
     TensorLike,
     Tensors,
@@ -101,7 +102,9 @@ class WeightPublisher:
         # Every rank has the graph; only the first rank reads the log and writes manifests.
         graph = self._ranks.from_first(lambda: read_versions(kafka, run))
         self._log = VersionLog(manifests or self._producer, run, store, graph, settings.incarnation)
-        self.skips = SkipPublisher(kafka, run, settings, self._codec, self._folder, self._ranks)
+        self.skips = SkipPublisher(
+            kafka, run, settings, self._codec, self._folder, self._ranks, partial(rebuild, kafka)
+        )
         """The publisher of the skip-deltas, with its counts."""
         self._held: HeldVersion | None = None
         self._in_doubt = False
@@ -141,17 +144,9 @@ class WeightPublisher:
         return publisher
 
     @property
-    def newest(self) -> Manifest | None:
-        """The newest version in the log."""
-        return self._log.graph.newest
-
-    @property
-    def incarnation(self) -> str:
-        """The incarnation of the branch's version numbers; empty before the first version."""
-        return self._log.graph.incarnation
-
-    def has(self, version: int) -> bool:
-        return self._log.graph.manifests.get(version) is not None
+    def versions(self) -> VersionGraph:
+        """The versions in the log; to be read only. They are read again after a failed publication."""
+        return self._log.graph
 
     def publish(
         self,
@@ -211,8 +206,8 @@ class WeightPublisher:
         if done is not None:
             return self._confirm(done, given)
         if self._log.graph.newest is None:
-            held, reports = self._copied(version, given)
-            whole = self._ranks.on_first(lambda: merged_tensors(reports)) or []
+            held, of_ranks = self._copied(version, given)
+            whole = self._ranks.on_first(lambda: merged_tensors(of_ranks)) or []
             self._in_doubt = True
             manifest = self._commit(mark, [], whole, self._write_anchor(held))
             self._held, self._in_doubt = held, False
@@ -230,8 +225,8 @@ class WeightPublisher:
         given = self._given(self._ranks.from_first(lambda: version), version, tensors)
         done = self._log.graph.manifests.get(version)
         if done is not None:
-            held, reports = self._copied(version, given)
-            self._ranks.from_first(lambda: _same(done, reports))
+            held, of_ranks = self._copied(version, given)
+            self._ranks.from_first(lambda: _same(done, of_ranks))
             self._held = held
         self._log.go_back(version)
 
@@ -242,7 +237,7 @@ class WeightPublisher:
 
     def _given(self, firsts: int, version: int, tensors: Tensors) -> Tensors:
         """Return the tensors, as a mapping if they are read more than once; `firsts` is the first rank's `version`."""
-        rebuilt = self._held is None and self._log.graph.newest is not None and not self.has(version)
+        rebuilt = self._held is None and self._log.graph.newest is not None and version not in self._log.graph.manifests
         several = self._settings.shards > 1 or (self._ranks.size > 1 and rebuilt)
         by_name: dict[str, TensorLike] = {}
 
@@ -265,12 +260,13 @@ class WeightPublisher:
         if isinstance(tensors, Mapping):
             self._ranks.gather(lambda: held.check(mark.version, tensors))
         self._in_doubt = True
-        reports = self._ranks.gather(lambda: self._send_delta(mark.version, held, tensors))
+        sent = self._ranks.gather(lambda: self._send_delta(mark.version, held, tensors))
+        shards = [shard for _, of_rank in sent for shard in of_rank]
 
         def merged() -> list[TensorInfo]:
             """Return the version's tensors. Raises VersionError for incomplete parts or another parent's weights."""
-            tensors = merged_tensors(reports)
-            change = sum((shard.change for report in reports for shard in report.shards), ZERO)
+            tensors = merged_tensors([infos for infos, _ in sent])
+            change = sum((shard.change for shard in shards), ZERO)
             made_from = (total_fingerprint(tensors) - change).hex()
             assert mark.parent is not None
             parent = self._log.graph.manifests[mark.parent]
@@ -282,25 +278,25 @@ class WeightPublisher:
             return tensors
 
         whole = self._ranks.on_first(merged) or []
-        shards = [shard for report in reports for shard in report.shards]
         since, n_bytes = self._log.graph.since_anchor(mark.parent), sum(shard.position.n_bytes for shard in shards)
         due = self._ranks.from_first(lambda: anchor_due(since, n_bytes, self._settings))
         manifest = self._commit(mark, shards, whole, self._write_anchor(held) if due else None)
         self._in_doubt = False
         return manifest, held
 
-    def _copied(self, version: int, tensors: Tensors) -> tuple[HeldVersion, list[RankReport]]:
-        """Copy this rank's weights; also return, on the first rank, the reports of all ranks."""
+    def _copied(self, version: int, tensors: Tensors) -> tuple[HeldVersion, list[PartInfos]]:
+        """Copy this rank's weights; also return, on the first rank, the parts of all ranks."""
         copies: list[HeldVersion] = []
 
-        def copy() -> RankReport:
+        def copy() -> PartInfos:
             copies.append(HeldVersion.copy_of(version, tensors, on_device=self._settings.on_device))
-            return RankReport(copies[0].infos)
+            return copies[0].infos
 
-        reports = self._ranks.gather(copy)
-        return copies[0], reports
+        of_ranks = self._ranks.gather(copy)
+        return copies[0], of_ranks
 
-    def _send_delta(self, version: int, held: HeldVersion, tensors: Tensors) -> RankReport:
+    def _send_delta(self, version: int, held: HeldVersion, tensors: Tensors) -> tuple[PartInfos, list[ShardReport]]:
+        """Publish this rank's shards; return its parts of the version and the shards."""
         n_shards, shards, covered = self._settings.shards, [], []
         shard_of = balanced({name: part.n for name, part in held.parts.items()}, n_shards)
         for index in range(n_shards):
@@ -311,7 +307,7 @@ class WeightPublisher:
                 shards.append(shard.send(self._producer, self._run, self._folder, self._settings.log_limit_bytes))
                 covered.append(shard.covered)
         held.becomes(version, covered)
-        return RankReport(held.infos, shards)
+        return held.infos, shards
 
     def _commit(
         self, mark: VersionMark, shards: Sequence[ShardReport], tensors: Sequence[TensorInfo], anchor: Anchor | None
@@ -329,14 +325,12 @@ class WeightPublisher:
         held = None
         newest = done.version == self._log.graph.newest_version
         if newest and (self._held is None or self._held.version != done.version):
-            held, reports = self._copied(done.version, tensors)
+            held, of_ranks = self._copied(done.version, tensors)
         else:
-            reports = self._ranks.gather(
-                lambda: RankReport(
-                    {name: part_info(as_part(name, value)) for name, value in named(done.version, tensors)}
-                )
+            of_ranks = self._ranks.gather(
+                lambda: {name: part_info(as_part(name, value)) for name, value in named(done.version, tensors)}
             )
-        infos = self._ranks.from_first(lambda: _same(done, reports))
+        infos = self._ranks.from_first(lambda: _same(done, of_ranks))
         if held is not None:
             self._held = held
             self._log.go_back(done.version)
@@ -356,7 +350,7 @@ class WeightPublisher:
             return
         manifest = source.manifests[point.version]
         held = rebuild_whole(lambda: _made_again(self._kafka, source, point.version), self._ranks)
-        whole = self._ranks.on_first(lambda: merged_tensors([RankReport(held.infos)])) or []
+        whole = self._ranks.on_first(lambda: merged_tensors([held.infos])) or []
         mark = VersionMark(point.version, None, manifest.step, manifest.learning_rate, trained_at=manifest.trained_at)
         self._commit(mark, [], whole, self._write_anchor(held))
         # The cuts of the ranks are known only with the first version that they publish.
@@ -370,9 +364,9 @@ class WeightPublisher:
         (self.close if kind is None else self.skips.close)()
 
 
-def _same(done: Manifest, reports: Sequence[RankReport]) -> list[TensorInfo]:
+def _same(done: Manifest, of_ranks: Sequence[PartInfos]) -> list[TensorInfo]:
     """Return the tensors of all ranks. Raises VersionError unless they equal the published version's."""
-    infos = merged_tensors(reports)
+    infos = merged_tensors(of_ranks)
     require_same(done, total_fingerprint(infos).hex())
     return infos
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tidemill.kernels.block import CodecSettings
@@ -25,7 +26,6 @@ from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.graph import UpdatePath, VersionError, VersionGraph
 from tidemill.kernels.weights.held import HeldVersion, rebuild_parts
 from tidemill.kernels.weights.ranks import Ranks, RanksLostError
-from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.kernels.weights.tensor_parts import ShardReport
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
@@ -60,7 +60,10 @@ def bases_due(graph: VersionGraph, lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class SkipPublisher:
-    """Publisher of skip-deltas, which it makes in its own thread."""
+    """Publisher of skip-deltas, which it makes in its own thread.
+
+    `rebuild` returns the last version of a path, given its tensors, as `kernels.weights.rebuild.rebuild` does.
+    """
 
     def __init__(
         self,
@@ -70,8 +73,9 @@ class SkipPublisher:
         codec: CodecSettings,
         folder: str,
         ranks: Ranks,
+        rebuild: Callable[[UpdatePath, Sequence[TensorInfo]], HeldVersion],
     ) -> None:
-        self._kafka, self._run, self._settings = kafka, run, settings
+        self._kafka, self._run, self._settings, self._rebuild = kafka, run, settings, rebuild
         self._codec, self._folder = codec, folder
         self._ranks = ranks
         # The thread's calls run at the same time as the publisher's.
@@ -176,6 +180,6 @@ class SkipPublisher:
             if skip.path is None:
                 raise VersionError(f"no anchor leads to version {skip.base}")
             tensors = [TensorInfo(part.name, part.dtype, list(part.shape), "") for part in new.parts.values()]
-            return rebuild(self._kafka, skip.path, tensors)
+            return self._rebuild(skip.path, tensors)
 
         return rebuild_parts(made_again, new.version, new.parts, self._beside)

@@ -88,6 +88,9 @@ class Place(NamedTuple):
 PartInfo = tuple[Place, Fingerprint]
 """A rank's elements of a tensor, with their fingerprint."""
 
+PartInfos = Mapping[str, PartInfo]
+"""One rank's part of every tensor of a version by name, in the same order on every rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
@@ -98,16 +101,6 @@ class ShardReport:
     """Changed elements."""
     change: Fingerprint
     """The shard's summand in the version's fingerprint."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankReport:
-    """One rank's part of a version."""
-
-    parts: Mapping[str, PartInfo]
-    """Part of every tensor by name, in the same order on every rank."""
-    shards: Sequence[ShardReport] = ()
-    """The shards that the rank published; empty if there is no delta."""
 
 
 def as_part(name: str, value: TensorLike) -> TensorPart:
@@ -155,15 +148,15 @@ def named(version: int, tensors: Tensors) -> Iterator[tuple[str, TensorLike]]:
         yield name, value
 
 
-def merged_tensors(reports: Sequence[RankReport]) -> list[TensorInfo]:
-    """Return the tensors of a version from the reports of all ranks.
+def merged_tensors(of_ranks: Sequence[PartInfos]) -> list[TensorInfo]:
+    """Return the tensors of a version from the parts of all ranks.
 
     Raises VersionError if the ranks do not report the same tensors, or no rank or several ranks hold an element.
     """
-    if len({len(report.parts) for report in reports}) != 1:
+    if len({len(parts) for parts in of_ranks}) != 1:
         raise VersionError("the ranks hold different numbers of tensors: give every rank's part of every tensor")
     merged = []
-    for parts in zip(*(report.parts.items() for report in reports), strict=True):
+    for parts in zip(*(infos.items() for infos in of_ranks), strict=True):
         tensors = {(name, place.dtype, place.shape) for name, (place, _) in parts}
         if len(tensors) != 1:
             names = ", ".join(sorted(f"{name} ({dtype}, {shape})" for name, dtype, shape in tensors))

@@ -180,7 +180,7 @@ def measure_beside(chosen: argparse.Namespace) -> None:
         publisher = stack.enter_context(WeightPublisher.open(kafka, run, store, settings.publish, base_model=model))
         threads = stack.enter_context(ThreadPoolExecutor(1))
         checkpoints = CheckpointStore(directory, run.run_id, run.branch, 1)
-        weights = TrainedWeights(settings, make_learner(settings), checkpoints, publisher, beside=threads)
+        weights = TrainedWeights(settings, make_learner(settings), checkpoints, publisher.publish, beside=threads)
         weights.snapshot()
         groups = groups_of(chosen.groups, *sizes(chosen.shape), vocab=weights.vocab_size)
         rounds: dict[str, list[tuple[float, ...]]] = {"none": [], "first": [], "beside": []}

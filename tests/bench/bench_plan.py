@@ -66,7 +66,9 @@ def take_steps(directory: str, chosen: argparse.Namespace) -> None:
             ThreadPoolExecutor(1) as beside,
         ):
             checkpoints = CheckpointStore(store.root, run.run_id, run.branch, 1)
-            weights = TrainedWeights(settings, make_learner(settings, job), checkpoints, publisher, job, beside)
+            weights = TrainedWeights(
+                settings, make_learner(settings, job), checkpoints, publisher.publish, job=job, beside=beside
+            )
             started = peak_bytes() / MIB
             if not job.ranks.is_first:
                 weights.follow()

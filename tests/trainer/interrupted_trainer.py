@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-import tidemill.trainer.resume
 import tidemill.trainer.run  # noqa: F401 - loaded before the processes are made
 from tidemill.compose import cli
 from tidemill.kernels.fingerprint import TensorKey, fingerprint

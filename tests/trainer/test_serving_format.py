@@ -119,7 +119,7 @@ class NotedPublisher:
 @pytest.mark.parametrize(("form", "said"), [("nvfp4", "nvfp4"), ("bf16", "")])
 def test_a_manifest_names_the_format(form, said, tmp_path):
     publisher, store = NotedPublisher(), CheckpointStore(str(tmp_path), "run", "main", 1)
-    weights = TrainedWeights(settings_of(serving_format=form), learner_of(form), store, publisher)
+    weights = TrainedWeights(settings_of(serving_format=form), learner_of(form), store, publisher.publish)
     weights.snapshot()
     weights.publish(0)
     assert publisher.said["serving_format"] == said

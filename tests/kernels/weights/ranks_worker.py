@@ -316,7 +316,7 @@ class Worker:
         model = first_weights().sharded(self.world)
         list(self._publish_chain(self.publisher("fork"), model, 3))
         forked = self.publisher("fork", branch="again", fork_from=ForkPoint("main", 1))
-        found = [forked.newest.fingerprint, forked.publish(2, self.parts(model)).fingerprint]
+        found = [forked.versions.newest.fingerprint, forked.publish(2, self.parts(model)).fingerprint]
         again = self.publisher("fork", branch="again", fork_from=ForkPoint("main", 1))
         advance(model, 3)
         return {"versions": [*found, again.publish(3, self.parts(model)).fingerprint]}
@@ -333,7 +333,7 @@ class Worker:
             found.append(raised(lambda version=version: publisher.publish(version, self.parts(model), **mark(version))))
             manifests.lose = False
             publisher.publish(version, self.parts(model), **mark(version))
-        return {"told": found, "versions": [publisher.newest.version, publisher.newest.fingerprint]}
+        return {"told": found, "versions": [publisher.versions.newest.version, publisher.versions.newest.fingerprint]}
 
     def fenced(self) -> dict[str, Any]:
         """Another process begins to write manifests under the first rank's name: no rank can publish any more."""

@@ -74,7 +74,7 @@ def test_a_manifest_describes_its_version(publication, open_publisher, views):
     assert [(t.name, t.dtype, tuple(t.shape)) for t in second.tensors] == [
         (name, weight.dtype, weight.bits.shape) for name, weight in views[1].items()
     ]
-    assert (second.trained_at, publisher.newest) == (11, second)
+    assert (second.trained_at, publisher.versions.newest) == (11, second)
     assert (first.serving_format, second.serving_format) == ("", "mxfp8")
     assert first.published_at > 0 and first.trained_at > 0
 
@@ -95,7 +95,7 @@ def test_the_bytes_of_deltas_after_an_anchor_are_bounded(open_publisher, views):
 def test_a_restart_publishes_nothing_twice(publication, open_publisher, views):
     sent = publish_all(open_publisher(EVERY_3), views[:3])
     restarted = open_publisher(EVERY_3)
-    assert restarted.newest == sent[-1]
+    assert restarted.versions.newest == sent[-1]
     before = publication.chunks()
     assert publish_all(restarted, views[:3]) == sent
     assert publication.chunks() == before
@@ -159,7 +159,7 @@ def test_weights_may_change_as_soon_as_they_are_published(publication, open_publ
         publisher.publish(version, iter(tensors.items()))
         for name in ("w", "h", "n", "i"):
             tensors[name].reshape(-1)[version : version + 9] += 1
-    assert [t.dtype for t in publisher.newest.tensors] == [
+    assert [t.dtype for t in publisher.versions.newest.tensors] == [
         *(str(dtype).removeprefix("torch.") for dtype in types.values()),
         "bfloat16",
     ]
@@ -208,7 +208,7 @@ def test_the_first_version_of_a_branch_has_no_parent_and_branches_do_not_mix(ope
     with pytest.raises(VersionError, match=r"the newest version .* is None"):
         open_publisher().publish(1, views[1], parent=0)
     open_publisher().publish(0, views[0])
-    assert open_publisher(branch="candidate").newest is None
+    assert open_publisher(branch="candidate").versions.newest is None
     assert open_publisher(branch="candidate").publish(0, views[5]).branch == "candidate"
 
 
@@ -279,7 +279,8 @@ def test_a_branch_begins_with_a_version_of_another_one(publication, open_publish
     publish_all(open_publisher(ONE_ANCHOR), views[:5])
     point = ForkPoint("main", 3)
     forked = open_publisher(ONE_ANCHOR, "again", fork_from=point)
-    assert (forked.newest.version, forked.newest.parent, forked.newest.branch) == (3, None, "again")
+    newest = forked.versions.newest
+    assert (newest.version, newest.parent, newest.branch) == (3, None, "again")
     forked.publish(4, views[5])
     restarted = open_publisher(ONE_ANCHOR, "again", fork_from=point)
     restarted.publish(5, views[6])

@@ -101,7 +101,7 @@ def replica(run, directory):
     mirror, chain = Mirror(), run.manifests()
     assert [manifest.version for manifest in chain] == list(range(len(chain))), "each version once"
     with LogReader(run.kafka, [Topic.DELTAS]) as deltas:
-        staging = UpdateStaging(ChunkFetcher(deltas, timeout_s=30), directory)
+        staging = UpdateStaging(ChunkFetcher(deltas, timeout_s=30).pieces, directory)
         try:
             for version, manifest in enumerate(chain):
                 deltas_to = [] if not version else [Delta(manifest, version - 1, tuple(manifest.shards), 0)]

@@ -16,7 +16,7 @@ from tidemill.kernels.weights.config import CodecChoice, PublishSettings
 from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.held import HeldVersion
-from tidemill.kernels.weights.tensor_parts import RankReport, TensorPart, merged_tensors
+from tidemill.kernels.weights.tensor_parts import TensorPart, merged_tensors
 from tidemill.schemas.config import RunSettings
 
 TORCH_TYPES = [
@@ -26,7 +26,7 @@ TORCH_TYPES = [
 
 def infos(held):
     """Return the manifest's tensor infos of a version that one process holds."""
-    return merged_tensors([RankReport(held.infos)])
+    return merged_tensors([held.infos])
 
 
 @pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
