@@ -29,7 +29,6 @@ from tidemill.kernels.delta import (
     TensorChange,
     apply_change,
     decode_blocks,
-    resolve,
     resolve_all,
 )
 from tidemill.kernels.elements import element_type, flat_bits
@@ -289,14 +288,8 @@ class _Comparison:
             self._wire[block.dtype] += len(data)
             runs = {part.name: slice(part.start, part.start + part.n) for part in block.parts}
             held = {name: self._open[name][0][run].copy() for name, run in runs.items()}
-            first = block.parts[0]
             with self._apply:
-                if len(block.parts) > 1:
-                    changes = resolve_all(block, held)
-                else:
-                    resolved = resolve(block, held[first.name], offset=first.start)
-                    changes = () if resolved is None else (resolved,)
-                for change in changes:
+                for change in resolve_all(block, {name: self._open[name][0] for name in runs}):
                     apply_change(change, held[change.name], offset=change.start)
             for name, run in runs.items():
                 self._apply.n_bytes += held[name].nbytes

@@ -59,7 +59,6 @@ __all__ = [
     "apply_change",
     "decode_blocks",
     "decode_delta",
-    "resolve",
     "resolve_all",
 ]
 
@@ -205,52 +204,23 @@ class BlockChange:
     """Fingerprint of the block's elements after it."""
 
 
-def resolve(block: EncodedBlock, bits: AnyArray, offset: int | None = None) -> BlockChange | None:
-    """Return the change of a one-tensor block in the weights `bits` (uN, any shape), or None if they already have it.
-
-    `bits` is the whole tensor, or, with `offset`, the local part that begins at flat element `offset` and contains the
-    block's elements. Nothing is written.
-
-    Raises DeltaError if the tensor has another width or size, the block covers several, or the payload is malformed,
-    and FingerprintMismatch if the weights have neither the base nor the target fingerprint, or if the new patterns
-    would not give the target fingerprint.
-    """
-    if len(block.parts) != 1:
-        raise DeltaError(f"a block covers {len(block.parts)} tensors where one is expected")
-    found = _resolve(block, [_local(block.parts[0], flat_bits(bits, element_type(block.dtype)), offset)])
-    return found[0] if found else None
-
-
 def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[BlockChange, ...]:
-    """Return the changes of a block in whole `tensors` (by name); empty if they already have them. Nothing is written.
+    """Return the changes of a block in whole `tensors` (uN, any shape, by name); empty if they already have them.
 
-    Raises like `resolve`, and DeltaError if the block's tensors are not all in `tensors`.
+    Nothing is written. Raises DeltaError if a tensor is missing or has another width or size, or the payload is
+    malformed, and FingerprintMismatch if the weights have neither the base nor the target fingerprint, or if the new
+    patterns would not give the target fingerprint.
     """
     kind, rows = element_type(block.dtype), []
     for part in block.parts:
         if part.name not in tensors:
             raise DeltaError(f"the delta changes {part.name}, which these weights do not have")
-        rows.append(_local(part, flat_bits(tensors[part.name], kind), None))
-    return _resolve(block, rows)
-
-
-def apply_change(change: BlockChange, bits: AnyArray, offset: int = 0) -> None:
-    """Write a change into `bits` (uN, contiguous), in place: the tensor, or its part that begins at `offset`.
-
-    Raises DeltaError if `bits` is not contiguous or does not contain the change's range.
-    """
-    if isinstance(bits, np.ndarray) and not bits.flags.c_contiguous:
-        raise DeltaError(f"{change.name}: a delta is written into contiguous memory only")
-    flat = flat_bits(bits, element_type(change.dtype))
-    if not offset <= change.start <= offset + len(flat) - change.n:
-        raise DeltaError(f"{change.name}: {len(flat)} elements at {offset} do not hold {change.n} at {change.start}")
-    kernels = backend_for(flat)
-    places = change.indices - offset if offset else change.indices
-    kernels.scatter(flat, kernels.beside(places, flat), kernels.beside(change.new_bits, flat))
-
-
-def _resolve(block: EncodedBlock, rows: list[AnyArray]) -> tuple[BlockChange, ...]:
-    """Return the changes of a block in its parts; `rows` are the patterns of the parts."""
+        flat = flat_bits(tensors[part.name], kind)
+        if len(flat) != part.tensor_elements:
+            raise DeltaError(
+                f"{part.name}: {len(flat)} elements here, {part.tensor_elements} where the delta was encoded"
+            )
+        rows.append(flat[part.start : part.start + part.n])
     kernels = backend_for(rows[0])
     keys = [TensorKey.of(part.name) for part in block.parts]
     held = [kernels.fingerprint(row, key, part.start) for part, key, row in zip(block.parts, keys, rows, strict=True)]
@@ -259,7 +229,7 @@ def _resolve(block: EncodedBlock, rows: list[AnyArray]) -> tuple[BlockChange, ..
         return ()
     if before != block.base:
         raise FingerprintMismatch(_mismatch(block, f"hold {before.hex()}, the delta was made from {block.base.hex()}"))
-    kind, hosted = element_type(block.dtype), [kernels.host(row) for row in rows]
+    hosted = [kernels.host(row) for row in rows]
     first, old = (block.parts[0].start, hosted[0]) if len(rows) == 1 else (0, np.concatenate(hosted))
     changes = [unpack(block.encoding, block.payload, kind, old, block.changed, first)]
     if len(rows) > 1:
@@ -276,6 +246,21 @@ def _resolve(block: EncodedBlock, rows: list[AnyArray]) -> tuple[BlockChange, ..
         for part, change, base, added in zip(block.parts, changes, held, made, strict=True)
         if change.indices.size
     )
+
+
+def apply_change(change: BlockChange, bits: AnyArray, offset: int = 0) -> None:
+    """Write a change into `bits` (uN, contiguous), in place: the tensor, or its part that begins at `offset`.
+
+    Raises DeltaError if `bits` is not contiguous or does not contain the change's range.
+    """
+    if isinstance(bits, np.ndarray) and not bits.flags.c_contiguous:
+        raise DeltaError(f"{change.name}: a delta is written into contiguous memory only")
+    flat = flat_bits(bits, element_type(change.dtype))
+    if not offset <= change.start <= offset + len(flat) - change.n:
+        raise DeltaError(f"{change.name}: {len(flat)} elements at {offset} do not hold {change.n} at {change.start}")
+    kernels = backend_for(flat)
+    places = change.indices - offset if offset else change.indices
+    kernels.scatter(flat, kernels.beside(places, flat), kernels.beside(change.new_bits, flat))
 
 
 @compiled
@@ -311,16 +296,6 @@ def _split(
         own_old[at] = old[i]
         own_new[at] = new[i]
         place[owner[i]] += 1
-
-
-def _local(part: BlockPart, flat: AnyArray, offset: int | None) -> AnyArray:
-    """Return a part's elements in `flat`, which begins at `offset`, or is the whole tensor."""
-    if offset is None and len(flat) != part.tensor_elements:
-        raise DeltaError(f"{part.name}: {len(flat)} elements here, {part.tensor_elements} where the delta was encoded")
-    first = part.start - (offset or 0)
-    if first < 0 or first + part.n > len(flat):
-        raise DeltaError(f"{part.name}: {len(flat)} elements at {offset} do not hold {part.n} at {part.start}")
-    return flat[first : first + part.n]
 
 
 def _mismatch(block: EncodedBlock, what: str) -> str:

@@ -28,7 +28,7 @@ from synthetic import synthetic_change
 
 from tests.kernels.encoding import encode_delta
 from tidemill.kernels.comparison import DeltaReport, compare
-from tidemill.kernels.delta import CodecSettings, TensorChange, apply_change, decode_delta, resolve
+from tidemill.kernels.delta import CodecSettings, TensorChange, apply_change, decode_delta, resolve_all
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.publish import WeightPublisher
@@ -123,10 +123,9 @@ def _speed_of(change: TensorChange, learning_rate: float, runs: int) -> None:
 
     def apply_all() -> None:
         for block in decode_delta(chunks, 1, 0):
-            resolved = resolve(block, held)
-            if resolved is None:
+            if not (resolved := resolve_all(block, {change.name: held})):
                 raise AssertionError("the block is in already")
-            apply_change(resolved, held)
+            apply_change(resolved[0], held)
 
     def revert_and_apply() -> None:
         np.copyto(held, old)

@@ -33,7 +33,7 @@ from measuring import say
 from tests.kernels.encoding import encode_delta
 from tidemill.kernels.backend import CPU_BACKEND, KernelBackend, triton_obstacle
 from tidemill.kernels.classes import ClassTable, all_active
-from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve
+from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve_all
 from tidemill.kernels.elements import BY_NAME, ElementType
 from tidemill.kernels.fingerprint import TensorKey
 from tidemill.kernels.payload import choose_table
@@ -159,7 +159,8 @@ def check_stream(step: Step, place: Callable[[np.ndarray], Any]) -> None:
     found = list(encode_delta(1, 0, [TensorChange("w", step.kind.name, held, place(step.new))]))
     assert found == expected, f"the delta of {step.kind.name} differs"
     for block in decode_delta(found, 1, 0):
-        apply_change(resolve(block, held), held)
+        for change in resolve_all(block, {"w": held}):
+            apply_change(change, held)
     np.testing.assert_array_equal(as_arrays(held)[0], step.new, err_msg=f"apply of {step.kind.name}")
 
 

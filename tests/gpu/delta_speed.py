@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tests.kernels.encoding import encode_delta
-from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve
+from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve_all
 from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.held import HeldVersion
 
@@ -54,8 +54,8 @@ def main() -> None:
         def apply(parts: list[bytes] = parts, held: torch.Tensor = held, applied: torch.Tensor = applied) -> None:
             applied.copy_(held)
             for block in decode_delta(parts, 1, 0):
-                if (found := resolve(block, applied)) is not None:
-                    apply_change(found, applied)
+                for change in resolve_all(block, {"w": applied}):
+                    apply_change(change, applied)
 
         gigabytes = 2 * elements / 1e9
         encode_s, apply_s, copy_s = seconds(encoded), seconds(apply), seconds(copy)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tidemill.kernels.block import CodecSettings
-from tidemill.kernels.delta import StreamWriter
+from tidemill.kernels.delta import BlockChange, EncodedBlock, StreamWriter, resolve_all
 from tidemill.kernels.elements import AnyArray
 from tidemill.kernels.encoder import DEFAULTS, DeltaEncoder
 
@@ -24,6 +24,12 @@ def encode_tensor(
     """Yield the blocks of one tensor's change in ascending order; arguments and errors as in `DeltaEncoder.add`."""
     for block in DeltaEncoder(settings).encode([(name, dtype, old_bits, new_bits, start, total)]):
         yield block.data
+
+
+def resolve(block: EncodedBlock, bits: AnyArray) -> BlockChange | None:
+    """Return the change of a block of one tensor, `bits`; None if the tensor already has it."""
+    found = resolve_all(block, {block.parts[0].name: bits})
+    return found[0] if found else None
 
 
 def encode_delta(

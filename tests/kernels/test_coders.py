@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.encoding import encode_tensor
+from tests.kernels.encoding import encode_tensor, resolve
 from tests.kernels.reference import delta_bounds, rans_reference
 from tidemill.kernels.classes import ClassStreams
 from tidemill.kernels.coder import CODERS, PCODEC, RANS, encode_streams
-from tidemill.kernels.delta import CodecSettings, DeltaError, decode_blocks, resolve
+from tidemill.kernels.delta import CodecSettings, DeltaError, decode_blocks
 from tidemill.kernels.elements import ELEMENT_TYPES, move
 from tidemill.kernels.models import (
     ALL_ZERO,

@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels.encoding import encode_delta, encode_tensor
+from tests.kernels.encoding import encode_delta, encode_tensor, resolve
 from tidemill.kernels.block import (
     BLOCK_ELEMENTS,
     MAGIC,
@@ -31,7 +31,6 @@ from tidemill.kernels.delta import (
     TensorChange,
     decode_blocks,
     decode_delta,
-    resolve,
     resolve_all,
 )
 from tidemill.kernels.elements import BY_NAME

@@ -16,7 +16,6 @@ from tidemill.kernels.delta import (
     TensorChange,
     apply_change,
     decode_blocks,
-    resolve,
     resolve_all,
 )
 from tidemill.kernels.elements import ELEMENT_TYPES
@@ -126,8 +125,6 @@ def test_weights_that_drifted_are_refused():
         resolve_all(block, {"a": a.old_bits})
     with pytest.raises(DeltaError, match="999 elements here, 1000"):
         resolve_all(block, {"a": a.old_bits, "b": b.old_bits[:999]})
-    with pytest.raises(DeltaError, match="2 tensors where one is expected"):
-        resolve(block, a.old_bits)
 
 
 def parts(sizes):

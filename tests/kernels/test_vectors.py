@@ -11,9 +11,9 @@ import pytest
 from numba import njit
 from numba.core.errors import TypingError
 
-from tests.kernels.encoding import encode_tensor
+from tests.kernels.encoding import encode_tensor, resolve
 from tidemill.kernels import compiled as vectors
-from tidemill.kernels.delta import decode_blocks, resolve
+from tidemill.kernels.delta import decode_blocks
 from tidemill.kernels.payload import Encoding
 
 

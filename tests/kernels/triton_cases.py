@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from tests.kernels.encoding import encode_delta, encode_tensor
+from tests.kernels.encoding import encode_delta, encode_tensor, resolve
 from tests.kernels.reference import assert_same_results, fingerprint_reference
 from tidemill.kernels import classes, fingerprint, payload, triton_rows, triton_split
 from tidemill.kernels.backend import choose, triton_backend, triton_obstacle
 from tidemill.kernels.classes import count_exponents
 from tidemill.kernels.compare import changed_elements
-from tidemill.kernels.delta import DeltaError, TensorChange, apply_change, decode_delta, resolve
+from tidemill.kernels.delta import DeltaError, TensorChange, apply_change, decode_delta
 from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES
 from tidemill.kernels.fingerprint import TensorKey
 
