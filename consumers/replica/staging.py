@@ -116,7 +116,7 @@ class UpdateStaging:
         begun = time.monotonic()
         draft = Draft(mirror)
         try:
-            followed = self._rebuilder.follow(move.path, draft)
+            anchor, fetch_ms = self._rebuilder.follow(move.path, draft)
         except StoreUnavailableError as error:
             raise FetchTimeoutError(str(error)) from error
         try:
@@ -125,9 +125,9 @@ class UpdateStaging:
             draft.revert()
             raise
         whole = draft.fresh or DENSE * sum(change.indices.size for change in changes) > mirror.n_elements
-        fetch_ms, elapsed = followed.fetch_ms, 1e3 * (time.monotonic() - begun)
+        elapsed = 1e3 * (time.monotonic() - begun)
         changes = () if whole else changes
-        return PreparedUpdate(draft, changes, whole, followed.anchor, fetch_ms, max(0.0, elapsed - fetch_ms))
+        return PreparedUpdate(draft, changes, whole, anchor, fetch_ms, max(0.0, elapsed - fetch_ms))
 
     def save(self, mirror: Mirror) -> Path:
         """Write the mirror's version as a checkpoint for the engine, and return its directory."""

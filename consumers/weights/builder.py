@@ -124,9 +124,9 @@ class Builder:
 
             try:
                 with _as_unusable():
-                    followed = self._rebuilder.follow(path, Draft(mirror), recount=True, progress=begin)
-                assert followed.anchor is not None
-                return BuiltVersion(mirror, path, followed.anchor)
+                    anchor, _ = self._rebuilder.follow(path, Draft(mirror), recount=True, progress=begin)
+                assert anchor is not None
+                return BuiltVersion(mirror, path, anchor)
             except UnusableWeights as error:
                 step = begun[-1]
                 if isinstance(step, Delta):

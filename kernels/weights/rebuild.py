@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Semaphore
 
@@ -128,14 +127,6 @@ class RefusedAnchorError(ValueError):
         self.manifest = manifest
 
 
-@dataclass(frozen=True, slots=True)
-class FollowedPath:
-    anchor: Path | None
-    """Local directory of the path's anchor; None without an anchor, or if its files are not kept."""
-    fetch_ms: float
-    """Wait for the bytes of deltas, in milliseconds."""
-
-
 class Rebuilder:
     """Follows update paths, one at a time. Close it before the process forks.
 
@@ -165,8 +156,11 @@ class Rebuilder:
         recount: bool = False,
         outline: Sequence[TensorInfo] = (),
         progress: Callable[[PathStep], None] = lambda _: None,
-    ) -> FollowedPath:
+    ) -> tuple[Path | None, float]:
         """Change a mirror to the last version of a path. The caller keeps or reverts the draft afterwards.
+
+        Returns the local directory of the path's anchor (None without an anchor, or if its files are not kept), and the
+        wait for the bytes of deltas, in milliseconds.
 
         Args:
             recount: compare every tensor of every version of the path, and compute the fingerprints of changed tensors
@@ -194,7 +188,7 @@ class Rebuilder:
             raise
         if not draft.fresh:
             self._discard_copy(path.anchor)
-        return FollowedPath(anchor, fetch_ms)
+        return anchor, fetch_ms
 
     def close(self) -> None:
         self._decoder.close()
