@@ -23,12 +23,13 @@ from tidemill.trainer.midtrain import (
     learning_rate,
     loss_of,
     midtrain,
+    orthogonal,
     read_corpus,
     run,
+    split_parameters,
 )
 from tidemill.trainer.midtrain_config import MidtrainSettings, ModelShape, TokenizerSettings
 from tidemill.trainer.model import build_model, use_packed_attention
-from tidemill.trainer.muon import orthogonal, split_parameters
 
 TINY = MidtrainSettings(
     model=ModelShape(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, max_positions=256),
