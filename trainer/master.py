@@ -31,7 +31,6 @@ from tidemill.trainer.batch import PackedRow, Trajectory, sampled_versions
 from tidemill.trainer.choices import Forward, ServingFormat
 from tidemill.trainer.config import OptimizerSettings
 from tidemill.trainer.policy import frozen_logprobs
-from tidemill.trainer.serving_view import quantised_weights
 from tidemill.trainer.stored_model import own_rows
 
 
@@ -195,6 +194,25 @@ def round_as_policy(model: PreTrainedModel, serving_format: ServingFormat, forwa
         else:
             own = own_part(parameter)
             own.copy_(own.to(torch.bfloat16))
+
+
+def quantised_weights(model: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the weights that are stored in a format of few bits: those of linear layers and experts.
+
+    Weights of the head, routers and gates are not included; routers and gates choose among few and are small. Raises
+    ValueError for a model without such weights.
+    """
+    get_head = getattr(model, "get_output_embeddings", None)
+    head, found = get_head() if get_head else None, set()
+    for prefix, module in model.named_modules():
+        linear = isinstance(module, torch.nn.Linear) and module is not head and not prefix.endswith(("gate", "router"))
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            # Experts are a stack of matrices.
+            if (linear and parameter.dim() == 2) or parameter.dim() == 3:
+                found.add(name)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no linear weights: set trainer.serving_format to bf16")
+    return frozenset(found)
 
 
 def _hold_in(weight: Tensor, form: BlockFormat) -> None:

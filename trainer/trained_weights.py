@@ -22,8 +22,7 @@ from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.device import machine_of
 from tidemill.trainer.job import SINGLE, Job
 from tidemill.trainer.model import load_model
-from tidemill.trainer.serving_view import ServingView, serving_view
-from tidemill.trainer.sharded_view import local_parts
+from tidemill.trainer.serving_view import ServingView, local_parts, serving_view
 from tidemill.trainer.step import Learner, StepOutcome
 from tidemill.trainer.stored_model import NotByRowsError, StoredModel
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup

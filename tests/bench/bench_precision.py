@@ -120,7 +120,7 @@ def versions(learner: Any) -> Iterator[tuple[str, str, str, np.ndarray, str]]:
     import torch
 
     from tidemill.kernels.quantise import BLOCK_FORMATS, E2M1, dequantise, quantise
-    from tidemill.trainer.serving_view import quantised_weights
+    from tidemill.trainer.master import quantised_weights
 
     chosen = quantised_weights(learner.model)
     for key, master in learner.masters.state().items():

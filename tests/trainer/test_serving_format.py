@@ -14,7 +14,8 @@ from tests.trainer.families import make_model
 from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.serving_view import quantised_weights, serving_view
+from tidemill.trainer.master import quantised_weights
+from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.step import Learner
 from tidemill.trainer.trainable import TrainableGroup
 from tidemill.trainer.trained_weights import TrainedWeights

@@ -45,7 +45,7 @@ from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import DeltaChunk, Manifest, Record
-from tidemill.trainer.sharded_view import local_parts
+from tidemill.trainer.serving_view import local_parts
 
 CHAIN_LENGTH = 5
 SETTINGS = PublishSettings(anchor_every=3, anchor_bytes_ratio=1e9, skips=())

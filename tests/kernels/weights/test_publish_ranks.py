@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.consumers.replica_driver import anchored
 from tests.kernels.weights import ranks_worker
@@ -28,6 +29,7 @@ from tests.kernels.weights.ranks_worker import (
 from tests.trainer.conftest import fingerprint_of
 from tidemill.consumers.replica.staging import UpdateStaging
 from tidemill.consumers.replica.state import UpdateAction
+from tidemill.kernels.weights.bits import as_weight
 from tidemill.kernels.weights.commit import read_versions
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.weights.graph import Delta, UpdatePath
@@ -37,7 +39,7 @@ from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.reader import LogReader
-from tidemill.trainer.serving_view import bf16_bits, serving_view
+from tidemill.trainer.serving_view import serving_view
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN = "sharded"
@@ -276,7 +278,8 @@ def test_invalid_parts_are_refused_on_all_ranks_and_publication_continues(jobs, 
 
 
 def test_experts_are_published_from_their_shards(jobs):
-    whole = fingerprint_of({"weight": bf16_bits("weight", whole_experts())})
+    bits = as_weight("weight", whole_experts().to(torch.bfloat16)).bits
+    whole = fingerprint_of({"weight": bits})
     for rank in (0, 1):
         found = jobs.found("experts", rank)
         assert found["versions"] == [whole, whole]

@@ -28,9 +28,8 @@ from tidemill.kernels.weights.tensor_parts import (
     merged_tensors,
     part_info,
 )
-from tidemill.trainer import sharded_view
-from tidemill.trainer.serving_view import serving_view
-from tidemill.trainer.sharded_view import PlacementError, local_parts
+from tidemill.trainer import serving_view as views
+from tidemill.trainer.serving_view import PlacementError, local_parts, serving_view
 
 
 class Tied(torch.nn.Module):
@@ -90,7 +89,7 @@ def test_the_first_rank_has_all_parts_of_an_unsharded_model():
 def test_a_part_is_a_snapshot(monkeypatch, on_device):
     """A tensor in the CPU's memory stands for one on a device."""
     if on_device:
-        monkeypatch.setattr(sharded_view, "is_on_host", lambda array: isinstance(array, np.ndarray))
+        monkeypatch.setattr(views, "is_on_host", lambda array: isinstance(array, np.ndarray))
     model = Tied()
     part = local_parts(model, first=True, on_device=on_device)["head.bias"]
     assert isinstance(part.bits, torch.Tensor if on_device else np.ndarray)
