@@ -143,10 +143,14 @@ class BlockHeader:
     tensor_elements: int
     start: int
     elements: int
+    """Number of elements that the block covers."""
     changed: int
+    """Number of elements that it changes."""
     payload_length: int
     base: Fingerprint
+    """Fingerprint of the block's elements before the change."""
     target: Fingerprint
+    """Fingerprint of the block's elements after it."""
     digest_kind: DigestChoice
     digest: bytes
 
@@ -158,20 +162,11 @@ class BlockHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedBlock:
-    """A block whose digest and bounds have been checked; `resolve` checks whether it fits given weights."""
+    """A block whose digest and bounds have been checked; `resolve_all` checks whether it fits given weights."""
 
+    header: BlockHeader
     parts: tuple[BlockPart, ...]
     """The parts that the block covers."""
-    dtype: str
-    n: int
-    """Number of elements that it covers."""
-    changed: int
-    """Number of elements that it changes."""
-    base: Fingerprint
-    """Fingerprint of the block's elements before the change."""
-    target: Fingerprint
-    """Fingerprint of the block's elements after it."""
-    encoding: int
     payload: memoryview
     """The encoded changes; `kernels.payload` decodes them together with the old bits."""
 
@@ -256,9 +251,7 @@ def read_body(header: BlockHeader, fields: memoryview, body: memoryview) -> Enco
         parts = read_directory(name, header.elements)
     else:
         parts = (BlockPart(read_name(name), header.tensor_elements, header.start, header.elements),)
-    return EncodedBlock(
-        parts, header.kind.name, header.elements, header.changed, header.base, header.target, header.encoding, payload
-    )
+    return EncodedBlock(header, parts, payload)
 
 
 def _digest(kind: DigestChoice, *parts: bytes | memoryview) -> bytes:

@@ -285,7 +285,7 @@ class _Comparison:
             data = self._writer.block(encoded.data)
             with self._apply:
                 (block,) = decode_blocks(data)
-            self._wire[block.dtype] += len(data)
+            self._wire[block.header.kind.name] += len(data)
             runs = {part.name: slice(part.start, part.start + part.n) for part in block.parts}
             held = {name: self._open[name][0][run].copy() for name, run in runs.items()}
             with self._apply:

@@ -32,7 +32,6 @@ from tidemill.kernels.block import (
     BLOCK_ELEMENTS,
     DIGEST_SIZE,
     PREFIX_SIZE,
-    BlockHeader,
     BlockPart,
     CodecSettings,
     EncodedBlock,
@@ -102,7 +101,7 @@ def decode_blocks(data: bytes | memoryview) -> Iterator[EncodedBlock]:
     """Read blocks that follow one after the other, without a stream's header and trailer. Raises DeltaError."""
     source = _Source([data])
     while not source.at_end():
-        yield _take_block(source)[1]
+        yield _take_block(source)
 
 
 def decode_delta(pieces: Iterable[bytes | memoryview], version: int, parent: int) -> Iterator[EncodedBlock]:
@@ -121,9 +120,9 @@ def decode_delta(pieces: Iterable[bytes | memoryview], version: int, parent: int
         raise DeltaError(f"the delta is from version {its_parent} to {its_version}, not from {parent} to {version}")
     digests, blocks, changed = xxhash.xxh3_128(), 0, 0
     while source.peek(len(TRAILER_MAGIC)) != TRAILER_MAGIC:
-        header, block = _take_block(source)
-        digests.update(header.digest)
-        blocks, changed = blocks + 1, changed + header.changed
+        block = _take_block(source)
+        digests.update(block.header.digest)
+        blocks, changed = blocks + 1, changed + block.header.changed
         yield block
     if source.take(EDGE_SIZE, "its trailer") != _trailer(blocks, changed, digests):
         raise DeltaError("the delta's trailer does not fit its blocks: blocks are missing, repeated or moved")
@@ -138,10 +137,10 @@ def _trailer(blocks: int, changed: int, digests: xxhash.xxh3_128) -> bytes:
     return edge + state.digest()
 
 
-def _take_block(source: _Source) -> tuple[BlockHeader, EncodedBlock]:
+def _take_block(source: _Source) -> EncodedBlock:
     fields = source.take(header_size(source.peek(PREFIX_SIZE)), "a block's header")
     header = read_header(fields)
-    return header, read_body(header, fields, source.take(header.body_length, "a block"))
+    return read_body(header, fields, source.take(header.body_length, "a block"))
 
 
 class _Source:
@@ -211,7 +210,7 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
     malformed, and FingerprintMismatch if the weights have neither the base nor the target fingerprint, or if the new
     patterns would not give the target fingerprint.
     """
-    kind, rows = element_type(block.dtype), []
+    header, kind, rows = block.header, block.header.kind, list[AnyArray]()
     for part in block.parts:
         if part.name not in tensors:
             raise DeltaError(f"the delta changes {part.name}, which these weights do not have")
@@ -225,13 +224,13 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
     keys = [TensorKey.of(part.name) for part in block.parts]
     held = [kernels.fingerprint(row, key, part.start) for part, key, row in zip(block.parts, keys, rows, strict=True)]
     before = sum(held, start=ZERO)
-    if before == block.target:
+    if before == header.target:
         return ()
-    if before != block.base:
-        raise FingerprintMismatch(_mismatch(block, f"hold {before.hex()}, the delta was made from {block.base.hex()}"))
+    if before != header.base:
+        raise FingerprintMismatch(_mismatch(block, f"hold {before.hex()}, the delta was made from {header.base.hex()}"))
     hosted = [kernels.host(row) for row in rows]
     first, old = (block.parts[0].start, hosted[0]) if len(rows) == 1 else (0, np.concatenate(hosted))
-    changes = [unpack(block.encoding, block.payload, kind, old, block.changed, first)]
+    changes = [unpack(header.encoding, block.payload, kind, old, header.changed, first)]
     if len(rows) > 1:
         begins, cuts = np.cumsum([0, *(part.n for part in block.parts)]), np.zeros(len(rows) + 1, np.int64)
         ordered = ElementChanges(*map(np.empty_like, changes[0]))
@@ -239,10 +238,10 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
         changes = [ElementChanges(*(side[a:b] for side in ordered)) for a, b in pairwise(cuts.tolist())]
     made = [fingerprint_change(key, *change) for key, change in zip(keys, changes, strict=True)]
     after = sum(made, start=before)
-    if after != block.target:
-        raise FingerprintMismatch(_mismatch(block, f"would become {after.hex()}, not {block.target.hex()}"))
+    if after != header.target:
+        raise FingerprintMismatch(_mismatch(block, f"would become {after.hex()}, not {header.target.hex()}"))
     return tuple(
-        BlockChange(part.name, block.dtype, part.start, part.n, *change, base, base + added)
+        BlockChange(part.name, kind.name, part.start, part.n, *change, base, base + added)
         for part, change, base, added in zip(block.parts, changes, held, made, strict=True)
         if change.indices.size
     )

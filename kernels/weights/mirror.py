@@ -79,9 +79,10 @@ class Mirror:
 
         Raises DeltaError if the block is malformed or does not match these weights.
         """
+        dtype = block.header.kind.name
         for name in block.names:
-            if name not in self.weights or self.weights[name].dtype != block.dtype:
-                raise DeltaError(f"the delta changes {name} ({block.dtype}), which is not served")
+            if name not in self.weights or self.weights[name].dtype != dtype:
+                raise DeltaError(f"the delta changes {name} ({dtype}), which is not served")
         return resolve_all(block, {name: self.bits(name) for name in block.names})
 
     def save(self, directory: Path) -> None:

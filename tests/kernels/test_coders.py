@@ -176,7 +176,7 @@ def test_every_coder_can_code_a_whole_block(coder):
     (data,) = encode_tensor("w", "bfloat16", old, new, settings=CodecSettings(coder=coder))
     (block,) = decode_blocks(data)
     change = resolve(block, old)
-    assert block.encoding == Encoding.CLASSES
+    assert block.header.encoding == Encoding.CLASSES
     np.testing.assert_array_equal(change.new_bits, new[change.indices])
 
 
@@ -187,7 +187,7 @@ def test_a_constant_costs_no_more_than_its_header(kind):
         (data,) = encode_tensor("w", kind.name, old, new)
         (block,) = decode_blocks(data)
         change = resolve(block, old)
-        assert block.encoding == Encoding.CONSTANT and len(data) < 90
+        assert block.header.encoding == Encoding.CONSTANT and len(data) < 90
         np.testing.assert_array_equal(change.new_bits, new[change.indices])
 
 
@@ -195,4 +195,4 @@ def test_noise_is_stored():
     old, new = np.random.default_rng(0).integers(0, 1 << 16, (2, 50_000), np.uint16)
     (data,) = encode_tensor("w", "bfloat16", old, new)
     (block,) = decode_blocks(data)
-    assert block.encoding == Encoding.RAW and len(data) < new.nbytes + 100
+    assert block.header.encoding == Encoding.RAW and len(data) < new.nbytes + 100

@@ -73,7 +73,7 @@ def read(data, version=6, parent=5):
 def read_block(data):
     """Return the change of one block to `OLD`, converted to the block's element type."""
     (block,) = decode_blocks(data)
-    return resolve(block, OLD.astype(BY_NAME[block.dtype].bits))
+    return resolve(block, OLD.astype(block.header.kind.bits))
 
 
 def forged(payload, *, encoding=Encoding.CLASSES, elements=2000, start=0, total=2000, changed=40, dtype="bfloat16"):

@@ -64,7 +64,7 @@ def test_every_tensor_gets_its_new_value(changes, block_elements):
     added = dict.fromkeys(held, ZERO)
     for block in decoded(blocks):
         found = resolve_all(block, held)
-        assert sum((c.target - c.base for c in found), start=block.base) == block.target
+        assert sum((c.target - c.base for c in found), start=block.header.base) == block.header.target
         for change in found:
             added[change.name] += change.target - change.base
             apply_change(change, held[change.name])

@@ -34,7 +34,7 @@ def digest_of_delta():
     new = np.where(generator.random(old.size) < np.linspace(0.01, 0.5, old.size), old + np.uint16(1), old)
     (data,) = encode_tensor("w", "bfloat16", old, new)
     (block,) = decode_blocks(data)
-    assert block.encoding == Encoding.CLASSES, "only these have words of elements"
+    assert block.header.encoding == Encoding.CLASSES, "only these have words of elements"
     change = resolve(block, old)
     held = old.copy()
     held[change.indices] = change.new_bits
