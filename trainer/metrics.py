@@ -15,7 +15,7 @@ from tidemill.trainer.batch import PackedRow, Trajectory, sampled_versions
 from tidemill.trainer.corrections import chi_square, effective_sample_size, k1, k3, share_beyond
 from tidemill.trainer.model_size import ModelSize
 from tidemill.trainer.policy import keeps_scores
-from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
+from tidemill.trainer.trainable import TrainableBatch, TrainableGroup, rewards_of
 
 STAGE = "train"
 """The stage in the staleness records of steps."""
@@ -69,7 +69,7 @@ def reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}
-    rewards = [float(reward) for group in groups for reward in group.rewards()]
+    rewards = [float(reward) for group in groups for reward in rewards_of(group.group)]
     judged = [float(r.success) for r in rollouts if r.success is not None]
     components: dict[str, list[float]] = {}
     for component in (component for rollout in rollouts for component in rollout.rewards):
@@ -107,7 +107,7 @@ def online_metrics(batch: TrainableBatch, advantages: Tensor, traces: Sequence[T
 def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[TokenTrace]) -> dict[str, float]:
     """Return metrics of the simulated groups that joined an online batch."""
     return {
-        "simulated/reward": _mean([float(reward) for group in groups for reward in group.rewards()]),
+        "simulated/reward": _mean([float(reward) for group in groups for reward in rewards_of(group.group)]),
         "simulated/groups": float(len(groups)),
         "simulated/entropy": float(torch.cat([t.entropy for t in traces]).double().mean()),
         "simulated/mismatch": float(k3(_log_ratio(traces)).double().mean()),

@@ -62,7 +62,7 @@ from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.routing import RoutingReplay
 from tidemill.trainer.sharding import expert_mesh, lay_over_ranks, recompute_activations, require_divisible
 from tidemill.trainer.stored_model import StoredModel
-from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
+from tidemill.trainer.trainable import TrainableBatch, TrainableGroup, rewards_of
 
 _log = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ class Learner:
         divergence = self._divergence(rows, len(rollouts))
         values, start = [], 0
         for group in groups:
-            rewards = group.rewards()
+            rewards = rewards_of(group.group)
             if kl.coefficient and not kl.in_loss:
                 rewards = penalise(rewards, divergence[start : start + len(rewards)], kl.coefficient)
             values.append(ADVANTAGES[self._recipe.advantage](rewards))

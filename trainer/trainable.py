@@ -170,17 +170,13 @@ class TrainableGroup:
     expert_ids: tuple[ExpertIds, ...] = field(default=(), compare=False)
     """The expert ids of each rollout, if the routing uses them."""
 
-    def rewards(self) -> npt.NDArray[np.float64]:
-        """Return f8[G]: rewards of the completed members as recorded by group assembly; permuted in a control run."""
-        return rewards(self.group)
-
 
 def completed(group: Group) -> list[GroupMember]:
     """Return the members that finished with a reward, in member order."""
     return [m for m in group.members if m.status is RolloutStatus.COMPLETED and m.reward is not None]
 
 
-def rewards(group: Group) -> npt.NDArray[np.float64]:
+def rewards_of(group: Group) -> npt.NDArray[np.float64]:
     """Return f8[G]: rewards of the completed members, in member order."""
     return np.array([member.reward for member in completed(group)], np.float64)
 
@@ -192,7 +188,7 @@ def lag_of(group: Group, version: int) -> int:
 
 def has_signal(group: Group) -> bool:
     """Return whether the completed members' rewards differ, so that some advantage is not zero."""
-    values = rewards(group)
+    values = rewards_of(group)
     return len(values) > 0 and bool(values.max() > values.min())
 
 
