@@ -119,7 +119,7 @@ class StepReplay:
             if record is chosen[0]:
                 self._go_to(record.parent_version)
                 if what_if is not None:
-                    self._weights.change_settings(replace_model(what_if, self._settings.model))
+                    self._weights.change_settings(what_if.model_copy(update={"model": self._settings.model}))
                     self._inputs.routed = self._weights.routed
             elif self._version != record.parent_version:
                 if what_if is not None:
@@ -194,12 +194,7 @@ def replayable(settings: TrainerSettings, store: StoreSettings, run: RunSettings
     if (Path(settings.model) / "config.json").is_file():
         return settings
     anchor = Path(anchor_uri(store.root, run.run_id, run.branch, 0).removeprefix("file://"))
-    return replace_model(settings, str(anchor)) if (anchor / "config.json").is_file() else settings
-
-
-def replace_model(settings: TrainerSettings, model: str) -> TrainerSettings:
-    """Return the settings with another starting model."""
-    return settings.model_copy(update={"model": model})
+    return settings.model_copy(update={"model": str(anchor)}) if (anchor / "config.json").is_file() else settings
 
 
 def write_halt(root: Path, halt: Halt) -> Path:
