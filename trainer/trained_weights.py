@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -42,7 +42,14 @@ def _on_every_rank(method: Callable[Concatenate[Any, P], T]) -> Callable[Concate
     """Make a call of the method on the first rank run on every rank. Such methods do not call each other."""
 
     def called(weights: TrainedWeights, /, *args: P.args, **options: P.kwargs) -> T:
-        return weights.do(method.__name__, lambda: method(weights, *args, **options), args, options)
+        job = weights.job
+
+        def begun() -> T:
+            if job.ranks.is_first:
+                job.tell((method.__name__, args, options))
+            return method(weights, *args, **options)
+
+        return job.together(begun)
 
     return update_wrapper(called, method)
 
@@ -74,7 +81,7 @@ class TrainedWeights:
         self._learner = learner
         self._checkpoints = checkpoints
         self._publish, self._go_back = publish, go_back
-        self._job = job
+        self.job = job
         self.machine = learner.machine
         self.vocab_size = int(learner.model.config.vocab_size)
         """Size of the vocabulary; every token id is smaller."""
@@ -90,25 +97,15 @@ class TrainedWeights:
         """The shape of the model's expert ids, if tokens are routed by them."""
         return None if self._learner.replay is None else self._learner.replay.shape
 
-    def do(self, name: str, work: Callable[[], T], args: Sequence[Any], options: Mapping[str, Any]) -> T:
-        """Do `work`, the method `name` with these arguments, here and, if this is the first rank, on all others."""
-
-        def begun() -> T:
-            if self._job.ranks.is_first:
-                self._job.tell((name, args, options))
-            return work()
-
-        return self._job.together(begun)
-
     def follow(self) -> None:
         """Make the calls of the first rank, until it calls `let_go`. Raises their errors here, or RanksLostError."""
-        while (call := self._job.together(self._job.told)) is not None:
+        while (call := self.job.together(self.job.told)) is not None:
             name, args, options = call
             getattr(self, name)(*args, **options)
 
     def let_go(self) -> None:
         """End `follow` on the other ranks."""
-        self._job.tell(None)
+        self.job.tell(None)
 
     @_on_every_rank
     def train(
@@ -119,7 +116,7 @@ class TrainedWeights:
     @_on_every_rank
     def snapshot(self) -> str:
         """Copy the present serving weights; return their fingerprint, hexadecimal, on the first rank."""
-        ranks = self._job.ranks
+        ranks = self.job.ranks
         # The previous copy is released first; while it is published, the publisher keeps it.
         self._parts = {}
         with self._learner.masters.as_served():
@@ -135,7 +132,7 @@ class TrainedWeights:
         Raises TrainerCheckpointError if it is damaged.
         """
         if step == 0:
-            stored = _open_stored(self._settings, self._learner.machine, self._job)
+            stored = _open_stored(self._settings, self._learner.machine, self.job)
             if stored is None:
                 self._learner.masters.restart(load_model(self._settings.model))
             else:
@@ -150,7 +147,7 @@ class TrainedWeights:
     def save(self, state: CheckpointState, keep: Collection[int]) -> None:
         """Store the weights and moments; the checkpoints of the steps in `keep` are not deleted."""
         masters = self._learner.masters
-        self._checkpoints.write(state, masters.state(), keep, self._job.ranks, masters.rows)
+        self._checkpoints.write(state, masters.state(), keep, self.job.ranks, masters.rows)
 
     @_on_every_rank
     def publish(
@@ -204,7 +201,7 @@ class TrainedWeights:
     def change_settings(self, settings: TrainerSettings) -> None:
         """Continue with other settings from these weights and moments; the starting model must be the same."""
         state = self._learner.masters.state()
-        self._learner = make_learner(settings, self._job)
+        self._learner = make_learner(settings, self.job)
         self._learner.masters.load(state)
 
     def _wait(self) -> None:
