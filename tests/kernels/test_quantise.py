@@ -1,4 +1,4 @@
-"""Block formats compared with their definition in exact arithmetic; invalid scales are refused."""
+"""Block formats compared with their definition in exact arithmetic."""
 
 from __future__ import annotations
 
@@ -169,28 +169,6 @@ def changed(held: QuantisedTensor, what: str, value: float) -> QuantisedTensor:
     return QuantisedTensor(held.form, **parts)
 
 
-@pytest.mark.parametrize(
-    ("form", "what", "value", "said"),
-    [
-        (MXFP8, "scales", 255, "NaN"),
-        (FP8_BLOCKS, "scales", 0, "subnormal"),
-        (NVFP4, "scales", 0, "zero"),
-        (NVFP4, "scales", 0x7F, "NaN"),
-        (NVFP4, "scales", 0x81, "negative"),
-        (NVFP4, "outer", 0.0, "zero"),
-        (NVFP4, "outer", float("nan"), "NaN"),
-        (NVFP4, "outer", float("inf"), "infinite"),
-        (NVFP4, "outer", 1e-42, "subnormal"),
-        (NVFP4, "outer", -1.0, "negative"),
-    ],
-)
-def test_invalid_scales_are_refused(form, what, value, said):
-    held = quantise(torch.ones(4, 64), form)
-    dequantise(held)
-    with pytest.raises(QuantiseError, match=said):
-        dequantise(changed(held, what, value))
-
-
 def test_a_subnormal_e4m3_scale_is_valid():
     held = changed(quantise(torch.ones(1, 16), NVFP4), "scales", 1)
     assert dequantise(held).unique().tolist() == [held.outer.item() * 6 * 2.0**-9]
@@ -198,17 +176,6 @@ def test_a_subnormal_e4m3_scale_is_valid():
 
 def test_a_nan_code_is_nan():
     assert isnan(dequantise(changed(quantise(torch.ones(1, 32), MXFP8), "codes", 0xFF))[0, -1])
-
-
-def test_parts_that_do_not_fit_are_refused():
-    held = quantise(torch.ones(4, 64), NVFP4)
-    for wrong in (
-        QuantisedTensor(NVFP4, held.codes, held.scales[:, :1], held.outer),
-        QuantisedTensor(NVFP4, held.codes, held.scales),
-        QuantisedTensor(MXFP8, held.codes, quantise(torch.ones(4, 64), MXFP8).scales, held.outer),
-    ):
-        with pytest.raises(QuantiseError, match="scales"):
-            dequantise(wrong)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**127 * 1.5])
