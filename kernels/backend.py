@@ -25,7 +25,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels import classes, compare, fingerprint
+from tidemill.kernels import classes, elements, fingerprint
 from tidemill.kernels.classes import Active, ClassStreams, ClassTable
 from tidemill.kernels.compiled import Counts
 from tidemill.kernels.elements import AnyArray, ElementType, flat_row
@@ -212,8 +212,8 @@ class KernelBackend:
 # The compiled loops: one thread, without the interpreter lock.
 CPU_BACKEND = KernelBackend(
     SimpleNamespace(
-        changed_elements=compare.changed_elements,
-        scatter=compare.scatter,
+        changed_elements=elements.changed_elements,
+        scatter=elements.scatter,
         fingerprint=fingerprint.fingerprint,
         fingerprint_at=fingerprint.fingerprint_at,
         fingerprint_change=fingerprint.fingerprint_change,

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tidemill.kernels.classes import count_exponents
-from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.compiled import Bits, Counts, Values, compiled
-from tidemill.kernels.elements import element_type, flat_bits, fold_steps
+from tidemill.kernels.elements import changed_elements, element_type, flat_bits, fold_steps
 from tidemill.kernels.wire import DeltaError
 
 EXACT_WIDTH = 16

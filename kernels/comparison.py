@@ -21,17 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from tidemill.kernels.block import CodecSettings
 from tidemill.kernels.bounds import NOTHING, DeltaBounds, DeltaCounts
 from tidemill.kernels.compiled import Bits, Indices
-from tidemill.kernels.delta import (
-    CodecSettings,
-    StreamWriter,
-    TensorChange,
-    apply_change,
-    decode_blocks,
-    resolve_all,
-)
-from tidemill.kernels.elements import element_type, flat_bits
+from tidemill.kernels.delta import StreamWriter, apply_change, decode_blocks, resolve_all
+from tidemill.kernels.elements import TensorChange, element_type, flat_bits
 from tidemill.kernels.encoder import DeltaEncoder, Encoded
 
 ZSTD_LEVEL = 1

@@ -29,38 +29,18 @@ import xxhash
 
 from tidemill.kernels.backend import backend_for
 from tidemill.kernels.block import (
-    BLOCK_ELEMENTS,
     DIGEST_SIZE,
     PREFIX_SIZE,
-    BlockPart,
-    CodecSettings,
     EncodedBlock,
     header_size,
     read_body,
     read_header,
 )
 from tidemill.kernels.compiled import Bits, Indices, compiled
-from tidemill.kernels.elements import AnyArray, TensorChange, element_type, flat_bits
+from tidemill.kernels.elements import AnyArray, element_type, flat_bits
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint_change
 from tidemill.kernels.payload import ElementChanges, unpack
 from tidemill.kernels.wire import DeltaError
-
-__all__ = [
-    "BLOCK_ELEMENTS",
-    "BlockChange",
-    "BlockPart",
-    "CodecSettings",
-    "DeltaError",
-    "EncodedBlock",
-    "FingerprintMismatch",
-    "StreamWriter",
-    "TensorChange",
-    "apply_change",
-    "decode_blocks",
-    "decode_delta",
-    "resolve_all",
-]
-
 
 STREAM_MAGIC = b"TMs\x01"
 TRAILER_MAGIC = b"TMe\x01"

@@ -204,7 +204,7 @@ def scatter_patterns(
 
 
 def changed_elements(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the result of `kernels.compare.changed_elements` for the same arrays, contiguous."""
+    """Return the result of `kernels.elements.changed_elements` for the same arrays, contiguous."""
     indices = compare_and_compact(old, new)
     return indices, take(old, indices), take(new, indices)
 

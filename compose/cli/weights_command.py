@@ -17,7 +17,7 @@ from tidemill.compose.output import CsvOption, JsonOption, print_document, print
 
 if TYPE_CHECKING:
     from tidemill.consumers.weights.chain import VersionRow
-    from tidemill.kernels.delta import TensorChange
+    from tidemill.kernels.elements import TensorChange
     from tidemill.kernels.weights.bits import Weight
 
 
@@ -199,8 +199,8 @@ def diff(
 
     Examples: `tidemill weights diff v39 v40` · `tidemill weights diff models/a models/b --against --json`
     """
+    from tidemill.kernels.block import CodecSettings
     from tidemill.kernels.comparison import compare
-    from tidemill.kernels.delta import CodecSettings
     from tidemill.kernels.weights.checkpoint import tensor_changes
 
     operands = operand(base), operand(target)

@@ -18,18 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
+from tidemill.kernels.block import EncodedBlock
 from tidemill.kernels.compiled import Bits, Indices
-from tidemill.kernels.delta import (
-    BlockChange,
-    DeltaError,
-    EncodedBlock,
-    FingerprintMismatch,
-    apply_change,
-    resolve_all,
-)
+from tidemill.kernels.delta import BlockChange, FingerprintMismatch, apply_change, resolve_all
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import AnchorError, save_checkpoint
+from tidemill.kernels.wire import DeltaError
 from tidemill.schemas.records import Manifest, TensorInfo
 
 SPARSE = 8

@@ -21,7 +21,8 @@ from contextlib import closing
 from pathlib import Path
 from threading import Semaphore
 
-from tidemill.kernels.delta import BlockChange, DeltaError, EncodedBlock, FingerprintMismatch, decode_delta
+from tidemill.kernels.block import EncodedBlock
+from tidemill.kernels.delta import BlockChange, FingerprintMismatch, decode_delta
 from tidemill.kernels.weights.anchor import anchor_weights, discard_copy, fetch_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
@@ -31,6 +32,7 @@ from tidemill.kernels.weights.held import HeldVersion
 from tidemill.kernels.weights.mirror import Draft, Mirror
 from tidemill.kernels.weights.tensor_parts import TensorPart
 from tidemill.kernels.weights.tensor_table import with_tensors
+from tidemill.kernels.wire import DeltaError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import Manifest, ShardPosition, TensorInfo
 from tidemill.schemas.stored_object import StoredObjectError

@@ -27,8 +27,10 @@ from measuring import log_at, peak_bytes, say
 from synthetic import synthetic_change
 
 from tests.kernels.encoding import encode_delta
+from tidemill.kernels.block import CodecSettings
 from tidemill.kernels.comparison import DeltaReport, compare
-from tidemill.kernels.delta import CodecSettings, TensorChange, apply_change, decode_delta, resolve_all
+from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
+from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.publish import WeightPublisher

@@ -33,8 +33,8 @@ from measuring import say
 from tests.kernels.encoding import encode_delta
 from tidemill.kernels.backend import CPU_BACKEND, KernelBackend, triton_obstacle
 from tidemill.kernels.classes import ClassTable, all_active
-from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve_all
-from tidemill.kernels.elements import BY_NAME, ElementType
+from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
+from tidemill.kernels.elements import BY_NAME, ElementType, TensorChange
 from tidemill.kernels.fingerprint import TensorKey
 from tidemill.kernels.payload import choose_table
 from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise

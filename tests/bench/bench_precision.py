@@ -151,7 +151,7 @@ def version_bytes(options: argparse.Namespace, seed: int, sequences: list[Any]) 
     from tests.trainer.conftest import make_trainable
     from tests.trainer.families import segment_of
     from tidemill.kernels.comparison import compare
-    from tidemill.kernels.delta import TensorChange
+    from tidemill.kernels.elements import TensorChange
     from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
     from tidemill.trainer.model import load_model
     from tidemill.trainer.step import Learner

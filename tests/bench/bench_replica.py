@@ -40,7 +40,8 @@ from tests.consumers import replica_driver
 from tests.kernels.encoding import encode_delta
 from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
 from tidemill.consumers.replica.environment import prepare_environment
-from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve_all
+from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
+from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.bits import TensorSpec, Weight
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint, specs_of

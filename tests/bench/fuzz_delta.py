@@ -35,19 +35,12 @@ from rich.progress import Progress
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kernels.encoding import encode_delta, encode_tensor
-from tidemill.kernels.block import BlockHeader, CoderChoice, header_size, read_header, write_block
+from tidemill.kernels.block import BlockHeader, CodecSettings, CoderChoice, header_size, read_header, write_block
 from tidemill.kernels.compiled import Bits
-from tidemill.kernels.delta import (
-    CodecSettings,
-    DeltaError,
-    TensorChange,
-    apply_change,
-    decode_blocks,
-    decode_delta,
-    resolve_all,
-)
-from tidemill.kernels.elements import BY_CODE, BY_NAME, move
+from tidemill.kernels.delta import apply_change, decode_blocks, decode_delta, resolve_all
+from tidemill.kernels.elements import BY_CODE, BY_NAME, TensorChange, move
 from tidemill.kernels.encoder import DeltaEncoder
+from tidemill.kernels.wire import DeltaError
 
 COUNTS = ("refused", "accepted", "wrong", "escaped", "crashed", "hung")
 NAME, OTHER_NAME = "w", "v"

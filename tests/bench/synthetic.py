@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tidemill.kernels.compiled import Bits
-from tidemill.kernels.delta import TensorChange
+from tidemill.kernels.elements import TensorChange
 
 BETA = 0.9
 FP8_LARGEST = 448.0

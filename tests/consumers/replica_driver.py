@@ -26,7 +26,7 @@ import torch
 from tests.consumers import bit_flip
 from tests.records import tensor_infos
 from tidemill.consumers.replica.environment import prepare_environment
-from tidemill.kernels.delta import TensorChange
+from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.kernels.weights.bits import total_fingerprint
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, specs_of

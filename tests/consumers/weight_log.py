@@ -15,7 +15,7 @@ import xxhash
 
 from tests.kernels.encoding import encode_delta
 from tests.records import build, tensor_infos
-from tidemill.kernels.delta import TensorChange
+from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.weights.anchor import finish_anchor, put_file
 from tidemill.kernels.weights.bits import Weight, total_fingerprint
 from tidemill.kernels.weights.checkpoint import save_checkpoint

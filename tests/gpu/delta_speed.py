@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from tests.kernels.encoding import encode_delta
-from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve_all
+from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
+from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.held import HeldVersion
 

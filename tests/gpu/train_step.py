@@ -23,7 +23,7 @@ from tests.bench.bench_plan import long_group
 from tests.kernels.encoding import encode_delta
 from tests.trainer.conftest import fingerprint_of
 from tidemill.compose.plan.memory import TrainerCase, trainer_bytes
-from tidemill.kernels.delta import TensorChange
+from tidemill.kernels.elements import TensorChange
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.model_size import size_of
 from tidemill.trainer.serving_view import ServingView, serving_view

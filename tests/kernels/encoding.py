@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from tidemill.kernels.block import CodecSettings
-from tidemill.kernels.delta import BlockChange, EncodedBlock, StreamWriter, resolve_all
+from tidemill.kernels.block import CodecSettings, EncodedBlock
+from tidemill.kernels.delta import BlockChange, StreamWriter, resolve_all
 from tidemill.kernels.elements import AnyArray
 from tidemill.kernels.encoder import DEFAULTS, DeltaEncoder
 

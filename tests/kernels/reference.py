@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels import classes, compare, fingerprint
+from tidemill.kernels import classes, elements, fingerprint
 from tidemill.kernels.backend import KernelBackend
 from tidemill.kernels.bounds import DeltaBounds, DeltaCounts
 from tidemill.kernels.classes import SEGMENT, Active, ClassStreams, ClassTable
@@ -148,7 +148,7 @@ def assert_same_results(kernels: KernelBackend, place: Callable[[npt.NDArray[Any
     kind, key, host = BY_NAME["bfloat16"], TensorKey.of("w"), KernelBackend.host
     first = np.arange(1000, dtype=np.uint16)
     second = np.where(first % 7 == 0, first + 3, first).astype(np.uint16)
-    places, *patterns = compare.changed_elements(first, second)
+    places, *patterns = elements.changed_elements(first, second)
     old, new, at = place(first.copy()), place(second), place(places)
     for made, expected in zip(kernels.changed_elements(old, new), (places, *patterns), strict=True):
         assert type(made) is type(old)

@@ -15,8 +15,8 @@ from tidemill.kernels.backend import (
     backend_for,
     choose,
 )
-from tidemill.kernels.compare import changed_elements
-from tidemill.kernels.delta import CodecSettings
+from tidemill.kernels.block import CodecSettings
+from tidemill.kernels.elements import changed_elements
 from tidemill.kernels.encoder import DeltaEncoder
 from tidemill.kernels.fingerprint import TensorKey
 

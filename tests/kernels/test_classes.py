@@ -19,8 +19,7 @@ from tidemill.kernels.classes import (
     select_classes,
     split_classes,
 )
-from tidemill.kernels.compare import changed_elements
-from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, fold_steps, move
+from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, changed_elements, fold_steps, move
 from tidemill.kernels.models import BIT, log2
 from tidemill.kernels.payload import choose_table, find_active, read_active, read_table, write_active, write_table
 from tidemill.kernels.wire import BitReader, BitWriter, DeltaError, WireReader, varint

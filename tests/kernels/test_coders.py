@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from tests.kernels.encoding import encode_tensor, resolve
 from tests.kernels.reference import delta_bounds, rans_reference
+from tidemill.kernels.block import CodecSettings
 from tidemill.kernels.classes import ClassStreams
 from tidemill.kernels.coder import CODERS, PCODEC, RANS, encode_streams
-from tidemill.kernels.delta import CodecSettings, DeltaError, decode_blocks
+from tidemill.kernels.delta import decode_blocks
 from tidemill.kernels.elements import ELEMENT_TYPES, move
 from tidemill.kernels.models import (
     ALL_ZERO,
@@ -28,7 +29,7 @@ from tidemill.kernels.models import (
     token_of,
 )
 from tidemill.kernels.payload import Encoding
-from tidemill.kernels.wire import BitReader, BitWriter, WireReader
+from tidemill.kernels.wire import BitReader, BitWriter, DeltaError, WireReader
 
 ELEMENTS = 1 << 24
 

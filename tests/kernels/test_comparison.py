@@ -13,9 +13,10 @@ from hypothesis.extra import numpy as hnp
 from tests.kernels.encoding import encode_delta
 from tests.kernels.reference import delta_bounds
 from tidemill.kernels import comparison
+from tidemill.kernels.block import CodecSettings
 from tidemill.kernels.comparison import ESCAPE, FORMATS, compare
-from tidemill.kernels.delta import CodecSettings, DeltaError, TensorChange
-from tidemill.kernels.elements import ELEMENT_TYPES
+from tidemill.kernels.elements import ELEMENT_TYPES, TensorChange
+from tidemill.kernels.wire import DeltaError
 
 FEWER = settings(max_examples=30)
 

@@ -9,18 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.kernels.encoding import encode_delta, encode_tensor, resolve
-from tidemill.kernels.delta import (
-    BLOCK_ELEMENTS,
-    CodecSettings,
-    DeltaError,
-    FingerprintMismatch,
-    TensorChange,
-    apply_change,
-    decode_blocks,
-    decode_delta,
-    resolve_all,
-)
-from tidemill.kernels.elements import ELEMENT_TYPES
+from tidemill.kernels.block import BLOCK_ELEMENTS, CodecSettings
+from tidemill.kernels.delta import FingerprintMismatch, apply_change, decode_blocks, decode_delta, resolve_all
+from tidemill.kernels.elements import ELEMENT_TYPES, TensorChange
+from tidemill.kernels.wire import DeltaError
 
 BLOCK = 1 << 20
 SPECIAL_BF16 = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFC0, 0x7F81, 0xFFFF, 0x0001, 0x8001, 0x007F, 0x3F80]

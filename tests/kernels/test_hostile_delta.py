@@ -24,19 +24,11 @@ from tidemill.kernels.block import (
     write_block,
 )
 from tidemill.kernels.coder import ZSTD
-from tidemill.kernels.delta import (
-    EDGE_SIZE,
-    DeltaError,
-    FingerprintMismatch,
-    TensorChange,
-    decode_blocks,
-    decode_delta,
-    resolve_all,
-)
-from tidemill.kernels.elements import BY_NAME
+from tidemill.kernels.delta import EDGE_SIZE, FingerprintMismatch, decode_blocks, decode_delta, resolve_all
+from tidemill.kernels.elements import BY_NAME, TensorChange
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.payload import Encoding
-from tidemill.kernels.wire import varint
+from tidemill.kernels.wire import DeltaError, varint
 
 ONE = Fingerprint(1, 1)
 OLD = np.arange(2000, dtype=np.uint16)

@@ -7,21 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.encoding import encode_tensor
-from tidemill.kernels.block import DIRECTORY_LIMIT, BlockPart, read_directory, read_header, write_block, write_directory
-from tidemill.kernels.comparison import compare
-from tidemill.kernels.delta import (
+from tidemill.kernels.block import (
+    DIRECTORY_LIMIT,
+    BlockPart,
     CodecSettings,
-    DeltaError,
-    FingerprintMismatch,
-    TensorChange,
-    apply_change,
-    decode_blocks,
-    resolve_all,
+    read_directory,
+    read_header,
+    write_block,
+    write_directory,
 )
-from tidemill.kernels.elements import ELEMENT_TYPES
+from tidemill.kernels.comparison import compare
+from tidemill.kernels.delta import FingerprintMismatch, apply_change, decode_blocks, resolve_all
+from tidemill.kernels.elements import ELEMENT_TYPES, TensorChange
 from tidemill.kernels.encoder import DeltaEncoder
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
-from tidemill.kernels.wire import varint
+from tidemill.kernels.wire import DeltaError, varint
 
 FEWER = settings(max_examples=50)
 NAMES = st.text(min_size=1, max_size=60)

@@ -25,10 +25,10 @@ from tests.kernels.reference import assert_same_results, fingerprint_reference
 from tidemill.kernels import classes, fingerprint, payload, triton_rows, triton_split
 from tidemill.kernels.backend import choose, triton_backend, triton_obstacle
 from tidemill.kernels.classes import count_exponents
-from tidemill.kernels.compare import changed_elements
-from tidemill.kernels.delta import DeltaError, TensorChange, apply_change, decode_delta
-from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES
+from tidemill.kernels.delta import apply_change, decode_delta
+from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, TensorChange, changed_elements
 from tidemill.kernels.fingerprint import TensorKey
+from tidemill.kernels.wire import DeltaError
 
 BF16 = BY_NAME["bfloat16"]
 DEVICE = os.environ.get("TIDEMILL_TEST_DEVICE", "cpu")

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from tests.consumers import replica_driver as driver
 from tests.kernels.encoding import encode_delta
 from tests.records import build
-from tidemill.kernels.delta import DeltaError, FingerprintMismatch, TensorChange
+from tidemill.kernels.delta import FingerprintMismatch
+from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights import delta_fetch, delta_shard
 from tidemill.kernels.weights.checkpoint import AnchorError, bits_in_memory, map_checkpoint
@@ -21,6 +22,7 @@ from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.weights.graph import Delta
 from tidemill.kernels.weights.mirror import Draft
 from tidemill.kernels.weights.rebuild import Decoder
+from tidemill.kernels.wire import DeltaError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import Manifest, ShardPosition, TensorInfo
 

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.consumers.replica_support import base_directory
 from tests.kernels.encoding import encode_delta
 from tests.records import build, tensor_infos
-from tidemill.kernels.delta import CodecSettings, TensorChange
+from tidemill.kernels.block import CodecSettings
+from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.kernels.weights.bits import total_fingerprint
 from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.records import tensor_infos
-from tidemill.kernels.delta import CodecSettings, apply_change, decode_delta, resolve_all
+from tidemill.kernels.block import CodecSettings
+from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights import tensor_parts
