@@ -35,7 +35,7 @@ def get(
 
 
 def fetch(name: str, into: Path, console: Console) -> Path:
-    """Return the directory of a model; make it if it does not exist. Raises ModelNotFound."""
+    """Return the directory of a model; make it if it does not exist. Raises LookupError."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with spinner(console, f"getting the model {name}"):
         from tidemill.trainer.pretrained import get_model

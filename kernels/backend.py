@@ -37,10 +37,6 @@ HOST_DEVICE = "cpu"
 _log = logging.getLogger(__name__)
 
 
-class KernelUnavailableError(RuntimeError):
-    """The requested kernels cannot run here, and the setting allows no other; the message gives the reason."""
-
-
 BackendMode = Literal["auto", "strict", "cpu", "triton"]
 """The values of `TIDEMILL_KERNELS`."""
 BackendChoice = Literal["cpu", "triton", "fallback"]
@@ -50,7 +46,7 @@ BackendChoice = Literal["cpu", "triton", "fallback"]
 def choose(mode: BackendMode, on_gpu: bool, obstacle: Callable[[], str | None]) -> BackendChoice:
     """Choose the kernels for an array; `obstacle` returns the reason why Triton cannot run, None if it can.
 
-    `obstacle` is called only if Triton is wanted. Raises KernelUnavailableError.
+    `obstacle` is called only if Triton is wanted. Raises RuntimeError.
     """
     if mode == "cpu" or (mode != "triton" and not on_gpu):
         return "cpu"
@@ -59,13 +55,13 @@ def choose(mode: BackendMode, on_gpu: bool, obstacle: Callable[[], str | None]) 
         return "triton"
     if mode == "auto":
         return "fallback"
-    raise KernelUnavailableError(f"{ENVIRONMENT}={mode} requires Triton's kernels, which cannot run: {reason}")
+    raise RuntimeError(f"{ENVIRONMENT}={mode} requires Triton's kernels, which cannot run: {reason}")
 
 
 def choice_for(array: AnyArray, instead: str) -> BackendChoice:
     """Choose the kernels for an array by the environment; if a GPU has no Triton, the log states the `instead` text.
 
-    Raises KernelUnavailableError if Triton is required and cannot run, ValueError for an unknown mode.
+    Raises RuntimeError if Triton is required and cannot run, ValueError for an unknown mode.
     """
     mode = os.environ.get(ENVIRONMENT) or "auto"
     if mode not in get_args(BackendMode):

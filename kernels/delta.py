@@ -158,10 +158,6 @@ class _Source:
         self._left = memoryview(b"".join(parts))
 
 
-class FingerprintMismatch(DeltaError):
-    """The weights have neither the fingerprint before the block's change nor the one after it."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockChange:
     """The changes of one block to one tensor, checked against the weights that it changes."""
@@ -187,7 +183,7 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
     """Return the changes of a block in whole `tensors` (uN, any shape, by name); empty if they already have them.
 
     Nothing is written. Raises DeltaError if a tensor is missing or has another width or size, or the payload is
-    malformed, and FingerprintMismatch if the weights have neither the base nor the target fingerprint, or if the new
+    malformed, and DeltaError if the weights have neither the base nor the target fingerprint, or if the new
     patterns would not give the target fingerprint.
     """
     header, kind, rows = block.header, block.header.kind, list[AnyArray]()
@@ -207,7 +203,7 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
     if before == header.target:
         return ()
     if before != header.base:
-        raise FingerprintMismatch(_mismatch(block, f"hold {before.hex()}, the delta was made from {header.base.hex()}"))
+        raise DeltaError(_mismatch(block, f"hold {before.hex()}, the delta was made from {header.base.hex()}"))
     hosted = [kernels.host(row) for row in rows]
     first, old = (block.parts[0].start, hosted[0]) if len(rows) == 1 else (0, np.concatenate(hosted))
     changes = [unpack(header.encoding, block.payload, kind, old, header.changed, first)]
@@ -219,7 +215,7 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
     made = [fingerprint_change(key, *change) for key, change in zip(keys, changes, strict=True)]
     after = sum(made, start=before)
     if after != header.target:
-        raise FingerprintMismatch(_mismatch(block, f"would become {after.hex()}, not {header.target.hex()}"))
+        raise DeltaError(_mismatch(block, f"would become {after.hex()}, not {header.target.hex()}"))
     return tuple(
         BlockChange(part.name, kind.name, part.start, part.n, *change, base, base + added)
         for part, change, base, added in zip(block.parts, changes, held, made, strict=True)

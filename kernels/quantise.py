@@ -34,10 +34,6 @@ LARGEST = 2.0**127
 """Greater values are refused: rounded up they could exceed the range of bf16."""
 
 
-class QuantiseError(ValueError):
-    """Values that cannot be quantised; the message gives the reason."""
-
-
 @dataclass(frozen=True, slots=True)
 class MiniFloat:
     """A floating-point type of at most 8 bits: a sign, an exponent, `mantissa` bits."""
@@ -89,14 +85,14 @@ class QuantisedTensor:
 def quantise(values: Tensor, form: BlockFormat) -> QuantisedTensor:
     """Return the codes and scales of `values` (f4[..., R, C]), on the same device.
 
-    Raises QuantiseError for values that are not finite or beyond 2**127, and for tensors of fewer than two dimensions.
+    Raises ValueError for values that are not finite or beyond 2**127, and for tensors of fewer than two dimensions.
     """
     if values.dim() < 2:
-        raise QuantiseError(f"a tensor of shape {tuple(values.shape)} has no rows to quantise")
+        raise ValueError(f"a tensor of shape {tuple(values.shape)} has no rows to quantise")
     flat = _matrices(values.detach().float())
     # The negated comparison is true for NaN as well.
     if flat.numel() and not bool(flat.abs().amax() <= LARGEST):
-        raise QuantiseError(f"values that are not finite, or beyond 2**127, have no {form.name} codes")
+        raise ValueError(f"values that are not finite, or beyond 2**127, have no {form.name} codes")
     outer = _power_of_two(flat.abs().amax(-1, keepdim=True), 6 * 448) if form.has_outer else None
     if runs_triton(flat):
         from tidemill.kernels import triton_quantise

@@ -40,10 +40,6 @@ Rows = Mapping[str, tuple[int, int]]
 """For each weight of which this rank has rows: the first row, and the row after the last."""
 
 
-class TrainerCheckpointError(RuntimeError):
-    """A checkpoint cannot be used; the message says which and why."""
-
-
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
     """The fields of a checkpoint in addition to its tensors."""
@@ -129,7 +125,7 @@ class CheckpointStore:
     def read(self, step: int, rows: Rows | None = None) -> tuple[CheckpointState, dict[str, Tensor]]:
         """Return a checkpoint's state and tensors; for each weight in `rows`, only these rows.
 
-        Raises TrainerCheckpointError if it is damaged.
+        Raises RuntimeError if it is damaged.
         """
         path = self._path(step)
         try:
@@ -142,7 +138,7 @@ class CheckpointStore:
             state = CheckpointState(**header, progress=progress, online=online)
             return state, self._joined([self._path(step, rank, ranks) for rank in range(ranks)], rows or {})
         except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
-            raise TrainerCheckpointError(f"{path} is damaged: {error}; delete it, and an older one is used") from error
+            raise RuntimeError(f"{path} is damaged: {error}; delete it, and an older one is used") from error
 
     def _joined(self, paths: Iterable[str], rows: Rows) -> dict[str, Tensor]:
         """Read and concatenate the rows of the tensors in the files; only the wanted rows are read."""

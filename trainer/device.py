@@ -20,10 +20,6 @@ _FIXED_ON_A_GPU = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "N
 differ in their last bits from one call to the next. A value that is already set is kept."""
 
 
-class DeviceError(ValueError):
-    """The device of the settings does not exist; the message says what to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     """The position of this process among the processes of the job on its machine."""
@@ -38,20 +34,20 @@ ALONE = RankPlace()
 def device_of(settings: TrainerSettings, place: RankPlace) -> torch.device:
     """Return the device of this process.
 
-    Raises DeviceError for a GPU that does not exist, or one GPU for several processes.
+    Raises ValueError for a GPU that does not exist, or one GPU for several processes.
     """
     name, _, number = settings.device.partition(":")
     there = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and not there):
         return torch.device("cpu")
     if number and place.ranks_here > 1:
-        raise DeviceError(
+        raise ValueError(
             f"trainer.device {settings.device} is one GPU for the {place.ranks_here} ranks of this machine: set it to "
             "cuda, and each rank takes its own"
         )
     wanted = int(number or place.local_rank)
     if wanted >= there:
-        raise DeviceError(
+        raise ValueError(
             f"trainer.device is {settings.device} and torch sees {there} CUDA devices here, not number {wanted}: set "
             "trainer.device to cpu, start fewer ranks, or look with `nvidia-smi` whether the driver is running"
         )
@@ -66,7 +62,7 @@ def compute_dtype(settings: TrainerSettings, device: torch.device) -> torch.dtyp
 
 
 def machine_of(settings: TrainerSettings, place: RankPlace, ranks: int) -> StepMachine:
-    """Return the machine on which a job of `ranks` ranks computes its steps. Raises DeviceError."""
+    """Return the machine on which a job of `ranks` ranks computes its steps. Raises ValueError."""
     device = device_of(settings, place)
     return StepMachine(device.type, str(compute_dtype(settings, device)).removeprefix("torch."), ranks)
 

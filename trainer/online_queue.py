@@ -49,10 +49,6 @@ from tidemill.trainer.trainable import (
 )
 
 
-class RejectedLineError(RuntimeError):
-    """The gate rejected every version of the run; the message says what to do."""
-
-
 class WeightLine(BranchDecisions):
     """The versions of one branch of one run, and the decisions of the gate about them.
 
@@ -76,10 +72,10 @@ class WeightLine(BranchDecisions):
         return super().observe(decision) if ours else ""
 
     def start(self) -> int:
-        """Return the version from which the next step starts. Raises RejectedLineError if there is none."""
+        """Return the version from which the next step starts. Raises RuntimeError if there is none."""
         alive = self.versions - self.abandoned
         if not alive:
-            raise RejectedLineError(
+            raise RuntimeError(
                 f"every version of run {self._run_id}, branch {self._branch}, was rejected, so there is nothing to "
                 "train on from: roll back to one with `tidemill gate rollback`, or start a new run from a better model"
             )

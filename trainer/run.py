@@ -31,7 +31,7 @@ from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.trainer.batch import InvalidRolloutError
 from tidemill.trainer.batch_builder import BatchBuilder, StepBatch, advantage_of
-from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
+from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, RecordedInputs, path_back, read_history, read_steps
 from tidemill.trainer.job import open_job
@@ -74,7 +74,7 @@ def run(
 
     Raises FileNotFoundError without a starting checkpoint, NotRepeatableError or VersionError if the
     log does not fit the checkpoint and the settings, GroupTooSmallError for groups of one under an objective that
-    compares rollouts, ValueError if the groups in the log are not in one order, RejectedLineError if the gate rejected
+    compares rollouts, ValueError if the groups in the log are not in one order, RuntimeError if the gate rejected
     every version, FencedError if another trainer took over the run, DeliveryError or KafkaException for errors of
     the log, RanksLostError if another rank failed or is lost.
     """
@@ -161,7 +161,7 @@ class ResumedRun:
         started with; the steps after it are computed again from their recorded inputs and checked. Nothing is
         published: the version is in the log.
 
-        Raises TrainerCheckpointError for a checkpoint that differs from the log, NotRepeatableError or
+        Raises RuntimeError for a checkpoint that differs from the log, NotRepeatableError or
         LookupError if the steps after the nearest checkpoint cannot be computed again.
         """
         steps = {record.version: record for record in read_steps(self.kafka, self.run_id)}
@@ -262,7 +262,7 @@ def open_session(
 
 
 def _require_recorded(session: Session, record: TrainStep) -> None:
-    """Raise TrainerCheckpointError unless the session has the weights that a step made."""
+    """Raise RuntimeError unless the session has the weights that a step made."""
     if session.place.fingerprint == record.fingerprint:
         return
     found = (
@@ -271,11 +271,11 @@ def _require_recorded(session: Session, record: TrainStep) -> None:
     )
     if session.config_hash != record.config_hash:
         # The serving format is the only setting that changes the weights loaded from a checkpoint.
-        raise TrainerCheckpointError(
+        raise RuntimeError(
             f"{found}, trained {session.difference(record.config_hash)}: start with the run's "
             "trainer.serving_format, which cannot change. If it has not changed, the checkpoint is damaged"
         )
-    raise TrainerCheckpointError(f"{found}: it is damaged or of another run; delete it, and an older one is used")
+    raise RuntimeError(f"{found}: it is damaged or of another run; delete it, and an older one is used")
 
 
 @dataclass(slots=True)

@@ -32,10 +32,6 @@ ServingView = Mapping[str, npt.NDArray[np.uint16]]
 """State-dict name -> u2 bit patterns, in the tensor's shape."""
 
 
-class PlacementError(ValueError):
-    """The placement of a weight on the ranks does not allow publishing it from them."""
-
-
 def serving_view(model: torch.nn.Module) -> dict[str, npt.NDArray[np.uint16]]:
     """Return a snapshot of `model`'s weights in bf16 (to nearest, ties to even); if it is sharded, on every rank.
 
@@ -55,7 +51,7 @@ def local_parts(model: torch.nn.Module, *, first: bool, on_device: bool = False)
         first: whether this is the rank that publishes the weights that are not sharded.
         on_device: keep each part on the device of its weight; otherwise all parts are in the CPU's memory.
 
-    Raises PlacementError for a weight that is sharded over another dimension than its first, and TypeError for a weight
+    Raises ValueError for a weight that is sharded over another dimension than its first, and TypeError for a weight
     that is not a floating-point tensor. If a rank's rows of a weight are not consecutive, the publisher raises
     VersionError.
     """
@@ -72,10 +68,10 @@ def local_parts(model: torch.nn.Module, *, first: bool, on_device: bool = False)
 
 
 def _own_elements(name: str, tensor: DTensor) -> tuple[int, torch.Tensor]:
-    """Return the first flat element of a weight that this rank publishes, and the elements. Raises PlacementError."""
+    """Return the first flat element of a weight that this rank publishes, and the elements. Raises ValueError."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if not all(p.is_replicate() or (isinstance(p, Shard | _StridedShard) and p.dim == 0) for p in placements):
-        raise PlacementError(
+        raise ValueError(
             f"{name} is placed as {tuple(placements)}: only weights sharded over their first dimension can be "
             "published from their ranks"
         )
@@ -85,7 +81,7 @@ def _own_elements(name: str, tensor: DTensor) -> tuple[int, torch.Tensor]:
         return 0, local.reshape(-1)[:0]
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     if tuple(local.shape) != tuple(shape):
-        raise PlacementError(f"{name} has shape {tuple(local.shape)} on this rank, placed as it is it has {shape}")
+        raise ValueError(f"{name} has shape {tuple(local.shape)} on this rank, placed as it is it has {shape}")
     # If a rank's rows are not consecutive, they overlap those of another rank: such ranks cannot cover the weight.
     return offset[0] * prod(tensor.shape[1:]) if offset else 0, local
 

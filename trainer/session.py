@@ -224,7 +224,7 @@ class Session:
 
     def go_back(self, version: int) -> None:
         """Load the weights and moments of an older version from its checkpoint; for version 0, load the weights that
-        the run started from. Raises TrainerCheckpointError."""
+        the run started from. Raises RuntimeError."""
         self.wait_published()
         self.weights.restore(version)
         self.place = self._snapshot(version)

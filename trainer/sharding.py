@@ -40,16 +40,12 @@ AXES = ("efsdp", "ep")
 """Dimensions of the ranks, named as in transformers: over those with the same experts, and over the experts."""
 
 
-class ShardingError(ValueError):
-    """A model cannot be sharded over ranks, or its layers cannot be computed twice."""
-
-
 def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the model's layers. Raises ShardingError if not all of them are marked as in transformers."""
+    """Return the model's layers. Raises ValueError if not all of them are marked as in transformers."""
     found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     expected = model.config.get_text_config().num_hidden_layers
     if len(found) != expected:
-        raise ShardingError(
+        raise ValueError(
             f"{type(model).__name__} marks {len(found)} modules as layers (GradientCheckpointingLayer of transformers) "
             f"and has {expected}: it can be trained on one process only, with trainer.compute float32 and "
             "trainer.checkpoint_activations off"
@@ -84,7 +80,7 @@ def lay_over_ranks(
         held: the type of the weights of models that are not trained.
         divided: the ranks as `expert_mesh` returns them, for models that passed `require_divisible`.
 
-    Raises ShardingError if the layers of a model cannot be identified, and UntrainableModelError if a model computes
+    Raises ValueError if the layers of a model cannot be identified, and UntrainableModelError if a model computes
     packed rows incorrectly.
     """
     for model in models:
@@ -112,10 +108,10 @@ def lay_over_ranks(
 
 
 def require_divisible(model: PreTrainedModel, expert_parallel: int, ranks: int) -> None:
-    """Raise ShardingError unless the experts of a whole model can be divided over `expert_parallel` of the ranks."""
+    """Raise ValueError unless the experts of a whole model can be divided over `expert_parallel` of the ranks."""
     setting = f"trainer.expert_parallel is {expert_parallel}"
     if ranks % expert_parallel:
-        raise ShardingError(
+        raise ValueError(
             f"{setting} and the job has {ranks} rank(s): start {expert_parallel} or a multiple of it with torchrun, or "
             "set it to 1"
         )
@@ -124,12 +120,12 @@ def require_divisible(model: PreTrainedModel, expert_parallel: int, ranks: int) 
     weights = [weight for module in _experts_of(model) for weight in module.parameters()]
     divided = [weight for name, weight in model.named_parameters() if _planned(model, name) == "grouped_gemm"]
     if not weights or {id(weight) for weight in weights} != {id(weight) for weight in divided}:
-        raise ShardingError(
+        raise ValueError(
             f"{setting} and transformers has no plan that divides the experts of {type(model).__name__} over ranks, "
             "each expert whole: set it to 1"
         )
     if odd := next((len(weight) for weight in weights if len(weight) % expert_parallel), 0):
-        raise ShardingError(
+        raise ValueError(
             f"{setting} and {type(model).__name__} has {odd} experts: set it to a number that divides both these and "
             f"the {ranks} ranks"
         )

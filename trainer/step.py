@@ -127,7 +127,7 @@ class Learner:
         reference: like `model`.
         stored: each rank reads its own rows of the weights from it.
 
-    Raises DeviceError, ShardingError or UntrainableModelError if the model cannot be trained on this machine.
+    Raises ValueError, UntrainableModelError for instance, if the model cannot be trained on this machine.
     """
 
     def __init__(

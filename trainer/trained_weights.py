@@ -129,7 +129,7 @@ class TrainedWeights:
     def restore(self, step: int) -> CheckpointState | None:
         """Load the weights and moments of a checkpoint; for step 0, the weights that the run started from.
 
-        Raises TrainerCheckpointError if it is damaged.
+        Raises RuntimeError if it is damaged.
         """
         if step == 0:
             stored = _open_stored(self._settings, self._learner.machine, self.job)

@@ -108,7 +108,7 @@ class Builder:
     def build(self, graph: VersionGraph, version: int) -> BuiltVersion:
         """Build a version over the best usable path; an unusable delta or anchor is on no later path of `graph`.
 
-        Raises UnknownVersion, Unreachable.
+        Raises VersionError.
         """
         reasons: list[str] = []
         while True:
@@ -189,7 +189,7 @@ def _as_unusable() -> Iterator[None]:
 
 
 def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, Weight]:
-    """Build a version and return its tensors, in memory, by name. Raises UnknownVersion, Unreachable."""
+    """Build a version and return its tensors, in memory, by name. Raises VersionError."""
     return builder.build(chain, version).mirror.weights
 
 
@@ -209,7 +209,7 @@ class Checkout:
 def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> Checkout:
     """Write `version` to `directory`, which must not exist or be empty.
 
-    Raises UnknownVersion, Unreachable, ValueError.
+    Raises VersionError, ValueError.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not an empty directory: name another")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from tidemill.kernels.weights.graph import UnknownVersion, VersionError, VersionGraph
+from tidemill.kernels.weights.graph import VersionError, VersionGraph
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.gate_decisions import BranchDecisions, followed
@@ -53,9 +53,9 @@ class Chain(VersionGraph):
 
     @property
     def head(self) -> Manifest:
-        """The newest version. Raises UnknownVersion for a branch without one."""
+        """The newest version. Raises VersionError for a branch without one."""
         if self.newest is None:
-            raise UnknownVersion(
+            raise VersionError(
                 f"run {self.run_id} has no version on branch {self.branch}: name another with --run-id or --branch"
             )
         return self.newest
@@ -174,7 +174,7 @@ def decision(
         version: None for a release.
         at: microseconds since the epoch.
 
-    Raises UnknownVersion; VersionError if the version was rejected before. For a version that is to be served, also
+    Raises VersionError if the version is unknown or was rejected before. For a version that is to be served, also
     Unreachable if no anchor leads to it, VersionError if replicas refused it and none proved it.
     """
     head = chain.head.version

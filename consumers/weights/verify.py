@@ -67,7 +67,7 @@ def verify_chain(
 ) -> Verification:
     """Verify every version from `start`, which must have an anchor.
 
-    Raises UnknownVersion, or VersionError if `start` has no anchor.
+    Raises VersionError if `start` is unknown or has no anchor.
     """
     first = chain.manifest(start)
     if first.anchor is None:

@@ -23,10 +23,6 @@ class VersionError(ValueError):
     """Error for a request that the versions of a branch do not allow; the message says what they contain."""
 
 
-class UnknownVersion(VersionError):
-    """Error for a version without a manifest on the branch."""
-
-
 class Unreachable(VersionError):
     """Error for a version that cannot be reached from any anchor over usable deltas."""
 
@@ -153,17 +149,17 @@ class VersionGraph:
         self._bad_anchors.add(version)
 
     def manifest(self, version: int) -> Manifest:
-        """Return a version's manifest. Raises UnknownVersion, which names the nearest versions."""
+        """Return a version's manifest. Raises VersionError, which names the nearest versions."""
         if version in self.manifests:
             return self.manifests[version]
         known = "it has none"
         if self.manifests:
             nearest = sorted(self.manifests, key=lambda held: (abs(held - version), held))[:3]
             known = f"it has {min(self.manifests)} to {max(self.manifests)}, the nearest {', '.join(map(str, nearest))}"
-        raise UnknownVersion(f"version {version} is not on branch {self.branch} of run {self.run_id}: {known}")
+        raise VersionError(f"version {version} is not on branch {self.branch} of run {self.run_id}: {known}")
 
     def delta(self, version: int) -> Delta | None:
-        """Return the delta from a version's parent; None for a version without a parent. Raises UnknownVersion."""
+        """Return the delta from a version's parent; None for a version without a parent. Raises VersionError."""
         manifest = self.manifest(version)
         if manifest.parent is None:
             return None
@@ -227,7 +223,7 @@ class VersionGraph:
         Args:
             anchor_exists: returns whether a manifest's anchor can be used; if not, it is on no later path.
 
-        Raises UnknownVersion, or Unreachable with the first obstacle.
+        Raises VersionError for an unknown version, Unreachable with the first obstacle.
         """
         self.manifest(version)
         while (path := self.path(version)) is not None:

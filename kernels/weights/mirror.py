@@ -20,7 +20,7 @@ import numpy as np
 
 from tidemill.kernels.block import EncodedBlock
 from tidemill.kernels.compiled import Bits, Indices
-from tidemill.kernels.delta import BlockChange, FingerprintMismatch, apply_change, resolve_all
+from tidemill.kernels.delta import BlockChange, apply_change, resolve_all
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import AnchorError, save_checkpoint
@@ -159,14 +159,14 @@ class Draft:
     def advance(self, changes: Sequence[BlockChange], manifest: Manifest) -> None:
         """Apply the changes of one delta: all of its blocks, resolved by `resolve` since the last step.
 
-        Raises FingerprintMismatch if they do not make the manifest's version; nothing is written here then.
+        Raises DeltaError if they do not make the manifest's version; nothing is written here then.
         """
         made = dict(self.mirror._fingerprints)
         for change in changes:
             made[change.name] = made[change.name] + change.target - change.base
         total = sum(made.values(), start=ZERO).hex()
         if total != manifest.fingerprint:
-            raise FingerprintMismatch(
+            raise DeltaError(
                 f"the delta does not make version {manifest.version}: it makes {total}, not {manifest.fingerprint}"
             )
         for change in changes:
@@ -176,7 +176,7 @@ class Draft:
         self._steps += 1
 
     def check(self, manifest: Manifest) -> None:
-        """Raise FingerprintMismatch if a tensor differs from the fingerprint that the manifest lists for it."""
+        """Raise DeltaError if a tensor differs from the fingerprint that the manifest lists for it."""
         if not manifest.tensors:
             return
         made, expected = self.mirror.fingerprints, {tensor.name: tensor.fingerprint for tensor in manifest.tensors}
@@ -185,14 +185,14 @@ class Draft:
         if not wrong and self.mirror.fingerprint.hex() != manifest.fingerprint:
             found = "the tensors' fingerprints do not add up to the version's"
         if found:
-            raise FingerprintMismatch(f"version {manifest.version} is not what its manifest lists: {found}")
+            raise DeltaError(f"version {manifest.version} is not what its manifest lists: {found}")
 
     def recount(self, names: Iterable[str]) -> None:
-        """Raise FingerprintMismatch unless these tensors' weights have the fingerprints that the deltas name."""
+        """Raise DeltaError unless these tensors' weights have the fingerprints that the deltas name."""
         for name in sorted(set(names)):
             made, claimed = fingerprint(self.mirror.bits(name), TensorKey.of(name)), self.mirror._fingerprints[name]
             if made != claimed:
-                raise FingerprintMismatch(f"{name} became {made.hex()}, not {claimed.hex()}")
+                raise DeltaError(f"{name} became {made.hex()}, not {claimed.hex()}")
 
     def changes(self) -> tuple[ElementChange, ...]:
         """Return the changes from the version before the draft to the present state: each element at most once.

@@ -22,10 +22,6 @@ from tidemill.kernels.compiled import Bits
 T = TypeVar("T")
 
 
-class RankFailedError(RuntimeError):
-    """Error for a rank that failed in its part of a common task; every rank raises it."""
-
-
 class RanksLostError(RuntimeError):
     """Error for a rank that died or did not answer in time; it is not known whether the common task was finished."""
 
@@ -34,7 +30,7 @@ class Ranks:
     """The processes that call the same methods in the same order; this class: one process, errors raised unchanged.
 
     If a function given to `from_first`, `on_first` or `gather` raises an error on one rank, every rank raises an
-    error of the same class that names the rank, or RankFailedError if the class cannot be made from a message
+    error of the same class that names the rank, or RuntimeError if the class cannot be made from a message
     alone. Such a function must not call these methods itself.
     """
 
@@ -130,7 +126,7 @@ class ProcessGroupRanks(Ranks):
             except Exception:  # noqa: BLE001 - a constructor may raise anything when it is given a message
                 again = False
             message = f"rank {self.rank}: {kind.__name__}: {error}"
-            return (None, (kind if again else RankFailedError, message)), error
+            return (None, (kind if again else RuntimeError, message)), error
 
 
 def open_ranks(timeout_s: float) -> Ranks:
@@ -157,7 +153,7 @@ _Outcome = tuple[T | None, tuple[type[Exception], str] | None]
 
 def _error(failures: Sequence[tuple[type[Exception], str]]) -> Exception:
     kinds = {kind for kind, _ in failures}
-    kind = kinds.pop() if len(kinds) == 1 else RankFailedError
+    kind = kinds.pop() if len(kinds) == 1 else RuntimeError
     return kind("; ".join(message for _, message in failures))
 
 

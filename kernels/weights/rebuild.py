@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Semaphore
 
 from tidemill.kernels.block import EncodedBlock
-from tidemill.kernels.delta import BlockChange, FingerprintMismatch, decode_delta
+from tidemill.kernels.delta import BlockChange, decode_delta
 from tidemill.kernels.weights.anchor import anchor_weights, discard_copy, fetch_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
@@ -222,9 +222,7 @@ class Rebuilder:
     def _advance(self, delta: Delta, draft: Draft, *, compare: bool, recount: bool) -> float:
         try:
             if draft.mirror.version != delta.base:
-                raise FingerprintMismatch(
-                    f"it starts from version {delta.base}, version {draft.mirror.version} is held"
-                )
+                raise DeltaError(f"it starts from version {delta.base}, version {draft.mirror.version} is held")
             changes, fetch_ms = self._decoder.decode(delta, self._pieces, draft.resolve)
             draft.advance(changes, delta.manifest)
             if compare:

@@ -19,7 +19,7 @@ from tidemill.compose.cli import app, main
 from tidemill.compose.cli.weights_command import operand, version_number
 from tidemill.consumers.weights.chain import read_chain
 from tidemill.kernels.weights.checkpoint import WeightFilesError
-from tidemill.kernels.weights.graph import UnknownVersion, VersionError
+from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import AckStatus, GateVerdict
@@ -80,7 +80,7 @@ def test_a_format_of_few_bits_is_listed(log):
 
 def test_an_empty_branch_is_reported(log):
     result = ask(log, "log", "--branch", "nobody")
-    assert isinstance(result.exception, UnknownVersion)
+    assert isinstance(result.exception, VersionError)
     assert "no version on branch nobody" in str(result.exception)
 
 

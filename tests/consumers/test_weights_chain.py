@@ -14,7 +14,7 @@ from tests.records import build, tensor_infos
 from tidemill.consumers.weights.builder import Builder
 from tidemill.consumers.weights.chain import Chain, DecisionFollowers, decision, rows
 from tidemill.consumers.weights.verify import default_start
-from tidemill.kernels.weights.graph import UnknownVersion, Unreachable, VersionError
+from tidemill.kernels.weights.graph import Unreachable, VersionError
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     AckStatus,
@@ -87,9 +87,9 @@ def test_a_missing_anchor_is_not_used():
 
 
 def test_the_error_for_an_unknown_version_names_the_existing_ones():
-    with pytest.raises(UnknownVersion, match="version 40 is not on branch main of run test: it has 0 to 9"):
+    with pytest.raises(VersionError, match="version 40 is not on branch main of run test: it has 0 to 9"):
         long_chain().manifest(40)
-    with pytest.raises(UnknownVersion, match="no version on branch main"):
+    with pytest.raises(VersionError, match="no version on branch main"):
         _ = Chain("test", "main").head
 
 
@@ -158,7 +158,7 @@ def test_a_decision_contains_actor_reason_and_time():
 
 def test_a_decision_can_only_name_a_version_that_can_be_served():
     chain = long_chain(anchors=(0, 6), kept_from=4)
-    with pytest.raises(UnknownVersion):
+    with pytest.raises(VersionError, match="version 40 is not on branch"):
         propose(chain, GateVerdict.HOLD, 40)
     with pytest.raises(Unreachable, match="expired"):
         propose(chain, GateVerdict.ROLL_BACK, 5)

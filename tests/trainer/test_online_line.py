@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.records import build
 from tidemill.schemas.records import GateDecision, GateVerdict
-from tidemill.trainer.online_queue import RejectedLineError, WeightLine
+from tidemill.trainer.online_queue import WeightLine
 
 V = GateVerdict
 
@@ -77,7 +77,7 @@ def test_only_descendants_of_an_admitted_version_may_learn() -> None:
 
 
 def test_a_line_without_a_usable_version_is_an_error_with_advice() -> None:
-    with pytest.raises(RejectedLineError, match=r"tidemill gate rollback"):
+    with pytest.raises(RuntimeError, match=r"tidemill gate rollback"):
         line_of(*CHAIN, (V.REJECT, 0)).start()
 
 
@@ -112,7 +112,7 @@ def test_a_restart_decides_as_the_running_trainer_did(events) -> None:
         if event is None:
             try:
                 parent = running.start()
-            except RejectedLineError:
+            except RuntimeError:
                 continue
             steps.append((len(steps) + 1, parent, running.decisions))
             running.made(*steps[-1])
@@ -141,7 +141,7 @@ def test_rejected_versions_are_never_trained_from_unless_they_are_promoted_later
         if event is None:
             try:
                 parent = line.start()
-            except RejectedLineError:
+            except RuntimeError:
                 continue
             assert rejected.isdisjoint(line.ancestry(parent))
             step += 1

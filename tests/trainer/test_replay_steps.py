@@ -26,7 +26,6 @@ from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import TrainStep
-from tidemill.trainer.checkpoint import TrainerCheckpointError
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, read_steps
 from tidemill.trainer.replay.staleness import read_groups
@@ -155,10 +154,10 @@ def test_weights_that_differ_from_the_recorded_ones_are_reported(moved, tmp_path
         size = int.from_bytes(stored.read(8), "little")
         metadata = json.loads(stored.read(size))["__metadata__"]
     save_file(tensors, path, metadata)
-    with pytest.raises(TrainerCheckpointError, match="the checkpoint of step 2 holds weights"):
+    with pytest.raises(RuntimeError, match="the checkpoint of step 2 holds weights"):
         made(moved.replay(), 3, 3)
     tiny_model(seed=9).to(torch.bfloat16).save_pretrained(tmp_path / "other")
-    with pytest.raises(TrainerCheckpointError, match="name the checkpoint that it started from"):
+    with pytest.raises(RuntimeError, match="name the checkpoint that it started from"):
         made(moved.replay(model=str(tmp_path / "other")), 1, 1)
 
 

@@ -14,7 +14,6 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Manifest, TrainStep
-from tidemill.trainer.checkpoint import TrainerCheckpointError
 from tidemill.trainer.choices import ServingFormat
 from tidemill.trainer.config import KlSettings, TrainerSettings
 from tidemill.trainer.history import NotRepeatableError
@@ -75,7 +74,7 @@ def test_a_run_keeps_its_serving_format(log, settings, train) -> None:
     with pytest.raises(VersionError, match="version 0 of run kept, branch main, is in the log with fingerprint"):
         train("kept", changed, 1)
     train("kept", settings, 2)
-    with pytest.raises(TrainerCheckpointError, match=r"other settings.*start with the run's trainer\.serving_format"):
+    with pytest.raises(RuntimeError, match=r"other settings.*start with the run's trainer\.serving_format"):
         train("kept", changed, 3)
     manifests = written(log, Manifest, "kept")
     assert [(m.version, m.serving_format) for m in manifests] == [(0, ""), (1, ""), (2, "")]

@@ -19,7 +19,7 @@ from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.records import Interaction, Rollout, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
-from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
+from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, RecordedInputs, path_back, read_steps
 from tidemill.trainer.job import SINGLE, Job
@@ -106,7 +106,7 @@ class StepReplay:
         Raises:
             ValueError: the run has no such steps, or a counterfactual crosses steps that the gate rejected.
             NotRepeatableError: a step was taken with other settings, or a step in between gives other weights.
-            TrainerCheckpointError: a checkpoint differs from the log.
+            RuntimeError: a checkpoint differs from the log.
             LookupError: the log no longer has an input.
         """
         chosen = [record for record in self.steps if first <= record.step <= last]
@@ -137,13 +137,13 @@ class StepReplay:
         self._weights.restore(begin)
         self._version, held = begin, self._weights.snapshot()
         if begin and held != (recorded := self._steps[begin].fingerprint):
-            raise TrainerCheckpointError(
+            raise RuntimeError(
                 f"the checkpoint of step {begin} holds weights {held}, the log recorded {recorded}: it is damaged or "
                 "of another run; delete it, and an older one is used"
             )
         started = next(record.parent_fingerprint for record in self.steps if record.parent_version == 0)
         if not begin and held != started:
-            raise TrainerCheckpointError(
+            raise RuntimeError(
                 f"trainer.model {self._settings.model} holds weights {held}, the run started from {started}: name the "
                 "checkpoint that it started from"
             )

@@ -29,7 +29,7 @@ from tidemill.kernels.weights.tensor_parts import (
     part_info,
 )
 from tidemill.trainer import serving_view as views
-from tidemill.trainer.serving_view import PlacementError, local_parts, serving_view
+from tidemill.trainer.serving_view import local_parts, serving_view
 
 
 class Tied(torch.nn.Module):
@@ -118,7 +118,7 @@ def test_placements_that_can_be_published(ranks, placements):
     [([Shard(1)], (1,)), ([Partial()], (1,)), ([Shard(0), Shard(1)], (1, 1)), ([Shard(0), Partial()], (1, 1))],
 )
 def test_other_placements_are_refused(ranks, placements, mesh_shape):
-    with pytest.raises(PlacementError, match=r"weight is placed as .* only weights sharded over their first dimension"):
+    with pytest.raises(ValueError, match=r"weight is placed as .* only weights sharded over their first dimension"):
         local_parts(placed(placements, mesh_shape), first=True)
 
 
