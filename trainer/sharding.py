@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_expert_parallelism, replace_layer_number_by_wildcard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tidemill.trainer.device import backend
+from tidemill.trainer.job import backend
 from tidemill.trainer.model import PACKED_ATTENTION, use_packed_attention
 from tidemill.trainer.policy import SCORING, scored
 from tidemill.trainer.stored_model import StoredModel

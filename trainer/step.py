@@ -31,7 +31,7 @@ from tidemill.trainer.batch import InvalidRoutingError, PackedRow, Trajectory, p
 from tidemill.trainer.choices import AdvantageKind, Routing, ServingFormat
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import bounded, correction_weights, sequence_sum
-from tidemill.trainer.device import (
+from tidemill.trainer.job import (
     ALONE,
     KEPT_BLOCK,
     KEPT_BLOCK_SHARDED,

@@ -19,8 +19,7 @@ from tidemill.trainer.batch import RoutedShape
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.choices import ServingFormat, StepMachine
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.device import machine_of
-from tidemill.trainer.job import SINGLE, Job
+from tidemill.trainer.job import SINGLE, Job, machine_of
 from tidemill.trainer.model import load_model
 from tidemill.trainer.serving_view import ServingView, local_parts, serving_view
 from tidemill.trainer.step import Learner, StepOutcome

@@ -13,7 +13,7 @@ from tidemill.trainer.attention import TreeAttention, tree_calls
 from tidemill.trainer.batch import pack
 from tidemill.trainer.choices import StepMachine
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.device import ALONE, RankPlace, compute_dtype, device_of
+from tidemill.trainer.job import ALONE, RankPlace, compute_dtype, device_of
 from tidemill.trainer.policy import SampledLogprobs
 from tidemill.trainer.sharding import layers_of, require_divisible
 from tidemill.trainer.step import Learner
