@@ -13,9 +13,9 @@ sent: they decode only what they have just encoded, and do not check it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,16 +33,6 @@ INDEX = np.dtype("<i4")
 COUNT = np.dtype("<u4")
 ESCAPE = 0xFFFF
 """A two-byte gap that means: this many unchanged elements, without a changed one after them."""
-
-
-class Format(NamedTuple):
-    """A format for the changes between two tensors of at most 2**31 elements."""
-
-    name: str
-    encode: Callable[[Bits, Bits], bytes]
-    """Encode the change from the old patterns to the new ones (uN[n] each)."""
-    decode: Callable[[bytes, Bits], Bits]
-    """Decode the new patterns (uN[n]) from these bytes and the old patterns, which stay unchanged."""
 
 
 def encode_raw(old_bits: Bits, new_bits: Bits) -> bytes:
@@ -119,17 +109,22 @@ def _decompress(data: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(data)
 
 
-FORMATS = (
+Encode = Callable[[Bits, Bits], bytes]
+"""Encodes the change from the old patterns to the new ones (uN[n] each, at most 2**31 elements)."""
+Decode = Callable[[bytes, Bits], Bits]
+"""Decodes the new patterns (uN[n]) from these bytes and the old patterns, which stay unchanged."""
+
+FORMATS: Mapping[str, tuple[Encode, Decode]] = {
     # Old XOR new of every element, changed or not.
-    Format(
-        "xor+zstd-1",
+    "xor+zstd-1": (
         lambda old_bits, new_bits: _compress((old_bits ^ new_bits).tobytes()),
         lambda data, old_bits: old_bits ^ np.frombuffer(_decompress(data), old_bits.dtype),
     ),
-    Format("int32+value", encode_raw, decode_raw),
-    Format("u16-gap+value+zstd-1", encode_gap_value, decode_gap_value),
-    Format("gap+xor+zstd-1", encode_gap_xor, decode_gap_xor),
-)
+    "int32+value": (encode_raw, decode_raw),
+    "u16-gap+value+zstd-1": (encode_gap_value, decode_gap_value),
+    "gap+xor+zstd-1": (encode_gap_xor, decode_gap_xor),
+}
+"""Other formats for the changes of a tensor, by name."""
 
 WARM_UP_ELEMENTS = 1 << 16
 WARM_UP_STRIDE = 97
@@ -193,7 +188,7 @@ def compare(
 
     Raises DeltaError if a change cannot be encoded: another shape, an unknown element type, a name too long.
     """
-    comparison = _Comparison(settings or CodecSettings(), FORMATS if against else ())
+    comparison = _Comparison(settings or CodecSettings(), FORMATS if against else {})
     for change in changes:
         comparison.observe(change)
     return comparison.report()
@@ -218,7 +213,7 @@ class _Clock:
 
 
 class _Comparison:
-    def __init__(self, settings: CodecSettings, formats: Iterable[Format]) -> None:
+    def __init__(self, settings: CodecSettings, formats: Mapping[str, tuple[Encode, Decode]]) -> None:
         self._settings = settings
         self._encoder, self._writer = DeltaEncoder(settings), StreamWriter(1, 0)
         self._edges = len(self._writer.header()) + len(self._writer.trailer())
@@ -228,7 +223,7 @@ class _Comparison:
         self._whole: dict[str, DeltaCounts] = {}
         self._apart: dict[str, DeltaBounds] = {}
         """By element type: the sum of the bounds of models fitted to each tensor."""
-        self._formats = [_FormatMeter(other) for other in formats]
+        self._formats = [_FormatMeter(name, *coder) for name, coder in formats.items()]
         self._encode, self._apply = _Clock(), _Clock()
         self._tensors, self._equal = 0, True
 
@@ -291,16 +286,16 @@ class _Comparison:
 
 
 class _FormatMeter:
-    def __init__(self, other: Format) -> None:
-        self._format = other
+    def __init__(self, name: str, encode: Encode, decode: Decode) -> None:
+        self._name, self._to_bytes, self._from_bytes = name, encode, decode
         self._encode, self._decode = _Clock(), _Clock()
         self._wire, self._equal = 0, True
 
     def observe(self, old: Bits, new: Bits) -> None:
         with self._encode:
-            data = self._format.encode(old, new)
+            data = self._to_bytes(old, new)
         with self._decode:
-            made = self._format.decode(data, old)
+            made = self._from_bytes(data, old)
         self._encode.n_bytes += old.nbytes
         self._decode.n_bytes += old.nbytes
         self._wire += len(data)
@@ -308,7 +303,7 @@ class _FormatMeter:
 
     def report(self, ours: DeltaSize) -> FormatReport:
         return FormatReport(
-            self._format.name,
+            self._name,
             self._wire,
             _ratio(self._wire, ours.changed),
             _ratio(self._wire, ours.wire_bytes) if ours.changed else None,
