@@ -141,7 +141,7 @@ def encode_rans(streams: ClassStreams) -> bytes:
     counts = streams.counts[streams.counts > 0]
     ends = np.cumsum(counts).tolist()
     begins = [0, *ends[:-1]]
-    models = [model_of(int(_sum(streams.gaps[a:b])), b - a) for a, b in zip(begins, ends, strict=True)]
+    models = [model_of(int(streams.gaps[a:b].sum(dtype=np.uint64)), b - a) for a, b in zip(begins, ends, strict=True)]
     tables = fit_tables(streams.steps, counts)
     plan = _plan(counts, models, tables)
     common = streams.gaps, streams.steps, plan, gap_tables().last
@@ -235,14 +235,6 @@ def _padded(data: memoryview, kind: str) -> npt.NDArray[Any]:
     row = np.zeros(-(-len(data) // stored.itemsize) + rans.PADDING, stored)
     row.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
     return row.astype(stored.newbyteorder("="), copy=False)
-
-
-@compiled
-def _sum(values: Values) -> int:
-    total = np.uint64(0)
-    for i in range(values.size):
-        total += np.uint64(values[i])
-    return int(total)
 
 
 RANS, PCODEC = Coder(1, encode_rans, decode_rans), Coder(2, encode_pcodec, decode_pcodec)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
@@ -99,7 +99,10 @@ def size_of(model: PreTrainedModel) -> ModelSize:
     in_layers = sum(p.numel() for name, p in named.items() if ".layers." in name or ".h." in name)
     parameters = sum(p.numel() for p in named.values())
     experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
-    count, used = (_first(config, names) for names in (_EXPERT_COUNTS, _USED_EXPERTS))
+    count, used = (
+        next((int(value) for name in names if (value := getattr(config, name, None))), 0)
+        for names in (_EXPERT_COUNTS, _USED_EXPERTS)
+    )
     if experts and not (count and used):
         raise UnknownModelError(
             f"{type(model).__name__} has routed experts, and its configuration does not say how many a token uses "
@@ -148,7 +151,3 @@ def size_of_name(name: str) -> ModelSize:
             f"gave none ({reason}). Name a directory that holds the model's config.json: no weights are needed"
         ) from error
     return size_of(model)
-
-
-def _first(config: PretrainedConfig, names: tuple[str, ...]) -> int:
-    return next((int(value) for name in names if (value := getattr(config, name, None))), 0)

@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import xxhash
+from fsspec.implementations.local import LocalFileSystem
 
 from tidemill.kernels.compiled import Bits
 from tidemill.kernels.weights.bits import Weight
@@ -149,7 +149,7 @@ def fetch_anchor(uri: str, staging: Path, interrupt: Callable[[], None] = lambda
     files = _read_marker(uri)
     with _anchor_errors(uri):
         filesystem, path = fsspec.core.url_to_fs(uri)
-    local = _is_local(filesystem)
+    local = isinstance(filesystem, LocalFileSystem)
     directory = Path(path) if local else _copy_of(uri, staging)
     if not local:
         discard_copy(uri, staging)
@@ -182,9 +182,9 @@ def _checked(uri: str, file: AnchorFile, directory: Path, interrupt: Callable[[]
     """Return the local path of an anchor's file, in place or copied to `directory`, checked against the marker."""
     with _anchor_errors(uri):
         filesystem, path = fsspec.core.url_to_fs(uri)
-        local = Path(path) / file.name if _is_local(filesystem) else directory / file.name
+        local = Path(path) / file.name if isinstance(filesystem, LocalFileSystem) else directory / file.name
         try:
-            if not _is_local(filesystem):
+            if not isinstance(filesystem, LocalFileSystem):
                 copied = fsspec.Callback(hooks={"interrupt": lambda *_, **__: interrupt()})
                 filesystem.get_file(f"{path}/{file.name}", str(local), callback=copied)
             state, n_bytes = xxhash.xxh3_128(), 0
@@ -210,11 +210,6 @@ def _anchor_errors(uri: str) -> Iterator[None]:
         raise AnchorError(f"anchor {uri} cannot be accessed: {error}") from error
     except OSError as error:
         raise StoreUnavailableError(f"anchor {uri}: the store failed: {error}") from error
-
-
-def _is_local(filesystem: Any) -> bool:  # noqa: ANN401 - fsspec ships no types
-    protocol = filesystem.protocol
-    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
 
 def _read_marker(uri: str) -> list[AnchorFile]:

@@ -206,10 +206,9 @@ class VersionGraph:
             if manifest.anchor is not None and version not in self._bad_anchors:
                 total = n_bytes + manifest.anchor.n_bytes
                 heapq.heappush(queue, (total, len(deltas), True, version, next(order), deltas))
-            parent, skips = manifest.parent, self._skips.get(version, {})
-            further = [Delta(manifest, b, tuple(s.shards), s.n_bytes) for b, s in skips.items() if b != parent]
-            if parent is not None and parent < version:
-                further.insert(0, Delta(manifest, parent, tuple(manifest.shards), manifest.delta_bytes))
+            own, skips = self.delta(version), self._skips.get(version, {}).items()
+            further = [own] if own is not None and own.base < version else []
+            further += [Delta(manifest, b, tuple(s.shards), s.n_bytes) for b, s in skips if b != manifest.parent]
             for delta in further:
                 bad = (delta.base, version) in self._bad_deltas or self.expired(delta.shards)
                 if delta.base in self.manifests and not bad:
