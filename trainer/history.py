@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from contextlib import ExitStack
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -59,19 +59,20 @@ def path_back(version: int, steps: dict[int, TrainStep], saved: set[int]) -> tup
     return version, path[::-1]
 
 
-class RecordedInputs:
-    """The inputs of recorded steps and of plans, read again from the log."""
+class RecordedInputs(ExitStack):
+    """The inputs of recorded steps and of plans, read again from the log; a context manager."""
 
     def __init__(
         self, kafka: KafkaSettings, limit_bytes: int, vocab_size: int, routed: RoutedShape | None = None
     ) -> None:
+        super().__init__()
         self._vocab_size = vocab_size
         self.routed = routed
         """The shape of the model's expert ids, if tokens are routed by them."""
-        self._groups = ReferenceLog(kafka, Group, "end")
-        self._rollouts = RolloutLog(kafka, limit_bytes)
-        self._batches = ReferenceLog(kafka, OnlineBatch, "end")
-        self._interactions = InteractionLog(kafka, vocab_size)
+        self._groups = self.enter_context(ReferenceLog(kafka, Group, "end"))
+        self._rollouts = self.enter_context(RolloutLog(kafka, limit_bytes))
+        self._batches = self.enter_context(ReferenceLog(kafka, OnlineBatch, "end"))
+        self._interactions = self.enter_context(InteractionLog(kafka, vocab_size))
 
     def of(self, record: DecidedStep) -> StepBatch:
         """Return the inputs of a step, without those that were excluded when it was planned.
@@ -101,12 +102,3 @@ class RecordedInputs:
             )
         excluded = tuple(entry for entry in record.exclusions if entry.topic == Topic.INTERACTIONS)
         return TrainableBatch(place, batch, tuple(members), whole, excluded)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._groups.close()
-        self._rollouts.close()
-        self._batches.close()
-        self._interactions.close()

@@ -11,7 +11,8 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from typing import Generic, Self, TypeVar
+from contextlib import ExitStack
+from typing import Generic, TypeVar
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec, DecodeError
@@ -63,12 +64,14 @@ class ReadAhead:
         return located
 
 
-class RolloutLog:
-    """The `rollouts` topic by partition and offset."""
+class RolloutLog(ExitStack):
+    """The `rollouts` topic by partition and offset; a context manager."""
 
     def __init__(self, kafka: KafkaSettings, limit_bytes: int) -> None:
+        super().__init__()
         self._codec = Codec(kafka.registry_url)
-        self._reader = LogReader(kafka, [Topic.ROLLOUTS], start="end", client_id=CLIENT, codec=self._codec)
+        reader = LogReader(kafka, [Topic.ROLLOUTS], start="end", client_id=CLIENT, codec=self._codec)
+        self._reader = self.enter_context(reader)
         self._held = ReadAhead(limit_bytes)
 
     def read_ahead(self, timeout_s: float) -> None:
@@ -104,9 +107,6 @@ class RolloutLog:
         except ForeignClaimError as error:
             raise InvalidRolloutError(str(error)) from error
 
-    def close(self) -> None:
-        self._reader.close()
-
 
 def expert_ids_of(rollout: Rollout, shape: RoutedShape) -> ExpertIds:
     """Return the expert ids of a rollout with its segments, for a model of this shape. Raises InvalidRoutingError."""
@@ -118,18 +118,19 @@ def expert_ids_of(rollout: Rollout, shape: RoutedShape) -> ExpertIds:
         raise InvalidRoutingError(f"rollout {rollout.rollout_id}: {error}") from error
 
 
-class ReferenceLog(Generic[R]):
-    """Reader of the topic of groups or of online batches, from given offsets on.
+class ReferenceLog(ExitStack, Generic[R]):
+    """Reader of the topic of groups or of online batches, from given offsets on; a context manager.
 
     Args:
         start: "beginning", "end", or next offsets by partition.
     """
 
     def __init__(self, kafka: KafkaSettings, kind: type[R], start: str | Mapping[int, int]) -> None:
+        super().__init__()
         self._topic = Topic.GROUPS if kind is Group else Topic.ONLINE_BATCHES
         begin = start if isinstance(start, str) else {(self._topic, p): offset for p, offset in start.items()}
         self._kind = kind
-        self._reader = LogReader(kafka, [self._topic], start=begin, client_id=CLIENT)
+        self._reader = self.enter_context(LogReader(kafka, [self._topic], start=begin, client_id=CLIENT))
         self._names = Names(kafka.topic_prefix)
 
     def partitions(self) -> list[int]:
@@ -156,16 +157,13 @@ class ReferenceLog(Generic[R]):
         where = f"{self._topic}[{place.partition}] offset {place.offset}"
         raise LookupError(f"{where} does not hold {self._kind.__name__} {place.group_id}")
 
-    def close(self) -> None:
-        self._reader.close()
-
 
 def _name(record: Group | OnlineBatch) -> str:
     return record.group_id if isinstance(record, Group) else record.batch_id
 
 
-class LogInput:
-    """Reads the log for a `BatchBuilder`, unless the builder is full.
+class LogInput(ExitStack):
+    """Reads the log for a `BatchBuilder`, unless the builder is full; a context manager.
 
     The memory is bounded: the groups that wait in the builder, those of one poll, and `trainer.read_ahead_bytes` of
     rollouts that were read ahead.
@@ -182,15 +180,16 @@ class LogInput:
         vocab_size: int,
         routed: RoutedShape | None = None,
     ) -> None:
+        super().__init__()
         self._builder, self._producer = builder, producer
-        self._groups = ReferenceLog(kafka, Group, builder.progress().next_offsets)
+        self._groups = self.enter_context(ReferenceLog(kafka, Group, builder.progress().next_offsets))
         if settings.in_order and len(partitions := self._groups.partitions()) != 1:
             raise ValueError(
                 f"trainer.in_order needs one order of all groups, and `groups` has {len(partitions)} partitions: "
                 "create the topics under a fresh prefix with kafka.partitions set to 1, or set trainer.in_order to "
                 "false"
             )
-        self._rollouts = RolloutLog(kafka, settings.read_ahead_bytes)
+        self._rollouts = self.enter_context(RolloutLog(kafka, settings.read_ahead_bytes))
         self._vocab_size, self._routed = vocab_size, routed
         self._undecided: deque[Reference[Group]] = deque()
         self._warn_at = 0.0
@@ -229,13 +228,6 @@ class LogInput:
             self._builder.accept(found)
             return
         self._builder.exclude(read.place, reason, len(read.record.members))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._groups.close()
-        self._rollouts.close()
 
 
 def trainable(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Self
+from contextlib import ExitStack
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.codec import Codec, DecodeError
@@ -40,7 +40,7 @@ Found = Interaction | Exclusion
 """An interaction with its segments, or the reason why it cannot be trained."""
 
 
-class InteractionLog:
+class InteractionLog(ExitStack):
     """Interactions by partition and offset; a partition is read once, from the first wanted offset to the last.
 
     A record may have been deleted, by a tombstone and compaction or by retention; its offset then gives no record, and
@@ -51,10 +51,11 @@ class InteractionLog:
     """
 
     def __init__(self, kafka: KafkaSettings, vocab_size: int, accept_replays: frozenset[str] | None = None) -> None:
+        super().__init__()
         self._accept_replays = accept_replays
         self._codec = Codec(kafka.registry_url)
         self._vocab_size = vocab_size
-        self._log = LogReader(kafka, client_id=INTERACTIONS_CLIENT, codec=self._codec)
+        self._log = self.enter_context(LogReader(kafka, client_id=INTERACTIONS_CLIENT, codec=self._codec))
 
     def fetch(self, members: Iterable[OnlineMember]) -> dict[Position, Found]:
         """Return the checked records to which the members refer.
@@ -64,9 +65,6 @@ class InteractionLog:
         places = {Position.of(member): member for member in members}
         read = self._log.fetch({place for place in places if place.topic == Topic.INTERACTIONS})
         return {place: self._checked(member, read.get(place)) for place, member in places.items()}
-
-    def close(self) -> None:
-        self._log.close()
 
     def _checked(self, member: OnlineMember, located: ConsumedRecord | None) -> Found:
         if member.topic != Topic.INTERACTIONS:
@@ -90,8 +88,8 @@ class InteractionLog:
         return whole if said == (versions.min(), versions.max()) else Exclusion.INVALID_INTERACTION
 
 
-class OnlineInput:
-    """Reads the log for an `OnlineQueue` and a `WeightLine`."""
+class OnlineInput(ExitStack):
+    """Reads the log for an `OnlineQueue` and a `WeightLine`; a context manager."""
 
     def __init__(
         self,
@@ -102,10 +100,13 @@ class OnlineInput:
         producer: RecordProducer,
         vocab_size: int,
     ) -> None:
+        super().__init__()
         self.queue, self.line, self._producer, self._settings = queue, line, producer, settings.online
-        self._standing = LogReader(kafka, [Topic.GATE, Topic.USER_REQUESTS], client_id=CLIENT)
-        self._batches = ReferenceLog(kafka, OnlineBatch, queue.progress().next_offsets)
-        self._interactions = InteractionLog(kafka, vocab_size, frozenset(settings.accept_replays))
+        standing = LogReader(kafka, [Topic.GATE, Topic.USER_REQUESTS], client_id=CLIENT)
+        self._standing = self.enter_context(standing)
+        self._batches = self.enter_context(ReferenceLog(kafka, OnlineBatch, queue.progress().next_offsets))
+        interactions = InteractionLog(kafka, vocab_size, frozenset(settings.accept_replays))
+        self._interactions = self.enter_context(interactions)
         self._found: tuple[StepInput, Mapping[Position, Found]] | None = None
         self._since: tuple[StepInput, float] | None = None
         for located in self._standing.read_to_end():
@@ -119,7 +120,7 @@ class OnlineInput:
         for read in came:
             self.queue.read(read)
 
-    def close(self, builder: BatchBuilder, version: int, now: float) -> StepBatch | None:
+    def next_batch(self, builder: BatchBuilder, version: int, now: float) -> StepBatch | None:
         """Return the inputs of the next step at trainer version `version`: an online batch, and the simulated groups
         that join it, for which it waits up to `max_wait_seconds`. None if they are not complete.
 
@@ -156,11 +157,3 @@ class OnlineInput:
                 _log.warning(
                     "%s offset %d is left out: %s", located.topic, located.offset, located.error or "no decision"
                 )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._standing.close()
-        self._batches.close()
-        self._interactions.close()

@@ -325,7 +325,7 @@ class _Loop:
                 version = start
             if (now := time.monotonic()) < self._not_before:
                 continue
-            batch = builder.close(version) if self._online is None else self._online.close(builder, version, now)
+            batch = builder.close(version) if self._online is None else self._online.next_batch(builder, version, now)
             if batch is not None:
                 return batch
         return None

@@ -177,7 +177,7 @@ class StepReplay:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._inputs.__exit__()
+        self._inputs.close()
         if kind is None:
             self._weights.let_go()
 
