@@ -27,11 +27,11 @@ class RanksLostError(RuntimeError):
 
 
 class Ranks:
-    """The processes that call the same methods in the same order; this class: one process, errors raised unchanged.
+    """The processes that call the same methods in the same order. This class is one process.
 
     If a function given to `from_first`, `on_first` or `gather` raises an error on one rank, every rank raises an
     error of the same class that names the rank, or RuntimeError if the class cannot be made from a message
-    alone. Such a function must not call these methods itself.
+    alone; one process raises it unchanged. Such a function must not call these methods itself.
     """
 
     rank: int = 0
