@@ -38,8 +38,6 @@ _ABORTED = ("abort", "error")
 
 @dataclass(frozen=True, slots=True)
 class ArmAssignment:
-    """The arm of a user, and the probability with which it was chosen."""
-
     arm: Arm
     propensity: float
 
@@ -50,22 +48,17 @@ class CanaryShare:
     def __init__(self, run_id: str, branch: str) -> None:
         self._of = (run_id, branch)
         self._branch = BranchDecisions()
-
-    @property
-    def share(self) -> float:
+        self.share = 0.0
         """The share of users, 0 to 1; 0 if no version is on trial."""
-        return 0.0 if self._branch.trial is None else self._branch.trial.share
-
-    @property
-    def version(self) -> int | None:
+        self.version: int | None = None
         """The version on trial; None if there is none."""
-        return None if self._branch.trial is None else self._branch.trial.version
 
     def observe(self, decision: GateDecision) -> str:
         """Process a decision, in log order. Return the reason why it is not used; otherwise an empty string."""
         if (decision.run_id, decision.branch) != self._of:
             return ""
-        objection = self._branch.observe(decision)
+        objection, trial = self._branch.observe(decision), self._branch.trial
+        self.share, self.version = (0.0, None) if trial is None else (trial.share, trial.version)
         if decision.verdict is GateVerdict.CANARY and canary_share(decision) is None:
             wanted = f"a version and numbers[{CANARY_SHARE!r}] from 0 to 1"
             said = decision.numbers.get(CANARY_SHARE, math.nan)
@@ -79,9 +72,9 @@ class CanaryShare:
         """
         digest = hashlib.sha256(f"{salt}\x00{self.version}\x00{unit}".encode()).digest()
         drawn = int.from_bytes(digest[:7]) / 2**56  # uniform in [0, 1)
-        return (
-            ArmAssignment(Arm.CANARY, self.share) if drawn < self.share else ArmAssignment(Arm.STABLE, 1.0 - self.share)
-        )
+        if drawn < self.share:
+            return ArmAssignment(Arm.CANARY, self.share)
+        return ArmAssignment(Arm.STABLE, 1.0 - self.share)
 
 
 class NoReplicaAvailable(ReplicaUnavailable):
@@ -106,17 +99,13 @@ class Replicas:
     async def ask(self, arm: Arm, body: bytes, *, stream: bool) -> AsyncIterator[Answer]:
         """Send a request to `/v1/completions` of a replica of a pool. The answer has at least one document.
 
-        Raises:
-            NoReplicaAvailable: all replicas of the pool are in backoff; for the stable pool, the call waits instead.
-            ReplicaUnavailable: no connection, an error of the replica, or an incomplete answer.
-            RequestRefused: the replica reports an invalid request.
-            BadResponse: the answer is empty, or not JSON.
+        Raises NoReplicaAvailable if all replicas of the pool are in backoff (for the stable pool, the call waits
+        instead), ReplicaUnavailable, RequestRefused; BadResponse if the answer is empty, or not JSON.
         """
         async with (
             self._place(arm, wait=arm is Arm.STABLE) as address,
             self._client.request("POST", address, COMPLETIONS_PATH, body, limited=False) as response,
         ):
-            self._client.forget_other(address, response)
             identity = await self._client.identity(address)
             documents = _documents(response, stream)
             try:

@@ -37,20 +37,36 @@ class ReplicaUnavailable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling settings of one turn."""
-
     max_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+
     expert_ids_from: int | None = None
     """The first token of the context whose expert ids are requested; None: no expert ids are requested."""
+
+    def request_body(self, prompt: list[int], model: str | None) -> bytes:
+        """Return the request. It overrides the checkpoint's generation_config.json, whose values would bias it."""
+        body: dict[str, Any] = {
+            "prompt": prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        optional: dict[str, Any] = {
+            "model": model,
+            "stop_token_ids": self.stop_token_ids or None,
+            "routed_experts_prompt_start": self.expert_ids_from,
+        }
+        return json.dumps(body | {name: value for name, value in optional.items() if value is not None}).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled turn."""
-
     token_ids: list[int]
     logprobs: list[float]
     spans: tuple[VersionSpan, ...]
@@ -62,31 +78,7 @@ class Completion:
     """Of the tokens from `Sampling.expert_ids_from` up to the last one, packed; empty if they were not requested."""
 
 
-def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> bytes:
-    """Return the request as JSON. It overrides the checkpoint's generation_config.json, whose values would bias it."""
-    body: dict[str, Any] = {
-        "prompt": prompt,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
-    optional: dict[str, Any] = {
-        "model": model,
-        "stop_token_ids": sampling.stop_token_ids or None,
-        "stop": sampling.stop or None,
-        "routed_experts_prompt_start": sampling.expert_ids_from,
-    }
-    return json.dumps(body | {name: value for name, value in optional.items() if value is not None}).encode()
-
-
 class Logprobs(msgspec.Struct):
-    """The logprobs of sampled tokens, in the form of `/v1/completions`."""
-
     token_logprobs: list[Logprob]
 
 
@@ -122,8 +114,6 @@ class Choice(msgspec.Struct):
 
 
 class CompletionBody(msgspec.Struct):
-    """The body of an answer."""
-
     choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
 
 

@@ -25,7 +25,6 @@ from tidemill.producers.sampling.completion import (
     ReplicaUnavailable,
     Sampling,
     parse_completion,
-    request_body,
 )
 
 LOG = logging.getLogger(__name__)
@@ -47,8 +46,6 @@ class RequestRefused(BadResponse):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """The name and the region of a replica."""
-
     replica_id: str
     region: str
 
@@ -77,7 +74,6 @@ class ReplicaPool:
         return address
 
     def release(self, address: str) -> None:
-        """Release a reserved replica."""
         self._replicas[address].episodes -= 1
 
     def failed(self, address: str, now: float) -> None:
@@ -90,7 +86,6 @@ class ReplicaPool:
         replica.rests_until = now + rest
 
     def succeeded(self, address: str) -> None:
-        """Reset the failures of a replica after an answer."""
         self._replicas[address].failures, self._replicas[address].rests_until = 0, 0.0
 
     def next_wake(self) -> float:
@@ -103,19 +98,15 @@ class ReplicaClient:
 
     def __init__(self, session: aiohttp.ClientSession, settings: RolloutSettings | RouterSettings) -> None:
         self._session, self._limit_s = session, settings.request_timeout_s
-        self._model: str | None = None
-        """Named in each completion request. None: the model that the replica serves."""
         # A replica's message may contain a part of the prompt, which is a user's if the router asked.
         self._quotes = isinstance(settings, RolloutSettings)
-        if isinstance(settings, RolloutSettings):
-            self._model = settings.model
+        self._model = settings.model if isinstance(settings, RolloutSettings) else None
         self._identities: dict[str, ReplicaIdentity] = {}
 
     async def complete(self, address: str, prompt: list[int], sampling: Sampling) -> Completion:
         """Sample one turn. Raises ReplicaUnavailable, BadResponse."""
-        body = request_body(prompt, sampling, self._model)
+        body = sampling.request_body(prompt, self._model)
         async with self.request("POST", address, COMPLETIONS_PATH, body) as response:
-            self.forget_other(address, response)
             answer = await read_body(response)
         try:
             return parse_completion(answer, sampling, len(prompt))
@@ -123,9 +114,7 @@ class ReplicaClient:
             raise type(error)(f"{address}: {error}") from error
 
     async def identity(self, address: str) -> ReplicaIdentity:
-        """Return the identity of the replica at an address, requested once for each replica. Raises
-        ReplicaUnavailable, BadResponse.
-        """
+        """Return the identity of the replica at an address. Raises ReplicaUnavailable, BadResponse."""
         if address not in self._identities:
             async with self.request("GET", address, STATUS_PATH) as response:
                 body = await read_body(response)
@@ -136,19 +125,14 @@ class ReplicaClient:
                 raise BadResponse(f"{address}{STATUS_PATH} is not a replica's status: {error!r}") from error
         return self._identities[address]
 
-    def forget_other(self, address: str, response: aiohttp.ClientResponse) -> None:
-        """Forget the identity at an address if an answer names another replica than the known one."""
-        known = self._identities.get(address)
-        if known is not None and response.headers.get(REPLICA_HEADER, known.replica_id) != known.replica_id:
-            del self._identities[address]
-
     @asynccontextmanager
     async def request(
         self, method: str, address: str, path: str, body: bytes | None = None, *, limited: bool = True
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Yield a replica's answer with status 200. Raises ReplicaUnavailable, RequestRefused.
 
-        If `limited` is False, the caller limits the time of the request.
+        Forgets the identity at the address if the answer names another replica. If `limited` is False, the caller
+        limits the time of the request.
         """
         headers = None if body is None else {"content-type": "application/json"}
         # aiohttp's own limit ignores a cancellation, such as a caller's deadline, in the same step of the event loop.
@@ -161,6 +145,9 @@ class ReplicaClient:
                     if response.status >= 500 or response.status == OVERLOADED:
                         raise ReplicaUnavailable(message)
                     raise RequestRefused(message, response.status, said)
+                known = self._identities.get(address)
+                if known is not None and response.headers.get(REPLICA_HEADER, known.replica_id) != known.replica_id:
+                    del self._identities[address]
                 yield response
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ReplicaUnavailable(f"{address}: {type(error).__name__}: {error}") from error
@@ -207,8 +194,8 @@ class ReplicaSession:
 
     async def complete(self, prompt: list[int], sampling: Sampling) -> Completion:
         """Sample one turn, with retries until the caller's deadline cancels it. Raises BadResponse."""
+        clock = asyncio.get_running_loop().time
         while True:
-            clock = asyncio.get_running_loop().time
             while self._address is None:
                 self._address = self._pool.pick(clock())
                 if self._address is None:
@@ -222,7 +209,7 @@ class ReplicaSession:
                 LOG.info("trying again: %s", error)
                 self.retries += 1
                 self._last_error = error
-                self._pool.failed(address, asyncio.get_running_loop().time())
+                self._pool.failed(address, clock())
                 if address == self._address:  # a concurrent call may have changed the replica already
                     self._leave()
             else:

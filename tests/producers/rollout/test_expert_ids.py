@@ -28,7 +28,6 @@ from tidemill.producers.sampling.completion import (
     build_expert_ids,
     build_segment,
     parse_completion,
-    request_body,
 )
 from tidemill.producers.sampling.replicas import open_replica_client
 from tidemill.schemas.codec import Codec
@@ -110,7 +109,7 @@ def test_no_ids_are_requested_or_kept_if_the_setting_is_off(texts):
     policy = policy_of(session, expert_ids=False)
     asyncio.run(policy.chat([USER]))
     assert session.starts == [None] and build_expert_ids(policy.contexts.all) == b""
-    assert b"routed" not in request_body([1], Sampling(1, 1.0), None)
+    assert b"routed" not in Sampling(1, 1.0).request_body([1], None)
 
 
 def test_recorded_turns_with_ids_are_used_and_others_are_sampled_again(texts):
@@ -160,7 +159,7 @@ def test_an_answers_ids_are_read_for_the_requested_tokens():
     ids = experts([1, 2, 3, 4, 5])
     made = parse_completion(answered(in_base64(ids)), ASKED, prompt_tokens=5)
     assert np.array_equal(unpacked_ids(made.expert_ids), ids)
-    assert json.loads(request_body([1] * 5, ASKED, None))["routed_experts_prompt_start"] == 2
+    assert json.loads(ASKED.request_body([1] * 5, None))["routed_experts_prompt_start"] == 2
 
 
 @pytest.mark.parametrize(

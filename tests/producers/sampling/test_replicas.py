@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.producers.conftest import completion_body
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.sampling.completion import BadResponse, Sampling, parse_completion, request_body
+from tidemill.producers.sampling.completion import BadResponse, Sampling, parse_completion
 from tidemill.producers.sampling.replicas import ReplicaPool, ReplicaSession, ReplicaUnavailable, open_replica_client
 from tidemill.schemas.records import VersionSpan
 
@@ -130,11 +130,11 @@ def test_hostile_choices_are_refused_or_consistent(changes):
 
 
 def test_the_request_contains_every_sampling_option():
-    body = json.loads(request_body([1, 2], SAMPLING, None))
+    body = json.loads(SAMPLING.request_body([1, 2], None))
     assert body["prompt"] == [1, 2] and body["stop_token_ids"] == [7] and body["return_token_ids"] is True
     assert (body["top_p"], body["top_k"], body["repetition_penalty"], body["logprobs"]) == (1.0, -1, 1.0, 0)
     assert "model" not in body and "seed" not in body
-    assert json.loads(request_body([1], Sampling(1, 1.0, (), ("x",)), "m"))["model"] == "m"
+    assert json.loads(Sampling(1, 1.0).request_body([1], "m"))["model"] == "m"
 
 
 def test_the_pool_spreads_episodes_and_avoids_failing_replicas():
