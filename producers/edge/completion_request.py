@@ -29,44 +29,36 @@ Json = Any
 
 
 class Refusal(Exception):
-    """A request that gets no answer, in the form of OpenAI's errors.
-
-    Args:
-        status: HTTP status.
-        message: the fault and what to do.
-        kind: the error's `type`, for instance `invalid_request_error`.
-        parameter: the field that is wrong.
-    """
+    """A request that gets no answer, in the form of OpenAI's errors; `kind` is the error's `type`."""
 
     def __init__(self, status: int, message: str, kind: str, parameter: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.kind, self.parameter = status, message, kind, parameter
 
+    @classmethod
+    def bad(cls, message: str, parameter: str | None = None) -> Refusal:
+        """Return an error of the client: 400. Without `parameter` it names the field at the message's start, if any."""
+        named = re.match(r"`?([a-z_]+)(?=[`\[])", message)
+        return cls(400, message, "invalid_request_error", parameter or (named[1] if named else None))
+
+    @classmethod
+    def unavailable(cls, message: str) -> Refusal:
+        """Return a failure that the client cannot correct: 503."""
+        return cls(503, message, "service_unavailable_error")
+
+    @classmethod
+    def by_replica(cls, error: RequestRefused) -> Refusal:
+        """Return a replica's refusal, with its own message if it has the form of OpenAI's errors."""
+        try:
+            said = json.loads(error.said)["error"]
+            kind = str(said.get("type") or "invalid_request_error")
+            return cls(error.status, str(said["message"]), kind, said.get("param"))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return cls(error.status, "the replica refused the request", "invalid_request_error")
+
     def body(self) -> dict[str, Any]:
-        """Return the error as the body of a response."""
         error = {"message": self.message, "type": self.kind, "param": self.parameter, "code": self.status}
         return {"error": error}
-
-
-def bad_request(message: str, parameter: str | None = None) -> Refusal:
-    """Return an error of the client: 400. Without `parameter` it names the field at the message's start, if any."""
-    named = re.match(r"`?([a-z_]+)(?=[`\[])", message)
-    return Refusal(400, message, "invalid_request_error", parameter or (named[1] if named else None))
-
-
-def unavailable(message: str) -> Refusal:
-    """Return a failure that the client cannot correct: 503."""
-    return Refusal(503, message, "service_unavailable_error")
-
-
-def refused_by_replica(error: RequestRefused) -> Refusal:
-    """Return a replica's refusal, with its own message if it has the form of OpenAI's errors."""
-    try:
-        said = json.loads(error.said)["error"]
-        kind = str(said.get("type") or "invalid_request_error")
-        return Refusal(error.status, str(said["message"]), kind, said.get("param"))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return Refusal(error.status, "the replica refused the request", "invalid_request_error")
 
 
 class RequestKind(StrEnum):
@@ -78,8 +70,6 @@ class RequestKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A checked request."""
-
     fields: Mapping[str, Json]
     """Fields of the request to a replica; for a chat, all except its prompt."""
     chat: ChatRequest | None
@@ -117,12 +107,10 @@ ONLY_ONE = {
     "parallel_tool_calls": True,
 }  # fmt: skip
 """Fields of OpenAI's interface for which only one value is accepted."""
-PASSED = {"model", "ignore_eos", *NEUTRAL}
+PASSED = frozenset({"model", "ignore_eos", *NEUTRAL})
 FORWARDED: Mapping[RequestKind, frozenset[str]] = {
-    RequestKind.COMPLETION: frozenset(
-        {"prompt", "max_tokens", "stop", "stop_token_ids", "skip_special_tokens", *PASSED}
-    ),
-    RequestKind.CHAT: frozenset(PASSED),
+    RequestKind.COMPLETION: PASSED | {"prompt", "max_tokens", "stop", "stop_token_ids", "skip_special_tokens"},
+    RequestKind.CHAT: PASSED,
 }
 """The fields that are forwarded to a replica unchanged, by endpoint."""
 OWN = {"stream", "stream_options", "user", "metadata", "logprobs", "return_token_ids"}
@@ -130,72 +118,65 @@ OWN = {"stream", "stream_options", "user", "metadata", "logprobs", "return_token
 
 def parse(kind: RequestKind, body: bytes) -> CompletionRequest:
     """Return the request in a body. Raises Refusal (400), which names the field."""
+    needed, known = "prompt", FORWARDED[kind] | OWN
+    if kind is RequestKind.CHAT:
+        needed, known = "messages", known | CHAT_FIELDS
     try:
         asked = json_object(body)
-        _check_fields(kind, asked)
+        if asked.get(needed) is None:
+            raise Refusal.bad(f"`{needed}` is missing")
+        for name, value in asked.items():
+            if name in ONLY_ONE:
+                if value is not None and value != ONLY_ONE[name]:
+                    raise Refusal.bad(f"`{name}` is only taken as {json.dumps(ONLY_ONE[name])}")
+            elif name not in known:
+                raise Refusal.bad(f"`{name[:64]}` is not a field of this endpoint", name[:64])
         chat = chat_request(asked, formats=True) if kind is RequestKind.CHAT else None
     except BadMessage as error:
-        raise bad_request(str(error)) from error
+        raise Refusal.bad(str(error)) from error
     stream, token_ids = _flag(asked, "stream"), _flag(asked, "return_token_ids")
     fields = {name: value for name, value in asked.items() if name in FORWARDED[kind] and value is not None}
     fields = {"temperature": 1.0, **fields, "logprobs": 0, "return_token_ids": True, "stream": stream}
     options, metadata = ({} if asked.get(name) is None else asked[name] for name in ("stream_options", "metadata"))
     if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
-        raise bad_request("`stream_options` takes only `include_usage`", "stream_options")
+        raise Refusal.bad("`stream_options` takes only `include_usage`")
     if _flag(options, "include_usage") and stream:
         fields["stream_options"] = {"include_usage": True}
     if chat is None:
         prompt, logprobs = asked["prompt"], asked.get("logprobs")
         is_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
         if not is_ids and not isinstance(prompt, str):
-            raise bad_request(
-                "`prompt` is one text or one list of token ids; send several prompts one by one", "prompt"
-            )
+            raise Refusal.bad("`prompt` is one text or one list of token ids; send several prompts one by one")
         if logprobs is not None and (type(logprobs) is not int or logprobs < 0):
-            raise bad_request("`logprobs` is not a number of tokens", "logprobs")
+            raise Refusal.bad("`logprobs` is not a number of tokens")
         fields["logprobs"] = logprobs or 0
     if not isinstance(metadata, dict):
-        raise bad_request("`metadata` is not an object", "metadata")
+        raise Refusal.bad("`metadata` is not an object")
     user, session = _text(asked, "user"), _text(metadata, "session_id") or ""
     if len(session) > LONGEST_SESSION:
-        raise bad_request(f"`metadata.session_id` is longer than {LONGEST_SESSION} characters", "metadata.session_id")
+        raise Refusal.bad(f"`metadata.session_id` is longer than {LONGEST_SESSION} characters", "metadata.session_id")
     given = {name: asked[name] for name in NEUTRAL if asked.get(name) is not None}
     other = (name for name, value in given.items() if type(value) is bool or value not in NEUTRAL[name])
     shows_logprobs = asked.get("logprobs") is not None if chat is None else chat.alternatives is not None
     return CompletionRequest(fields, chat, stream, user, session, shows_logprobs, token_ids, tuple(other))
 
 
-def _check_fields(kind: RequestKind, asked: Mapping[str, Json]) -> None:
-    needed = "prompt" if kind is RequestKind.COMPLETION else "messages"
-    if asked.get(needed) is None:
-        raise bad_request(f"`{needed}` is missing", needed)
-    known = FORWARDED[kind] | OWN | (CHAT_FIELDS if kind is RequestKind.CHAT else set())
-    for name, value in asked.items():
-        if name in ONLY_ONE:
-            if value is not None and value != ONLY_ONE[name]:
-                raise bad_request(f"`{name}` is only taken as {json.dumps(ONLY_ONE[name])}", name)
-        elif name not in known:
-            raise bad_request(f"`{name[:64]}` is not a field of this endpoint", name[:64])
-
-
 def _text(fields: Mapping[str, Json], name: str) -> str | None:
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
-        raise bad_request(f"`{name}` is not a string", name)
+        raise Refusal.bad(f"`{name}` is not a string")
     return value
 
 
 def _flag(fields: Mapping[str, Json], name: str) -> bool:
     value = fields.get(name)
     if value is not None and type(value) is not bool:
-        raise bad_request(f"`{name}` is neither true nor false", name)
+        raise Refusal.bad(f"`{name}` is neither true nor false")
     return bool(value)
 
 
 def sampling_of(ask: CompletionRequest) -> SamplingParameters:
-    """Return the sampling for the record of the answer: the requested parameters that change the model's own
-    distribution.
-    """
+    """Return the sampling for the record: the requested parameters that change the model's own distribution."""
     given = {name: ask.fields[name] for name in ask.other_sampling if name in NUMBERS}
     numbers: dict[str, Any] = {
         name: int(v) if name == "top_k" else float(v) for name, v in given.items() if type(v) in (int, float)
@@ -207,7 +188,7 @@ _TOKENS = ("token_ids", "prompt_token_ids", "weight_versions", "weight_incarnati
 
 
 class CollectedChoice:
-    """The one choice of one answer of `/v1/completions`, streamed or whole."""
+    """The one choice of an answer of `/v1/completions`, streamed or whole."""
 
     def __init__(self) -> None:
         self.prompt: list[int] = []

@@ -23,16 +23,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Send
 
 from tidemill.producers.config import LogFailure, OtherSampling, RouterSettings
-from tidemill.producers.edge.completion_request import (
-    CollectedChoice,
-    CompletionRequest,
-    Refusal,
-    bad_request,
-    refused_by_replica,
-    sampling_of,
-    shown,
-    unavailable,
-)
+from tidemill.producers.edge.completion_request import CollectedChoice, CompletionRequest, Refusal, sampling_of, shown
 from tidemill.producers.edge.routing import ArmAssignment, NoReplicaAvailable
 from tidemill.producers.outbox import Outbox, SegmentClaims
 from tidemill.producers.sampling.completion import BadResponse, ReplicaUnavailable
@@ -77,22 +68,17 @@ class Recorder:
             async with asyncio.timeout(self._timeout_s):
                 await self._outbox.write(made.interaction_id, made)
         except (DeliveryError, TimeoutError, OSError) as error:
-            self.failing, self._rests_until = True, self._now() + self._rest_s
+            self.failing, self._rests_until = True, time.monotonic() + self._rest_s
             reason = str(error) or "no acknowledgement in time"
             raise LogUnavailable(f"interaction {made.interaction_id}: {reason}") from error
         self.failing = False
 
     def may_try(self) -> bool:
         """Return whether to accept a request: always while the log answers; one per `rest_s` while it does not."""
-        if not self.failing:
-            return True
-        if self._now() < self._rests_until:
+        if self.failing and time.monotonic() < self._rests_until:
             return False
-        self._rests_until = self._now() + self._rest_s
+        self._rests_until = time.monotonic() + self._rest_s
         return True
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 @asynccontextmanager
@@ -134,7 +120,7 @@ class RequestHandler:
         self._settled = False
         self._deadline = asyncio.timeout(router.settings.request_timeout_s)
         if ask.other_sampling and router.settings.other_sampling is OtherSampling.REFUSE:
-            raise bad_request(
+            raise Refusal.bad(
                 f"the recorded logprobs would not describe this sampling ({', '.join(ask.other_sampling)}): leave it "
                 "out, or have the operator set router.other_sampling",
                 ask.other_sampling[0],
@@ -143,19 +129,19 @@ class RequestHandler:
     async def run(self) -> None:
         """Answer the request. Raises Refusal while nothing has been sent."""
         try:
-            async with self._deadline, self._answered(await self._body()) as documents:
-                await self._relay(documents)
+            async with self._deadline, AsyncExitStack() as stack:
+                await self._relay(await self._ask_replicas(await self._body(), stack))
         except asyncio.CancelledError:
             await self._break_off(ABANDONED)
             raise
         except RequestRefused as error:
-            raise refused_by_replica(error) from error
+            raise Refusal.by_replica(error) from error
         except (ReplicaUnavailable, BadResponse, TimeoutError) as error:
             LOG.warning("interaction %s: %s: %s", self._id, type(error).__name__, error)
             if isinstance(error, BadResponse):
                 refusal = Refusal(502, "a replica returned an invalid answer", "bad_gateway_error")
             elif isinstance(error, ReplicaUnavailable):
-                refusal = unavailable("the answer was interrupted")
+                refusal = Refusal.unavailable("the answer was interrupted")
             else:
                 refusal = Refusal(504, "no complete answer in time", "timeout_error")
             if not self.begun:
@@ -172,12 +158,12 @@ class RequestHandler:
         ask, fields = self._ask, self._ask.fields
         if ask.chat is not None:
             if self._router.chat is None:
-                raise unavailable("the run has no chat template yet: try again later")
+                raise Refusal.unavailable("the run has no chat template yet: try again later")
             try:
                 versions = ask.shows_token_ids
                 self._turn = await self._router.chat.begin(ask.chat, stream=ask.stream, versions=versions)
             except BadMessage as error:
-                raise bad_request(str(error)) from error
+                raise Refusal.bad(str(error)) from error
             fields = self._turn.body(fields)
         if isinstance(fields["prompt"], list):
             self._check_length(fields["prompt"])
@@ -206,7 +192,7 @@ class RequestHandler:
         most = self._router.settings.max_prompt_tokens
         if len(prompt) > most:
             named = "prompt" if self._ask.chat is None else "messages"
-            raise bad_request(f"the prompt has {len(prompt)} tokens, at most {most} are served", named)
+            raise Refusal.bad(f"the prompt has {len(prompt)} tokens, at most {most} are served", named)
 
     async def _settle(self) -> bool:
         """Record the whole answer; return whether the rest may be sent to the client."""
@@ -222,9 +208,9 @@ class RequestHandler:
             if serve:
                 self._token = ""
             elif self.begun:
-                await self._send_event(unavailable("the answer could not be recorded").body())
+                await self._send_event(Refusal.unavailable("the answer could not be recorded").body())
             else:
-                raise unavailable("the answer could not be recorded: try again later") from error
+                raise Refusal.unavailable("the answer could not be recorded: try again later") from error
             return serve
         finally:
             self._deadline.reschedule(asyncio.get_running_loop().time() + self._router.settings.request_timeout_s)
@@ -281,25 +267,21 @@ class RequestHandler:
             LOG.error("not recorded: %s", error)
             self._router.metrics.unrecorded.labels(finish_reason).inc()
 
-    @asynccontextmanager
-    async def _answered(self, body: bytes) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        """Yield the answer of the first replica that begins one: of the user's arm, then of the stable pool."""
-        arm, replicas = self._lot.arm, self._router.replicas
-        async with AsyncExitStack() as stack:
-            while True:
-                try:
-                    answer = replicas.ask(arm, body, stream=self._ask.stream)
-                    self._identity, documents = await stack.enter_async_context(answer)
-                    break
-                except NoReplicaAvailable:
-                    LOG.warning("no replica of the %s pool answers: asking the %s pool", arm, Arm.STABLE)
-                    self._router.metrics.fallbacks.inc()
-                    arm = Arm.STABLE
-                except ReplicaUnavailable as error:
-                    LOG.warning("asking another replica: %s", error)
-                    self._router.metrics.retries.inc()
-            self._arm = arm
-            yield documents
+    async def _ask_replicas(self, body: bytes, stack: AsyncExitStack) -> AsyncIterator[dict[str, Any]]:
+        """Return the answer of the first replica that begins one: of the user's arm, then of the stable pool."""
+        self._arm = self._lot.arm
+        while True:
+            try:
+                answer = self._router.replicas.ask(self._arm, body, stream=self._ask.stream)
+                self._identity, documents = await stack.enter_async_context(answer)
+                return documents
+            except NoReplicaAvailable:
+                LOG.warning("no replica of the %s pool answers: asking the %s pool", self._arm, Arm.STABLE)
+                self._router.metrics.fallbacks.inc()
+                self._arm = Arm.STABLE
+            except ReplicaUnavailable as error:
+                LOG.warning("asking another replica: %s", error)
+                self._router.metrics.retries.inc()
 
     async def _show(self, document: dict[str, Any], token: str) -> None:
         """Send a document in the form that the client requested, with the interaction's signed `token` if given."""
@@ -331,5 +313,4 @@ class RequestHandler:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def send(self, text: str, *, more: bool = True) -> None:
-        """Send a part of the body."""
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})

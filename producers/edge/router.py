@@ -7,16 +7,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import AsyncExitStack, closing
+from collections.abc import Coroutine, Iterable
+from contextlib import AsyncExitStack, closing, nullcontext
 from typing import Any
 
 import uvicorn
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -24,15 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidemill.producers.config import LogFailure, RouterSettings
-from tidemill.producers.edge.completion_request import (
-    Refusal,
-    RequestKind,
-    bad_request,
-    parse,
-    refused_by_replica,
-    unavailable,
-)
-from tidemill.producers.edge.metrics import RouterMetrics
+from tidemill.producers.edge.completion_request import Refusal, RequestKind, parse
 from tidemill.producers.edge.request_handler import APPLICATION, Recorder, RequestHandler, open_recorder
 from tidemill.producers.edge.routing import CanaryShare, Replicas
 from tidemill.producers.outbox import anchor_of_run
@@ -57,6 +48,29 @@ CONSENT_HEADER = "x-tidemill-consent"
 _CONSENT = {"yes": True, "no": False}
 
 
+class RouterMetrics(CollectorRegistry):
+    """The counts in Prometheus' format. Labels come from fixed sets, so that clients cannot create series."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        named: dict[str, Any] = {"namespace": "tidemill_router", "registry": self}
+        timed = {**named, "buckets": (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)}
+        kinds = ["arm", "finish_reason"]
+        self.responses = Counter("responses", "Responses begun, by status.", ["status"], **named)
+        self.interactions = Counter("interactions", "Interactions that the log acknowledged.", kinds, **named)
+        self.unrecorded = Counter(
+            "unrecorded", "Answers that the log did not acknowledge, by result.", ["end"], **named
+        )
+        self.retries = Counter("retries", "Requests that were sent to another replica.", **named)
+        self.fallbacks = Counter("fallbacks", "Requests of the canary arm that the stable pool answered.", **named)
+        self.in_flight = Gauge("in_flight", "Unfinished requests.", **named)
+        self.share = Gauge("canary_share", "Share of the users in the canary arm.", **named)
+        self.first_token = Histogram("first_token_seconds", "From the request to its first token.", ["arm"], **timed)
+        self.acknowledgement = Histogram(
+            "acknowledgement_seconds", "Wait for the log at the end of an answer.", **timed
+        )
+
+
 class Router:
     """The endpoints and unfinished requests of one run. A call answers one request of a `RequestKind`."""
 
@@ -68,7 +82,6 @@ class Router:
         replicas: Replicas,
         recorder: Recorder,
     ) -> None:
-        """Prepare the endpoints. Raises KeysMissing."""
         self.run, self.settings, self.replicas, self.recorder = run, settings, replicas, recorder
         self.signer, self.pseudonyms = Signer(product), Pseudonyms(product)
         self.canary, self.metrics = CanaryShare(run.run_id, run.branch), RouterMetrics()
@@ -79,7 +92,6 @@ class Router:
         """Requests, and records of answers that wait for the log."""
 
     def build(self) -> Starlette:
-        """Return the ASGI application."""
         answers = [Route(kind.value, self, methods=["POST"]) for kind in RequestKind]
         told = [("/v1/models", self._models), ("/healthz", self._health), ("/metrics", self._metrics)]
         return Starlette(routes=[*answers, *(Route(path, endpoint) for path, endpoint in told)])
@@ -133,7 +145,7 @@ class Router:
         arrived, settings = time.monotonic(), self.settings
         said = request.headers.get(CONSENT_HEADER)
         if said is not None and said not in _CONSENT:
-            raise bad_request(f"the header {CONSENT_HEADER} is neither yes nor no", CONSENT_HEADER)
+            raise Refusal.bad(f"the header {CONSENT_HEADER} is neither yes nor no", CONSENT_HEADER)
         body, most = bytearray(), settings.max_body_bytes
         async for piece in request.stream():
             body += piece
@@ -144,9 +156,9 @@ class Router:
         try:
             exchange = RequestHandler(self, ask, consent, send, arrived)
         except BadUserId as error:
-            raise bad_request(str(error), "user") from error
+            raise Refusal.bad(str(error), "user") from error
         if settings.on_log_failure is LogFailure.REFUSE and not self.recorder.may_try():
-            raise unavailable("answers cannot be recorded: try again later")
+            raise Refusal.unavailable("answers cannot be recorded: try again later")
         return exchange
 
     async def _run(self, exchange: RequestHandler, receive: Receive) -> None:
@@ -171,10 +183,10 @@ class Router:
         except Refusal as error:
             refusal = error
         except RequestRefused as error:
-            refusal = refused_by_replica(error)
+            refusal = Refusal.by_replica(error)
         except (ReplicaUnavailable, BadResponse) as error:
             LOG.warning("models: %s", error)
-            refusal = unavailable("no replica answers: try again later")
+            refusal = Refusal.unavailable("no replica answers: try again later")
         return JSONResponse(refusal.body(), refusal.status)
 
     async def _health(self, _request: Request) -> Response:
@@ -199,11 +211,7 @@ def run(
 
     Chat is served as soon as the run has an anchor, because it needs its chat template; completions are served at once.
 
-    Raises:
-        KeysMissing: the product's keys are not configured, or there is no API key.
-        PortTaken: the address cannot be bound.
-        LookupError: a topic does not exist.
-        OSError, ValueError: the tokenizer cannot be read.
+    Raises KeysMissing, PortTaken; LookupError for a missing topic, OSError or ValueError for an unreadable tokenizer.
     """
     settings.require_clients()
     product.require_keys()
@@ -217,7 +225,9 @@ def run(
             replicas = Replicas(await stack.enter_async_context(open_replica_client(settings)), settings)
             router = Router(run, settings, product, replicas, recorder)
             router.observe(await asyncio.to_thread(lambda: list(decisions.read_to_end())))
-            server = _Server(BoundedConfig(router.build(), settings.http, lifespan="off", grace_s=settings.grace_s))
+            config = BoundedConfig(router.build(), settings.http, lifespan="off", grace_s=settings.grace_s)
+            server = uvicorn.Server(config)
+            server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]  # the role handles them
             LOG.info("serving run %s on http://%s:%d", run.run_id, *listener.getsockname()[:2])
 
             async def follow() -> None:
@@ -227,7 +237,6 @@ def run(
                         router.observe(await asyncio.to_thread(decisions.poll, POLL_S))
 
             async def load_chat() -> None:
-                """Serve chat as soon as its format is known."""
                 uri = settings.tokenizer or await asyncio.to_thread(anchor_of_run, kafka, run, stop)
                 if uri is not None:
                     router.chat = await asyncio.to_thread(
@@ -249,12 +258,3 @@ def run(
                     raise result
 
     asyncio.run(serve())
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signals to the role."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
-        yield
