@@ -27,8 +27,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from functools import partial
+from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -41,22 +40,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.producers.config import GatewaySettings
-from tidemill.producers.edge.events import (
-    RETRY_AFTER_S,
-    THUMB_EXAMPLE,
-    WITHDRAWAL_EXAMPLE,
-    AcceptedOut,
-    BatchIn,
-    BatchOut,
-    EventIntake,
-    FeedbackIn,
-    checked,
-)
-from tidemill.producers.edge.metrics import GatewayMetrics
-from tidemill.producers.edge.problem import Problem, ProblemOut, answer, parse_json, read_body
-from tidemill.producers.feedback.event import FeedbackMaker, LogUnreachable
+from tidemill.producers.edge import events
+from tidemill.producers.feedback.event import FeedbackMaker, FeedbackNotDelivered, LogUnreachable
 from tidemill.producers.feedback.producer import FLUSH_S
-from tidemill.producers.feedback.queue import AwaitedDeliveries, FeedbackQueue
+from tidemill.producers.feedback.queue import FeedbackQueue
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.http_connections import bind
@@ -78,7 +65,7 @@ be sent again."""
 
 
 def _described(said: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": ProblemOut, "description": text} for status, text in said.items()}
+    return {status: {"model": events.ProblemOut, "description": text} for status, text in said.items()}
 
 
 REFUSALS = _described(
@@ -95,7 +82,7 @@ REFUSALS = _described(
 )
 NOT_SERVED = _described({403: "The interaction was not served to this user."})
 SOME_REFUSED: dict[int | str, dict[str, Any]] = {
-    207: {"model": BatchOut, "description": "Some events were refused: each result has the reason."}
+    207: {"model": events.BatchOut, "description": "Some events were refused: each result has the reason."}
 }
 
 
@@ -144,7 +131,7 @@ def _caller(request: Request, given: Annotated[HTTPAuthorizationCredentials | No
     settings: GatewaySettings = request.app.state.settings
     name = settings.client_of(given.credentials if given else "")
     if name is None:
-        raise Problem(401, "send a known API key: Authorization: Bearer KEY", close=True)
+        raise events.Problem(401, "send a known API key: Authorization: Bearer KEY", close=True)
     return name
 
 
@@ -153,80 +140,75 @@ Caller = Annotated[str, Depends(_caller)]
 
 async def _tree(request: Request, caller: str) -> Any:  # noqa: ANN401 - a JSON tree
     settings: GatewaySettings = request.app.state.settings
-    intake: EventIntake = request.app.state.intake
-    body = await read_body(request, settings.max_body_bytes)
+    intake: events.EventIntake = request.app.state.intake
+    body = await events.read_body(request, settings.max_body_bytes)
     intake.charge(caller, 1)
-    return parse_json(body)
+    return events.parse_json(body)
 
 
 @_routes.post(
     "/v1/feedback",
     status_code=202,
     summary="Send one event",
-    response_model=AcceptedOut,
     responses=REFUSALS | NOT_SERVED,
-    openapi_extra=_body_of("FeedbackIn", a_thumb_up=THUMB_EXAMPLE, a_thumb_taken_back=WITHDRAWAL_EXAMPLE),
+    openapi_extra=_body_of("FeedbackIn", a_thumb_up=events.THUMB_EXAMPLE, a_thumb_taken_back=events.WITHDRAWAL_EXAMPLE),
 )
-async def one(request: Request, caller: Caller) -> AcceptedOut:
+async def one(request: Request, caller: Caller) -> events.AcceptedOut:
     """Take one event and answer after the log has it."""
-    intake: EventIntake = request.app.state.intake
+    intake: events.EventIntake = request.app.state.intake
     result = (await intake.take([await _tree(request, caller)], caller))[0]
     if result.status == 202 and result.event_id is not None:
-        return AcceptedOut(event_id=result.event_id)
-    raise Problem(result.status, result.detail or "", retry_after_s=result.retry_after_s)
+        return events.AcceptedOut(event_id=result.event_id)
+    raise events.Problem(result.status, result.detail or "", retry_after_s=result.retry_after_s)
 
 
 @_routes.post(
     "/v1/feedback/batch",
     status_code=202,
     summary="Send several events",
-    response_model=BatchOut,
     response_model_exclude_none=True,
     responses=REFUSALS | SOME_REFUSED,
-    openapi_extra=_body_of("BatchIn", two_events={"events": [THUMB_EXAMPLE, WITHDRAWAL_EXAMPLE]}),
+    openapi_extra=_body_of("BatchIn", two_events={"events": [events.THUMB_EXAMPLE, events.WITHDRAWAL_EXAMPLE]}),
 )
-async def batch(request: Request, response: Response, caller: Caller) -> BatchOut:
+async def batch(request: Request, response: Response, caller: Caller) -> events.BatchOut:
     """Accept or refuse each event on its own, and answer after the log has the accepted ones."""
-    intake: EventIntake = request.app.state.intake
-    events, most = checked(BatchIn, await _tree(request, caller)).events, request.app.state.settings.max_batch
-    if len(events) > most:
-        raise Problem(422, f"events: {len(events)} of them, and a batch has at most {most}")
-    intake.charge(caller, len(events) - 1)
-    results = await intake.take(events, caller)
+    intake: events.EventIntake = request.app.state.intake
+    sent, most = await _tree(request, caller), request.app.state.settings.max_batch
+    sent = events.checked(events.BatchIn, sent).events
+    if len(sent) > most:
+        raise events.Problem(422, f"events: {len(sent)} of them, and a batch has at most {most}")
+    intake.charge(caller, len(sent) - 1)
+    results = await intake.take(sent, caller)
     accepted = sum(result.status == 202 for result in results)
     if accepted < len(results):
         response.status_code = 503 if all(result.status == 503 for result in results) else 207
     if response.status_code == 503:
-        response.headers["Retry-After"] = str(RETRY_AFTER_S)
-    return BatchOut(accepted=accepted, results=results)
+        response.headers["Retry-After"] = str(events.RETRY_AFTER_S)
+    return events.BatchOut(accepted=accepted, results=results)
 
 
 @_routes.get("/healthz", summary="Whether the log can be reached", responses={503: {"model": HealthOut}})
 async def healthz(request: Request, response: Response) -> HealthOut:
     """Return 200 if the log answers and has the topic, otherwise 503."""
     health: Health = request.app.state.health
-    wrong = await health.wrong()
-    if wrong:
+    if wrong := await health.wrong():
         response.status_code = 503
-        return HealthOut(status="unavailable", detail=wrong)
-    return HealthOut(status="ok", detail="the log answers")
+    return HealthOut(status="unavailable" if wrong else "ok", detail=wrong or "the log answers")
 
 
 @_routes.get("/metrics", summary="Counts in Prometheus' format", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Return counts of requests and events, seconds until the log's acknowledgement, and events that wait for it."""
-    found: GatewayMetrics = request.app.state.metrics
-    return Response(generate_latest(found), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(request.app.state.metrics), media_type=CONTENT_TYPE_LATEST)
 
 
 class CountedRequests:
-    """ASGI middleware around the whole application."""
+    """ASGI middleware that counts each answer of the application."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request and count its answer."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -235,7 +217,7 @@ class CountedRequests:
             if message["type"] == "http.response.start":
                 # The route's own path, not the path of the request, which the client chooses.
                 route = getattr(scope.get("route"), "path", OTHER_ROUTE)
-                metrics: GatewayMetrics = scope["app"].state.metrics
+                metrics: events.GatewayMetrics = scope["app"].state.metrics
                 metrics.requests.labels(route, str(message["status"])).inc()
             await send(message)
 
@@ -249,56 +231,48 @@ def application(kafka: KafkaSettings, product: ProductSettings, settings: Gatewa
     """
     settings.require_clients()
     kafka.address()
+    maker = FeedbackMaker(product)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # The client is told to send unacknowledged events again after this time, so they are not kept for longer.
+        kept_s = settings.acknowledge_timeout_s
+        queue = FeedbackQueue(kafka, "gateway", settings.max_queued, settings.linger_ms, kept_s)
+        app.state.metrics = events.GatewayMetrics(lambda: queue.counts.pending)
+        app.state.health = Health(queue)
+        app.state.intake = events.EventIntake(maker, queue, settings, app.state.metrics)
+        yield
+        with suppress(FeedbackNotDelivered):  # each failure was answered
+            await asyncio.to_thread(queue.close, FLUSH_S)
+
     app = FastAPI(
         title="Tidemill feedback gateway",
         version="1",
         description=DESCRIPTION,
         redirect_slashes=False,
         redoc_url=None,
-        lifespan=partial(_lifespan, kafka=kafka, maker=FeedbackMaker(product)),
+        lifespan=lifespan,
     )
+
+    def openapi() -> dict[str, Any]:
+        """Return FastAPI's schema, plus the request bodies, which FastAPI does not parse here."""
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            _, bodies = models_json_schema(
+                [(events.FeedbackIn, "validation"), (events.BatchIn, "validation")],
+                ref_template="#/components/schemas/{model}",
+            )
+            schema["components"]["schemas"].update(bodies["$defs"])
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     app.state.settings = settings
     app.include_router(_routes)
     app.add_middleware(CountedRequests)
-    for kind in (Problem, HTTPException, Exception):
-        app.add_exception_handler(kind, _error)
-    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+    for kind in (events.Problem, HTTPException, Exception):
+        app.add_exception_handler(kind, events.answer)
     return app
-
-
-@asynccontextmanager
-async def _lifespan(app: FastAPI, *, kafka: KafkaSettings, maker: FeedbackMaker) -> AsyncIterator[None]:
-    settings: GatewaySettings = app.state.settings
-    # The client is told to send unacknowledged events again after this time, so they are not kept for longer.
-    kept_s = settings.acknowledge_timeout_s
-    queue = FeedbackQueue(kafka, "gateway", settings.max_queued, settings.linger_ms, kept_s)
-    acknowledged = AwaitedDeliveries(queue)
-    app.state.metrics = GatewayMetrics(lambda: queue.counts.pending)
-    app.state.health = Health(queue)
-    app.state.intake = EventIntake(maker, acknowledged, settings, app.state.metrics)
-    yield
-    await acknowledged.aclose(FLUSH_S)
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """Return FastAPI's schema, plus the request bodies, which FastAPI does not parse here."""
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        _, bodies = models_json_schema(
-            [(FeedbackIn, "validation"), (BatchIn, "validation")], ref_template="#/components/schemas/{model}"
-        )
-        schema["components"]["schemas"].update(bodies["$defs"])
-        app.openapi_schema = schema
-    return app.openapi_schema
-
-
-async def _error(_request: Request, error: Exception) -> Response:
-    """Return the answer to an error. The traceback of an unexpected one is only in the server's log."""
-    if isinstance(error, Problem):
-        return answer(error)
-    if isinstance(error, HTTPException):
-        return answer(Problem(error.status_code, "see /docs for the paths that exist"))
-    return answer(Problem(500, "an error of the gateway"))
 
 
 def gateway_server(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> ThreadServer:

@@ -39,13 +39,6 @@ from tidemill.producers.feedback.producer import AsyncFeedbackProducer, Feedback
 from tidemill.producers.feedback.queue import FeedbackCounts
 
 __all__ = [
-    "AsyncFeedbackProducer",
-    "BadFeedback",
-    "FailedEvent",
-    "FeedbackCounts",
-    "FeedbackNotDelivered",
-    "FeedbackProducer",
-    "FeedbackQueueFull",
-    "LogUnreachable",
-    "NotServed",
-]
+    "AsyncFeedbackProducer", "BadFeedback", "FailedEvent", "FeedbackCounts", "FeedbackNotDelivered",
+    "FeedbackProducer", "FeedbackQueueFull", "LogUnreachable", "NotServed",
+]  # fmt: skip

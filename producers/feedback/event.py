@@ -99,15 +99,7 @@ class FeedbackMaker:
         corrects: str | None = None,
         observed_at: datetime | int | None = None,
     ) -> Feedback:
-        """Return the record of a signal.
-
-        Args:
-            source: name of the reporter, as `check_source` allows.
-            now_us: microseconds since the Unix epoch.
-            interaction: the interaction token that the router returned.
-            kind: kind of the signal.
-            value: None withdraws the event that `corrects` names.
-            user, event_id, corrects, observed_at: as in `EventFields`.
+        """Return the record of a signal; its arguments are those of `FeedbackProducer.send` and `EventFields`.
 
         Raises BadFeedback for a wrong field, `NotServed` for a token that was not issued to this user.
         """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
 
@@ -17,7 +19,7 @@ from tidemill.producers.feedback.event import (
     FeedbackNotDelivered,
     check_source,
 )
-from tidemill.producers.feedback.queue import AwaitedDeliveries, FeedbackCounts, FeedbackQueue
+from tidemill.producers.feedback.queue import FeedbackCounts, FeedbackQueue
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
@@ -181,7 +183,6 @@ class AsyncFeedbackProducer(FeedbackMethods[Coroutine[Any, Any, str]]):
         **options: Unpack[QueueOptions],
     ) -> None:
         super().__init__(kafka, product, deadline_s, options)
-        self._acknowledged = AwaitedDeliveries(self._queue)
 
     async def send(
         self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]
@@ -192,7 +193,7 @@ class AsyncFeedbackProducer(FeedbackMethods[Coroutine[Any, Any, str]]):
         not acknowledge the signal within the deadline; it may have been written.
         """
         record = self._maker.make(self._source, now_us(), interaction, kind, value, **event)
-        reason = (await self._acknowledged.deliver([record], self._deadline_s))[0]
+        reason = (await self._queue.deliver([record], self._deadline_s))[0]
         if reason:
             raise FeedbackNotDelivered(f"the signal was not acknowledged: {reason}", (FailedEvent(record, reason),))
         return record.event_id
@@ -200,7 +201,8 @@ class AsyncFeedbackProducer(FeedbackMethods[Coroutine[Any, Any, str]]):
     async def aclose(self, timeout_s: float = FLUSH_S) -> None:
         """Flush and close; a signal not acknowledged by then has failed, and its awaited `send` raises."""
         self._at_exit.detach()
-        await self._acknowledged.aclose(timeout_s)
+        with suppress(FeedbackNotDelivered):  # `send` has raised each failure
+            await asyncio.to_thread(self._queue.close, timeout_s)
 
     async def __aenter__(self) -> Self:
         return self

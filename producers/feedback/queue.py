@@ -1,8 +1,7 @@
 """Queue of feedback records: bounded, in memory; librdkafka writes its records to the log in batches.
 
 Invariants: a record is accepted or an error is raised, within the caller's deadline; each accepted record ends once, as
-delivered or as failed; librdkafka's own retries write no record twice (the producer is idempotent). `AwaitedDeliveries`
-is the queue for asyncio: the log has acknowledged the awaited records.
+delivered or as failed; librdkafka's own retries write no record twice (the producer is idempotent).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,8 +44,6 @@ Waiter = asyncio.Future[str]
 
 @dataclass(frozen=True, slots=True)
 class FeedbackCounts:
-    """Counts of the records so far, by their end."""
-
     accepted: int
     delivered: int
     failed: int
@@ -84,36 +80,36 @@ class FeedbackQueue:
         settings = producer_settings(kafka, f"tidemill-feedback-{source}")
         self._producer = Producer({**settings, **own, **kafka.client_options})
         self._process = os.getpid()
-        self._counting = threading.Lock()
-        self._changed = threading.Condition(self._counting)
+        self._changed = threading.Condition(threading.Lock())
+        """Held while the counts and failures below are read or changed."""
         self._draining = 0
         """Number of threads that wait for a change."""
         self._accepted = self._delivered = self._failed = 0
         self._failures: deque[FailedEvent] = deque(maxlen=FAILURES_KEPT)
         self._unreported = 0
         self._partitions = 0
+        """The topic's partition count; 0 until a broker has answered."""
         self._asking = threading.Lock()
+        self._come: deque[tuple[Waiter, str]] = deque()
+        """Ended records of `deliver` with their reasons, from the poller's thread."""
+        self._woken = False
         self._closed = threading.Event()
-        self._poller = threading.Thread(target=self._poll, name="feedback-delivery", daemon=True)
+
+        def poll() -> None:
+            while not self._closed.is_set():
+                self._producer.poll(POLL_S)
+
+        self._poller = threading.Thread(target=poll, name="feedback-delivery", daemon=True)
         self._poller.start()
 
     @property
     def counts(self) -> FeedbackCounts:
         """Counts of the records so far, by their end."""
-        with self._counting:
+        with self._changed:
             return FeedbackCounts(self._accepted, self._delivered, self._failed)
 
-    @property
-    def ready(self) -> bool:
-        """Whether the topic's partition count is known, so that `offer` needs no request to a broker."""
-        return self._partitions > 0
-
     def put(self, record: Feedback, deadline: float, ended: Ended | None = None) -> None:
-        """Queue one record.
-
-        Args:
-            deadline: time of `time.monotonic()` until which to wait for a broker's first answer and for room.
-            ended: called when the record has ended.
+        """Queue one record; wait until `deadline`, of `time.monotonic()`, for a broker's first answer and for room.
 
         Raises:
             FeedbackQueueFull, LogUnreachable: not within the deadline; the record was not accepted.
@@ -130,11 +126,14 @@ class FeedbackQueue:
             self._producer.poll(min(ROOM_POLL_S, left))
 
     def offer(self, record: Feedback, ended: Ended | None = None) -> bool:
-        """Queue one record without waiting; return whether there was room. `ready` must be true. Raises like `put`."""
+        """Queue one record without waiting, when the partition count is known; return whether there was room.
+
+        Raises like `put`.
+        """
         self._check_usable()
         # One callback for all records is much faster; it decodes a failed record from its bytes.
         told = self._delivery if ended is None else partial(self._told, record, ended)
-        with self._counting:
+        with self._changed:
             self._accepted += 1
         try:
             self._producer.produce(
@@ -156,10 +155,32 @@ class FeedbackQueue:
             raise FeedbackNotDelivered(reason, (FailedEvent(record, str(error)),)) from error
         return True
 
+    async def deliver(self, records: Sequence[Feedback], deadline_s: float) -> list[str]:
+        """Write records (at least one), wait for the log, and return why each failed, in order; empty if it did not.
+
+        Raises like `put`, for all records; FeedbackQueueFull if there was no room for the first one.
+        """
+        deadline = time.monotonic() + deadline_s
+        if not self._partitions:
+            await asyncio.to_thread(self.find_partitions, deadline)
+        waiters: list[Waiter] = []
+        for record in records:
+            waiter: Waiter = asyncio.get_running_loop().create_future()
+            ended = partial(self._ended, waiter)
+            while not (taken := self.offer(record, ended)) and time.monotonic() < deadline:
+                await asyncio.sleep(ROOM_POLL_S)
+            if not taken:
+                break
+            waiters.append(waiter)
+        if not waiters:
+            raise FeedbackQueueFull(NO_ROOM)
+        await asyncio.wait(waiters, timeout=max(0.0, deadline - time.monotonic()))
+        late = f"not acknowledged within {deadline_s:g} s"
+        reasons = [waiter.result() if waiter.done() else late for waiter in waiters]
+        return reasons + [NO_ROOM] * (len(records) - len(waiters))
+
     def find_partitions(self, deadline: float) -> None:
         """Request the topic's partition count from a broker, once. Raises LogUnreachable, LookupError."""
-        if self._partitions:
-            return
         if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise LogUnreachable("no Kafka broker answered within the deadline")
         try:
@@ -206,6 +227,22 @@ class FeedbackQueue:
             self._producer.flush(POLL_S)
         self._raise_failures()
 
+    def _ended(self, waiter: Waiter, _record: Feedback, reason: str) -> None:
+        """Pass the result to the event loop. Runs on the queue's thread."""
+        self._come.append((waiter, reason))
+        loop = waiter.get_loop()
+        # Appended before `_woken` is read, which `_settle` clears before it reads the deque: no result is missed.
+        if not self._woken and not loop.is_closed():
+            self._woken = True
+            loop.call_soon_threadsafe(self._settle)
+
+    def _settle(self) -> None:
+        self._woken = False
+        while self._come:
+            waiter, reason = self._come.popleft()
+            if not waiter.done():
+                waiter.set_result(reason)
+
     def _drain(self, timeout_s: float) -> int:
         """Wait until all records accepted so far have ended; return how many have not."""
         deadline = time.monotonic() + timeout_s
@@ -219,16 +256,12 @@ class FeedbackQueue:
             return max(0, target - self._delivered - self._failed)
 
     def _raise_failures(self) -> None:
-        with self._counting:
+        with self._changed:
             failed, count = tuple(self._failures), self._unreported
             self._failures.clear()
             self._unreported = 0
         if count:
             raise FeedbackNotDelivered(f"{count} signals not delivered; the last: {failed[-1].reason}", failed)
-
-    def _poll(self) -> None:
-        while not self._closed.is_set():
-            self._producer.poll(POLL_S)
 
     def _told(self, record: Feedback, ended: Ended, error: KafkaError | None, message: Message) -> None:
         self._delivery(error, message)
@@ -238,18 +271,15 @@ class FeedbackQueue:
             log.exception("the callback for feedback event %s raised", record.event_id)
 
     def _delivery(self, error: KafkaError | None, message: Message) -> None:
-        failed: FailedEvent | None = None
-        if error is not None:
-            record = self._codec.decode(message.value())
-            assert isinstance(record, Feedback)
-            failed = FailedEvent(record, _reason(error))
-        with self._counting:
-            if failed is None:
+        record = None if error is None else self._codec.decode(message.value())
+        with self._changed:
+            if record is None:
                 self._delivered += 1
             else:
+                assert isinstance(record, Feedback)
                 self._failed += 1
                 self._unreported += 1
-                self._failures.append(failed)
+                self._failures.append(FailedEvent(record, _reason(error)))
             if self._draining:
                 self._changed.notify_all()
 
@@ -258,71 +288,6 @@ class FeedbackQueue:
             raise RuntimeError("this feedback producer was made before a fork: make one in each process")
         if self._closed.is_set():
             raise RuntimeError("this feedback producer is closed")
-
-
-class AwaitedDeliveries:
-    """A queue's interface for asyncio, used from one event loop. Records that end together wake up the loop once."""
-
-    def __init__(self, queue: FeedbackQueue) -> None:
-        self._queue = queue
-        self._come: deque[tuple[Waiter, str]] = deque()
-        """Ended records with their reasons, from the queue's thread."""
-        self._woken = False
-
-    async def deliver(self, records: Sequence[Feedback], deadline_s: float) -> list[str]:
-        """Write records, wait for the log, and return why each failed, in order; empty for a record in the log.
-
-        Raises:
-            FeedbackQueueFull: there was no room for the first record within the deadline.
-            LogUnreachable, LookupError, FeedbackNotDelivered, RuntimeError: as `FeedbackQueue.put`, for all records.
-        """
-        deadline = time.monotonic() + deadline_s
-        if not self._queue.ready:
-            await asyncio.to_thread(self._queue.find_partitions, deadline)
-        waiters: list[Waiter] = []
-        for record in records:
-            waiter = await self._offer(record, deadline)
-            if waiter is None:
-                break
-            waiters.append(waiter)
-        if records and not waiters:
-            raise FeedbackQueueFull(NO_ROOM)
-        if waiters:
-            await asyncio.wait(waiters, timeout=max(0.0, deadline - time.monotonic()))
-        late = f"not acknowledged within {deadline_s:g} s"
-        reasons = [waiter.result() if waiter.done() else late for waiter in waiters]
-        return reasons + [NO_ROOM] * (len(records) - len(waiters))
-
-    async def aclose(self, timeout_s: float) -> None:
-        """Flush and close the queue. `deliver` has returned each failure to its caller."""
-        with suppress(FeedbackNotDelivered):
-            await asyncio.to_thread(self._queue.close, timeout_s)
-
-    async def _offer(self, record: Feedback, deadline: float) -> Waiter | None:
-        """Queue a record; return the future of its end, or None if there was no room in time."""
-        loop = asyncio.get_running_loop()
-        waiter: Waiter = loop.create_future()
-
-        def ended(_record: Feedback, reason: str) -> None:
-            """Pass the result to the event loop. Runs on the queue's thread."""
-            self._come.append((waiter, reason))
-            # Appended before `_woken` is read, which `_settle` clears before it reads the deque: no result is missed.
-            if not self._woken and not loop.is_closed():
-                self._woken = True
-                loop.call_soon_threadsafe(self._settle)
-
-        while not self._queue.offer(record, ended):
-            if time.monotonic() >= deadline:
-                return None
-            await asyncio.sleep(ROOM_POLL_S)
-        return waiter
-
-    def _settle(self) -> None:
-        self._woken = False
-        while self._come:
-            waiter, reason = self._come.popleft()
-            if not waiter.done():
-                waiter.set_result(reason)
 
 
 def _reason(error: KafkaError | None) -> str:

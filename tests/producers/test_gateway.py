@@ -431,7 +431,7 @@ def test_an_internal_error_is_not_shown_to_the_client(client: httpx.Client, monk
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a secret of the program")
 
-    monkeypatch.setattr("tidemill.producers.edge.gateway.parse_json", broken)
+    monkeypatch.setattr("tidemill.producers.edge.events.parse_json", broken)
     assert problem(client.post("/v1/feedback", json=event()), 500) == "an error of the gateway"
 
 

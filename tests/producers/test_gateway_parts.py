@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tidemill.producers.config import GatewaySettings
-from tidemill.producers.edge.events import TokenBuckets
+from tidemill.producers.edge.events import Problem, TokenBuckets, parse_json
 from tidemill.producers.edge.gateway import Health
-from tidemill.producers.edge.problem import Problem, parse_json, whole_seconds
 from tidemill.producers.feedback.event import LogUnreachable
 
 pytestmark = pytest.mark.anyio
@@ -163,4 +162,5 @@ async def test_a_flood_of_health_checks_asks_the_log_once():
 
 
 def test_waiting_whole_seconds_is_waiting_long_enough():
-    assert [whole_seconds(s) for s in (0.01, 1.0, 1.01, 59.5)] == [1, 1, 2, 60]
+    waits = [Problem(429, "too many", retry_after_s=s).retry_after_s for s in (0.01, 1.0, 1.01, 59.5)]
+    assert waits == [1, 1, 2, 60]
