@@ -20,66 +20,20 @@ The formula is AReaL's capacity, (eta + v + 1) * B - (accepted + running), count
 from __future__ import annotations
 
 from tidemill.producers.config import FeedSettings
-from tidemill.producers.tasks.index_set import IndexSet
-from tidemill.producers.tasks.source import training_index
+from tidemill.producers.tasks.source import IndexSet, training_index
+from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.records import (
-    SECOND_RECORDS,
-    CloseReason,
-    Exclusion,
-    Group,
-    Manifest,
-    Mode,
-    Record,
-    RolloutStatus,
-    Task,
-    TrainStep,
-    WeightAck,
-)
 
 
-def trainable(group: Group, run: RunSettings) -> bool:
+def trainable(group: r.Group, run: RunSettings) -> bool:
     """Return whether the trainer can train on a closed group, judged by the group's record alone."""
-    completed = (member for member in group.members if member.status is RolloutStatus.COMPLETED)
+    completed = (member for member in group.members if member.status is r.RolloutStatus.COMPLETED)
     rewards = [member.reward for member in completed if member.reward is not None]
     if len(rewards) < run.min_completed:
         return False
     return not run.skip_no_signal or max(rewards) > min(rewards)
-
-
-class ServedVersions:
-    """The versions that the replicas serve, from their acknowledgements."""
-
-    def __init__(self, silence_us: int) -> None:
-        self._silence_us = silence_us
-        self.serving: dict[str, int] = {}
-        """The newest proved version of each replica that is not silent."""
-        self._reached: dict[str, int] = {}
-
-    def observe(self, ack: WeightAck) -> None:
-        """Process an ack; of a replica's acks the newest counts. Before its first proof a replica serves no version."""
-        if ack.at < self._reached.get(ack.replica_id, 0) or ack.serving_version < 0:
-            return
-        if ack.serving_version != self.serving.get(ack.replica_id):
-            self._reached[ack.replica_id] = ack.at
-        self.serving[ack.replica_id] = ack.serving_version
-
-    def drop_silent(self, now_us: int) -> list[str]:
-        """Remove and return the replicas still behind `silence_us` after another one served the newest version.
-
-        They count again with their next ack.
-        """
-        newest = max(self.serving.values(), default=-1)
-        leaders = [name for name, version in self.serving.items() if version == newest]
-        since = min((self._reached[name] for name in leaders), default=now_us)
-        if now_us - since <= self._silence_us:
-            return []
-        silent = [name for name, version in self.serving.items() if version < newest]
-        for name in silent:
-            del self.serving[name]
-        return silent
 
 
 class AdmissionController:
@@ -101,36 +55,43 @@ class AdmissionController:
         self._trainer_version = 0
         self._moved_at = 0
         self._spare = 0
-        self._served = ServedVersions(to_us(feed.replica_silence_s))
+        self._silence_us = to_us(feed.replica_silence_s)
+        self._serving: dict[str, int] = {}
+        """The newest proved version of each replica that is not silent."""
+        self._reached: dict[str, int] = {}
+        """When each replica began to serve its version."""
         self.ready = False
         """Whether enough replicas have served a proved version; never reset."""
         self.newest_version = -1
         """The newest version known from steps and manifests; -1 if there is none."""
 
-    def observe(self, record: Record) -> None:
+    def observe(self, record: r.Record) -> None:
         """Process one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`.
 
         Records of other types change nothing.
         """
         match record:
-            case Task(mode=Mode.TRAIN):
+            case r.Task(mode=r.Mode.TRAIN):
                 if not self._has_ended(record.group_id):
                     self._open[record.group_id] = record.deadline_at
-            case Group(mode=Mode.TRAIN):
-                if record.closed_by is not CloseReason.LATE and not self._has_ended(record.group_id):
-                    completed = [m.version_min for m in record.members if m.status is RolloutStatus.COMPLETED]
+            case r.Group(mode=r.Mode.TRAIN):
+                if record.closed_by is not r.CloseReason.LATE and not self._has_ended(record.group_id):
+                    completed = [m.version_min for m in record.members if m.status is r.RolloutStatus.COMPLETED]
                     self._closed[record.group_id] = min(completed, default=-1)
                     self._moved_at = max(self._moved_at, record.closed_at)
                     if not trainable(record, self._run):
                         self._end(record.group_id)
                     self._end_stale()
-            case TrainStep():
+            case r.TrainStep():
                 self._steps.add(record.step)
                 self._moved_at = max(self._moved_at, record.finished_at)
                 self._spare = 0
                 self.newest_version = max(self.newest_version, record.version)
                 for exclusion in record.exclusions:
-                    if exclusion.topic == Topic.GROUPS and exclusion.reason not in (*SECOND_RECORDS, Exclusion.EVAL):
+                    if exclusion.topic == Topic.GROUPS and exclusion.reason not in (
+                        *r.SECOND_RECORDS,
+                        r.Exclusion.EVAL,
+                    ):
                         self._end(exclusion.group_id)
                 self._unserved[record.version] = {
                     entry.group_id for entry in record.inputs if entry.topic == Topic.GROUPS
@@ -138,25 +99,34 @@ class AdmissionController:
                 self._trainer_version = max(self._trainer_version, record.version)
                 self._end_stale()
                 self._release()
-            case Manifest():
+            case r.Manifest():
                 self.newest_version = max(self.newest_version, record.version)
-            case WeightAck():
-                self._served.observe(record)
-                self.ready = self.ready or len(self._served.serving) >= self._replicas
+            case r.WeightAck(replica_id=replica, serving_version=version):
+                # Of a replica's acks the newest counts; before its first proof it serves no version.
+                if record.at >= self._reached.get(replica, 0) and version >= 0:
+                    if version != self._serving.get(replica):
+                        self._reached[replica] = record.at
+                    self._serving[replica] = version
+                self.ready = self.ready or len(self._serving) >= self._replicas
                 self._release()
-            case _:
-                pass
 
     def expire(self, now_us: int) -> tuple[list[str], list[str]]:
         """Stop waiting for overdue groups and silent replicas, and return both.
 
-        A group is overdue if it has not closed within `overdue_s` after its deadline.
+        A group is overdue if it has not closed within `overdue_s` after its deadline. A replica is silent if it is
+        behind `replica_silence_s` after another one served the newest version; it counts again with its next ack.
         """
         limit = now_us - self._overdue_us
         overdue = [g for g, due in self._open.items() if due < limit and g not in self._closed]
         for group in overdue:
             self._end(group)
-        silent = self._served.drop_silent(now_us)
+        newest = max(self._serving.values(), default=-1)
+        leaders = [name for name, version in self._serving.items() if version == newest]
+        since = min((self._reached[name] for name in leaders), default=now_us)
+        late = now_us - since > self._silence_us
+        silent = [name for name, version in self._serving.items() if late and version < newest]
+        for name in silent:
+            del self._serving[name]
         self._release()
         starved = self.untrained > 0 and self.unclosed == 0 and not self.finished
         if starved and self.capacity() == 0 and self._moved_at < limit:
@@ -193,7 +163,7 @@ class AdmissionController:
     @property
     def served_version(self) -> int:
         """The oldest version that a live replica serves; -1 if none does."""
-        return min(self._served.serving.values(), default=-1)
+        return min(self._serving.values(), default=-1)
 
     def _trained(self) -> set[str]:
         return set().union(*self._unserved.values())

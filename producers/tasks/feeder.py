@@ -19,18 +19,17 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from itertools import count, islice
-from types import MappingProxyType
 
 from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.environments.base import Environment
 from tidemill.producers.environments.open import open_environment
 from tidemill.producers.tasks.admission import AdmissionController
-from tidemill.producers.tasks.index_set import IndexSet
-from tidemill.producers.tasks.source import Stage, TaskName, TaskSource, evaluation_size, parse_task_name
+from tidemill.producers.tasks.source import IndexSet, Stage, TaskName, TaskSource, evaluation_size, parse_task_name
+from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.config import EnvironmentEntry, KafkaSettings, RunSettings
@@ -40,17 +39,6 @@ from tidemill.schemas.log.guard import IdleTimes
 from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import (
-    CloseReason,
-    Group,
-    Manifest,
-    Mode,
-    Record,
-    RolloutStatus,
-    Task,
-    TrainStep,
-    WeightAck,
-)
 from tidemill.schemas.shutdown import stop_on_signals
 
 LOG = logging.getLogger(__name__)
@@ -78,24 +66,34 @@ class FeederState:
         """Held-out groups with a failed rollout, with the time of their closing."""
         self._manifest_version = -1
 
-    def observe(self, record: Record) -> None:
+    def observe(self, record: r.Record) -> None:
         """Process one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`."""
-        if not self._ours(record):
-            return
+        run, replicas = self._run, self._feed.replica_ids
+        match record:
+            case r.Task() | r.Group() | r.TrainStep() | r.Manifest() | r.WeightAck() if record.run_id != run.run_id:
+                return
+            case r.Manifest() | r.WeightAck() if record.branch != run.branch:
+                return
+            case r.WeightAck() if replicas and record.replica_id not in replicas:
+                return
         self.admission.observe(record)
         match record:
-            case Task():
-                self._observe_task(record)
-            case Group(mode=Mode.EVAL):
+            case r.Task():
+                name = parse_task_name(record.task_id)
+                if name is not None and name.stage is Stage.TRAIN:
+                    self._issued.add(name.index)
+                elif name is not None:
+                    self._eval_issued.setdefault((name.stage, name.version), set()).add(name.index)
+                    if record.group_id not in self._eval_closed:
+                        self._eval_open[record.group_id] = record.deadline_at
+            case r.Group(mode=r.Mode.EVAL):
                 self._eval_closed.add(record.group_id)
                 self._eval_open.pop(record.group_id, None)
-                failed = any(member.status is RolloutStatus.FAILED for member in record.members)
-                if failed and record.closed_by is not CloseReason.LATE:
+                failed = any(member.status is r.RolloutStatus.FAILED for member in record.members)
+                if failed and record.closed_by is not r.CloseReason.LATE:
                     self._eval_failed[record.group_id] = record.closed_at
-            case Manifest():
+            case r.Manifest():
                 self._manifest_version = max(self._manifest_version, record.version)
-            case _:
-                pass
 
     def decide(self, now_us: int) -> tuple[list[TaskName], bool]:
         """Return the tasks to issue at `now_us`, in order, and whether the run is over. Tasks count when observed."""
@@ -127,28 +125,6 @@ class FeederState:
         }
         return frozenset(topic for topic, waiting in waits.items() if waiting)
 
-    def _ours(self, record: Record) -> bool:
-        match record:
-            case Task() | Group() | TrainStep():
-                return record.run_id == self._run.run_id
-            case WeightAck() if self._feed.replica_ids and record.replica_id not in self._feed.replica_ids:
-                return False
-            case Manifest() | WeightAck():
-                return record.run_id == self._run.run_id and record.branch == self._run.branch
-            case _:
-                return False
-
-    def _observe_task(self, task: Task) -> None:
-        name = parse_task_name(task.task_id)
-        if name is None:
-            return
-        if name.stage is Stage.TRAIN:
-            self._issued.add(name.index)
-            return
-        self._eval_issued.setdefault((name.stage, name.version), set()).add(name.index)
-        if task.group_id not in self._eval_closed:
-            self._eval_open[task.group_id] = task.deadline_at
-
     def _training(self) -> Iterator[TaskName]:
         if self._feed.eval_before:
             names = (parse_task_name(group) for group in self._eval_open)
@@ -160,27 +136,25 @@ class FeederState:
             yield TaskName(self._run.run_id, Stage.TRAIN, 0, index)
 
     def _evaluations(self, now_us: int) -> Iterator[TaskName]:
-        for stage, version in self._due():
+        # The evaluations (stage and version) that are running or must begin
+        served, every, due = self.admission.served_version, self._feed.eval_every, list[tuple[Stage, int]]()
+        if self._feed.eval_before:
+            due.append(self._begun(Stage.EVAL_BEFORE) or (Stage.EVAL_BEFORE, served))
+        if every > 0 and served >= every and not self.admission.finished:
+            due.append((Stage.EVAL_DURING, served - served % every))
+        if self._feed.eval_after and self.admission.finished and served >= self.admission.newest_version:
+            due.append(self._begun(Stage.EVAL_AFTER) or (Stage.EVAL_AFTER, served))
+        for stage, version in due:
             size, issued = evaluation_size(self._feed, stage), self._eval_issued.get((stage, version), set())
             for name in (TaskName(self._run.run_id, stage, version, index) for index in range(size)):
                 if name.index not in issued:
                     yield name
-                elif version == self.admission.served_version:
+                elif version == served:
                     # Issue it again if a rollout of the last issue failed long enough ago
                     times = next(times for times in count(1) if name.index + times * size not in issued)
                     failed_at = self._eval_failed.get(str(replace(name, index=name.index + (times - 1) * size)))
                     if failed_at is not None and now_us >= failed_at + AGAIN_AFTER_US * 2 ** (times - 1):
                         yield replace(name, index=name.index + times * size)
-
-    def _due(self) -> Iterator[tuple[Stage, int]]:
-        """Yield the evaluations (stage and version) that are running or must begin."""
-        served, every = self.admission.served_version, self._feed.eval_every
-        if self._feed.eval_before:
-            yield self._begun(Stage.EVAL_BEFORE) or (Stage.EVAL_BEFORE, served)
-        if every > 0 and served >= every and not self.admission.finished:
-            yield Stage.EVAL_DURING, served - served % every
-        if self._feed.eval_after and self.admission.finished and served >= self.admission.newest_version:
-            yield self._begun(Stage.EVAL_AFTER) or (Stage.EVAL_AFTER, served)
 
     def _begun(self, stage: Stage) -> tuple[Stage, int] | None:
         return next((known for known in self._eval_issued if known[0] is stage), None)
@@ -190,14 +164,12 @@ class FeederState:
         return begun is None or not self._eval_issued[begun].issuperset(range(evaluation_size(self._feed, stage)))
 
 
-WRITERS = MappingProxyType(
-    {
-        Topic.GROUPS: "rollout workers (`tidemill rollout`) and group assembly (`tidemill stream`)",
-        Topic.STEPS: "the trainer (`tidemill train`)",
-        Topic.MANIFESTS: "the trainer (`tidemill train`)",
-        Topic.ACKS: "the replicas (`tidemill serve`)",
-    }
-)
+WRITERS: Mapping[Topic, str] = {
+    Topic.GROUPS: "rollout workers (`tidemill rollout`) and group assembly (`tidemill stream`)",
+    Topic.STEPS: "the trainer (`tidemill train`)",
+    Topic.MANIFESTS: "the trainer (`tidemill train`)",
+    Topic.ACKS: "the replicas (`tidemill serve`)",
+}
 
 
 class Feeder:
@@ -219,7 +191,7 @@ class Feeder:
         self._state.observe(located.record)
         self._read[located.topic] += 1
         self._still.observe(located.topic, self._read[located.topic], True, now_us())
-        if isinstance(located.record, Task | Group):
+        if isinstance(located.record, r.Task | r.Group):
             self._source.observe(located.record)
 
     def advance(self) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,15 +26,12 @@ from itertools import islice
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.environments.base import Environment, Split, TaskDraft, TaskError, TaskQuery, split_of
 from tidemill.producers.environments.find import options_json
-from tidemill.producers.tasks.index_set import IndexSet
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import EnvironmentEntry, RunSettings
 from tidemill.schemas.records import CloseReason, Group, Mode, Task
 
 
 class Stage(StrEnum):
-    """The purpose of an issued task."""
-
     TRAIN = "train"
     EVAL_BEFORE = "eval-before"
     EVAL_DURING = "eval-during"
@@ -41,7 +39,6 @@ class Stage(StrEnum):
 
     @property
     def mode(self) -> Mode:
-        """The mode of its tasks."""
         return Mode.TRAIN if self is Stage.TRAIN else Mode.EVAL
 
 
@@ -52,8 +49,6 @@ _NAME = re.compile(rf"(?P<run>[^/]+)/(?:train|(?P<stage>{_EVALUATIONS})/v(?P<ver
 
 @dataclass(frozen=True, slots=True, order=True)
 class TaskName:
-    """The name of one task of a run."""
-
     run_id: str
     stage: Stage
     version: int
@@ -78,9 +73,37 @@ def parse_task_name(text: str) -> TaskName | None:
 def training_index(group_id: str, run_id: str) -> int | None:
     """Return the index of the training task with this id in a run; None if it is another name."""
     name = parse_task_name(group_id)
-    if name is None or group_id != str(TaskName(run_id, Stage.TRAIN, 0, name.index)):
-        return None
-    return name.index
+    return name.index if name is not None and group_id == str(TaskName(run_id, Stage.TRAIN, 0, name.index)) else None
+
+
+class IndexSet:
+    """A set of numbers from 0 on, which grows with a run and needs memory only for its gaps."""
+
+    def __init__(self) -> None:
+        self._edges: list[int] = []
+        """In order, the numbers at which the membership changes: the first member, the first one after it that is no
+        member, and so on."""
+
+    def add(self, index: int) -> None:
+        if index in self:
+            return
+        for edge in (index, index + 1):
+            at = bisect_left(self._edges, edge)
+            if self._edges[at : at + 1] == [edge]:
+                del self._edges[at]
+            else:
+                self._edges.insert(at, edge)
+
+    def __contains__(self, index: int) -> bool:
+        return bisect_right(self._edges, index) % 2 == 1
+
+    def __len__(self) -> int:
+        return sum(self._edges[1::2]) - sum(self._edges[::2])
+
+    @property
+    def first_missing(self) -> int:
+        """The smallest number that is not in the set."""
+        return self._edges[1] if 0 in self else 0
 
 
 PATIENCE = 2_000
@@ -130,7 +153,7 @@ class TaskSource:
             found = next((each for each in self._questions if each.title == record.environment), None)
             if name in self._issued or found is None or parse_task_name(record.task_id) is None:
                 return
-            found.observe(record.payload)
+            found.issued[record.payload] += 1
             self._issued[name] = (found, record.payload)
         if name in self._issued and name in self._closed:
             questions, payload = self._issued[name]
@@ -170,7 +193,6 @@ class TaskSource:
         )
 
     def close(self) -> None:
-        """Close every stream of drafts."""
         for questions in self._questions:
             questions.close()
 
@@ -188,17 +210,13 @@ class Questions:
         self._held_out: set[str] = set()
         self._asked: Counter[str] = Counter()
         """Count of each training question: issued by this process, or drawn and found issued before."""
-        self._issued: Counter[str] = Counter()
+        self.issued: Counter[str] = Counter()
         """Payloads that were issued before and are not drawn yet, with their counts."""
         self._solved: Counter[str] = Counter()
         """By payload: number of consecutive groups that solved it."""
         self._left_out: Counter[str] = Counter()
         """Payloads of solved questions, with the number of further epochs that leave them out."""
         self._epoch = 1
-
-    def observe(self, payload: str) -> None:
-        """Record that a task with this payload was issued."""
-        self._issued[payload] += 1
 
     def close_group(self, payload: str, solved: bool) -> None:
         """Record that the group of a task with this payload closed; `solved`: all its rollouts succeeded."""
@@ -224,8 +242,8 @@ class Questions:
         misses = 0
         while True:
             draft = self._next(Split.TRAIN)
-            if draft is not None and self._issued[draft.payload]:
-                self._issued[draft.payload] -= 1
+            if draft is not None and self.issued[draft.payload]:
+                self.issued[draft.payload] -= 1
                 self._asked[draft.asks] += 1
                 misses = 0
                 continue
@@ -250,7 +268,6 @@ class Questions:
                 self._waiting = {split: deque() for split in Split}
 
     def close(self) -> None:
-        """Close the stream of drafts."""
         if close := getattr(self._drafts, "close", None):
             close()
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.records import build
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.tasks.admission import AdmissionController, trainable
-from tidemill.producers.tasks.index_set import IndexSet
+from tidemill.producers.tasks.source import IndexSet
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     AckStatus,
