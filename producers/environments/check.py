@@ -22,8 +22,6 @@ LONG_TURN = 20_000
 
 @dataclass(frozen=True, slots=True)
 class ContractCheck:
-    """One clause of the contract."""
-
     name: str
     ok: bool
     detail: str
@@ -47,7 +45,6 @@ class ScriptedPolicy(base.Policy):
     async def chat(
         self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
     ) -> base.Reply:
-        """Return the next text. Raises GenerationFailed after too many calls, BadMessage."""
         told, shown = checked_messages(messages), checked_tools(tools)
         if len(self.requests) >= self._most:
             raise base.GenerationFailed(f"more than {self._most} calls of the policy (max_turns)")

@@ -36,8 +36,6 @@ class UnknownEnvironment(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentType:
-    """An environment that can be opened with options."""
-
     name: str
     about: str
     """Description in one line, for display."""
@@ -57,7 +55,6 @@ class EnvironmentType:
             raise TaskError(f"{self.name}: {wrong}; its options are {known}") from error
 
     def open(self, given: Mapping[str, Any]) -> Environment:
-        """Open the environment with options. Raises TaskError."""
         return self.make(self.options(given))
 
 

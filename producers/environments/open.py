@@ -11,6 +11,7 @@ from tidemill.producers.environments.base import Environment, EnvironmentFailed,
 from tidemill.producers.environments.find import UnknownEnvironment, environment_type, is_foreign, options_json
 from tidemill.producers.environments.process import HostedEnvironment
 from tidemill.producers.environments.program import Program
+from tidemill.producers.environments.toolbox import json_object
 from tidemill.schemas.chat.format import ChatFormat
 from tidemill.schemas.config import EnvironmentEntry
 from tidemill.schemas.records import Task
@@ -67,7 +68,6 @@ class EnvironmentSet:
             raise EnvironmentFailed(f"environment {task.environment}: {error}") from error
 
     async def close(self) -> None:
-        """Close every opened environment."""
         for opening in self._opened.values():
             opening.cancel()
         for opened in await asyncio.gather(*self._opened.values(), return_exceptions=True):
@@ -77,7 +77,10 @@ class EnvironmentSet:
     async def _cached(self, entry: EnvironmentEntry, options: str) -> Environment:
         key = (entry.title, options)
         if key not in self._opened:
-            self._opened[key] = asyncio.create_task(self._open(entry, options))
+            given = json_object(options)
+            if given is None:
+                raise TaskError("the task's options are no JSON object")
+            self._opened[key] = asyncio.create_task(open_environment(entry, given, self._settings))
         opening = self._opened[key]
         try:
             opened = await asyncio.shield(opening)
@@ -86,12 +89,3 @@ class EnvironmentSet:
             raise
         self._opened.setdefault((entry.title, options_json(opened.options)), opening)  # in the form of task records
         return opened
-
-    async def _open(self, entry: EnvironmentEntry, options: str) -> Environment:
-        try:
-            given = json.loads(options)
-        except (ValueError, RecursionError) as error:
-            raise TaskError(f"the task's options are no JSON: {error}") from error
-        if not isinstance(given, dict):
-            raise TaskError("the task's options are no JSON object")
-        return await open_environment(entry, given, self._settings)

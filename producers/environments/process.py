@@ -125,7 +125,7 @@ class EpisodeProcess:
         messages: base.Messages = (),
         endpoint: list[str] | str = "",
     ) -> Any:  # noqa: ANN401
-        """Call a method of the environment, and return its score as JSON values.
+        """Call a method of the environment, and return its score; None if `rescore` has none.
 
         Raises ProcessLost, EnvironmentFailed, and the portable errors that the method raises.
         """
@@ -136,7 +136,10 @@ class EpisodeProcess:
         self._writer.write(encode(asked, f"environment {self._name}: the task"))
         call = self._calls[number] = HostedCall(policy, asyncio.get_running_loop().create_future())
         try:
-            return await call.answer
+            found = await call.answer
+            return None if found is None and kind == "rescore" else msgspec.convert(found, Score)
+        except msgspec.ValidationError as error:
+            raise EnvironmentFailed(f"environment {self._name} returned no score: {error}") from error
         finally:
             del self._calls[number]
             for chat in call.chats.values():
@@ -267,10 +270,8 @@ class HostedEnvironment(base.Environment):
     ) -> None:
         """Store the name and options of an environment, which `start` opens.
 
-        Args:
-            name: as for `find.environment_type`.
-            network: whether its process may open sockets. None: as the environment declares, which is known after it
-                was first imported without sockets.
+        `network`: whether its process may open sockets. None: as the environment declares, which is known after it was
+        first imported without sockets.
         """
         super().__init__(HostedOptions())
         self._name, self._given, self._settings, self._network = name, dict(options), settings, network
@@ -328,19 +329,18 @@ class HostedEnvironment(base.Environment):
                 endpoint = [offered.base_url, offered.api_key]
             except (EnvironmentFailed, base.GenerationFailed) as error:
                 endpoint = str(error)
-        return self._score(await process.call("play", task, policy, endpoint=endpoint))
+        score: Score = await process.call("play", task, policy, endpoint=endpoint)
+        return score
 
     async def cut_off(self, task: Task, messages: base.Messages) -> Score:
-        """Score a rollout whose context is full. Raises like `play`."""
-        return self._score(await (await self._running()).call("cut_off", task, messages=messages))
+        score: Score = await (await self._running()).call("cut_off", task, messages=messages)
+        return score
 
     async def rescore(self, task: Task, messages: base.Messages) -> Score | None:
-        """Score an earlier conversation; return None if that is not possible. Raises like `play`."""
-        found = await (await self._running()).call("rescore", task, messages=messages)
-        return None if found is None else self._score(found)
+        score: Score | None = await (await self._running()).call("rescore", task, messages=messages)
+        return score
 
     def option_rows(self) -> list[dict[str, Any]]:
-        """Return the options as the environment describes them."""
         return self._option_rows
 
     async def close(self) -> None:
@@ -350,12 +350,6 @@ class HostedEnvironment(base.Environment):
             self._starting.cancel()
             await asyncio.wait([self._starting])
         await asyncio.gather(*(process.close() for process in self._processes))
-
-    def _score(self, found: object) -> Score:
-        try:
-            return msgspec.convert(found, Score)
-        except msgspec.ValidationError as error:
-            raise EnvironmentFailed(f"environment {self._name} returned no score: {error}") from error
 
     async def _running(self) -> EpisodeProcess:
         """Return the process for new episodes; start it if there is none. Raises like `start`."""
@@ -380,11 +374,11 @@ class HostedEnvironment(base.Environment):
             await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._fruitless - 1), LONGEST_PAUSE_S))
         self._fruitless += 1
         process = await EpisodeProcess.start(self._name, self._given, self._settings, bool(self._network))
-        if self._network is None and process.hello.network:
+        hello = process.hello
+        if self._network is None and hello.network:
             self._network = True
             await process.close()
             process = await EpisodeProcess.start(self._name, self._given, self._settings, network=True)
-        hello = process.hello
         self.version, self.isolation = hello.version, hello.isolation  # type: ignore[misc]  # of the instance
         self.network, self.needs_tools = bool(self._network), hello.needs_tools  # type: ignore[misc]
         self.options, self._option_rows = HostedOptions.model_validate(hello.options), hello.option_rows

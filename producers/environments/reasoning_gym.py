@@ -73,8 +73,6 @@ class ReasoningGymOptions(base.EnvironmentOptions):
 
 
 class GymItem(BaseModel):
-    """An item of the library."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     question: str
@@ -84,8 +82,6 @@ class GymItem(BaseModel):
 
 
 class ReasoningGymEnvironment(base.Environment):
-    """One task of reasoning-gym."""
-
     options: ReasoningGymOptions
 
     def __init__(self, options: ReasoningGymOptions, task: str) -> None:

@@ -11,29 +11,89 @@ episode with a larger message fails.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import socket
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Sequence
-from contextvars import Context
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import Context, ContextVar
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from itertools import chain, count
+from typing import Any, TypeVarTuple
 
 import msgspec
 
 from tidemill.producers.environments import base
 from tidemill.producers.environments.base import Messages
 from tidemill.producers.environments.confinement import OUT_OF_MEMORY, deny_network, limit_resources
-from tidemill.producers.environments.episode_marks import EPISODE, SIZE, EpisodeMarks, MarkingEventLoop
 from tidemill.producers.environments.find import environment_type, options_json
-from tidemill.producers.environments.spawning import MESSAGE_BYTES, PORTABLE, encode, failure
+from tidemill.producers.environments.spawning import MESSAGE_BYTES, PORTABLE, EpisodeMarks, encode, failure
 from tidemill.schemas.chat.messages import BadMessage, Message, Tool, checked_messages, checked_tools
 from tidemill.schemas.records import Task
+
+Ts = TypeVarTuple("Ts")
+EPISODE: ContextVar[int] = ContextVar("episode", default=0)
+"""Number of the episode of this code; 0 for none."""
+
+
+class MarkingEventLoop(asyncio.SelectorEventLoop):
+    """An event loop that marks the episode of each callback (a step of a task, a timer) while the callback runs."""
+
+    def __init__(self, marks: EpisodeMarks) -> None:
+        self._words = marks.words
+        super().__init__()
+        self.set_default_executor(MarkingThreadPool(marks))
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        return super().call_soon(self._step, callback, args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return super().call_at(when, self._step, callback, args, context=context)
+
+    def _step(self, callback: Callable[[*Ts], object], args: tuple[*Ts]) -> None:
+        words = self._words
+        words[0] = EPISODE.get()
+        words[1] += 1
+        try:
+            callback(*args)
+        except Exception:
+            words[0] = 0
+            raise
+        except BaseException:  # noqa: BLE001 - a task raised SystemExit: the process ends, in this episode's name
+            traceback.print_exc()
+            os._exit(1)
+        words[0] = 0
+
+
+class MarkingThreadPool(ThreadPoolExecutor):
+    """A thread pool whose threads mark the episode of their work."""
+
+    def __init__(self, marks: EpisodeMarks) -> None:
+        super().__init__(min(marks.MOST_THREADS, (os.cpu_count() or 1) + 4), "environment", self._begin)
+        self._words, self._places, self._local = marks.words, count(2, 2), threading.local()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
+        return super().submit(self._work, EPISODE.get(), partial(function, *args, **kwargs))
+
+    def _begin(self) -> None:
+        self._local.place = next(self._places)
+        self._words[self._local.place + 1] = threading.get_native_id()
+
+    def _work(self, episode: int, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+        self._words[self._local.place] = episode
+        try:
+            return work()
+        finally:
+            self._words[self._local.place] = 0
 
 
 class HostedEpisode(base.Policy):
@@ -49,7 +109,6 @@ class HostedEpisode(base.Policy):
     async def chat(
         self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
     ) -> base.Reply:
-        """Return the policy's next turn. Raises GenerationFailed, ContextFull, BadMessage."""
         told, shown = checked_messages(messages), checked_tools(tools)
         if self.over or self.fault:
             raise base.GenerationFailed("the episode is over" if self.over else self.fault)
@@ -77,7 +136,6 @@ class HostedEpisode(base.Policy):
 
     @property
     def endpoint(self) -> base.Endpoint:
-        """The same rollout over HTTP. Raises EnvironmentFailed if no endpoint is offered."""
         if isinstance(self._endpoint, str):
             raise base.EnvironmentFailed(self._endpoint)
         return base.Endpoint(*self._endpoint)
@@ -90,7 +148,7 @@ class EpisodeServer:
         self._environment, self.writer = environment, writer
         self._episodes: dict[int, HostedEpisode] = {}
         self.answers: dict[int, asyncio.Future[base.Reply]] = {}
-        self.requests = itertools.count(1)
+        self.requests = count(1)
 
     def take(self, frame: list[Any]) -> None:
         """Process one message of the worker."""
@@ -123,16 +181,18 @@ class EpisodeServer:
     async def _play(self, number: int, episode: HostedEpisode, kind: str, task: Task, messages: list[Message]) -> None:
         try:
             try:
-                if kind == "play":
-                    found: object = await self._environment.play(task, episode)
-                elif kind == "cut_off":
-                    found = await self._environment.cut_off(task, messages)
-                else:
-                    found = await self._environment.rescore(task, messages)
+                method = getattr(self._environment, kind)  # `play`, `cut_off` or `rescore`
+                found: object = await method(task, episode if kind == "play" else messages)
                 if episode.fault:
                     raise base.GenerationFailed(episode.fault)
-                sent = None if found is None and kind == "rescore" else _sent(found)
-                line = encode(["done", number, sent], "the score")
+                if found is not None or kind != "rescore":
+                    if not isinstance(found, base.Score):
+                        raise base.EnvironmentFailed(f"the environment returned a {type(found).__name__}, not a Score")
+                    if fault := found.fault():
+                        raise base.EnvironmentFailed(f"the environment returned no score: {fault}")
+                    rewards = [asdict(part) for part in found.rewards]
+                    found = {"rewards": rewards, "success": found.success, "metrics": {**found.metrics}}
+                line = encode(["done", number, found], "the score")
             except MemoryError:
                 raise
             except BaseException as error:  # noqa: BLE001 - foreign code raises any error, and other episodes go on
@@ -150,15 +210,6 @@ class EpisodeServer:
             self.writer.write(encode(["failed", number, "", "cancelled", ""]))
 
 
-def _sent(found: object) -> dict[str, Any]:
-    """Convert a score to JSON values for sending. Raises EnvironmentFailed for anything else."""
-    if not isinstance(found, base.Score):
-        raise base.EnvironmentFailed(f"the environment returned a {type(found).__name__}, not a Score")
-    if fault := found.fault():
-        raise base.EnvironmentFailed(f"the environment returned no score: {fault}")
-    return {"rewards": [asdict(part) for part in found.rewards], "success": found.success, "metrics": {**found.metrics}}
-
-
 def main() -> None:
     """Open the environment, report it, and execute the worker's requests."""
     connection, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
@@ -166,7 +217,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)  # a forked copy cannot write to the connection
     marks = EpisodeMarks(memory)
     with open(memory, "rb") as shared:
-        shared.seek(SIZE)
+        shared.seek(marks.SIZE)
         opening = json.load(shared)
     tempfile.tempdir = os.environ["HOME"] = os.environ["TMPDIR"] = os.getcwd()
     limit_resources(opening["environment_memory_mb"] << 20, opening["environment_file_mb"] << 20)
@@ -227,13 +278,12 @@ def draw(connection: socket.socket, opening: dict[str, Any]) -> None:
     connection.sendall(answer)
     if environment is None:
         return
-    drafts = None
+    # The call too is made within the `try` below.
+    drafts = chain.from_iterable(map(environment.tasks, [base.TaskQuery(opening["seed"])]))
     for _line in connection.makefile("rb"):
         try:
-            if drafts is None:
-                drafts = iter(environment.tasks(base.TaskQuery(opening["seed"])))
             draft = next(drafts, None)
-            if draft is not None and not isinstance(draft, base.TaskDraft):
+            if not isinstance(draft, base.TaskDraft | None):
                 raise base.TaskError(f"the environment yielded a {type(draft).__name__}, not a TaskDraft")
             answer = encode(["end"] if draft is None else ["draft", asdict(draft)], "a task", base.TaskError)
         except MemoryError:

@@ -5,8 +5,10 @@ A message is a JSON list on one line.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import mmap
 import os
 import re
 import signal
@@ -20,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.producers.environments.base import ContextFull, EnvironmentFailed, GenerationFailed, TaskError
 from tidemill.producers.environments.confinement import OUT_OF_MEMORY
-from tidemill.producers.environments.episode_marks import SIZE, EpisodeMarks
 from tidemill.producers.environments.find import UnknownEnvironment
 from tidemill.schemas.chat.messages import BadMessage
 
@@ -73,6 +74,58 @@ def failure(error: BaseException) -> list[str]:
     return [kind, *(part.encode(errors="replace").decode() for part in (text[:MOST_TEXT], trace[-MOST_TEXT:]))]
 
 
+BUSY_S, MUCH_MORE = 0.2, 4
+
+
+class EpisodeMarks:
+    """Shared memory that names the running episode, so that the worker can find which one hangs or ended the process.
+
+    It has pairs of 8-byte words: episode and steps of the event loop, then episode and id of each thread of its
+    executor (`asyncio.to_thread`). Threads that an environment starts in another way have no marks.
+    """
+
+    MOST_THREADS = 32
+    SIZE = 16 * (1 + MOST_THREADS)
+    """In bytes."""
+
+    def __init__(self, descriptor: int) -> None:
+        memory = mmap.mmap(descriptor, self.SIZE)
+        memory.madvise(mmap.MADV_DONTFORK)  # a forked copy of the process crashes at its next mark
+        self.words = memoryview(memory).cast("Q")
+
+    @property
+    def episode(self) -> int:
+        """The episode whose callback runs in the event loop, or was running when the process ended; 0 for none."""
+        return self.words[0]
+
+    @property
+    def steps(self) -> int:
+        """The number of callbacks started so far."""
+        return self.words[1]
+
+    async def hanging(self, process: int) -> int:
+        """Return the episode that blocks a process: that of the event loop, or that of a busy thread."""
+        words = self.words
+        threads = {words[at + 1]: words[at] for at in range(2, len(words), 2) if words[at]}
+        if not threads:
+            return self.episode
+        before = {thread: _processor_ticks(process, thread) for thread in (process, *threads)}
+        await asyncio.sleep(BUSY_S)
+        used = {thread: _processor_ticks(process, thread) - ticks for thread, ticks in before.items()}
+        busiest = max(threads, key=lambda thread: used[thread])
+        # A thread that holds the interpreter's lock leaves no time to the loop's thread; one that shares it does.
+        return threads[busiest] if used[busiest] > MUCH_MORE * used[process] else self.episode
+
+
+def _processor_ticks(process: int, thread: int) -> int:
+    """Return the processor time of a thread, in clock ticks; 0 if the thread has ended."""
+    try:
+        fields = Path(f"/proc/{process}/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
 class SpawnedProcess:
     """A process of an environment. `kill` and `ending` may be called repeatedly."""
 
@@ -87,8 +140,8 @@ class SpawnedProcess:
         self._memory_mb, self._ending = settings.environment_memory_mb, ""
         self.socket, theirs = socket.socketpair()
         shared = os.memfd_create("tidemill-environment")
-        os.truncate(shared, SIZE)
-        os.pwrite(shared, opening, SIZE)
+        os.truncate(shared, EpisodeMarks.SIZE)
+        os.pwrite(shared, opening, EpisodeMarks.SIZE)
         self.marks = EpisodeMarks(shared)
         with theirs:
             self._keeper = subprocess.Popen(

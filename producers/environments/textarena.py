@@ -118,8 +118,6 @@ class TextGame:
 
 
 class TextArenaEnvironment(base.Environment):
-    """One game of TextArena."""
-
     options: TextArenaOptions
 
     def __init__(self, options: TextArenaOptions, game: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError, validate_call
 
 from tidemill.producers.environments.base import Reply, faults
-from tidemill.schemas.chat.messages import Message, Tool, Tools, checked_tools
+from tidemill.schemas.chat.messages import Message, Tools, checked_tools
 
 _ARGUMENTS = TypeAdapter(dict[str, Any])
 
@@ -20,7 +20,14 @@ class ToolBox:
 
     def __init__(self, *functions: Callable[..., object]) -> None:
         self._functions: dict[str, Callable[..., object]] = {each.__name__: validate_call(each) for each in functions}
-        self.schemas: Tools = checked_tools([_schema(each) for each in functions])
+        shown = []
+        for name, function in self._functions.items():
+            parameters = TypeAdapter(function).json_schema()
+            for described in parameters.get("properties", {}).values():
+                described.pop("title", None)
+            description = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
+            shown.append({"name": name, "description": description, "parameters": parameters})
+        self.schemas: Tools = checked_tools([{"type": "function", "function": each} for each in shown])
         """The tools in the form of a request."""
 
     def answer(self, reply: Reply) -> tuple[list[Message], int]:
@@ -62,12 +69,3 @@ def json_object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return read if isinstance(read, dict) else None
-
-
-def _schema(function: Callable[..., object]) -> Tool:
-    parameters = TypeAdapter(validate_call(function)).json_schema()
-    for described in parameters.get("properties", {}).values():
-        described.pop("title", None)
-    description = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
-    shown = {"name": function.__name__, "description": description, "parameters": parameters}
-    return {"type": "function", "function": shown}

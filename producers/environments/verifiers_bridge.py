@@ -238,8 +238,6 @@ def _judges(value: object, place: str) -> Iterator[tuple[str, Any]]:
 
 @dataclass(slots=True, eq=False)
 class _RunningEpisode:
-    """One running episode."""
-
     policy: base.Policy
     failed: asyncio.Future[None]
     """Contains the first failure of a generation."""
@@ -294,7 +292,6 @@ class PolicyClient(vf.Client):  # type: ignore[misc]
         return response
 
     async def close(self) -> None:
-        """Close the connections to `others_url`."""
         if self._others is not None:
             await self._others.close()
 
@@ -311,8 +308,6 @@ class PolicyInterception(InterceptionServer):  # type: ignore[misc]
 
 
 class LoopConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """Options of the loop: only its id."""
-
     id: str = HARNESS_ID
 
 
