@@ -9,6 +9,7 @@ way for every environment (`split_of`), so that no environment can mix the two s
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 from abc import ABC, abstractmethod
@@ -56,8 +57,6 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One turn of the policy."""
-
     message: Message
     """The assistant's message with parsed tool calls; the next request contains it unchanged."""
     finish: Literal["stop", "length", "tool_calls"]
@@ -99,7 +98,7 @@ class Policy(Protocol):
         raise EnvironmentFailed("no HTTP endpoint is offered here")
 
 
-class AttemptPolicy(ABC):
+class AttemptPolicy:
     """The `Policy` of one attempt at one rollout. An agent program may play it and post its result."""
 
     failure: str
@@ -108,10 +107,8 @@ class AttemptPolicy(ABC):
     """The messages of the last answered call, and its answer."""
     posted: Score | None
     """The result that an agent program posted; None before."""
-
-    @abstractmethod
-    async def result(self) -> Score:
-        """Wait for the result of an agent program, and return it."""
+    has_result: asyncio.Event
+    """Set when a result is posted."""
 
 
 class EnvironmentOptions(BaseModel):
@@ -122,8 +119,6 @@ class EnvironmentOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TaskQuery:
-    """The parameters that determine the drawn tasks."""
-
     seed: int
 
 
@@ -141,8 +136,6 @@ class TaskDraft:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The result of an episode."""
-
     rewards: tuple[RewardComponent, ...]
     success: bool | None
     """Whether the task was solved; None if the environment does not define this."""
@@ -150,7 +143,6 @@ class Score:
 
     @property
     def total(self) -> float:
-        """The sum of value * weight."""
         return sum(part.value * part.weight for part in self.rewards)
 
     def fault(self) -> str:

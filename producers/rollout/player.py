@@ -144,7 +144,7 @@ class Player:
             LOG.exception("environment %s raised on task %s", task.environment, task.task_id)
             raise EnvironmentFailed(f"environment {task.environment} raised {error!r:.500}") from error
         finally:
-            policy.close()
+            policy.closed = True
             self._endpoint.close(policy)
         reason = policy.failure or score.fault() or ("" if policy.contexts.all else "the policy was never called")
         if reason:
@@ -199,11 +199,8 @@ def completed_rollout(
 ) -> Rollout:
     """Return the record of a finished episode, with one segment per context, from a record without a result.
 
-    Args:
-        version: of the reward.
-        temperature: of all turns; it is the only setting of a request to a replica that changes the distribution.
-        metrics: of the episode, in addition to those of the score.
-        expert_ids: the claim check of the segments' expert ids.
+    `metrics` are added to those of the score. `temperature`, that of all turns, is the only setting of a request to a
+    replica that changes the distribution.
     """
     kept = list(contexts)
     turns = [turn.made for context in kept for turn in context.turns]

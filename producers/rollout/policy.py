@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.environments.base import AttemptPolicy, ContextFull, Endpoint, GenerationFailed, Reply, Score
+from tidemill.producers.environments import base
+from tidemill.producers.environments.base import ContextFull, GenerationFailed, Messages, Reply
 from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling, checked_completion, read_choice
 from tidemill.producers.sampling.replicas import ReplicaIdentity, ReplicaSession
 from tidemill.schemas.chat.contexts import Context, Contexts, Origin, PendingTurn
@@ -110,7 +111,7 @@ def recorded_turns(turns: Iterable[Turn]) -> list[RecordedTurn]:
     return list(found.values())
 
 
-class RolloutPolicy(AttemptPolicy):
+class RolloutPolicy(base.AttemptPolicy):
     """The `Policy` of one attempt at one rollout."""
 
     def __init__(
@@ -121,23 +122,22 @@ class RolloutPolicy(AttemptPolicy):
         max_turns: int,
         recorded: Iterable[RecordedTurn] = (),
         on_turn: Callable[[int, RecordedTurn], None] | None = None,
-        offer: Callable[[RolloutPolicy], Endpoint] | None = None,
+        offer: Callable[[RolloutPolicy], base.Endpoint] | None = None,
     ) -> None:
-        """Prepare an attempt.
+        """Prepare an attempt that continues from its `recorded` turns.
 
-        Args:
-            recorded: turns that were sampled for this rollout before, in order.
-            on_turn: called with the number and the record of each turn that is sampled live.
-            offer: opens an HTTP endpoint for this rollout.
+        `on_turn` is called with the number and the record of each turn that is sampled live; `offer` opens an HTTP
+        endpoint for this rollout.
         """
         self._chat, self.session, self._settings, self._max_turns = chat, session, settings, max_turns
         self._on_turn, self._offer = on_turn, offer
         self._recorded: dict[str, deque[RecordedTurn]] = defaultdict(deque)
         for turn in recorded:
             self._recorded[turn.context].append(turn)
-        self._endpoint: Endpoint | None = None
+        self._endpoint: base.Endpoint | None = None
         self._calls = 0
-        self._closed = False
+        self.closed = False
+        """Whether all further calls are refused."""
         self.contexts: Contexts[Completion] = Contexts(chat)
         self.turns: list[RecordedTurn] = []
         """Turns of this attempt in order, recorded ones included."""
@@ -146,11 +146,11 @@ class RolloutPolicy(AttemptPolicy):
         self.failure = ""
         self.other_incarnation = False
         """It failed because the recorded turns are of an incarnation that the replicas do not serve: it can restart."""
-        self.full: Sequence[Message] = ()
+        self.full: Messages = ()
         """The conversation that filled the context, if any."""
-        self.conversation: Sequence[Message] = ()
-        self.posted: Score | None = None
-        self._has_result = asyncio.Event()
+        self.conversation: Messages = ()
+        self.posted: base.Score | None = None
+        self.has_result = asyncio.Event()
 
     @property
     def unused(self) -> list[RecordedTurn]:
@@ -164,7 +164,7 @@ class RolloutPolicy(AttemptPolicy):
         return asked if asked.replica_id or not self.turns else self.turns[-1].sampled_by
 
     @property
-    def endpoint(self) -> Endpoint:
+    def endpoint(self) -> base.Endpoint:
         """The HTTP endpoint of this rollout, opened at the first use."""
         if self._endpoint is None:
             if self._offer is None:
@@ -172,36 +172,18 @@ class RolloutPolicy(AttemptPolicy):
             self._endpoint = self._offer(self)
         return self._endpoint
 
-    def close(self) -> None:
-        """Refuse all further calls."""
-        self._closed = True
-
-    def post(self, score: Score) -> None:
+    def post(self, score: base.Score) -> None:
         """Store the result of an agent program and refuse all further calls. Raises ValueError for a second one."""
         if self.posted is not None:
             raise ValueError("the result was posted already")
-        self.posted, self._closed = score, True
-        self._has_result.set()
-
-    async def result(self) -> Score:
-        """Wait for the result of an agent program and return it."""
-        await self._has_result.wait()
-        assert self.posted is not None
-        return self.posted
+        self.posted, self.closed = score, True
+        self.has_result.set()
 
     async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Tool] = (),
-        max_tokens: int | None = None,
-        trained: bool = True,
+        self, messages: Messages, *, tools: Sequence[Tool] = (), max_tokens: int | None = None, trained: bool = True
     ) -> Reply:
-        """Return the policy's next turn. Raises GenerationFailed, ContextFull, BadMessage."""
-        if self._closed:
-            raise GenerationFailed(OVER)
-        if self.failure:
-            raise GenerationFailed(self.failure)
+        if self.closed or self.failure:
+            raise GenerationFailed(OVER if self.closed else self.failure)
         told, shown = self._checked(messages), checked_tools(tools)
         self._calls += 1
         if self._calls > self._max_turns:
@@ -210,7 +192,7 @@ class RolloutPolicy(AttemptPolicy):
         try:
             return await self._turn(asked, told, shown, max_tokens, trained)
         except asyncio.CancelledError:
-            if not self._closed:
+            if not self.closed:
                 self._failed(CANCELLED)
             raise
         except (GenerationFailed, ContextFull):
@@ -221,7 +203,7 @@ class RolloutPolicy(AttemptPolicy):
         finally:
             self.contexts.release(asked)
 
-    def _checked(self, messages: Sequence[Message]) -> list[Message]:
+    def _checked(self, messages: Messages) -> list[Message]:
         """Check messages, except those at the start that equal the last conversation. Raises BadMessage."""
         known = 0
         if isinstance(messages, list):
@@ -234,7 +216,7 @@ class RolloutPolicy(AttemptPolicy):
         except BadMessage:  # also if no message is new
             return checked_messages(messages)
 
-    def _ask(self, messages: Sequence[Message], tools: Tools, trained: bool) -> PendingTurn[Completion]:
+    def _ask(self, messages: Messages, tools: Tools, trained: bool) -> PendingTurn[Completion]:
         most = self._settings.max_context_tokens * self._chat.longest_token
         if len(messages[-1]["content"]) > most:
             size = len(messages[-1]["content"])
@@ -250,12 +232,7 @@ class RolloutPolicy(AttemptPolicy):
             raise self._failed(f"chat template: {error}") from error
 
     async def _turn(
-        self,
-        asked: PendingTurn[Completion],
-        messages: Sequence[Message],
-        tools: Tools,
-        max_tokens: int | None,
-        trained: bool,
+        self, asked: PendingTurn[Completion], messages: Messages, tools: Tools, max_tokens: int | None, trained: bool
     ) -> Reply:
         settings = self._settings
         room = settings.max_context_tokens - len(asked.ids)
@@ -270,7 +247,7 @@ class RolloutPolicy(AttemptPolicy):
             unknown = known if trained else len(asked.ids)
         sampling = Sampling(wanted, settings.temperature, self._chat.stop_token_ids, expert_ids_from=unknown)
         made = await self._complete(asked.ids, sampling)
-        if self._closed:
+        if self.closed:
             raise GenerationFailed(OVER)
         read = self._chat.read(made.token_ids, tools, asked.context.count)
         if trained:
@@ -317,7 +294,7 @@ class RolloutPolicy(AttemptPolicy):
     def _fits(self, made: Completion) -> bool:
         return not self.turns or made.incarnation == self.turns[0].completion.incarnation
 
-    def _no_room(self, messages: Sequence[Message], size: int, trained: bool) -> Exception:
+    def _no_room(self, messages: Messages, size: int, trained: bool) -> Exception:
         most = self._settings.max_context_tokens
         if not (trained and self.turns):
             return self._failed(f"context: the prompt has {size} tokens, max_context_tokens is {most}")

@@ -94,7 +94,7 @@ async def played(
         except Exception as error:  # noqa: BLE001 - it is what the test looks at
             return error, policy
         finally:
-            policy.close()
+            policy.closed = True
             endpoint.close(policy)
 
 

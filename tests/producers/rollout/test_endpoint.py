@@ -253,7 +253,7 @@ async def test_keys() -> None:
             said = [await c.chat.completions.create(model="m", messages=HELLO) for c in (first, second)]
             assert [s.choices[0].message.content for s in said] == ["you said hello", "two"]
             assert len(one.turns) == len(two.turns) == 1
-            one.close()
+            one.closed = True
             endpoint.close(one)
             with pytest.raises(openai.AuthenticationError, match="over"):
                 await first.chat.completions.create(model="m", messages=HELLO)
@@ -359,7 +359,7 @@ async def test_the_end_of_the_episode_cancels_generations_and_fails_nothing() ->
         async with http(policy.endpoint) as send:
             request = asyncio.create_task(send("/chat/completions", {"messages": HELLO}))
             await asyncio.wait_for(asked.wait(), 10)
-            policy.close()
+            policy.closed = True
             endpoint.close(policy)
             status, answer = await asyncio.wait_for(request, 10)
         assert status == 401 and "over" in answer["error"]["message"]
@@ -380,10 +380,9 @@ RESULT = {"rewards": {"correct": 1, "style": 0.25}, "success": True, "metrics": 
 async def test_a_posted_result() -> None:
     async with rollout() as (policy, at), http(at) as send, client_of(at) as client:
         await send("/chat/completions", {"messages": HELLO})
-        waiting = asyncio.create_task(policy.result())
         assert await client.post("/outcome", cast_to=object, body=RESULT) == {"reward": 1.25}
-        score = await asyncio.wait_for(waiting, 10)
-        assert score is policy.posted and not score.fault() and score.total == 1.25
+        score = policy.posted
+        assert policy.has_result.is_set() and not score.fault() and score.total == 1.25
         assert [(r.name, r.value, r.weight) for r in score.rewards] == [("correct", 1.0, 1.0), ("style", 0.25, 1.0)]
         assert score.success is True and score.metrics == {"steps": 3.0}
         status, answer = await send("/outcome", RESULT)
