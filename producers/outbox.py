@@ -12,14 +12,15 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Claim, Interaction, Manifest, Record, Rollout, Segment
+from tidemill.schemas.records import Anchor, Claim, Interaction, Manifest, Record, Rollout, Segment
 from tidemill.schemas.stored_object import digest, store_claim
 
 LOG = logging.getLogger(__name__)
@@ -32,8 +33,7 @@ SPAN_BYTES = 30
 """Upper bound for one version span."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OutgoingRecord:
+class _OutgoingRecord(NamedTuple):
     topic: Topic
     key: str
     record: Record
@@ -58,7 +58,7 @@ class Outbox:
     async def write(self, key: str, record: Record, topic: Topic | None = None) -> None:
         """Write one record and wait for its acknowledgement.
 
-        Raises DeliveryError, also the error of an earlier batch that had only posted records.
+        Raises DeliveryError, also the error of an earlier posted record.
         """
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -92,7 +92,6 @@ class Outbox:
         await asyncio.get_running_loop().run_in_executor(self._thread, flushed)
 
     def close(self) -> None:
-        """Wait for the work of the thread, and end it."""
         self._thread.shutdown(wait=True)
 
     def _begin(self) -> None:
@@ -109,16 +108,13 @@ class Outbox:
                 failures = await asyncio.get_running_loop().run_in_executor(self._thread, self._send, batch)
             except Exception as error:  # noqa: BLE001 - any error is raised at each writer
                 failures = [error] * len(batch)
-            raised = False
             for letter, failure in zip(batch, failures, strict=True):
-                if letter.written is not None and not letter.written.done():
-                    if failure is None:
-                        letter.written.set_result(None)
-                    else:
-                        letter.written.set_exception(failure)
-                        raised = True
-            if not raised:
-                self._failure = next(filter(None, failures), self._failure)
+                if letter.written is None or letter.written.done():  # nobody waits for it, or does not any more
+                    self._failure = failure or self._failure
+                elif failure is None:
+                    letter.written.set_result(None)
+                else:
+                    letter.written.set_exception(failure)
 
     def _send(self, batch: list[_OutgoingRecord]) -> list[Exception | None]:
         """Write a batch; return the error of each record that could not be prepared. Raises DeliveryError."""
@@ -170,11 +166,7 @@ def anchor_of_run(kafka: KafkaSettings, run: RunSettings, stop: threading.Event)
     with LogReader(kafka, [Topic.MANIFESTS], client_id="tidemill-first-anchor") as reader:
         while not stop.is_set():
             for located in reader.poll(ANCHOR_POLL_S):
-                made = located.record
-                if (
-                    isinstance(made, Manifest)
-                    and (made.run_id, made.branch) == (run.run_id, run.branch)
-                    and made.anchor
-                ):
-                    return made.anchor.uri
+                match located.record:
+                    case Manifest(run_id=run.run_id, branch=run.branch, anchor=Anchor(uri=address)):
+                        return address
     return None

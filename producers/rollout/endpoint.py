@@ -45,8 +45,6 @@ _Name = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 class _PostedResult(BaseModel):
-    """The result that an agent posts."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     rewards: dict[_Name, FiniteFloat] = Field(min_length=1, max_length=64)
@@ -57,8 +55,6 @@ class _PostedResult(BaseModel):
 
 @dataclass(slots=True, eq=False)
 class _RolloutSession:
-    """The state of one rollout that has a key."""
-
     policy: RolloutPolicy
     turns: set[asyncio.Task[Reply]] = field(default_factory=set)
     """Generations in progress."""

@@ -10,14 +10,14 @@ Invariants:
   past an unfinished one, so that all records of later tasks are newer than that time. `rollouts` is read only for a
   task that was begun.
 
-`TaskIntake` and `TaskRecovery` block and need a thread of their own; the other classes are pure.
+`TaskIntake` blocks and needs a thread of its own; the other classes are pure.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from confluent_kafka import KafkaError, KafkaException
@@ -34,19 +34,11 @@ LOG = logging.getLogger(__name__)
 Partition = tuple[Topic, int]
 POLL_S = 0.05
 PATIENCE_S = 2.0
-REBALANCING = frozenset(
-    {
-        KafkaError.ILLEGAL_GENERATION,
-        KafkaError.REBALANCE_IN_PROGRESS,
-        KafkaError.UNKNOWN_MEMBER_ID,
-        KafkaError._STATE,
-        KafkaError._ASSIGNMENT_LOST,
-        KafkaError.NOT_COORDINATOR,
-        KafkaError.COORDINATOR_NOT_AVAILABLE,
-        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
-        KafkaError._WAIT_COORD,
-    }
-)
+REBALANCING = frozenset({
+    KafkaError.ILLEGAL_GENERATION, KafkaError.REBALANCE_IN_PROGRESS, KafkaError.UNKNOWN_MEMBER_ID,
+    KafkaError._STATE, KafkaError._ASSIGNMENT_LOST, KafkaError._WAIT_COORD, KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_NOT_AVAILABLE, KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+})  # fmt: skip
 """The errors of a commit that need no action: the partitions are moving to another member, or the group to another
 broker."""
 FENCED = frozenset({KafkaError.FENCED_INSTANCE_ID, KafkaError._FATAL, KafkaError._FENCED})
@@ -65,7 +57,8 @@ class OffsetTracker:
     def __init__(self) -> None:
         self._running: dict[Partition, set[int]] = {}
         self._next: dict[Partition, int] = {}
-        self._committed: dict[Partition, int] = {}
+        self.committed: dict[Partition, int] = {}
+        """The offsets that were committed."""
 
     def begin(self, partition: Partition, offset: int) -> bool:
         """Store a record; return whether to begin its work. Offsets of a partition arrive in order, with gaps."""
@@ -81,7 +74,7 @@ class OffsetTracker:
 
     def drop(self, partition: Partition) -> None:
         """Forget a partition that now belongs to another member."""
-        for state in (self._running, self._next, self._committed):
+        for state in (self._running, self._next, self.committed):
             state.pop(partition, None)
 
     def partitions(self) -> set[Partition]:
@@ -89,19 +82,13 @@ class OffsetTracker:
         return set(self._next)
 
     def committable(self) -> dict[Partition, int]:
-        """Return the next offset to read of each partition in which it changed since `committed`."""
+        """Return the next offset to read of each partition in which it is not committed yet."""
         marks = {partition: min(self._running[partition], default=end) for partition, end in self._next.items()}
-        return {partition: mark for partition, mark in marks.items() if mark > self._committed.get(partition, 0)}
-
-    def committed(self, offsets: dict[Partition, int]) -> None:
-        """Store the offsets that were committed."""
-        self._committed.update(offsets)
+        return {partition: mark for partition, mark in marks.items() if mark > self.committed.get(partition, 0)}
 
 
 @dataclass(frozen=True, slots=True)
 class TaskProgress:
-    """The recorded part of one task."""
-
     ended: frozenset[int] = frozenset()
     """Indexes in the group of the rollouts that are in the log."""
     turns: Mapping[int, tuple[Turn, ...]] = field(default_factory=dict)
@@ -142,8 +129,6 @@ class BegunTasks:
                 self._turns.setdefault(record.rollout_id, []).append(record)
             case Rollout() if record.run_id == self._run_id and record.group_id in self.groups:
                 self._ended.add(record.rollout_id)
-            case _:
-                pass
 
     def progress(self, task: Task) -> TaskProgress:
         """Return the recorded part of a task. Its turns are returned only once and then deleted."""
@@ -153,15 +138,62 @@ class BegunTasks:
         return TaskProgress(ended, {index: found for index, found in turns.items() if found and index not in ended})
 
 
-class TaskRecovery:
-    """Finds the recorded part of the tasks in the partitions of one worker."""
+class TaskIntake:
+    """Reads tasks for one member of the consumer group, with the recorded parts of those that were begun."""
 
-    def __init__(self, log: LogReader, run_id: str) -> None:
-        self._log, self._run_id = log, run_id
+    def __init__(self, member: GroupConsumer, log: LogReader, run_id: str) -> None:
+        self._member, self._log, self._run_id = member, log, run_id
+        self._paused = False
+        self._polled_at = time.monotonic()
         self._begun: dict[Partition, tuple[int, BegunTasks]] = {}
         """For each partition: the time at which its records were read, in µs since the Unix epoch, and their tasks."""
 
-    def progress(self, located: ConsumedRecord) -> TaskProgress:
+    def round(
+        self, wanted: bool, offsets: dict[Partition, int]
+    ) -> tuple[list[tuple[ConsumedRecord, TaskProgress]], set[Partition], dict[Partition, int]]:
+        """Commit `offsets` of owned partitions; if a record is wanted, take at most one and wait up to `POLL_S`.
+
+        Returns records of `tasks`, each with the recorded part of its task; the partitions that are owned; and the
+        offsets that were committed.
+
+        Raises RuntimeError if another worker has the same name; KafkaException, LookupError or TimeoutError if the log
+        cannot be read.
+        """
+        try:
+            committed = self._commit(offsets)
+            located: list[ConsumedRecord] = []
+            if wanted or time.monotonic() - self._polled_at >= PATIENCE_S:
+                if not wanted:
+                    self._member.pause()
+                elif self._paused:
+                    self._member.resume()
+                self._paused = not wanted
+                # A newly assigned partition is not paused, and may deliver a record that is not wanted.
+                located = self._member.poll(POLL_S if wanted else 0.0, max_records=1)
+                self._polled_at = time.monotonic()
+        except KafkaException as error:
+            if error.args[0].code() not in FENCED:
+                raise
+            raise RuntimeError(
+                "another worker of this run joined under the same name: give every worker its own rollout.worker_id"
+            ) from error
+        owned = self._member.assignment()
+        self._begun = {place: begun for place, begun in self._begun.items() if place in owned}
+        return [(one, self._progress(one)) for one in located], owned, committed
+
+    def _commit(self, offsets: dict[Partition, int]) -> dict[Partition, int]:
+        owned = self._member.assignment()
+        mine = {partition: offset for partition, offset in offsets.items() if partition in owned}
+        try:
+            self._member.commit(mine)
+        except KafkaException as error:
+            if error.args[0].code() not in REBALANCING:
+                raise
+            LOG.info("commit put off until the group is balanced: %s", error)
+            return {}
+        return mine
+
+    def _progress(self, located: ConsumedRecord) -> TaskProgress:
         """Return the recorded part of the task in a record, or nothing if the record is not a task of the run.
 
         Raises LookupError, TimeoutError or KafkaException if the log cannot be read.
@@ -190,64 +222,3 @@ class TaskRecovery:
         turns = sum(map(progress.resumable, progress.turns))
         LOG.info("task %s was begun: %d rollouts ended, %d turns recorded", task.task_id, len(progress.ended), turns)
         return progress
-
-    def keep(self, owned: Set[Partition]) -> None:
-        """Forget the partitions that are not in `owned`."""
-        self._begun = {place: begun for place, begun in self._begun.items() if place in owned}
-
-
-class WorkerReplaced(RuntimeError):
-    """Another worker joined under the same name."""
-
-
-class TaskIntake:
-    """Reads tasks for one member of the consumer group."""
-
-    def __init__(self, member: GroupConsumer, recovery: TaskRecovery) -> None:
-        self._member, self._recovery = member, recovery
-        self._paused = False
-        self._polled_at = time.monotonic()
-
-    def round(
-        self, wanted: bool, offsets: dict[Partition, int]
-    ) -> tuple[list[tuple[ConsumedRecord, TaskProgress]], set[Partition], dict[Partition, int]]:
-        """Commit `offsets` of owned partitions; if a record is wanted, take at most one and wait up to `POLL_S`.
-
-        Returns records of `tasks`, each with the recorded part of its task; the partitions that are owned; and the
-        offsets that were committed.
-
-        Raises WorkerReplaced; KafkaException, LookupError or TimeoutError if the log cannot be read.
-        """
-        try:
-            committed = self._commit(offsets)
-            located: list[ConsumedRecord] = []
-            if wanted or time.monotonic() - self._polled_at >= PATIENCE_S:
-                if not wanted:
-                    self._member.pause()
-                elif self._paused:
-                    self._member.resume()
-                self._paused = not wanted
-                # A newly assigned partition is not paused, and may deliver a record that is not wanted.
-                located = self._member.poll(POLL_S if wanted else 0.0, max_records=1)
-                self._polled_at = time.monotonic()
-        except KafkaException as error:
-            if error.args[0].code() not in FENCED:
-                raise
-            raise WorkerReplaced(
-                "another worker of this run joined under the same name: give every worker its own rollout.worker_id"
-            ) from error
-        owned = self._member.assignment()
-        self._recovery.keep(owned)
-        return [(one, self._recovery.progress(one)) for one in located], owned, committed
-
-    def _commit(self, offsets: dict[Partition, int]) -> dict[Partition, int]:
-        owned = self._member.assignment()
-        mine = {partition: offset for partition, offset in offsets.items() if partition in owned}
-        try:
-            self._member.commit(mine)
-        except KafkaException as error:
-            if error.args[0].code() not in REBALANCING:
-                raise
-            LOG.info("commit put off until the group is balanced: %s", error)
-            return {}
-        return mine

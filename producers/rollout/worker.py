@@ -27,7 +27,7 @@ from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.open import EnvironmentSet
 from tidemill.producers.outbox import OVERHEAD_BYTES, SPAN_BYTES, Outbox, SegmentClaims, anchor_of_run
 from tidemill.producers.rollout.endpoint import AgentEndpoint
-from tidemill.producers.rollout.intake import POLL_S, OffsetTracker, Partition, TaskIntake, TaskProgress, TaskRecovery
+from tidemill.producers.rollout.intake import POLL_S, OffsetTracker, Partition, TaskIntake, TaskProgress
 from tidemill.producers.rollout.player import Player
 from tidemill.producers.sampling.replicas import open_replica_client
 from tidemill.schemas.catalogue import Names, Topic
@@ -64,8 +64,6 @@ def refusal(located: ConsumedRecord, settings: RolloutSettings) -> str | None:
 
 @dataclass(slots=True)
 class _RunningTask:
-    """A task with unfinished episodes."""
-
     task: Task
     partition: Partition
     offset: int
@@ -129,7 +127,7 @@ class Worker:
                 error = error.exceptions[0]
             if error is not None:
                 raise error
-        self._tracker.committed(committed)
+        self._tracker.committed.update(committed)
         lost = self._tracker.partitions() - owned
         for partition in lost:
             LOG.info("partition %s moved to another worker; that worker takes its unfinished tasks", partition)
@@ -201,11 +199,9 @@ def run(
 ) -> None:
     """Work until `stop` is set; without `stop`, until SIGINT or SIGTERM.
 
-    Raises:
-        DeliveryError, KafkaException: the log fails.
-        OSError, ValueError: the checkpoint has no tokenizer, or a chat template that cannot be used (TemplateRefused).
-        UnknownEnvironment, TaskError, EnvironmentFailed: an environment of the run cannot be opened.
-        WorkerReplaced: another worker joined under the same name.
+    Raises DeliveryError, KafkaException; OSError or ValueError if the checkpoint has no tokenizer or usable template;
+    UnknownEnvironment, TaskError or EnvironmentFailed if an environment cannot be opened; RuntimeError if another
+    worker has the same name.
     """
     stop = stop or stop_on_signals()
     checkpoint = settings.tokenizer or anchor_of_run(kafka, run, stop)
@@ -220,7 +216,7 @@ def run(
             claims = SegmentClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
             outbox = Outbox(producer, Topic.ROLLOUTS, claims.checked)
             stack.callback(outbox.close)
-            recovery = TaskRecovery(stack.enter_context(LogReader(kafka, client_id=APPLICATION)), run.run_id)
+            log = stack.enter_context(LogReader(kafka, client_id=APPLICATION))
             member_of = kafka
             if settings.worker_id is not None:  # a static member, which gets its own partitions again
                 options = {**kafka.client_options, "group.instance.id": settings.worker_id}
@@ -244,6 +240,6 @@ def run(
             worker = Worker(run, settings, worker_id, Names(kafka.topic_prefix), player, outbox)
             LOG.info("rollout worker %s serves run %s from %s", worker_id, run.run_id, ", ".join(settings.replicas))
             with Liveness(f"rollout worker {worker_id}", kafka.stall_timeout_s) as liveness:
-                await worker.serve(TaskIntake(member, recovery), stop, liveness)
+                await worker.serve(TaskIntake(member, log, run.run_id), stop, liveness)
 
     asyncio.run(serve())

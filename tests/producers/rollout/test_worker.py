@@ -70,11 +70,11 @@ def test_no_offset_is_committed_past_unfinished_work(gaps, data):
         offsets = tracker.committable()
         if PARTITION in offsets:
             assert offsets[PARTITION] <= min(unfinished, default=offset + 1)
-            tracker.committed(offsets)
+            tracker.committed.update(offsets)
             assert tracker.committable() == {}
     for done in unfinished:
         tracker.finish(PARTITION, done)
-    tracker.committed(tracker.committable())
+    tracker.committed.update(tracker.committable())
     assert not any(tracker.begin(PARTITION, again) for again in begun), "delivered again, begun once"
 
 
