@@ -49,10 +49,6 @@ FAILED = "failed"
 """The answer was interrupted because of the replica, or is not valid."""
 
 
-class LogUnavailable(RuntimeError):
-    """The log did not acknowledge an interaction in time."""
-
-
 class Recorder:
     """Writes interactions. `rest_s` is the backoff after a failure of the log, in seconds."""
 
@@ -63,14 +59,14 @@ class Recorder:
         """Whether the last interaction was not acknowledged."""
 
     async def write(self, made: Interaction) -> None:
-        """Write one interaction and wait for its acknowledgement. Raises LogUnavailable."""
+        """Write one interaction and wait for its acknowledgement. Raises DeliveryError."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._outbox.write(made.interaction_id, made)
         except (DeliveryError, TimeoutError, OSError) as error:
             self.failing, self._rests_until = True, time.monotonic() + self._rest_s
             reason = str(error) or "no acknowledgement in time"
-            raise LogUnavailable(f"interaction {made.interaction_id}: {reason}") from error
+            raise DeliveryError(f"interaction {made.interaction_id}: {reason}") from error
         self.failing = False
 
     def may_try(self) -> bool:
@@ -201,7 +197,7 @@ class RequestHandler:
         self._deadline.reschedule(None)
         try:
             await asyncio.shield(self._router.start(self._record(str(self._collected.finish_reason))))
-        except LogUnavailable as error:
+        except DeliveryError as error:
             LOG.error("not recorded: %s", error)
             serve = self._router.settings.on_log_failure is LogFailure.SERVE_UNRECORDED
             self._router.metrics.unrecorded.labels("served" if serve else "refused").inc()
@@ -263,7 +259,7 @@ class RequestHandler:
         try:
             # Cancellation by a disconnected client must not stop the record.
             await asyncio.shield(self._router.start(self._record(finish_reason)))
-        except LogUnavailable as error:
+        except DeliveryError as error:
             LOG.error("not recorded: %s", error)
             self._router.metrics.unrecorded.labels(finish_reason).inc()
 

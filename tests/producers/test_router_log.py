@@ -18,14 +18,14 @@ from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, chunk
 from tests.records import build
 from tests.waiting import until
 from tidemill.producers.config import RouterSettings
-from tidemill.producers.edge.request_handler import LogUnavailable, open_recorder
+from tidemill.producers.edge.request_handler import open_recorder
 from tidemill.producers.edge.router import run
 from tidemill.producers.product.settings import key_hash
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, StoreSettings
 from tidemill.schemas.http_connections import bind
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Anchor, Interaction, Manifest
 
@@ -123,7 +123,7 @@ async def test_a_log_that_does_not_answer_is_reported_in_time_and_the_process_ca
     kafka, router = KafkaSettings(bootstrap="127.0.0.1:1"), RouterSettings(log_timeout_s=0.5)
     async with open_recorder(kafka, RUN, StoreSettings(root="unused"), router) as recorder:
         assert recorder.may_try()
-        with pytest.raises(LogUnavailable):
+        with pytest.raises(DeliveryError):
             await recorder.write(interaction_of())
         assert recorder.failing and not recorder.may_try()
     assert time.monotonic() - began < 20
