@@ -7,10 +7,9 @@ repeated until it succeeds or its timeout has passed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Collection, Mapping
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import (
@@ -20,8 +19,6 @@ from tidemill.schemas.log.client_settings import (
     Partition,
     groupless_settings,
 )
-
-Asked = TypeVar("Asked")
 
 NOT_YET_THERE = TRANSIENT | {KafkaError._UNKNOWN_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART}
 
@@ -34,39 +31,41 @@ def partitions_of(consumer: Consumer, topic: str) -> list[int]:
     return sorted(metadata.partitions)
 
 
-def watermarks(consumer: Consumer, partition: Partition, timeout_s: float = METADATA_TIMEOUT_S) -> tuple[int, int]:
-    """Return a partition's first kept offset and its end. Raises KafkaException if the log does not answer in time."""
+def watermarks(
+    consumer: Consumer, partitions: Collection[Partition], timeout_s: float = METADATA_TIMEOUT_S
+) -> dict[Partition, tuple[int, int]]:
+    """Return the first kept offset and the end of each partition: two requests for all partitions of a broker, since
+    each waits for a fetch that runs over the same connection.
 
-    def ask() -> tuple[int, int]:
-        low, high = consumer.get_watermark_offsets(TopicPartition(*partition), timeout=timeout_s)
-        return low, high
-
-    return _answer(ask, timeout_s)
+    Raises KafkaException if the log does not answer in time.
+    """
+    low, high = (_offsets(consumer, dict.fromkeys(partitions, at), timeout_s) for at in (OFFSET_BEGINNING, OFFSET_END))
+    return {partition: (low[partition], high[partition]) for partition in partitions}
 
 
 def offset_since(consumer: Consumer, partition: Partition, timestamp_ms: int) -> int | None:
     """Return the first offset of a partition whose record is not older than a time (since the Unix epoch); None if
     there is none. Raises KafkaException if the log does not answer in time."""
 
-    def ask() -> int:
-        (found,) = consumer.offsets_for_times([TopicPartition(*partition, timestamp_ms)], timeout=METADATA_TIMEOUT_S)
-        if found.error is not None:
-            raise KafkaException(found.error)
-        return int(found.offset)
-
-    offset = _answer(ask, METADATA_TIMEOUT_S)
+    offset = _offsets(consumer, {partition: timestamp_ms}, METADATA_TIMEOUT_S)[partition]
     return offset if offset >= 0 else None
 
 
-def _answer(ask: Callable[[], Asked], timeout_s: float) -> Asked:
+def _offsets(consumer: Consumer, times: Mapping[Partition, int], timeout_s: float) -> dict[Partition, int]:
+    """Return the offset of each partition at a time: milliseconds, OFFSET_BEGINNING or OFFSET_END."""
+    asked = [TopicPartition(*partition, at) for partition, at in times.items()]
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return ask()
+            found = consumer.offsets_for_times(asked, timeout=timeout_s) if asked else []
+            if failed := next((one for one in found if one.error is not None), None):
+                raise KafkaException(failed.error)
         except KafkaException as error:
             if error.args[0].code() not in NOT_YET_THERE or time.monotonic() > deadline:
                 raise
             time.sleep(RETRY_S)
+        else:
+            return {(one.topic, one.partition): int(one.offset) for one in found}
 
 
 class EndsClient:
@@ -84,12 +83,12 @@ class EndsClient:
         self._kafka, self._client_id = kafka, client_id
         self._client: Consumer | None = None
 
-    def ends(self, partitions: Iterable[Partition], timeout_s: float) -> dict[Partition, int]:
+    def ends(self, partitions: Collection[Partition], timeout_s: float) -> dict[Partition, int]:
         """Return the end of each partition for readers of committed records; 0 if retention deleted all records, so
         that no reader has records to read, at any offset.
 
         Args:
-            timeout_s: timeout of the request for one partition.
+            timeout_s: timeout of a request.
 
         Raises KafkaException if the log does not answer for all partitions in time.
         """
@@ -97,7 +96,7 @@ class EndsClient:
             # The admin client's request for offsets is not used: after a timeout it returns meaningless offsets, and
             # after a new leader election it always repeats the request with the old epoch (librdkafka 2.16).
             self._client = Consumer(groupless_settings(self._kafka, self._client_id))
-        bounds = {partition: watermarks(self._client, partition, timeout_s) for partition in partitions}
+        bounds = watermarks(self._client, partitions, timeout_s)
         return {partition: high if high > low else 0 for partition, (low, high) in bounds.items()}
 
     def close(self) -> None:

@@ -180,7 +180,8 @@ class LogSource:
 
     def bounds(self, lane: Lane) -> Range:
         """Return the offsets that the log holds of a partition now: the first one, and that of the next record."""
-        return Range(*watermarks(self._log.client, self._full(lane)))
+        full = self._full(lane)
+        return Range(*watermarks(self._log.client, [full])[full])
 
     def first_since(self, lane: Lane, timestamp_ms: int) -> int | None:
         """Return the first offset whose record is not older than a time; None if there is none."""
