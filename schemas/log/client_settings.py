@@ -31,6 +31,8 @@ TRANSIENT = frozenset(
         KafkaError._TRANSPORT,
         KafkaError._TIMED_OUT,
         KafkaError._PARTITION_EOF,
+        # The request was waiting for a broker that left the cluster's metadata.
+        KafkaError._DESTROY_BROKER,
     }
 )
 """Errors from which librdkafka recovers by itself; its `retriable` flag is set only for transactional calls."""
