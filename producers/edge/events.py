@@ -284,15 +284,15 @@ class EventIntake:
 
     async def take(self, trees: Sequence[Any], caller: str) -> list[ItemOut]:
         """Check and write events; return their results, in order, after the log has answered or the time is over."""
-        results: dict[int, ItemOut] = {}
+        results: list[ItemOut] = []
         records: dict[int, Feedback] = {}
         for place, tree in enumerate(trees):
             try:
                 records[place] = self._record(tree, caller)
+                results.append(ItemOut(status=202, event_id=records[place].event_id))
             except Problem as refused:
-                results[place] = ItemOut(
-                    status=refused.status, detail=refused.detail, retry_after_s=refused.retry_after_s
-                )
+                seconds = refused.retry_after_s
+                results.append(ItemOut(status=refused.status, detail=refused.detail, retry_after_s=seconds))
         reasons: list[str] = []
         if records:
             try:
@@ -303,12 +303,13 @@ class EventIntake:
                 reasons = [str(error)] * len(records)
         if failed := next(filter(None, reasons), ""):
             log.warning("%d of %d events not acknowledged: %s", sum(map(bool, reasons)), len(records), failed)
-        for (place, record), reason in zip(records.items(), reasons, strict=True):
-            again: dict[str, Any] = {"detail": NOT_ACKNOWLEDGED, "retry_after_s": RETRY_AFTER_S} if reason else {}
-            results[place] = ItemOut(status=503 if reason else 202, event_id=record.event_id, **again)
-        for result in results.values():
+        for place, reason in zip(records, reasons, strict=True):
+            if reason:
+                again = {"status": 503, "detail": NOT_ACKNOWLEDGED, "retry_after_s": RETRY_AFTER_S}
+                results[place] = results[place].model_copy(update=again)
+        for result in results:
             self._metrics.events.labels(caller, str(result.status)).inc()
-        return [results[place] for place in range(len(trees))]
+        return results
 
     def _record(self, tree: Any, caller: str) -> Feedback:  # noqa: ANN401 - a JSON tree
         try:

@@ -158,7 +158,8 @@ class FeedbackQueue:
     async def deliver(self, records: Sequence[Feedback], deadline_s: float) -> list[str]:
         """Write records (at least one), wait for the log, and return why each failed, in order; empty if it did not.
 
-        Raises like `put`, for all records; FeedbackQueueFull if there was no room for the first one.
+        For asyncio, from one event loop; records that end together wake it up once. Raises like `put`, for all records;
+        FeedbackQueueFull if there was no room for the first one.
         """
         deadline = time.monotonic() + deadline_s
         if not self._partitions:
