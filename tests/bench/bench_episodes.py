@@ -100,7 +100,7 @@ async def native() -> None:
                     body = json.dumps({"model": "m", "messages": messages}).encode()
                     async with http.post(f"{at.base_url}/chat/completions", data=body, headers=headers) as answer:
                         messages += [json.loads(await answer.read())["choices"][0]["message"], NEXT]
-                policy.close()
+                policy.closed = True
                 endpoint.close(policy)
 
             say("native", turns=turns, way="endpoint", episodes_per_s=await rate(over_http, count))
