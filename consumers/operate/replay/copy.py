@@ -58,7 +58,7 @@ class ReplayOrigin(Protocol):
         """
 
     def ordered(self, plan: Plan) -> Iterable[tuple[int, RawRecord]]:
-        """Yield the records of a plan, and possibly others, in the order of `OrderedMerge`, with the time reached."""
+        """Yield the records of a plan, and possibly others, in the order of a replay, with the time reached."""
 
     def close(self) -> None:
         """Release its resources."""

@@ -200,21 +200,22 @@ class LogSource:
                 yield from (raw_record(message, self._kafka.topic_prefix) for message in messages)
 
     def ordered(self, ranges: Mapping[Lane, Range]) -> Iterator[tuple[int, RawRecord]]:
-        """Yield every record of the ranges in the order of `OrderedMerge`, with the time that the merge has reached.
+        """Yield every record of the ranges in the order of a replay, with the time that the order has reached.
 
         Raises the errors of `scan`.
         """
-        merge, open_lanes = OrderedMerge(ranges), set(ranges)
+        left = set(ranges)
         with closing(self._reader()) as log:
-            for messages in log.read_ranges({self._full(lane): held for lane, held in ranges.items()}):
-                for message in messages:
-                    merge.add(raw_record(message, self._kafka.topic_prefix))
-                left = {lane for lane in open_lanes if self._full(lane) in log.next_offsets()}
-                for lane in open_lanes - left:
-                    merge.end(lane)
-                open_lanes = left
-                yield from merge.take()
-                log.hold_back(self._full(lane) for lane in open_lanes if merge.held_bytes(lane) > HELD_BYTES)
+            arriving = log.read_ranges({self._full(lane): held for lane, held in ranges.items()})
+
+            def more(held_bytes: Mapping[Lane, int]) -> tuple[list[RawRecord], set[Lane]]:
+                log.hold_back(self._full(lane) for lane, n_bytes in held_bytes.items() if n_bytes > HELD_BYTES)
+                records = [raw_record(message, self._kafka.topic_prefix) for message in next(arriving, [])]
+                ended = {lane for lane in left if self._full(lane) not in log.next_offsets()}
+                left.difference_update(ended)
+                return records, ended
+
+            yield from merged(ranges, more)
 
     def close(self) -> None:
         self._log.close()
@@ -223,52 +224,37 @@ class LogSource:
         return self._kafka.topic_prefix + lane[0], lane[1]
 
 
-Order = tuple[int, int, int, int]
-"""Time reached in the partition, rank of the topic, partition, offset."""
-
 OVERHEAD_BYTES = 500
 """Memory of a record in addition to its bytes."""
 
 
-class OrderedMerge:
-    """Merges partitions: `add` takes records, in offset order within each partition, and `take` yields them."""
+def merged(
+    lanes: Iterable[Lane], more: Callable[[Mapping[Lane, int]], tuple[Iterable[RawRecord], Iterable[Lane]]]
+) -> Iterator[tuple[int, RawRecord]]:
+    """Merge partitions into the order of a replay; yield each record with the time that the order has reached.
 
-    def __init__(self, lanes: Iterable[Lane]) -> None:
-        self._held: dict[Lane, deque[tuple[Order, RawRecord]]] = {lane: deque() for lane in lanes}
-        self._bytes = dict.fromkeys(self._held, 0)
-        self._reached: dict[Lane, int] = {}
-        self._heads: list[tuple[Order, Lane]] = []
-        self._open = set(self._held)
-        self._awaited = set(self._held)
+    Args:
+        more: called with the size of the records of each partition that wait for those of other partitions. Returns
+            the next records, in offset order within each partition, and the partitions of which none follow.
+    """
+    held: dict[Lane, deque[RawRecord]] = {lane: deque() for lane in lanes}
+    held_bytes, ended = dict.fromkeys(held, 0), set[Lane]()
 
-    def add(self, record: RawRecord) -> None:
-        lane = record.lane
-        self._reached[lane] = max(record.timestamp_ms, self._reached.get(lane, record.timestamp_ms))
-        order = (self._reached[lane], RANK[record.topic], record.partition, record.offset)
-        self._held[lane].append((order, record))
-        self._bytes[lane] += record.n_bytes + OVERHEAD_BYTES
-        if len(self._held[lane]) == 1:
-            self._awaited.discard(lane)
-            heapq.heappush(self._heads, (order, lane))
+    def in_order(lane: Lane) -> Iterator[tuple[tuple[int, ...], RawRecord]]:
+        reached = 0
+        while True:
+            while not held[lane]:
+                if lane in ended:
+                    return
+                records, over = more(held_bytes)
+                for record in records:
+                    held[record.lane].append(record)
+                    held_bytes[record.lane] += record.n_bytes + OVERHEAD_BYTES
+                ended.update(over)
+            record = held[lane].popleft()
+            held_bytes[lane] -= record.n_bytes + OVERHEAD_BYTES
+            reached = max(reached, record.timestamp_ms)
+            yield (reached, RANK[record.topic], record.partition, record.offset), record
 
-    def end(self, lane: Lane) -> None:
-        """Mark the end of this partition: no more records follow."""
-        self._open.discard(lane)
-        self._awaited.discard(lane)
-
-    def held_bytes(self, lane: Lane) -> int:
-        """Return the size of the records of a partition that wait for those of other partitions."""
-        return self._bytes[lane]
-
-    def take(self) -> Iterator[tuple[int, RawRecord]]:
-        """Yield every record whose place in the order is certain, with the time that the merge has reached."""
-        while self._heads and not self._awaited:
-            order, lane = heapq.heappop(self._heads)
-            held = self._held[lane]
-            _, record = held.popleft()
-            self._bytes[lane] -= record.n_bytes + OVERHEAD_BYTES
-            if held:
-                heapq.heappush(self._heads, (held[0][0], lane))
-            elif lane in self._open:
-                self._awaited.add(lane)
-            yield order[0], record
+    for (reached, *_), record in heapq.merge(*map(in_order, held), key=lambda entry: entry[0]):
+        yield reached, record

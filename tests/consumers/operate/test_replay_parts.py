@@ -13,7 +13,7 @@ from tests.consumers.operate.replay_support import group, rollout, step
 from tests.records import build
 from tidemill.consumers.operate.replay.copy import Pacer, carried_on, copy_records, speed_of
 from tidemill.consumers.operate.replay.plan import LanePlan, Plan, places_of_steps
-from tidemill.consumers.operate.replay.records import RANK, OrderedMerge, RawRecord, references, relocated
+from tidemill.consumers.operate.replay.records import RANK, RawRecord, merged, references, relocated
 from tidemill.consumers.operate.replay.selection import (
     Filter,
     NumberRange,
@@ -74,18 +74,37 @@ def plan_of(lanes):
 
 @given(partitions(), st.randoms())
 def test_the_order_depends_on_the_records_and_not_on_how_they_arrive(lanes, random):
-    merge, left = OrderedMerge(lanes), {lane: list(records) for lane, records in lanes.items()}
-    out = []
-    while left:
+    left = {lane: list(records) for lane, records in lanes.items()}
+    held = {}
+
+    def more(held_bytes):
+        nonlocal held
+        held = held_bytes
         lane = random.choice(sorted(left))
         if left[lane]:
-            merge.add(left[lane].pop(0))
-        else:
-            merge.end(lane)
-            del left[lane]
-        out += merge.take()
-    assert out == ordered_by_sorting(lanes)
-    assert all(merge.held_bytes(lane) == 0 for lane in lanes)
+            return [left[lane].pop(0)], []
+        del left[lane]
+        return [], [lane]
+
+    assert list(merged(lanes, more)) == ordered_by_sorting(lanes)
+    assert not left, "every partition was read to its end"
+    assert set(held) == set(lanes) and not any(held.values())
+
+
+def test_records_that_wait_for_another_partition_are_counted():
+    early = [RawRecord("rollouts", 0, n, n, b"k", b"value") for n in range(3)]
+    late = RawRecord("groups", 0, 0, 9, b"k", b"value")
+    arriving = iter([(early, []), ([late], []), ([], [("rollouts", 0)]), ([], [("groups", 0)])])
+    sizes = []
+
+    def more(held_bytes):
+        sizes.append(dict(held_bytes))
+        return next(arriving)
+
+    found = [record for _, record in merged([("rollouts", 0), ("groups", 0)], more)]
+    assert found == [*early, late]
+    held = [size["rollouts", 0] for size in sizes]
+    assert held[0] == held[2] == 0 < held[1], "the first is out, the others wait for the first group"
 
 
 @given(
