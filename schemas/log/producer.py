@@ -35,12 +35,18 @@ class AckedWriter(Protocol):
 
 
 class RecordProducer:
-    """A writer of records. `send` queues, `send_acked` waits. A failed delivery raises an error at the next call."""
+    """A writer of records. `send` queues, `send_acked` waits. A failed delivery raises an error at the next call.
 
-    def __init__(self, kafka: KafkaSettings, client_id: str, codec: Codec | None = None) -> None:
+    Args:
+        own: settings of librdkafka that replace those of every producer.
+    """
+
+    def __init__(
+        self, kafka: KafkaSettings, client_id: str, codec: Codec | None = None, own: dict[str, Any] | None = None
+    ) -> None:
         self._names = Names(kafka.topic_prefix)
         self._codec = codec or Codec(kafka.registry_url)
-        self._producer = Producer(producer_settings(kafka, client_id))
+        self._producer = Producer(producer_settings(kafka, client_id) | (own or {}))
         self._kafka = kafka
         self._accepted = False
         self._failure: KafkaError | None = None
@@ -73,7 +79,7 @@ class RecordProducer:
         key: bytes | None,
         partition: int | None = None,
         timestamp_ms: int | None = None,
-        headers: Mapping[str, bytes] | None = None,
+        headers: Mapping[str, bytes] | Sequence[tuple[str, bytes | None]] | None = None,
         on_delivery: Any = None,  # noqa: ANN401 - librdkafka's callback
     ) -> None:
         """Queue raw bytes for a topic, by its full name. Waits while the local queue is full."""
@@ -84,7 +90,7 @@ class RecordProducer:
         if timestamp_ms is not None:
             arguments["timestamp"] = timestamp_ms
         if headers:
-            arguments["headers"] = list(headers.items())
+            arguments["headers"] = list(headers.items() if isinstance(headers, Mapping) else headers)
         while True:
             try:
                 self._producer.produce(full_topic, value, **arguments)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from confluent_kafka import KafkaError, Message, Producer
+from confluent_kafka import KafkaError, Message
 
 from tidemill.consumers.operate import Progress, no_progress
 from tidemill.consumers.operate.replay.plan import Plan, lane_reports
@@ -39,8 +39,8 @@ from tidemill.consumers.operate.replay.target import (
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
-from tidemill.schemas.log.producer import DeliveryError
+from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 
 
 class ReplayOrigin(Protocol):
@@ -234,7 +234,7 @@ def copy_records(
                 copied.relocated += 1
                 value = codec.encode(moved)
             first = copied.there + copied.written == 0
-            writer.send(record, value, copy_headers(record, source_prefix, begun, first), base[record.lane] + rank)
+            writer.send_copy(record, value, copy_headers(record, source_prefix, begun, first), base[record.lane] + rank)
             copied.written += 1
             following[record.lane] += 1
             if first:
@@ -292,51 +292,41 @@ class Pacer:
         return max(0.0, due - self._clock())
 
 
-class CopyWriter:
+class CopyWriter(RecordProducer):
     """Writes copies and checks that each gets its planned offset."""
 
     def __init__(self, kafka: KafkaSettings, prefix: str) -> None:
-        limit = {"message.max.bytes": MAX_RECORD_BYTES + 2 * MARKS_BYTES}
-        self._producer = Producer({**producer_settings(kafka, CLIENT_ID), **limit})
+        super().__init__(kafka, CLIENT_ID, own={"message.max.bytes": MAX_RECORD_BYTES + 2 * MARKS_BYTES})
         self._prefix = prefix
-        self._failure = ""
+        self._misplaced = ""
 
-    def send(self, record: RawRecord, value: bytes | None, headers: list[Header], offset: int) -> None:
+    def send_copy(self, record: RawRecord, value: bytes | None, headers: list[Header], offset: int) -> None:
         """Queue the copy of a record, which must get `offset`. Raises DeliveryError if an earlier copy failed."""
-        self._raise_failure()
 
         def delivered(error: KafkaError | None, message: Message) -> None:
-            if error is not None:
-                self._failure = self._failure or f"the log refused a copy: {error}"
-            elif message.offset() != offset:
-                self._failure = self._failure or (
+            self._delivered(error, message)
+            if error is None and message.offset() != offset:
+                self._misplaced = self._misplaced or (
                     f"{message.topic()}[{message.partition()}]: a copy is at offset {message.offset()}, planned was "
                     f"{offset}. Another process writes there: delete these topics and replay under another prefix"
                 )
 
-        while True:
-            try:
-                self._producer.produce(
-                    self._prefix + record.topic,
-                    value,
-                    record.key,
-                    partition=record.partition,
-                    timestamp=record.timestamp_ms,
-                    headers=list(headers),
-                    on_delivery=delivered,
-                )
-                break
-            except BufferError:
-                self._producer.poll(0.1)
-        self._producer.poll(0)
+        self._raise_misplaced()
+        self.send_bytes(
+            self._prefix + record.topic,
+            value,
+            key=record.key,
+            partition=record.partition,
+            timestamp_ms=record.timestamp_ms,
+            headers=headers,
+            on_delivery=delivered,
+        )
 
-    def flush(self) -> None:
+    def flush(self, timeout_s: float = DELIVERY_TIMEOUT_MS / 1000) -> None:
         """Wait until all queued copies are in the log. Raises DeliveryError."""
-        left = self._producer.flush(DELIVERY_TIMEOUT_MS / 1000)
-        self._raise_failure()
-        if left:
-            raise DeliveryError(f"{left} copies were not acknowledged")
+        super().flush(timeout_s)
+        self._raise_misplaced()
 
-    def _raise_failure(self) -> None:
-        if self._failure:
-            raise DeliveryError(self._failure)
+    def _raise_misplaced(self) -> None:
+        if self._misplaced:
+            raise DeliveryError(self._misplaced)
