@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -163,26 +164,14 @@ def _begun(
             yield place, role
 
 
-@dataclass(frozen=True, slots=True)
-class TextRun:
-    """Neighbouring tokens with the same colour and title."""
-
-    text: str
-    look: str
-    """CSS class of their colour; empty if none."""
-    title: str
+Paint = tuple[str, str]
+"""The CSS class of a token's colour, empty if it has none, and the token's title."""
+TextPart = tuple[bool, list[tuple[Paint, str]]]
+"""A part of a message: whether it is a tool call, and the text of each of its runs of equally painted tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageText:
-    """A part of a message: text or a tool call."""
-
-    is_call: bool
-    runs: list[TextRun]
-
-
-def said_texts(texts: Sequence[str], looks: Sequence[str], titles: Sequence[str], calls: bool) -> list[MessageText]:
-    """Split a message into parts: token texts, each with class and title; `calls`: it may contain tool calls."""
+def said_texts(texts: Sequence[str], paints: Sequence[Paint], calls: bool) -> list[TextPart]:
+    """Split a message into parts: token texts, each with its paint; `calls`: it may contain tool calls."""
     within, place, whole = list[bool](), 0, "".join(texts)
     # The grammar of the first model family whose marker is in the text.
     grammar = next((each for each in GRAMMARS if calls and each.marker and each.marker in whole), None)
@@ -194,12 +183,10 @@ def said_texts(texts: Sequence[str], looks: Sequence[str], titles: Sequence[str]
             begin, end, _body = next(pieces, nowhere)
         within.append(begin <= place < end)
         place += len(text)
-    rows = list(zip(within, looks, titles, texts, strict=True))
-    found = list[MessageText]()
-    for is_call, stretch in groupby(rows, key=lambda row: row[0]):
-        runs = [TextRun("".join(row[3] for row in alike), look, title)
-                for (look, title), alike in groupby(stretch, key=lambda row: row[1:3])]  # fmt: skip
-        found.append(MessageText(is_call, runs))
+    found = list[TextPart]()
+    for is_call, stretch in groupby(zip(within, paints, texts, strict=True), key=itemgetter(0)):
+        runs = groupby(stretch, key=itemgetter(1))
+        found.append((is_call, [(paint, "".join(text for _, _, text in alike)) for paint, alike in runs]))
     return found
 
 
@@ -220,24 +207,19 @@ HUES = 6
 """Number of version colours in the style sheet; the seventh version has the first one's colour again."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenColours:
-    """The class and the title of each token, and the labels of the classes in use."""
-
-    looks: list[str]
-    titles: list[str]
-    legend: list[tuple[str, str]]
+Painted = tuple[list[Paint], list[tuple[str, str]]]
+"""The paint of each token, and the labels of the classes in use."""
 
 
-def by_mask(mask: Sequence[int]) -> TokenColours:
+def by_mask(mask: Sequence[int]) -> Painted:
     """Colour the tokens that the policy sampled and is trained on."""
-    looks = ["hue0" if sampled else "" for sampled in mask]
-    return TokenColours(looks, [""] * len(mask), [("hue0", "sampled, in the loss"), ("", "given, not in the loss")])
+    legend = [("hue0", "sampled, in the loss"), ("", "given, not in the loss")]
+    return [("hue0" if sampled else "", "") for sampled in mask], legend
 
 
 def by_version(
     mask: Sequence[int], first: int, lengths: Sequence[int], spans: Iterable[tuple[int, int, int, int]]
-) -> TokenColours:
+) -> Painted:
     """Colour tokens by the version that sampled each of them.
 
     Args:
@@ -247,29 +229,28 @@ def by_version(
     """
     before, known = list(accumulate(lengths, initial=0)), [span for span in spans if 0 <= span[0] < len(lengths)]
     versions = sorted({version for _, version, _, _ in known})
-    looks = [""] * len(mask)
+    paints = [("", "")] * len(mask)
     for segment, version, start, end in known:
         look = f"hue{versions.index(version) % HUES}"
         for place in range(max(before[segment] + start, first), min(before[segment] + end, first + len(mask))):
-            looks[place - first] = look if mask[place - first] else ""
-    legend = [(f"hue{n % HUES}", f"version {version}") for n, version in enumerate(versions)]
-    return TokenColours(looks, [""] * len(mask), legend)
+            paints[place - first] = (look if mask[place - first] else "", "")
+    return paints, [(f"hue{n % HUES}", f"version {version}") for n, version in enumerate(versions)]
 
 
-def by_logprob(mask: Sequence[int], logprobs: Sequence[float | None]) -> TokenColours:
+def by_logprob(mask: Sequence[int], logprobs: Sequence[float | None]) -> Painted:
     """Colour tokens by the probability with which each was sampled."""
-    looks, titles = list[str](), list[str]()
+    paints = list[Paint]()
     for sampled, logprob in zip(mask, logprobs, strict=True):
-        known = sampled and logprob is not None
-        probability = math.exp(min(0.0, logprob)) if known and logprob is not None else -1.0
-        looks.append(next((f"odds{n}" for n, (least, _words) in enumerate(BOUNDS) if probability >= least), ""))
-        titles.append(f"logprob {logprob:.4f}" if known else "")
-    return TokenColours(
-        looks, titles, [(f"odds{n}", f"probability {words}") for n, (_least, words) in enumerate(BOUNDS)]
-    )
+        if sampled and logprob is not None:
+            probability = math.exp(min(0.0, logprob))
+            number = next(n for n, (least, _words) in enumerate(BOUNDS) if probability >= least)
+            paints.append((f"odds{number}", f"logprob {logprob:.4f}"))
+        else:
+            paints.append(("", ""))
+    return paints, [(f"odds{n}", f"probability {words}") for n, (_least, words) in enumerate(BOUNDS)]
 
 
-def by_mismatch(n: int, first: int, lengths: Sequence[int], worst: Sequence[Sequence[float]]) -> TokenColours:
+def by_mismatch(n: int, first: int, lengths: Sequence[int], worst: Sequence[Sequence[float]]) -> Painted:
     """Colour tokens by the difference of trainer's and sampler's logprob, for the worst tokens of each step in the log.
 
     Args:
@@ -277,25 +258,24 @@ def by_mismatch(n: int, first: int, lengths: Sequence[int], worst: Sequence[Sequ
         first: index of the first of them, through all segments.
         worst: a row for each token: segment, position in it, the sampler's logprob and the trainer's.
     """
-    looks, titles = [""] * n, [""] * n
+    paints = [("", "")] * n
     before = list(accumulate(lengths, initial=0))
     for segment, position, sampler, trainer in worst:
         place = before[int(segment)] + int(position) - first if 0 <= segment < len(lengths) else -1
         if 0 <= place < n:
             apart = abs(trainer - sampler)
             at = next(number for number, (least, _words) in enumerate(DIFFERENCES) if apart >= least or least == 0)
-            looks[place] = f"odds{len(DIFFERENCES) - at}"
-            titles[place] = f"sampler {sampler:.4f}, trainer {trainer:.4f}"
+            paints[place] = (f"odds{len(DIFFERENCES) - at}", f"sampler {sampler:.4f}, trainer {trainer:.4f}")
     legend = [(f"odds{len(DIFFERENCES) - at}", f"difference {words}") for at, (_, words) in enumerate(DIFFERENCES)]
     note = f"{len(worst)} of its tokens are among the worst of their step; the log has no others"
-    return TokenColours(looks, titles, [*legend, ("", note)])
+    return paints, [*legend, ("", note)]
 
 
-def by_advantage(mask: Sequence[int], advantage: float | None) -> TokenColours:
+def by_advantage(mask: Sequence[int], advantage: float | None) -> Painted:
     """Colour each token that the rollout's advantage in its group weights."""
     if advantage is None:
-        return TokenColours([""] * len(mask), [""] * len(mask), [("", "no advantage: failed, or in no group yet")])
+        return [("", "")] * len(mask), [("", "no advantage: failed, or in no group yet")]
     sign = "up" if advantage > 0 else "down" if advantage < 0 else ""
     words = {"up": "made more probable", "down": "made less probable", "": "left as they are"}[sign]
     legend = [(sign, f"advantage {advantage:+.4g}: sampled tokens are {words}")]
-    return TokenColours([sign if sampled else "" for sampled in mask], [""] * len(mask), legend)
+    return [(sign if sampled else "", "") for sampled in mask], legend

@@ -23,6 +23,8 @@ LINKS: dict[str, str] = {
 """The first part of the address of a value's own page, by column."""
 PARAMETER = "param_"
 """The prefix of a query parameter in the address of a query, as in ClickHouse."""
+Named = dict[str, Any]
+"""Values by name: a row of a table, or a part of a drawing for a template."""
 POSITIONS = tuple((f"{of}topic", f"{of}partition", f"{of}offset") for of in ("_", "", "source_"))
 """Columns that together identify a record."""
 
@@ -132,18 +134,9 @@ PLACES = 200
 """Maximum number of values of `x` that are drawn: a panel is about 600 pixels wide."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlotRows:
-    """Rows to draw."""
-
-    columns: list[str]
-    rows: list[list[Any]]
-    every: int
-    """Every n-th value of `x` is drawn, including the last one."""
-
-
-def plotted(panel: Panel, result: TableRows) -> PlotRows:
-    """Return the rows of a panel to draw."""
+def plotted(panel: Panel, result: TableRows) -> dict[str, Any]:
+    """Return the `rows` of a panel to draw, with their `columns`; of the values of `x` only each `every`-th is drawn,
+    including the last one."""
     drawn = ",".join(panel.drawn.get(key, "") for key in ("x", "y", "by", "low", "high"))
     named = ("run_id", *(name.strip() for name in drawn.split(",")))
     columns = [name for name in dict.fromkeys(named) if name in result.columns]
@@ -152,7 +145,8 @@ def plotted(panel: Panel, result: TableRows) -> PlotRows:
     known = sorted({row[x] for row in result.rows if row[x] is not None})
     every = -(-len(known) // PLACES)
     kept = set(known[::-1][::every]) if every > 1 else set(known)
-    return PlotRows(columns, [[row[place] for place in places] for row in result.rows if row[x] in kept], max(1, every))
+    rows = [[row[place] for place in places] for row in result.rows if row[x] in kept]
+    return {"columns": columns, "rows": rows, "every": max(1, every)}
 
 
 WIDTH = 1000.0
@@ -161,62 +155,38 @@ KINDS = {"trained": "good", "reward": "good", "failed": "bad", "open": "quiet", 
 """The colour of a part by its first word; other parts have the colours of the series."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlowPart:
-    """One part of a whole."""
+def flows(panel: Panel, result: TableRows) -> list[Named]:
+    """Return the bars of a panel: a bar for each value of the columns `by`, a part for each of its rows.
 
-    name: str
-    count: int
-    x: float
-    width: float
-    colour: str
-    """Name of a CSS class."""
-    query: str
-    """The columns that identify the part, as the query string of an address."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """A whole, its parts, and whether they add up to it."""
-
-    name: str
-    total: int
-    parts: list[FlowPart]
-
-    @property
-    def missing(self) -> int:
-        """The difference between the whole and its parts; 0 if they add up."""
-        return self.total - sum(part.count for part in self.parts)
-
-
-def flows(panel: Panel, result: TableRows) -> list[Flow]:
-    """Return the bars of a panel: a bar for each value of the columns `by`, a part for each of its rows."""
+    Returns:
+        of each bar its `name`, its `total`, its `parts`, and the number that the parts lack (`missing`); of each part
+        its `name`, its `count`, the place of its rectangle (`x`, `width`), the CSS class of its `colour`, and the
+        columns that identify it as the `query` string of an address.
+    """
     by = [name.strip() for name in panel.drawn["by"].split(",")]
     name, count = panel.drawn["x"], panel.drawn["y"]
-    kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for one in result.rows:
-        named = dict(zip(result.columns, one, strict=True))
+    kinds: dict[tuple[Any, ...], list[Named]] = {}
+    for named in result.named():
         kinds.setdefault(tuple(named[each] for each in by), []).append(named)
     found = []
     for kind, rows in kinds.items():
         total = int(rows[0][panel.drawn["total"]])
-        parts, reached, other, scale = list[FlowPart](), 0, 0, WIDTH / max(1, total)
+        parts, reached, other, scale = list[Named](), 0, 0, WIDTH / max(1, total)
         for row in sorted(rows, key=lambda row: -row[count]):
             colour = KINDS.get(str(row[name]).split(":")[0].split(" ")[0], "")
             if not colour:
                 colour, other = f"part-{other % 3}", other + 1
             query = urlencode({"run" if each == "run_id" else each: row[each] for each in [*by, name]})
-            parts.append(FlowPart(str(row[name]), row[count], reached * scale, row[count] * scale, colour, query))
+            part = {"name": str(row[name]), "count": row[count], "colour": colour, "query": query}
+            parts.append({**part, "x": reached * scale, "width": row[count] * scale})
             reached += row[count]
-        found.append(Flow(" · ".join(map(str, kind)), total, parts))
+        found.append({"name": " · ".join(map(str, kind)), "total": total, "parts": parts, "missing": total - reached})
     return found
 
 
 STEP, LANE, EDGE = 34, 78, 44
 MARKS = {"promote": "▲", "canary": "◇", "admit": "✓", "hold": "‖", "reject": "✕", "roll_back": "↩"}
 """The mark under a version for each kind of decision about it."""
-
-Named = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -232,23 +202,14 @@ class GraphNode:
     """The newest reason of each kind of decision."""
 
 
-@dataclass(frozen=True, slots=True)
-class GraphEdge:
-    """A connection from one version to another."""
-
-    kind: str
-    """`delta`, `skip-delta`, `fork` or `roll_back`."""
-    path: str
-    title: str
-
-
 @dataclass(slots=True)
 class Graph:
     """The graph of one run, with the size of its drawing."""
 
     run: str
     nodes: list[GraphNode] = field(default_factory=list)
-    edges: list[GraphEdge] = field(default_factory=list)
+    edges: list[dict[str, str]] = field(default_factory=list)
+    """Connections from one version to another: `kind` (delta, skip-delta, fork or roll_back), `path` and `title`."""
     lanes: list[tuple[str, int]] = field(default_factory=list)
     """Each branch's name, and the vertical position of its first lane."""
     width: int = 0
@@ -260,8 +221,7 @@ class Graph:
 def graphs(result: TableRows) -> list[Graph]:
     """Return a graph for each run of the query `weight_graph`."""
     runs: dict[str, list[Named]] = {}
-    for row in result.rows:
-        named = dict(zip(result.columns, row, strict=True))
+    for named in result.named():
         runs.setdefault(named["run_id"], []).append(named)
     return [graph for run, rows in runs.items() if (graph := _graph(run, rows)).nodes]
 
@@ -316,9 +276,8 @@ def _graph(run: str, rows: list[Named]) -> Graph:
     return graph
 
 
-def _edge(kind: str, start: GraphNode, end: GraphNode, title: str) -> GraphEdge:
+def _edge(kind: str, start: GraphNode, end: GraphNode, title: str) -> dict[str, str]:
     bend = {"skip-delta": -26, "roll_back": 34}.get(kind, 0)
     middle, height = (start.x + end.x) / 2, (start.y + end.y) / 2 + 2 * bend
-    return GraphEdge(
-        kind, f"M{start.x} {start.y}Q{middle:g} {height:g} {end.x} {end.y}", f"{start.name} to {end.name}: {title}"
-    )
+    path = f"M{start.x} {start.y}Q{middle:g} {height:g} {end.x} {end.y}"
+    return {"kind": kind, "path": path, "title": f"{start.name} to {end.name}: {title}"}

@@ -84,11 +84,11 @@ def routes(site: Site) -> list[BaseRoute]:
             if not result.rows:
                 name = values.get("rollout_id", "")
                 raise QueryFailed(f"the tables hold no rollout {name!r}: not played, or not read yet")
-            of = dict(zip(result.columns, result.rows[0], strict=True))
+            of = result.named()[0]
             task_panel, tasks = await ask("rollout_task", {**values, "task_id": of["task_id"], "run": of["run_id"]})
         except QueryFailed as error:
             return site.html("failed.html", panel=panel, message=str(error))
-        task = dict(zip(tasks.columns, tasks.rows[0], strict=True)) if tasks.rows else None
+        task = next(iter(tasks.named()), None)
         answer = site.html(
             "rollout_facts.html", panel=panel, task_panel=task_panel, of=of, task=task, values=values,
             most=CHARACTERS,
@@ -104,7 +104,7 @@ def routes(site: Site) -> list[BaseRoute]:
             _, result = await ask("rollout_tokens", own)
             if not result.rows:
                 raise QueryFailed("the tables do not hold this rollout's tokens: not played, or not read yet")
-            of = dict(zip(result.columns, result.rows[0], strict=True))
+            of = result.named()[0]
             known = await asyncio.to_thread(tokens)
             colour = values.get("colour", "")
             advantage, worst = None, list[list[Any]]()
@@ -177,12 +177,13 @@ def _messages(
     elif colour == "advantage":
         painted = talk.by_advantage(window, advantage)
     else:
-        painted = talk.TokenColours([""] * len(window), [""] * len(window), [])
+        painted = [("", "")] * len(window), []
+    paints, legend = painted
     messages = []
     for said in talk.said_tokens(ids, mask, lengths, known):
         if said.end <= begin or said.start >= end:
             continue
         part = slice(max(said.start, begin) - begin, min(said.end, end) - begin)
-        texts_of = talk.said_texts(texts[part], painted.looks[part], painted.titles[part], said.role == "assistant")
+        texts_of = talk.said_texts(texts[part], paints[part], said.role == talk.ASSISTANT)
         messages.append({"said": said, "continues": said.start < begin, "goes_on": said.end > end, "texts": texts_of})
-    return {"messages": messages, "legend": painted.legend, "segments": len(lengths)}
+    return {"messages": messages, "legend": legend, "segments": len(lengths)}

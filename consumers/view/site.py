@@ -161,8 +161,7 @@ def rows_as(result: TableRows, ending: str, name: str) -> Response:
     """Return rows as a download: `json`, one object for each row, or `csv`."""
     headers = {"Content-Disposition": f'attachment; filename="{name}.{ending}"'}
     if ending == "json":
-        objects = [dict(zip(result.columns, row, strict=True)) for row in result.rows]
-        return Response(json.dumps(objects), media_type="application/json", headers=headers)
+        return Response(json.dumps(result.named()), media_type="application/json", headers=headers)
     text = io.StringIO()
     csv.writer(text).writerows([result.columns, *([drawn.cell_text(value) for value in row] for row in result.rows)])
     return Response(text.getvalue(), media_type="text/csv", headers=headers)

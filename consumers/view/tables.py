@@ -48,6 +48,10 @@ class TableRows:
     asked: float = field(default_factory=time.monotonic)
     """Time of the query, on the monotonic clock."""
 
+    def named(self) -> list[dict[str, Any]]:
+        """Return the values of each row by column."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
     def part(self, begin: int, rows: int) -> TableRows:
         return replace(self, rows=self.rows[begin : begin + rows])
 

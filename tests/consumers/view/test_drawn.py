@@ -59,10 +59,10 @@ class Counted(Tables):
 def test_a_plot_is_of_a_part_of_many_steps_and_of_the_last():
     panel = panels()["reward_by_environment"]
     few, many = plotted(panel, rewards(PLACES)), plotted(panel, rewards(10 * PLACES + 1))
-    assert (few.every, len(few.rows)) == (1, 2 * PLACES)
-    steps = [row[few.columns.index("step")] for row in many.rows]
-    assert (many.every, steps[-1], len(set(steps)) <= PLACES) == (11, 10 * PLACES, True)
-    assert few.columns == ["run_id", "step", "reward", "environment", "reward_low", "reward_high"]
+    assert (few["every"], len(few["rows"])) == (1, 2 * PLACES)
+    steps = [row[few["columns"].index("step")] for row in many["rows"]]
+    assert (many["every"], steps[-1], len(set(steps)) <= PLACES) == (11, 10 * PLACES, True)
+    assert few["columns"] == ["run_id", "step", "reward", "environment", "reward_low", "reward_high"]
 
 
 def test_a_long_table_comes_in_parts_and_a_plot_says_what_it_leaves_out():

@@ -38,7 +38,7 @@ def drawn(*rows: tuple[Any, ...]) -> Graph:
 
 
 def edges(graph: Graph, kind: str) -> list[str]:
-    return [edge.title.split(":")[0] for edge in graph.edges if edge.kind == kind]
+    return [edge["title"].split(":")[0] for edge in graph.edges if edge["kind"] == kind]
 
 
 def test_deltas_anchors_and_skip_deltas():
@@ -81,8 +81,8 @@ def test_parts_that_do_not_add_up_are_reported(total: int, missing: int):
     rows = [["run", "train", "trained", 6, total], ["run", "train", "excluded: <b>", 4, total]]
     columns = ("run_id", "mode", "ending", "rollouts", "total")
     (flow,) = flows(panels()["accounting"], TableRows(columns, ("String",) * 5, rows, False, 0.0))
-    assert flow.missing == missing and [part.count for part in flow.parts] == [6, 4]
-    assert flow.parts[1].query == "run=run&mode=train&ending=excluded%3A+%3Cb%3E"
+    assert flow["missing"] == missing and [part["count"] for part in flow["parts"]] == [6, 4]
+    assert flow["parts"][1]["query"] == "run=run&mode=train&ending=excluded%3A+%3Cb%3E"
 
 
 def test_a_step_and_a_version_have_pages_and_other_words_have_none():

@@ -270,9 +270,8 @@ def test_texts_of_tokens_join_to_the_text_and_no_bytes_take_long():
 
 def test_calls_are_distinguished_token_by_token():
     texts = ["say ", "<tool_call>", "{}", "</tool_call>", " done"]
-    blank = [""] * len(texts)
-    shown = said_texts(texts, blank, blank, calls=True)
-    assert [(one.is_call, one.runs[0].text) for one in shown] == [
+    shown = said_texts(texts, [("", "")] * len(texts), calls=True)
+    assert [(is_call, text) for is_call, runs in shown for _, text in runs] == [
         (False, "say "),
         (True, "<tool_call>{}</tool_call>"),
         (False, " done"),
@@ -280,16 +279,15 @@ def test_calls_are_distinguished_token_by_token():
 
 
 def test_a_difference_is_shown_where_the_log_says_it():
-    painted = by_mismatch(4, 10, [10, 10], [[1, 2, -0.1, -3.0], [0, 2, -0.1, -0.2], [7, 0, 0.0, 0.0]])
-    assert painted.looks == ["", "", "odds4", ""]
-    assert painted.titles[2] == "sampler -0.1000, trainer -3.0000"
+    paints, _ = by_mismatch(4, 10, [10, 10], [[1, 2, -0.1, -3.0], [0, 2, -0.1, -0.2], [7, 0, 0.0, 0.0]])
+    assert paints == [("", ""), ("", ""), ("odds4", "sampler -0.1000, trainer -3.0000"), ("", "")]
 
 
 def test_a_version_is_shown_on_the_tokens_of_its_spans_that_were_sampled():
     mask = [1] * 12 + [0]
-    painted = by_version(mask, 4, [10, 10], [(1, 3, 2, 9), (0, 7, 3, 6), (9, 5, 0, 1)])
-    assert painted.looks == ["hue1"] * 2 + [""] * 6 + ["hue0"] * 4 + [""]
-    assert painted.legend == [("hue0", "version 3"), ("hue1", "version 7")], "no segment 9 has tokens"
+    paints, legend = by_version(mask, 4, [10, 10], [(1, 3, 2, 9), (0, 7, 3, 6), (9, 5, 0, 1)])
+    assert [look for look, _ in paints] == ["hue1"] * 2 + [""] * 6 + ["hue0"] * 4 + [""]
+    assert legend == [("hue0", "version 3"), ("hue1", "version 7")], "no segment 9 has tokens"
 
 
 def test_without_a_tokenizer_there_is_none(tmp_path: Path):
