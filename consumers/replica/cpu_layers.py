@@ -173,7 +173,6 @@ class TokenwiseAttention(CPUAttentionBackend):  # type: ignore[misc]  # vLLM is 
 
     @staticmethod
     def get_builder_cls() -> type[TokenwiseBuilder]:
-        """Return the class that prepares a step."""
         return TokenwiseBuilder
 
 

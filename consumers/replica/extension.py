@@ -238,7 +238,6 @@ class ReplicaExtension:
 
     @_answered
     def tidemill_undo(self) -> Answer:
-        """Undo the last commit."""
         rank = self._tidemill
         undo, rank.undo = rank.undo, None
         if undo is None:

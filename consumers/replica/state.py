@@ -32,8 +32,6 @@ from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, SkipDe
 
 @dataclass(frozen=True, slots=True)
 class UpdateAction:
-    """An update to `target` over `path`."""
-
     target: Manifest
     path: UpdatePath
     reason: str

@@ -189,8 +189,6 @@ STATE_FILE = "tidemill-sink.json"
 
 @dataclass(frozen=True, slots=True)
 class SinkState:
-    """A running sink, as its state file describes it."""
-
     pid: int
     url: str
     database: str

@@ -21,8 +21,6 @@ GAPS = "sink_gaps"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table of records."""
-
     name: str
     columns: tuple[Column, ...]
     """The record's columns; the position columns precede them."""
@@ -33,7 +31,6 @@ class Table:
         return (*POSITION, *self.columns)
 
     def create(self, database: str, engine: TableEngine, merges: MergeSettings) -> str:
-        """Return the CREATE TABLE IF NOT EXISTS statement."""
         columns = ",\n".join(f"    `{column.name}` {column.type}" for column in self.all_columns)
         return (
             f"CREATE TABLE IF NOT EXISTS `{database}`.`{self.name}`\n(\n{columns}\n)\nENGINE = {engine.value}\n"

@@ -191,8 +191,6 @@ MARKS = {"promote": "▲", "canary": "◇", "admit": "✓", "hold": "‖", "reje
 
 @dataclass(slots=True)
 class GraphNode:
-    """One version of a branch."""
-
     name: str
     address: str
     anchor: bool

@@ -51,7 +51,6 @@ class Panel:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the query's parameters."""
         return parameters_of(self.sql)
 
 

@@ -218,7 +218,6 @@ class DecisionFollowers:
     """The version that each of these replicas serves."""
 
     def observe(self, ack: WeightAck) -> None:
-        """Add a replica's acknowledgement."""
         if ack.at >= self.decision.at - self.recent_us:
             self.serving[ack.replica_id] = ack.serving_version
 

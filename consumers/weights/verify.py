@@ -20,8 +20,6 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class FirstFault:
-    """The first fault of a chain."""
-
     version: int
     part: str
     """"manifest", "delta", "anchor", or "skip-delta from V"."""

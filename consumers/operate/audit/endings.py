@@ -87,8 +87,6 @@ RolloutEnding = tuple[RolloutState, str, Position]
 
 @dataclass(frozen=True, slots=True)
 class RolloutLife:
-    """One rollout: its state, and its endings."""
-
     rollout_id: str
     state: RolloutState
     reason: str

@@ -245,7 +245,6 @@ class Facts:
         return next((one.record for one in self.rollouts.get(rollout_id, ()) if one.place == place), None)
 
     def input_at(self, place: Position) -> r.Group | r.OnlineBatch | None:
-        """Return the group or online batch at a position."""
         group = self.group_at.get(place)
         return self.batch_at.get(place) if group is None else group.record
 

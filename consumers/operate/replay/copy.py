@@ -162,8 +162,6 @@ GONE = "{what} were deleted from the source during the copy, by retention or com
 
 @dataclass(slots=True)
 class Copied:
-    """The result of one run of a replay."""
-
     written: int = 0
     """Copies that this run wrote."""
     there: int = 0

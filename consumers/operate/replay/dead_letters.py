@@ -132,7 +132,6 @@ class RedriveHistory:
             self._newest[record.lane, record.key] = record.offset
 
     def sent_back(self, letter: StoredLetter) -> None:
-        """Record that the value of a letter is sent back."""
         self._sent_back.add(letter.origin)
 
     def attempts(self, letter: StoredLetter) -> int:

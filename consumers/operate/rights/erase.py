@@ -90,8 +90,6 @@ class HeldDeadLetters:
 
 @dataclass(slots=True)
 class Erasure:
-    """The result of an erasure."""
-
     user_id: str
     request: UserRequest | None = None
     """The request that it carries out; None for a dry run."""

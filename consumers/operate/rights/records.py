@@ -68,7 +68,6 @@ COPIED = (Topic.INTERACTIONS, Topic.OUTCOMES)
 
 
 def requests_of(kafka: KafkaSettings, user_id: str) -> list[UserRequest]:
-    """Return the requests of a user so far."""
     with LogReader(kafka, [Topic.USER_REQUESTS], client_id=CLIENT_ID) as reader:
         return requests_among((located.record for located in reader.read_to_end()), user_id)
 

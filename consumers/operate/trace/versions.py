@@ -23,8 +23,6 @@ StepAt = tuple[Position, TrainStep]
 
 @dataclass(frozen=True, slots=True)
 class TracedVersion:
-    """A weight version with its decisions, proofs and use."""
-
     version: int
     branch: str
     """Empty if the log does not show it: the version is not published."""
