@@ -25,6 +25,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import fastavro
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -143,94 +144,83 @@ PRIMITIVES = {
 PACKED = {"u4": "UInt32", "u1": "UInt8", "f4": "Float32"}
 
 
-class Schema:
-    """An Avro record schema whose references to named types are resolved."""
+def schema_columns(document: dict[str, Any]) -> list[Column]:
+    """Return the columns of a record schema's fields, in order. Raises TypeError for a type that no rule covers."""
+    fields = fastavro.schema.expand_schema(document)["fields"]
+    return [column for field in fields for column in _columns_of((field["name"],), field["type"])]
 
-    def __init__(self, document: dict[str, Any]) -> None:
-        self._fields: list[dict[str, Any]] = document["fields"]
-        self._named: dict[str, dict[str, Any]] = {}
-        nodes: list[Any] = [document]
-        for node in nodes:
-            if isinstance(node, list):
-                nodes += node
-            elif isinstance(node, dict):
-                nodes += node.values()
-                if node.get("type") in ("record", "enum"):
-                    self._named[node["name"]] = self._named[f"{node.get('namespace', '')}.{node['name']}"] = node
 
-    def columns(self) -> list[Column]:
-        """Return the columns of every field, in order. Raises TypeError for a type that no rule covers."""
-        return [column for field in self._fields for column in self._of((field["name"],), field["type"])]
+def _without_null(kind: Any) -> tuple[Any, bool]:  # noqa: ANN401 - a JSON tree
+    """Return a type without null, and whether it was nullable."""
+    if not isinstance(kind, list):
+        return kind, False
+    (other,) = (branch for branch in kind if branch != "null")
+    return other, True
 
-    def resolved(self, kind: Any) -> tuple[Any, bool]:  # noqa: ANN401 - a JSON tree
-        """Return the definition of a type without null, and whether it was nullable."""
-        nullable = isinstance(kind, list)
-        if nullable:
-            (kind,) = (branch for branch in kind if branch != "null")
-        return self._named.get(kind, kind) if isinstance(kind, str) else kind, nullable
 
-    def _of(self, path: tuple[str, ...], declared: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
-        """Yield the columns of a field: of a record if the path is one name, otherwise of the items of its lists."""
-        kind, nullable = self.resolved(declared)
-        name, source, within = path[-1], ".".join(path), path[:-1]
-        leaf, form = leaf_of(kind), kind if isinstance(kind, str) else kind["type"]
-        code = "" if isinstance(kind, str) else kind.get("dtype", "")
-        if leaf is not None and not within:
-            yield scalar_column(name, leaf, nullable)
-        elif leaf is not None:
-            array = leaf.array
-            yield Column(
-                ".".join(path[-2:]),
-                f"Array({_nullable(leaf, nullable)})",
-                source,
-                lambda of: list_array(of.record_offsets(*within), array(of.values(*path))),
-            )
-        elif form == "bytes" and code:
-            yield Column(
-                name,
-                f"Array({PACKED[code]})",
-                source,
-                lambda of: packed_lists(of.record_offsets(*path), of.values(*path), np.dtype(f"<{code}")),
-                np.dtype(f"<{code}").itemsize,
-            )
-        elif form == "bytes" and within:
-            raise TypeError(f"field {source}: bytes within a list need the logical type le-array")
-        elif form == "bytes":
-            yield Column(f"{name}_bytes", INTEGER.clickhouse, name, lambda of: pa.array(np.diff(of.offsets(name))))
-        elif form == "array" and len(path) < 3:
-            yield from self._of_array(path, self.resolved(kind["items"])[0])
-        elif form == "record" and not within:
-            for field in kind["fields"]:
-                part = leaf_of(self.resolved(field["type"])[0])
-                if part is None:
-                    raise TypeError(f"field {name}.{field['name']}: an optional record may hold scalars only")
-                yield _optional_part(name, field["name"], part)
-        elif form == "map" and not within and kind["values"] in ("double", "long"):
-            yield _map_column(name, PRIMITIVES[kind["values"]])
-        else:
-            raise TypeError(f"field {source}: no column rule for the Avro type {declared!r}")
+def _columns_of(path: tuple[str, ...], declared: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
+    """Yield the columns of a field: of a record if the path is one name, otherwise of the items of its lists."""
+    kind, nullable = _without_null(declared)
+    name, source, within = path[-1], ".".join(path), path[:-1]
+    leaf, form = leaf_of(kind), kind if isinstance(kind, str) else kind["type"]
+    code = "" if isinstance(kind, str) else kind.get("dtype", "")
+    if leaf is not None and not within:
+        yield scalar_column(name, leaf, nullable)
+    elif leaf is not None:
+        array = leaf.array
+        yield Column(
+            ".".join(path[-2:]),
+            f"Array({_nullable(leaf, nullable)})",
+            source,
+            lambda of: list_array(of.record_offsets(*within), array(of.values(*path))),
+        )
+    elif form == "bytes" and code:
+        yield Column(
+            name,
+            f"Array({PACKED[code]})",
+            source,
+            lambda of: packed_lists(of.record_offsets(*path), of.values(*path), np.dtype(f"<{code}")),
+            np.dtype(f"<{code}").itemsize,
+        )
+    elif form == "bytes" and within:
+        raise TypeError(f"field {source}: bytes within a list need the logical type le-array")
+    elif form == "bytes":
+        yield Column(f"{name}_bytes", INTEGER.clickhouse, name, lambda of: pa.array(np.diff(of.offsets(name))))
+    elif form == "array" and len(path) < 3:
+        yield from _array_columns(path, kind["items"])
+    elif form == "record" and not within:
+        for field in kind["fields"]:
+            part = leaf_of(_without_null(field["type"])[0])
+            if part is None:
+                raise TypeError(f"field {name}.{field['name']}: an optional record may hold scalars only")
+            yield _optional_part(name, field["name"], part)
+    elif form == "map" and not within and kind["values"] in ("double", "long"):
+        yield _map_column(name, PRIMITIVES[kind["values"]])
+    else:
+        raise TypeError(f"field {source}: no column rule for the Avro type {declared!r}")
 
-    def _of_array(self, path: tuple[str, ...], items: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
-        leaf, source, first = leaf_of(items), ".".join(path), path[0]
-        if leaf is not None:
-            array = leaf.array
 
-            def lists(of: Gathered) -> pa.Array:
-                own = list_array(of.offsets(*path), array(of.items(*path)))
-                return own if len(path) == 1 else list_array(of.offsets(first), own)
+def _array_columns(path: tuple[str, ...], items: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
+    leaf, source, first = leaf_of(items), ".".join(path), path[0]
+    if leaf is not None:
+        array = leaf.array
 
-            yield Column(source, f"{'Array(' * len(path)}{leaf.clickhouse}{')' * len(path)}", source, lists)
-            return
-        if len(path) == 2:
+        def lists(of: Gathered) -> pa.Array:
+            own = list_array(of.offsets(*path), array(of.items(*path)))
+            return own if len(path) == 1 else list_array(of.offsets(first), own)
 
-            def outer_index(of: Gathered) -> pa.Array:
-                outer, inner = of.offsets(first), of.offsets(*path)
-                places = np.arange(outer[-1]) - np.repeat(outer[:-1], np.diff(outer))
-                return list_array(inner[outer], pa.array(np.repeat(places, np.diff(inner))))
+        yield Column(source, f"{'Array(' * len(path)}{leaf.clickhouse}{')' * len(path)}", source, lists)
+        return
+    if len(path) == 2:
 
-            yield Column(f"{path[1]}.{first.removesuffix('s')}", "Array(Int64)", source, outer_index)
-        for field in items["fields"]:
-            yield from self._of((*path, field["name"]), field["type"])
+        def outer_index(of: Gathered) -> pa.Array:
+            outer, inner = of.offsets(first), of.offsets(*path)
+            places = np.arange(outer[-1]) - np.repeat(outer[:-1], np.diff(outer))
+            return list_array(inner[outer], pa.array(np.repeat(places, np.diff(inner))))
+
+        yield Column(f"{path[1]}.{first.removesuffix('s')}", "Array(Int64)", source, outer_index)
+    for field in items["fields"]:
+        yield from _columns_of((*path, field["name"]), field["type"])
 
 
 def leaf_of(kind: Any) -> Leaf | None:  # noqa: ANN401 - a JSON tree
@@ -291,7 +281,7 @@ DEAD_LETTER = (
 
 def record_columns(record_type: type) -> tuple[Column, ...]:
     """Return the columns of a record type, without the position. Raises TypeError for a schema that no rule covers."""
-    return tuple(Schema(current_schema(record_type)).columns())
+    return tuple(schema_columns(current_schema(record_type)))
 
 
 @cache
