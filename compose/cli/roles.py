@@ -179,7 +179,7 @@ def sink(
 ) -> None:
     """Write every topic into ClickHouse tables and serve them read-only over ClickHouse's HTTP protocol."""
     settings = begin_role(settings_of, sink__http_port=http_port)
-    from tidemill.consumers.sink import run
+    from tidemill.consumers.sink.service import run
 
     run(settings.kafka, settings.run, settings.sink)
 

@@ -219,7 +219,3 @@ def read_state(directory: Path) -> SinkState | None:
             "it again"
         ) from error
     return state
-
-
-def remove_state(directory: Path) -> None:
-    (directory / STATE_FILE).unlink(missing_ok=True)

@@ -1,4 +1,6 @@
-"""The rows of a flush: records, dead letters and tombstones with their positions, and the time of the next flush.
+"""Rows: records, dead letters and tombstones with their positions, and the reader of the dead-letter topics.
+
+A dead letter has the unchanged bytes, and headers that name their origin and the reason.
 
 A record whose packed arrays are not a whole number of elements is a dead letter: any process may have written its
 bytes, and the schema accepts them.
@@ -6,14 +8,28 @@ bytes, and the schema accepts them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import cast
+
+from confluent_kafka import OFFSET_BEGINNING, Message
 
 from tidemill.consumers.sink.columns import Gathered, packed_fields
-from tidemill.consumers.sink.config import SinkSettings
-from tidemill.schemas.catalogue import Names, Topic, is_compacted
-from tidemill.schemas.log.client_settings import Partition
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, is_compacted
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, Partition
 from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.producer import (
+    HEADER_APPLICATION,
+    HEADER_OFFSET,
+    HEADER_PARTITION,
+    HEADER_REASON,
+    HEADER_TIMESTAMP,
+    HEADER_TOPIC,
+)
+from tidemill.schemas.log.reader import PartitionReader
 from tidemill.schemas.records import Record
 
 APPLICATION = "tidemill-sink"
@@ -94,32 +110,78 @@ def cut(rows: Sequence[Row], most_bytes: int) -> Iterator[Sequence[Row]]:
         yield rows[first:]
 
 
-@dataclass
-class PendingRows:
-    """Rows that wait for the next flush."""
+CLIENT_ID = "tidemill-sink-dlq"
 
-    settings: SinkSettings
-    rows: list[Row] = field(default_factory=list)
-    n_bytes: int = 0
-    opened_at: float = 0.0
-    """Time of the first row, in seconds on the caller's clock."""
 
-    def add(self, rows: Iterable[Row], now: float) -> None:
-        for row in rows:
-            if not self.rows:
-                self.opened_at = now
-            self.rows.append(row)
-            self.n_bytes += row.n_bytes
+def dead_letter(
+    raw_headers: Iterable[tuple[str, bytes | None]], own: tuple[str, int, int, int], value: bytes
+) -> DeadLetter:
+    """Return a dead letter from its headers.
 
-    def due(self, now: float) -> bool:
-        if not self.rows:
-            return False
-        full = len(self.rows) >= self.settings.flush_rows or self.n_bytes >= self.settings.flush_bytes
-        return full or now - self.opened_at >= self.settings.flush_seconds
+    Args:
+        own: topic, partition, offset and timestamp (ms) used for headers that are missing or malformed.
+    """
+    headers = {name: (said or b"").decode("utf-8", "replace") for name, said in raw_headers}
 
-    def next_offsets(self) -> dict[Partition, int]:
-        """Return the offset after the last row of each partition."""
-        return {(row.topic, row.partition): row.offset + 1 for row in self.rows}
+    def number(header: str, otherwise: int, digits: int = 18) -> int:
+        # At most as many digits as the column of the number can hold.
+        text = headers.get(header, "")
+        return int(text) if re.fullmatch(rf"-?[0-9]{{1,{digits}}}", text) else otherwise
 
-    def clear(self) -> None:
-        self.rows, self.n_bytes = [], 0
+    return DeadLetter(
+        source_topic=headers.get(HEADER_TOPIC, own[0]),
+        source_partition=number(HEADER_PARTITION, own[1], digits=9),
+        source_offset=number(HEADER_OFFSET, own[2]),
+        source_timestamp_ms=number(HEADER_TIMESTAMP, own[3]),
+        reason=headers.get(HEADER_REASON, "no reason given"),
+        found_by=headers.get(HEADER_APPLICATION, "unknown"),
+        value=value,
+    )
+
+
+def dead_letter_row(message: Message) -> Row:
+    """Return the row of a dead letter. The letter's own position replaces headers that are missing or malformed."""
+    headers = cast("list[tuple[str, bytes | None]]", message.headers() or [])
+    own = (message.topic() or "", message.partition() or 0, message.offset() or 0, message.timestamp()[1])
+    value = message.value() or b""
+    return Row(*own, message.key() or b"", dead_letter(headers, own, value), len(value))
+
+
+class DeadLetterReader(AbstractContextManager["DeadLetterReader"]):
+    """Reader, without a consumer group, of the dead-letter topics that exist, from given offsets.
+
+    Args:
+        start: next offsets; other partitions are read from the beginning.
+        topics: source topics of the dead letters; every topic by default.
+        gaps: skip dead letters that the log no longer keeps, without an error.
+    """
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        start: Mapping[Partition, int],
+        topics: Iterable[Topic] = tuple(CATALOGUE),
+        *,
+        gaps: bool = False,
+    ) -> None:
+        self._log = PartitionReader(kafka, CLIENT_ID)
+        names = Names(kafka.topic_prefix)
+        wanted = {names.dead_letter(topic) for topic in topics if CATALOGUE[topic].dead_letters}
+        known = self._log.client.list_topics(timeout=METADATA_TIMEOUT_S).topics
+        partitions = [(topic, number) for topic in sorted(wanted & set(known)) for number in known[topic].partitions]
+        self._log.assign({partition: start.get(partition, OFFSET_BEGINNING) for partition in partitions}, gaps=gaps)
+
+    def poll(self, timeout_s: float, max_records: int = 500) -> list[Row]:
+        """Return the next dead letters, in offset order within each partition. Raises like `LogReader.poll`."""
+        return [dead_letter_row(message) for message in self._log.poll(timeout_s, max_records)]
+
+    def read_to_end(self) -> Iterator[Row]:
+        """Yield every dead letter up to the current end of each topic. Raises like `LogReader.read_to_end`."""
+        for messages in self._log.read_until(self._log.ends()):
+            yield from map(dead_letter_row, messages)
+
+    def close(self) -> None:
+        self._log.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -16,12 +16,11 @@ from contextlib import ExitStack, closing, contextmanager
 import pyarrow as pa
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.erasures import PRODUCT, Erasures, erased_interactions, known_erasures
 from tidemill.consumers.sink.http_api import query_server
-from tidemill.consumers.sink.query import SinkState, remove_state, write_state
-from tidemill.consumers.sink.rows import DeadLetter, PendingRows, Row, row_of
+from tidemill.consumers.sink.query import STATE_FILE, SinkState, write_state
+from tidemill.consumers.sink.rows import DeadLetter, DeadLetterReader, Row, row_of
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -117,20 +116,26 @@ def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
         log.info("sink of run %s: tables in %s, queries at %s", run.run_id, sink.host or sink.directory, url)
         liveness = stack.enter_context(Liveness("the sink", kafka.stall_timeout_s))
         source = stack.enter_context(closing(Source(kafka, sink, writer)))
-        batch = PendingRows(sink)
+        rows, opened_at = list[Row](), 0.0
 
         def flush() -> None:
-            liveness.beat(f"writing {len(batch.rows)} rows", within_s=FLUSH_S)
-            written = writer.write(batch.rows, {**batch.next_offsets(), **source.next_offsets()})
+            liveness.beat(f"writing {len(rows)} rows", within_s=FLUSH_S)
+            read = {(row.topic, row.partition): row.offset + 1 for row in rows}
+            written = writer.write(rows, {**read, **source.next_offsets()})
             if written:
                 log.debug("wrote %d rows", written)
-            batch.clear()
+            rows.clear()
             release_unused_memory()
 
         while not stop.is_set():
             liveness.beat("reading")
-            batch.add(source.read(min(READ_ROWS, sink.flush_rows)), time.monotonic())
-            if batch.due(time.monotonic()) or (not batch.rows and source.moved(writer.next_offsets)):
+            found = source.read(min(READ_ROWS, sink.flush_rows))
+            now = time.monotonic()
+            opened_at = opened_at if rows else now
+            rows += found
+            full = len(rows) >= sink.flush_rows or sum(row.n_bytes for row in rows) >= sink.flush_bytes
+            is_due = full or now - opened_at >= sink.flush_seconds
+            if (rows and is_due) or (not rows and source.moved(writer.next_offsets)):
                 flush()
         flush()
 
@@ -152,7 +157,7 @@ def open_tables(sink: SinkSettings, erasures: Erasures | None = None) -> Iterato
         if sink.embedded:
             url = stack.enter_context(query_server(sink)).url
             write_state(sink.directory, SinkState(os.getpid(), url, sink.database))
-            stack.callback(remove_state, sink.directory)
+            stack.callback((sink.directory / STATE_FILE).unlink, missing_ok=True)
         yield writer, url
 
 

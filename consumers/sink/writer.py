@@ -45,27 +45,6 @@ DELETE_SETTINGS = "mutations_sync = 2"
 """When a deletion returns, the parts with the rows have been rewritten: the rows are not just hidden."""
 
 
-@dataclass
-class TableProgress:
-    """The progress of each table and each partition, which determines the rows still to be written."""
-
-    highest: dict[tuple[str, Partition], int] = field(default_factory=dict)
-    """Highest offset in a table, by table and partition."""
-    next_offsets: dict[Partition, int] = field(default_factory=dict)
-    """Restart offset of each partition."""
-
-    def missing(self, table: str, rows: Iterable[Row]) -> list[Row]:
-        """Return the rows that `table` does not contain yet, ordered by partition and offset."""
-        fresh = (r for r in rows if r.offset > self.highest.get((table, (r.topic, r.partition)), -1))
-        return sorted(fresh, key=lambda r: (r.topic, r.partition, r.offset))
-
-    def wrote(self, table: str, rows: Iterable[Row]) -> None:
-        for row in rows:
-            key = (table, (row.topic, row.partition))
-            if row.offset > self.highest.get(key, -1):
-                self.highest[key] = row.offset
-
-
 @dataclass(frozen=True, slots=True)
 class Deletion:
     """Rows of one table to delete: a condition in SQL, with its parameters."""
@@ -165,21 +144,18 @@ class Writer:
         self._carried_out: dict[str, int] = {}
         self._insert_bytes = insert_bytes
         self._create(engine, merges or MergeSettings())
-        self._progress = TableProgress()
+        self._highest: dict[tuple[str, Partition], int] = {}
+        """Highest offset in a table, by table and partition."""
         for table in tables().values():
             found = client.query(
                 f"SELECT _topic, _partition, max(_offset) FROM `{database}`.`{table.name}` GROUP BY ALL"
             ).result_rows
-            self._progress.highest.update({(table.name, (topic, p)): offset for topic, p, offset in found})
+            self._highest.update({(table.name, (topic, p)): offset for topic, p, offset in found})
         marks = client.query(
             f"SELECT _topic, _partition, max(next_offset) FROM `{database}`.`{WATERMARKS}` GROUP BY ALL"
         ).result_rows
-        self._progress.next_offsets.update({(topic, p): offset for topic, p, offset in marks})
-
-    @property
-    def next_offsets(self) -> Mapping[Partition, int]:
+        self.next_offsets: dict[Partition, int] = {(topic, p): offset for topic, p, offset in marks}
         """The offset from which each partition is read; other partitions are read from their beginning."""
-        return self._progress.next_offsets
 
     def write(self, rows: Sequence[Row], next_offsets: Mapping[Partition, int]) -> int:
         """Insert the `rows` that the tables do not contain, apply the deletions that they cause, then move the offsets.
@@ -194,10 +170,12 @@ class Writer:
         written = 0
         for record_type, some in by_type.items():
             table = tables()[record_type]
-            missing = self._progress.missing(table.name, some)
+            missing = [r for r in some if r.offset > self._highest.get((table.name, (r.topic, r.partition)), -1)]
+            missing.sort(key=lambda r: (r.topic, r.partition, r.offset))
             for part in cut(missing, self._insert_bytes):
                 self._insert_arrow(table.name, arrow_table(table.columns, part))
-                self._progress.wrote(table.name, part)
+                # The last row of a partition has the highest offset.
+                self._highest.update({(table.name, (r.topic, r.partition)): r.offset for r in part})
             written += len(missing)
         for row in rows:
             # Each partition has a copy of a request; the first one that is read causes the deletions.
@@ -212,13 +190,13 @@ class Writer:
             about = "hex(splitByChar('/', _key)[1]) IN %(ids)s"
             ids = [name.hex().upper() for name in erased]
             self._delete([Deletion(tables()[DeadLetter].name, about, {"ids": ids})])
-        moved = {p: o for p, o in next_offsets.items() if self._progress.next_offsets.get(p) != o}
+        moved = {p: o for p, o in next_offsets.items() if self.next_offsets.get(p) != o}
         if moved:
             topics, partitions = zip(*moved, strict=True)
             columns = [NAME.array(topics), PARTITION.array(partitions), INTEGER.array(list(moved.values()))]
             data = pa.Table.from_arrays(columns, names=["_topic", "_partition", "next_offset"])
             self._insert_arrow(WATERMARKS, data)
-            self._progress.next_offsets.update(moved)
+            self.next_offsets.update(moved)
         return written
 
     def enter_gap(self, gap: RetentionGap) -> None:

@@ -31,7 +31,7 @@ KILLS = 3
 ROLLOUTS = 2000
 SINK = """
 import json, logging, sys
-from tidemill.consumers.sink import run
+from tidemill.consumers.sink.service import run
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.schemas.config import KafkaSettings, RunSettings
 logging.basicConfig(level=logging.INFO)

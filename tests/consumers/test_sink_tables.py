@@ -26,7 +26,7 @@ from tidemill.consumers.sink.erasures import Erasures
 from tidemill.consumers.sink.rows import DeadLetter, cut, row_of
 from tidemill.consumers.sink.service import release_unused_memory
 from tidemill.consumers.sink.tables import tables
-from tidemill.consumers.sink.writer import TableProgress, Writer
+from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.codec import RECORD_TYPES, current_schema
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -267,12 +267,17 @@ def test_the_embedded_engine_takes_its_bounds(client: Any):
     assert {name: said[name] for name in wanted} == {name: str(value) for name, value in wanted.items()}
 
 
-def test_progress_keeps_tables_and_partitions_apart():
+def test_progress_keeps_tables_and_partitions_apart(client: Any):
     rows = rows_of([Document(str(i), "s", "t") for i in range(4)])
-    progress = TableProgress()
-    progress.wrote("documents", rows[:2])
-    assert progress.missing("documents", reversed(rows)) == rows[2:]
-    assert progress.missing("dead_letters", rows) == rows
+    tables = writer(client, "apart")
+    assert tables.write(rows[:2], {}) == 2
+    assert tables.write(rows[::-1], {}) == 2
+    other = [replace(row, partition=row.partition + 1) for row in rows]
+    letters = [replace(row, record=DeadLetter(row.topic, 0, row.offset, 0, "why", "test", b"")) for row in rows]
+    assert tables.write(other, {}) == tables.write(letters, {}) == len(rows)
+    assert tables.write([*rows, *other, *letters], {}) == 0
+    counted = client.query("SELECT _partition, _offset FROM apart.documents ORDER BY ALL").result_rows
+    assert counted == [(row.partition, row.offset) for row in [*rows, *other]]
 
 
 def test_a_table_of_an_older_schema_gains_the_new_columns(client: Any):

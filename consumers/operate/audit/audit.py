@@ -25,8 +25,7 @@ from tidemill.consumers.operate.audit.endings import (
     check,
 )
 from tidemill.consumers.operate.audit.facts import TRANSACTIONAL, references
-from tidemill.consumers.sink.dead_letters import DeadLetterReader
-from tidemill.consumers.sink.rows import DeadLetter
+from tidemill.consumers.sink.rows import DeadLetter, DeadLetterReader
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import Position

@@ -15,8 +15,8 @@ from tidemill.consumers.operate import Progress, no_progress, watched
 from tidemill.consumers.operate.replay.records import RANK, Lane, LogSource, Range, RawRecord, decoded, topic_of
 from tidemill.consumers.operate.replay.target import header
 from tidemill.consumers.operate.rights.records import user_of
-from tidemill.consumers.sink.dead_letters import dead_letter
 from tidemill.consumers.sink.erasures import Erasures, erased_interactions
+from tidemill.consumers.sink.rows import dead_letter
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, Topic, is_compacted
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings

@@ -33,8 +33,7 @@ from tidemill.consumers.operate.rights.records import (
     standing,
     user_of,
 )
-from tidemill.consumers.sink.dead_letters import DeadLetterReader
-from tidemill.consumers.sink.rows import DeadLetter
+from tidemill.consumers.sink.rows import DeadLetter, DeadLetterReader
 from tidemill.schemas.catalogue import DEAD_LETTER_RETENTION_MS, Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec, DecodeError

@@ -14,7 +14,7 @@ from typing import Any
 from tidemill.consumers.operate import Progress, no_progress, picked, watched
 from tidemill.consumers.operate.trace.interaction import InteractionTrace
 from tidemill.consumers.operate.trace.versions import Ended, VersionHistory
-from tidemill.consumers.sink.dead_letters import DeadLetterReader
+from tidemill.consumers.sink.rows import DeadLetterReader
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
