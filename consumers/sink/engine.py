@@ -66,8 +66,6 @@ class QueryError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a query."""
-
     body: bytes
     format: str
     read_rows: int
@@ -145,22 +143,23 @@ class Reader:
         Raises:
             QueryError: refused, not parsed, failed, or beyond a limit.
         """
-        statement = self._known(sql) if len(sql) <= KNOWN_LENGTH else self.check(sql)
-        chosen = statement.format or default_format
-        answer = self._run(statement.sql, chosen, parameters or {}, database, bounds)
+        statement, own_format = self._known(sql) if len(sql) <= KNOWN_LENGTH else self.check(sql)
+        chosen = own_format or default_format
+        answer = self._run(statement, chosen, parameters or {}, database, bounds)
         if answer.body or chosen != "Native":
             return answer
         # Without rows the embedded engine sends nothing; a server sends the names and types of the columns.
-        described = self._run(statement.with_format("JSONCompact"), "JSONCompact", parameters or {}, database)
+        head, _, tail = statement.rpartition(f"FORMAT {own_format}") if own_format else (f"{statement} ", "", "")
+        described = self._run(f"{head}FORMAT JSONCompact{tail}", "JSONCompact", parameters or {}, database)
         body = empty_native_block([(c["name"], c["type"]) for c in json.loads(described.body)["meta"]])
         return replace(described, body=body, format="Native")
 
-    def check(self, sql: str) -> Statement:
-        """Return the statement as the engine's parser prints it, if it may be run. Raises QueryError."""
-        printed = self._run(
-            "SELECT formatQuerySingleLine({statement:String})", "RawBLOB", {"statement": escaped(sql)}, None
-        )
-        return check(printed.body.decode(), self._refused)
+    def check(self, sql: str) -> tuple[str, str]:
+        """Return the statement as the engine's parser prints it, if it may be run, and its format, empty if it names
+        none. Raises QueryError."""
+        formatting, values = "SELECT formatQuerySingleLine({statement:String})", {"statement": escaped(sql)}
+        printed = self._run(formatting, "RawBLOB", values, None).body.decode()
+        return printed, check(printed, self._refused)
 
     def _run(
         self,
@@ -206,31 +205,15 @@ def empty_native_block(columns: list[tuple[str, str]]) -> bytes:
     return varint(len(columns)) + varint(0) + b"".join(varint(len(text)) + text for text in texts)
 
 
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """A statement that may be run."""
-
-    sql: str
-    format: str
-    """Its FORMAT clause; empty without one."""
-
-    def with_format(self, name: str) -> str:
-        """Return the statement with another FORMAT clause."""
-        if not self.format:
-            return f"{self.sql} FORMAT {name}"
-        head, _clause, tail = self.sql.rpartition(f"FORMAT {self.format}")
-        return f"{head}FORMAT {name}{tail}"
-
-
 def refused_functions(table_functions: Iterable[str]) -> frozenset[str]:
     """Return the names that must not be called, in lower case, given the engine's table functions."""
     return (frozenset(name.lower() for name in table_functions) - HARMLESS_TABLE_FUNCTIONS) | REACHING_FUNCTIONS
 
 
-def check(normalized: str, refused: frozenset[str]) -> Statement:
-    """Check that a statement, as the engine's parser prints it, only reads the engine's tables, and return it.
+def check(normalized: str, refused: frozenset[str]) -> str:
+    """Check that a statement, as the engine's parser prints it, only reads the engine's tables.
 
-    Raises QueryError with the refused part and an alternative.
+    Returns its format, empty if it names none. Raises QueryError with the refused part and an alternative.
     """
 
     def refused_for(reason: str) -> QueryError:
@@ -250,4 +233,4 @@ def check(normalized: str, refused: frozenset[str]) -> Statement:
         if name in refused or name.startswith("ai"):
             raise refused_for(f"{name}(): this endpoint reads its own tables only, no files, hosts or processes")
     formats = [name for word, name in pairwise(parts) if word == "FORMAT" and re.fullmatch(r"\w+", name)]
-    return Statement(normalized, formats[-1] if formats else "")
+    return formats[-1] if formats else ""

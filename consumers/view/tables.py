@@ -174,10 +174,12 @@ class Tables:
             known = await self.ask("SELECT name FROM system.table_functions", most=10_000)
             self._refused = refused_functions(row[0] for row in known.rows)
         printed = await self.ask("SELECT formatQuerySingleLine({statement:String})", {"statement": sql})
+        statement: str = printed.rows[0][0]
         try:
-            return check(printed.rows[0][0], self._refused).sql
+            check(statement, self._refused)
         except QueryError as error:
             raise QueryFailed(str(error)) from error
+        return statement
 
     async def ask(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
         """Return the rows of one read-only statement.
