@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,6 @@ from tidemill.compose.options import SettingsOf, given, with_reachable_log, with
 from tidemill.compose.output import CsvOption, JsonOption, print_document, print_json, print_rows, working
 
 if TYPE_CHECKING:
-    from tidemill.consumers.weights.chain import VersionRow
     from tidemill.kernels.elements import TensorChange
     from tidemill.kernels.weights.bits import Weight
 
@@ -66,7 +65,7 @@ def log_command(
     from tidemill.consumers.weights.chain import describe, read_chain, rows
 
     chain = read_chain(settings.kafka, settings.run)
-    found, limit = rows(chain, last), chain.limit
+    found, limit = rows(chain, last), chain.gate.limit
     if as_json:
         document = {"run_id": chain.run_id, "branch": chain.branch, "head": chain.head.version}
         print_json({**document, "limit": limit, "versions": found})
@@ -148,22 +147,23 @@ def checkout(
     with working("building") as progress, open_builder(settings.kafka, timeout_s, progress.say) as builder:
         made = write_checkout(chain, builder, number, directory)
     lines = [
-        f"version {made.version} in {made.directory}: {made.n_bytes:,} bytes, built from {made.way}",
-        f"fingerprint {made.fingerprint}, read back from the files",
+        "version {version} in {directory}: {n_bytes:,} bytes, built from {way}".format(**made),
+        f"fingerprint {made['fingerprint']}, read back from the files",
     ]
     print_document(made, lines, as_json)
 
 
-def print_chain(rows: Sequence[VersionRow], head: int, as_csv: bool) -> None:
+def print_chain(rows: Sequence[dict[str, Any]], head: int, as_csv: bool) -> None:
     rows_shown = []
     for row in rows:
-        told = ["head" if row.version == head else "", row.serving_format, row.fork]
-        told += ["delta expired" if row.expired else "", *row.decisions]
-        told += (f"refused by {replica}: {reason}" for replica, reason in row.refused_by.items())
+        told = ["head" if row["version"] == head else "", row["serving_format"], row["fork"]]
+        told += ["delta expired" if row["expired"] else "", *row["decisions"]]
+        told += (f"refused by {replica}: {reason}" for replica, reason in row["refused_by"].items())
+        fields = "version parent step learning_rate density delta_bytes bytes_per_changed"
+        shown = [row[name] for name in fields.split()]
         rows_shown.append(
-            (row.version, row.parent, row.step, row.learning_rate, row.density, row.delta_bytes, row.bytes_per_changed,
-             row.anchor is not None, row.skips, row.proved_by, "; ".join(filter(None, told)))
-        )  # fmt: skip
+            [*shown, row["anchor"] is not None, row["skips"], row["proved_by"], "; ".join(filter(None, told))]
+        )
     print_rows(
         ("version", "parent", "step", "lr", "density", "bytes", "bytes/changed", "anchor", "skips_from", "proved_by",
          "remarks"),
@@ -256,7 +256,7 @@ def _load(
     operands: Sequence[VersionOperand | Path], settings: Callable[[], TidemillSettings], timeout_s: float
 ) -> list[Loaded]:
     """Load the operands; the log is opened only if one of them is a version."""
-    from tidemill.consumers.weights.builder import open_builder, version_tensors
+    from tidemill.consumers.weights.builder import open_builder
     from tidemill.consumers.weights.chain import read_chain
     from tidemill.kernels.weights.checkpoint import map_checkpoint
 
@@ -272,7 +272,8 @@ def _load(
             for version, branch in versions:
                 chain = chains[branch or run.branch]
                 rate = chain.manifest(version).learning_rate
-                found[version, branch] = (version_tensors(chain, builder, version), rate)
+                mirror, _, _ = builder.build(chain, version)
+                found[version, branch] = (mirror.weights, rate)
     return [found[chosen] for chosen in operands]
 
 

@@ -14,8 +14,8 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
@@ -41,16 +41,6 @@ CONNECTIONS = 4
 
 class UnusableWeights(ValueError):
     """Error for a delta or an anchor that is damaged, missing, or not the one that its manifest names."""
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltVersion:
-    """A version in memory, with its path."""
-
-    mirror: Mirror
-    path: UpdatePath
-    anchor_directory: Path
-    """The anchor's files: configuration, tokenizer and the weights of an older version."""
 
 
 class Builder:
@@ -105,9 +95,10 @@ class Builder:
             self._rebuilder.follow(UpdatePath(None, (delta,)), draft, recount=True)
         (draft.keep if keep else draft.revert)()
 
-    def build(self, graph: VersionGraph, version: int) -> BuiltVersion:
+    def build(self, graph: VersionGraph, version: int) -> tuple[Mirror, UpdatePath, Path]:
         """Build a version over the best usable path; an unusable delta or anchor is on no later path of `graph`.
 
+        Returns the version, its path, and the directory of the path's anchor: configuration, tokenizer, older weights.
         Raises VersionError.
         """
         reasons: list[str] = []
@@ -126,7 +117,7 @@ class Builder:
                 with _as_unusable():
                     anchor, _ = self._rebuilder.follow(path, Draft(mirror), recount=True, progress=begin)
                 assert anchor is not None
-                return BuiltVersion(mirror, path, anchor)
+                return mirror, path, anchor
             except UnusableWeights as error:
                 step = begun[-1]
                 if isinstance(step, Delta):
@@ -155,7 +146,6 @@ def open_builder(
 
 
 def anchor_exists(manifest: Manifest) -> bool:
-    """Return whether the directory of a manifest's anchor exists."""
     if manifest.anchor is None:
         return False
     try:
@@ -188,36 +178,19 @@ def _as_unusable() -> Iterator[None]:
         raise UnusableWeights(f"it cannot be read now: {error}") from error
 
 
-def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, Weight]:
-    """Build a version and return its tensors, in memory, by name. Raises VersionError."""
-    return builder.build(chain, version).mirror.weights
-
-
-@dataclass(frozen=True, slots=True)
-class Checkout:
-    """A version as files."""
-
-    version: int
-    directory: str
-    fingerprint: str
-    n_bytes: int
-    """Size of all files."""
-    way: str
-    """Path over which the version was built."""
-
-
-def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> Checkout:
+def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> dict[str, Any]:
     """Write `version` to `directory`, which must not exist or be empty.
 
-    Raises VersionError, ValueError.
+    Returns its `version`, `directory` and `fingerprint`, the size of all files (`n_bytes`), and the path over which it
+    was built (`way`). Raises VersionError, ValueError.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not an empty directory: name another")
     chain.manifest(version)
-    built = builder.build(chain, version)
+    mirror, path, anchor = builder.build(chain, version)
     staged = directory.absolute().parent / f".{directory.name}.{uuid.uuid4().hex[:12]}"
     try:
-        save_whole(built.mirror, built.anchor_directory, staged)
+        save_whole(mirror, anchor, staged)
         manifest = builder.with_tensors(chain.manifest(version))
         try:
             objection = fingerprint_objection(map_checkpoint(staged), manifest)
@@ -233,4 +206,10 @@ def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> C
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     n_bytes = sum(file.stat().st_size for file in directory.iterdir())
-    return Checkout(version, str(directory), built.mirror.fingerprint.hex(), n_bytes, str(built.path))
+    return {
+        "version": version,
+        "directory": str(directory),
+        "fingerprint": mirror.fingerprint.hex(),
+        "n_bytes": n_bytes,
+        "way": str(path),
+    }

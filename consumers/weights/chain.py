@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from tidemill.consumers.operate import picked
 from tidemill.kernels.weights.graph import VersionError, VersionGraph
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -60,11 +62,6 @@ class Chain(VersionGraph):
             )
         return self.newest
 
-    @property
-    def limit(self) -> GateDecision | None:
-        """The decision that limits which version is served now; None if the head may be served."""
-        return self.gate.limit
-
 
 CLIENT_ID = "tidemill-weights"
 
@@ -89,59 +86,31 @@ def kept_from(kafka: KafkaSettings) -> dict[int, int]:
         return {partition: offset for (_, partition), offset in reader.next_offsets().items()}
 
 
-@dataclass(frozen=True, slots=True)
-class VersionRow:
-    """One version of a chain."""
-
-    version: int
-    parent: int | None
-    step: int
-    learning_rate: float
-    n_elements: int
-    n_changed: int
-    density: float
-    """Changed elements divided by all elements."""
-    delta_bytes: int
-    bytes_per_changed: float | None
-    """None if nothing changed."""
-    shards: int
-    anchor: str | None
-    """URI of the anchor."""
-    skips: list[int]
-    """Older versions from which a skip-delta leads to this one."""
-    proved_by: list[str]
-    """Replicas that proved the version from their live tensors."""
-    refused_by: dict[str, str]
-    """Replicas that refused it, with the reason."""
-    decisions: list[str]
-    """The gate's decisions on it, in order."""
-    expired: bool
-    """Whether the log has deleted its delta."""
-    fork: str
-    """Description of a second publication with other contents; empty if there is none."""
-    fingerprint: str
-    published_at: int
-    serving_format: str
-    """Low-bit format to which the weights are rounded; empty without one."""
-
-
 def describe(decision: GateDecision) -> str:
     version = "" if decision.version is None else f" {decision.version}"
     return f"{decision.verdict.value}{version} by {decision.decided_by}: {decision.reason}"
 
 
-def rows(chain: Chain, newest: int | None = None) -> list[VersionRow]:
-    """Return the versions in ascending order; the last `newest` of them, or all."""
+OF_MANIFEST = (
+    "version parent step learning_rate n_elements n_changed delta_bytes fingerprint published_at serving_format"
+)
+
+
+def rows(chain: Chain, newest: int | None = None) -> list[dict[str, Any]]:
+    """Return the versions in ascending order; the last `newest` of them, or all.
+
+    Returns:
+        of each version the fields `OF_MANIFEST` of its manifest; the `density` of changed elements and the bytes of
+        delta for each of them (None if nothing changed); the number of `shards`; the URI of its `anchor`; the older
+        versions from which `skips` lead to it; the replicas that proved it from their live tensors (`proved_by`) or
+        refused it, with the reason (`refused_by`); the gate's `decisions` on it, in order; whether the log has deleted
+        its delta (`expired`); and a `fork`, a second publication with other contents, in words (empty for none).
+    """
     return [
-        VersionRow(
-            version=version,
-            parent=manifest.parent,
-            step=manifest.step,
-            learning_rate=manifest.learning_rate,
-            n_elements=manifest.n_elements,
-            n_changed=manifest.n_changed,
+        picked(
+            manifest,
+            OF_MANIFEST,
             density=manifest.n_changed / manifest.n_elements if manifest.n_elements else 0.0,
-            delta_bytes=manifest.delta_bytes,
             bytes_per_changed=manifest.delta_bytes / manifest.n_changed if manifest.n_changed else None,
             shards=len(manifest.shards),
             anchor=manifest.anchor.uri if manifest.anchor else None,
@@ -151,9 +120,6 @@ def rows(chain: Chain, newest: int | None = None) -> list[VersionRow]:
             decisions=[describe(made) for made in chain.decisions if made.version == version],
             expired=bool(chain.expired(manifest.shards)),
             fork=chain.forks.get(version, ""),
-            fingerprint=manifest.fingerprint,
-            published_at=manifest.published_at,
-            serving_format=manifest.serving_format,
         )
         for version, manifest in sorted(chain.manifests.items())[-newest if newest else 0 :]
     ]

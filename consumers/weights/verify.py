@@ -95,7 +95,7 @@ def verify_chain(
                 if expired := chain.expired(delta.shards):
                     raise UnusableWeights(f"{expired}; verify from {default_start(chain)} instead")
                 if mirror.version != delta.base:
-                    mirror = builder.build(chain, delta.base).mirror
+                    mirror, _, _ = builder.build(chain, delta.base)
                 builder.apply(delta, mirror)
                 report.n_bytes += delta.n_bytes
             if manifest.anchor is not None:

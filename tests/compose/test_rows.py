@@ -41,7 +41,6 @@ from tidemill.consumers.operate.replay.plan import LaneReport
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.writer import Writer
-from tidemill.consumers.weights.chain import VersionRow
 from tidemill.producers.environments.check import ScriptedPolicy
 from tidemill.producers.environments.ledger import LedgerEnvironment
 from tidemill.schemas.log.admin import TopicState
@@ -401,7 +400,7 @@ def test_the_brokers_of_a_stack_are_rows(monkeypatch, tmp_path):
     assert [row["pid"] for row in csv_of("stack", "status")] == ["42", ""]
 
 
-VERSION = VersionRow(
+VERSION = dict(
     version=1, parent=0, step=1, learning_rate=1e-5, n_elements=1000, n_changed=12, density=0.012, delta_bytes=12345,
     bytes_per_changed=1028.75, shards=1, anchor=None, skips=[], proved_by=["replica-0", "replica-1"], refused_by={},
     decisions=[], expired=False, fork="", fingerprint="f" * 32, published_at=0, serving_format="",
@@ -409,7 +408,7 @@ VERSION = VersionRow(
 
 
 def test_the_chain_can_be_read_on_a_wide_and_on_a_narrow_terminal(monkeypatch, capsys):
-    first = replace(VERSION, version=0, parent=None, anchor="file:///a", bytes_per_changed=None, delta_bytes=0)
+    first = VERSION | {"version": 0, "parent": None, "anchor": "file:///a", "bytes_per_changed": None, "delta_bytes": 0}
     shown = {}
     for width in (80, 140):
         terminal_of_width(monkeypatch, width)

@@ -104,7 +104,7 @@ def test_the_first_content_of_a_version_stays():
     chain.observe(manifest(5, fingerprint="f" * 32))
     assert chain.manifests[5].fingerprint == f"{5:032x}"
     assert "the first one is used" in chain.forks[5]
-    assert rows(chain)[5].fork == chain.forks[5]
+    assert rows(chain)[5]["fork"] == chain.forks[5]
 
 
 def test_records_of_other_runs_and_branches_are_ignored():
@@ -113,10 +113,11 @@ def test_records_of_other_runs_and_branches_are_ignored():
         chain.observe(replace(record, run_id="other"))
         chain.observe(replace(record, branch="other"))
     chain.observe(None)
-    assert (chain.head.version, chain.limit, chain.decisions, chain.replicas, chain.proofs) == (1, None, [], {}, {})
+    assert (chain.head.version, chain.gate.limit) == (1, None)
+    assert (chain.decisions, chain.replicas, chain.proofs) == ([], {}, {})
     for record in own:
         chain.observe(record)
-    assert (chain.head.version, chain.limit, chain.proofs) == (2, own[1], {1: {"a"}})
+    assert (chain.head.version, chain.gate.limit, chain.proofs) == (2, own[1], {1: {"a"}})
 
 
 @pytest.mark.parametrize(
@@ -139,11 +140,12 @@ def test_a_row_reports_the_records_of_its_version():
     chain.observe(acknowledgement(RUN, "c", 5, at=1, status=AckStatus.REFUSED))
     chain.observe(decided(GateVerdict.HOLD, 5))
     row = rows(chain)[5]
-    assert (row.density, row.bytes_per_changed, row.skips) == (0.01, 10.0, [0])
-    assert (row.proved_by, row.refused_by, row.decisions) == (["a", "b"], {"c": "because"}, ["hold 5 by ada: because"])
-    assert [row.version for row in rows(chain, 3)] == [7, 8, 9]
-    assert [row.expired for row in rows(chain)] == [False, True] + 8 * [False]
-    assert rows(chain)[0].bytes_per_changed is None and rows(chain)[4].anchor == "/anchors/v4"
+    assert (row["density"], row["bytes_per_changed"], row["skips"]) == (0.01, 10.0, [0])
+    assert (row["proved_by"], row["refused_by"]) == (["a", "b"], {"c": "because"})
+    assert row["decisions"] == ["hold 5 by ada: because"]
+    assert [row["version"] for row in rows(chain, 3)] == [7, 8, 9]
+    assert [row["expired"] for row in rows(chain)] == [False, True] + 8 * [False]
+    assert rows(chain)[0]["bytes_per_changed"] is None and rows(chain)[4]["anchor"] == "/anchors/v4"
 
 
 def propose(chain: Chain, verdict: GateVerdict, version: int | None) -> GateDecision:
@@ -174,12 +176,12 @@ def test_a_decision_can_only_name_a_version_that_can_be_served():
 
 def test_the_limit_is_the_newest_decision_that_is_not_a_rejection():
     chain = long_chain()
-    assert chain.limit is None
+    assert chain.gate.limit is None
     for made in (decided(GateVerdict.HOLD, 5), decided(GateVerdict.REJECT, 7)):
         chain.observe(made)
-    assert chain.limit.version == 5
+    assert chain.gate.limit.version == 5
     chain.observe(decided(GateVerdict.RELEASE, None))
-    assert chain.limit is None
+    assert chain.gate.limit is None
 
 
 def test_a_roll_back_is_followed_when_every_recently_active_replica_serves_it():

@@ -192,7 +192,7 @@ def test_a_chunk_past_retention_is_reported_as_expired(topics, log, tmp_path):
     assert_fault(log, 1, "delta", "^expired: its chunk at .*verify from 4 instead$", start=0)
     with pytest.raises(Unreachable, match=r"version 3 cannot be built: the delta of version 3 is expired"):
         check_out(log, 3, tmp_path / "v3")
-    assert check_out(log, 6, tmp_path / "v6").version == 6
+    assert check_out(log, 6, tmp_path / "v6")["version"] == 6
 
 
 def test_tensors_listed_in_a_table_are_found(log, tmp_path):
@@ -209,8 +209,8 @@ def test_tensors_listed_in_a_table_are_found(log, tmp_path):
 def test_a_version_is_checked_out_as_a_checkpoint(log, tmp_path):
     log.grow(6, anchors=(0, 3))
     made = check_out(log, 5, tmp_path / "v5")
-    assert (made.version, made.fingerprint) == (5, log.manifests[5].fingerprint)
-    assert made.way.startswith("the anchor of version 3 and 2 deltas")
+    assert (made["version"], made["fingerprint"]) == (5, log.manifests[5].fingerprint)
+    assert made["way"].startswith("the anchor of version 3 and 2 deltas")
     tensors = map_checkpoint(tmp_path / "v5")
     for name, bits in log.views[5].items():
         np.testing.assert_array_equal(bits_in_memory(tensors, name), bits.reshape(-1))
@@ -226,7 +226,7 @@ def test_a_checkout_avoids_a_damaged_anchor(log, tmp_path):
     log.grow(5, anchors=(0, 3))
     weights = Path(log.manifests[3].anchor.uri) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert check_out(log, 4, tmp_path / "v4").way.startswith("the anchor of version 0 and 4 deltas")
+    assert check_out(log, 4, tmp_path / "v4")["way"].startswith("the anchor of version 0 and 4 deltas")
 
 
 def test_a_checkout_with_a_corrupt_chunk_uses_the_skip_delta_or_fails(log, tmp_path):
@@ -237,7 +237,7 @@ def test_a_checkout_with_a_corrupt_chunk_uses_the_skip_delta_or_fails(log, tmp_p
         check_out(log, 3, tmp_path / "v3")
     assert not (tmp_path / "v3").exists()
     log.skip(0, 3)
-    assert "1 of them skip-deltas" in check_out(log, 3, tmp_path / "v3").way
+    assert "1 of them skip-deltas" in check_out(log, 3, tmp_path / "v3")["way"]
 
 
 def test_a_checkout_never_overwrites_files(log, tmp_path):
@@ -249,7 +249,7 @@ def test_a_checkout_never_overwrites_files(log, tmp_path):
         with pytest.raises(ValueError, match="not an empty directory"):
             check_out(log, 0, tmp_path / taken)
     (tmp_path / "empty").mkdir()
-    assert check_out(log, 0, tmp_path / "empty").version == 0
+    assert check_out(log, 0, tmp_path / "empty")["version"] == 0
 
 
 def test_a_mirror_at_another_version_is_refused(log):

@@ -119,7 +119,7 @@ def test_every_reader_agrees_with_the_fold(log):
             reader.observe(made)
         gate.observe(made, made.at)
     assert (router.version, router.share) == (tried, 0.0 if branch.trial is None else branch.trial.share)
-    assert chain.limit == branch.limit
+    assert chain.gate.limit == branch.limit
     for version in range(NEWEST + 1):
         above = branch.limit is not None and version > branch.limit.version
         for pool, replica in pools.items():
