@@ -8,7 +8,7 @@ versions are taken from the steps, since a step may have left out members of its
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tidemill.consumers.operate import Progress, no_progress, picked, watched
@@ -25,135 +25,103 @@ from tidemill.schemas.log.reader import LogReader
 ROLLOUT = "rollout_id run_id task_id mode status failure replica_id version_min version_max reward"
 
 
-class RolloutTrace:
-    def __init__(self, rollout_id: str) -> None:
-        self._id = rollout_id
-        self._rollout: tuple[Position, r.Rollout] | None = None
-        self._groups: list[tuple[Position, r.Group]] = []
+HistoryOf = Callable[[str], VersionHistory]
+"""Returns the versions of a run."""
 
-    @property
-    def run_id(self) -> str | None:
-        """The run that it belongs to; None until the rollout is observed."""
-        return self._rollout[1].run_id if self._rollout else None
 
-    def observe(self, located: ConsumedRecord) -> None:
-        """Observe a record; records that are not about the rollout are ignored."""
+def rollout_path(rollout_id: str, records: Iterable[ConsumedRecord], history_of: HistoryOf) -> dict[str, Any] | None:
+    """Return the path of a rollout: its fields, its `groups`, each with its end in `ended`, the `versions` trained on
+    it, and `end`, with its reason; None if the records, which may be of other rollouts too, do not contain it."""
+    found: tuple[Position, r.Rollout] | None = None
+    of: list[tuple[Position, r.Group, r.GroupMember]] = []
+    for located in records:
         record = located.record
-        if isinstance(record, r.Rollout) and record.rollout_id == self._id and self._rollout is None:
-            self._rollout = (located.position, record)
-        elif isinstance(record, r.Group) and any(member.rollout_id == self._id for member in record.members):
-            self._groups.append((located.position, record))
-
-    def path(self, history: VersionHistory) -> dict[str, Any]:
-        """Return everything observed so far: the rollout's fields, its `groups`, each with its end in `ended`, the
-        `versions` trained on it, and `end`, with its reason. Raises LookupError if the rollout was not observed."""
-        if self._rollout is None:
-            raise LookupError(f"the log holds no rollout {self._id}")
-        place, rollout = self._rollout
-        groups, endings, reasons = [], list[Ended](), list[str]()
-        for where, group in self._groups:
-            member = next(member for member in group.members if member.rollout_id == self._id)
-            use = history.ended(Topic.GROUPS, group.group_id)
-            told = picked(member, "reward advantage", place=where, ended=use)
-            groups.append(picked(group, "group_id closed_by", **told))
-            endings.append(use)
-            if use.reason:
-                reasons.append(use.reason)
-        versions = sorted({use.version for use in endings if use.version is not None})
-        if versions:
-            failed = (
-                " (it failed: its group was trained without it)" if rollout.status is r.RolloutStatus.FAILED else ""
-            )
-            end = f"its group was trained into version {', '.join(map(str, versions))}{failed}"
-        elif not groups:
-            end = "waits for its group to close"
-        elif rollout.mode is r.Mode.EVAL:
-            end = "evaluated: no step trains on held-out rollouts"
-        else:
-            end = f"excluded by the trainer: {reasons[-1]}" if reasons else "waits for the trainer"
-        made = history.made(endings)
-        return picked(rollout, ROLLOUT, place=place, groups=groups, versions=made, end=end)
+        if isinstance(record, r.Rollout) and record.rollout_id == rollout_id and found is None:
+            found = (located.position, record)
+        elif isinstance(record, r.Group):
+            member = next((member for member in record.members if member.rollout_id == rollout_id), None)
+            if member is not None:
+                of.append((located.position, record, member))
+    if found is None:
+        return None
+    place, rollout = found
+    history = history_of(rollout.run_id)
+    groups, endings = [], list[Ended]()
+    for where, group, member in of:
+        endings.append(history.ended(Topic.GROUPS, group.group_id))
+        told = picked(member, "reward advantage", place=where, ended=endings[-1])
+        groups.append(picked(group, "group_id closed_by", **told))
+    versions = sorted({use.version for use in endings if use.version is not None})
+    reasons = [use.reason for use in endings if use.reason]
+    if versions:
+        failed = " (it failed: its group was trained without it)" if rollout.status is r.RolloutStatus.FAILED else ""
+        end = f"its group was trained into version {', '.join(map(str, versions))}{failed}"
+    elif not groups:
+        end = "waits for its group to close"
+    elif rollout.mode is r.Mode.EVAL:
+        end = "evaluated: no step trains on held-out rollouts"
+    else:
+        end = f"excluded by the trainer: {reasons[-1]}" if reasons else "waits for the trainer"
+    return picked(rollout, ROLLOUT, place=place, groups=groups, versions=history.made(endings), end=end)
 
 
-class UserTrace:
-    """Follows one user, by pseudonym."""
+def user_path(user_id: str, records: Iterable[ConsumedRecord], history_of: HistoryOf) -> dict[str, Any] | None:
+    """Return the path of a user's data, by pseudonym; None if the records contain nothing of the user.
 
-    def __init__(self, user_id: str) -> None:
-        self._user_id = user_id
-        self._requests: dict[r.UserRequest, None] = {}
-        self._endings: dict[str, str] = {}
-        self._batches: dict[str, tuple[Position, r.OnlineBatch]] = {}
-
-    @property
-    def runs(self) -> set[str]:
-        """The runs whose batches hold interactions of the user."""
-        return {batch.run_id for _, batch in self._batches.values()}
-
-    @property
-    def found(self) -> bool:
-        return bool(self._requests or self._endings or self._batches)
-
-    def observe(self, located: ConsumedRecord) -> None:
-        """Observe a record; records that are not about the user are ignored."""
+    Returns:
+        user_id; the user's requests as `demands`; `outcomes`, their interactions that ended, by ending, without erased
+        ones; `batches` with the sum of the user's rewards, the number of their members that were trained on and the
+        different endings; and for each branch of each of the `runs` the versions that were `trained` on them, these and
+        all their descendants as ranges (`contained_in`), and the replicas that serve one of those now.
+    """
+    requests: dict[r.UserRequest, None] = {}
+    outcomes: dict[str, str] = {}
+    closed: dict[str, tuple[Position, r.OnlineBatch]] = {}
+    for located in records:
         match located.record:
-            case r.UserRequest(user_id=self._user_id) as request:
-                self._requests[request] = None
-            case r.Outcome() if located.record.user_id == self._user_id:
-                self._endings[located.record.interaction_id] = located.record.exclusion or "reward"
-            case r.OnlineBatch() if any(member.user_id == self._user_id for member in located.record.members):
-                self._batches.setdefault(located.record.batch_id, (located.position, located.record))
+            case r.UserRequest() as request if request.user_id == user_id:
+                requests[request] = None
+            case r.Outcome() as outcome if outcome.user_id == user_id:
+                outcomes[outcome.interaction_id] = outcome.exclusion or "reward"
+            case r.OnlineBatch() as batch if any(member.user_id == user_id for member in batch.members):
+                closed.setdefault(batch.batch_id, (located.position, batch))
             case None if located.value is None:
-                self._endings.pop((located.key or b"").decode("utf-8", "replace"), None)
-
-    def path(self, histories: Mapping[str, VersionHistory]) -> dict[str, Any]:
-        """Return everything observed so far, with the versions of each run of `runs`.
-
-        Returns:
-            user_id; the user's requests as `demands`; `outcomes`, their interactions that ended, by ending, without
-            erased ones; `batches` with the sum of the user's rewards, the number of their members that were trained on
-            and the different endings; and for each branch of each of the `runs` the versions that were `trained` on
-            them, these and all their descendants as ranges (`contained_in`), and the replicas that serve one of those
-            now.
-        """
-        batches: list[dict[str, Any]] = []
-        for place, batch in self._batches.values():
-            members = [member for member in batch.members if member.user_id == self._user_id]
-            history = histories[batch.run_id]
-            endings = [history.ended(Topic.ONLINE_BATCHES, batch.batch_id, member.interaction_id) for member in members]
-            batches.append(
-                picked(
-                    batch,
-                    "batch_id run_id branch sequence",
-                    place=place,
-                    interactions=len({member.interaction_id for member in members}),
-                    reward=sum(member.reward for member in members),
-                    trained=sum(ending.version is not None for ending in endings),
-                    ended=list(dict.fromkeys(endings)),
-                )
+                outcomes.pop((located.key or b"").decode("utf-8", "replace"), None)
+    if not (requests or outcomes or closed):
+        return None
+    histories = {run_id: history_of(run_id) for run_id in sorted({batch.run_id for _, batch in closed.values()})}
+    batches: list[dict[str, Any]] = []
+    for place, batch in closed.values():
+        members = [member for member in batch.members if member.user_id == user_id]
+        history = histories[batch.run_id]
+        endings = [history.ended(Topic.ONLINE_BATCHES, batch.batch_id, member.interaction_id) for member in members]
+        batches.append(
+            picked(
+                batch,
+                "batch_id run_id branch sequence",
+                place=place,
+                interactions=len({member.interaction_id for member in members}),
+                reward=sum(member.reward for member in members),
+                trained=sum(ending.version is not None for ending in endings),
+                ended=list(dict.fromkeys(endings)),
             )
-        touched = []
-        for run in sorted(self.runs):
-            of_run = [batch for batch in batches if batch["run_id"] == run]
-            made = histories[run].made(ending for batch in of_run for ending in batch["ended"])
-            for branch in sorted({version.branch for version in made} or {batch["branch"] for batch in of_run}):
-                trained = [version for version in made if version.branch == branch]
-                contained_in, served_by = histories[run].contained_in(trained)
-                touched.append(
-                    {
-                        "run_id": run,
-                        "branch": branch,
-                        "trained": trained,
-                        "contained_in": contained_in,
-                        "served_by": served_by,
-                    }
-                )
-        return {
-            "user_id": self._user_id,
-            "demands": list(self._requests),
-            "outcomes": dict(Counter(self._endings.values())),
-            "batches": batches,
-            "runs": touched,
-        }
+        )
+    touched = []
+    for run, history in histories.items():
+        of_run = [batch for batch in batches if batch["run_id"] == run]
+        made = history.made(ending for batch in of_run for ending in batch["ended"])
+        for branch in sorted({version.branch for version in made} or {batch["branch"] for batch in of_run}):
+            trained = [version for version in made if version.branch == branch]
+            contained_in, served_by = history.contained_in(trained)
+            of_branch = {"trained": trained, "contained_in": contained_in, "served_by": served_by}
+            touched.append({"run_id": run, "branch": branch, **of_branch})
+    return {
+        "user_id": user_id,
+        "demands": list(requests),
+        "outcomes": dict(Counter(outcomes.values())),
+        "batches": batches,
+        "runs": touched,
+    }
 
 
 CLIENT_ID = "tidemill-trace"
@@ -188,46 +156,42 @@ class TraceReader:
             LookupError: the log has no record of that name.
         """
         name = checked_name(text)
+        event = text.strip()
         traced = self._interaction(name)
         if traced is None:
-            about: dict[str, None] = {}
-
-            def observe(located: ConsumedRecord) -> None:
-                if isinstance(located.record, r.Feedback) and located.record.event_id == text.strip():
-                    about[located.record.interaction_id] = None
-
-            self._read((Topic.FEEDBACK,), observe)
+            signals = (one.record for one in self._read((Topic.FEEDBACK,)) if isinstance(one.record, r.Feedback))
+            about = {signal.interaction_id for signal in signals if signal.event_id == event}
             if len(about) > 1:
                 named = ", ".join(sorted(about))
-                raise ValueError(f"event {text.strip()} is about {len(about)} interactions; trace one: {named}")
-            traced = self._interaction(next(iter(about))) if about else None
-        if traced is not None:
-            return traced
-        rollout = RolloutTrace(text.strip())
-        self._read((Topic.ROLLOUTS, Topic.GROUPS), rollout.observe)
-        if rollout.run_id is None:
+                raise ValueError(f"event {event} is about {len(about)} interactions; trace one: {named}")
+            traced = self._interaction(about.pop()) if about else None
+        if traced is None:
+            traced = rollout_path(event, self._read((Topic.ROLLOUTS, Topic.GROUPS)), self._history)
+        if traced is None:
             raise LookupError(
                 f"no interaction, event or rollout {name!r} in the log: check the id and --topic-prefix; what is "
                 "older than the topics' retention is gone"
             )
-        return rollout.path(self._history(rollout.run_id))
+        return traced
 
     def user(self, user_id: str) -> dict[str, Any]:
         """Return the path of a user's data. Raises LookupError if the log holds no records of the user."""
-        traced = UserTrace(user_id)
-        self._read((Topic.USER_REQUESTS, Topic.OUTCOMES, Topic.ONLINE_BATCHES), traced.observe)
-        if not traced.found:
+        records = self._read((Topic.USER_REQUESTS, Topic.OUTCOMES, Topic.ONLINE_BATCHES))
+        path = user_path(user_id, records, self._history)
+        if path is None:
             raise LookupError(
                 f"the log has no record of the user {user_id}: check the id, whether it is the product's or "
                 "(--pseudonym) the log's, and product.pseudonym_key"
             )
-        return traced.path({run_id: self._history(run_id) for run_id in traced.runs})
+        return path
 
     def _interaction(self, name: str) -> dict[str, Any] | None:
         traced = InteractionTrace(name)
         for topic in PRODUCT:
-            self._read((topic,), traced.observe, of=name)
-        self._read((Topic.OUTCOMES, Topic.ONLINE_BATCHES), traced.observe)
+            for located in self._read((topic,), of=name):
+                traced.observe(located)
+        for located in self._read((Topic.OUTCOMES, Topic.ONLINE_BATCHES)):
+            traced.observe(located)
         with DeadLetterReader(self._kafka, {}, (*PRODUCT, Topic.OUTCOMES)) as letters:
             for row in letters.read_to_end():
                 traced.observe_letter(row)
@@ -237,11 +201,12 @@ class TraceReader:
 
     def _history(self, run_id: str) -> VersionHistory:
         history = VersionHistory(run_id)
-        self._read(MODEL, history.observe)
+        for located in self._read(MODEL):
+            history.observe(located)
         return history
 
-    def _read(self, topics: Sequence[Topic], observe: Callable[[ConsumedRecord], None], of: str = "") -> None:
-        """Observe whole topics, or of each topic only the partition with the records of the interaction `of`."""
+    def _read(self, topics: Sequence[Topic], of: str = "") -> Iterator[ConsumedRecord]:
+        """Yield whole topics, or of each topic only the partition with the records of the interaction `of`."""
         share = (0, 1)
         if of:
             with LogReader(self._kafka, topics, start="end", client_id=CLIENT_ID) as reader:
@@ -249,5 +214,4 @@ class TraceReader:
             share = (partition_of(of, count), count)
         with LogReader(self._kafka, topics, client_id=CLIENT_ID, share=share) as reader:
             total = sum(reader.end_offsets().values()) - sum(reader.next_offsets().values())
-            for located in watched(reader.read_to_end(), total, self._progress):
-                observe(located)
+            yield from watched(reader.read_to_end(), total, self._progress)

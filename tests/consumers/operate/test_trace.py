@@ -24,7 +24,7 @@ from tests.consumers.product_support import (
 from tests.consumers.sink_support import START_US, ack, group, manifest, rollout, step
 from tidemill.compose.cli.log_commands import rollout_lines
 from tidemill.consumers.operate.trace.interaction import InteractionTrace
-from tidemill.consumers.operate.trace.reading import RolloutTrace, UserTrace, checked_name
+from tidemill.consumers.operate.trace.reading import checked_name, rollout_path, user_path
 from tidemill.consumers.operate.trace.versions import VersionHistory, ranges
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas import records as r
@@ -65,21 +65,34 @@ def tombstone(topic: Topic, key: str) -> ConsumedRecord:
     return ConsumedRecord(topic, 0, 99, 0, key.encode(), None, None, "a tombstone")
 
 
-def history_of(records: Sequence[ConsumedRecord], trace: InteractionTrace | UserTrace | RolloutTrace) -> VersionHistory:
-    """Let a trace and the history of a run read the same records."""
+def history_of(records: Sequence[ConsumedRecord]) -> VersionHistory:
     history = VersionHistory("run")
     for one in records:
-        trace.observe(one)
         history.observe(one)
     return history
 
 
+def path_of_user(records: Sequence[ConsumedRecord], user: str = "ann") -> dict[str, Any]:
+    """Return the path of a user of one run."""
+    path = user_path(user, records, lambda run_id: history_of(records))
+    assert path is not None
+    return path
+
+
+def path_of_rollout(records: Sequence[ConsumedRecord], rollout_id: str = "b") -> dict[str, Any]:
+    """Return the path of a rollout of one run."""
+    path = rollout_path(rollout_id, records, lambda run_id: history_of(records))
+    assert path is not None
+    return path
+
+
 def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> dict[str, Any]:
     trace = InteractionTrace("i0")
-    history = history_of(records, trace)
+    for one in records:
+        trace.observe(one)
     for row in letters:
         trace.observe_letter(row)
-    return trace.path(history)
+    return trace.path(history_of(records))
 
 
 def test_the_whole_path_has_every_stage_with_its_offset():
@@ -231,20 +244,12 @@ def test_a_version_of_another_branch_with_the_same_number_is_not_followed(first:
 
 def test_a_step_that_a_new_branch_published_again_is_followed_on_both():
     again = [replace(manifest(version), branch="fork", incarnation="f") for version in (2, 3, 4)]
-    history, trace = VersionHistory("run"), UserTrace("ann")
-    for one in located([*WHOLE, *again]):
-        history.observe(one)
-        trace.observe(one)
-    runs = trace.path({"run": history})["runs"]
+    runs = path_of_user(located([*WHOLE, *again]))["runs"]
     assert [(run["branch"], run["contained_in"]) for run in runs] == [("fork", "2-4"), ("main", "2-3")]
 
 
 def test_the_versions_of_a_user_are_reported_by_branch():
-    history, trace = VersionHistory("run"), UserTrace("ann")
-    for one in located([*forked(), *WHOLE]):
-        history.observe(one)
-        trace.observe(one)
-    runs = trace.path({"run": history})["runs"]
+    runs = path_of_user(located([*forked(), *WHOLE]))["runs"]
     assert [(run["branch"], run["contained_in"], run["served_by"]) for run in runs] == [
         ("fork", "2-4", {"replica-9": 4}),
         ("main", "2-3", {"replica-0": 2}),
@@ -267,9 +272,7 @@ def test_a_users_versions_are_those_whose_steps_trained_on_them():
         [r.StepExclusion("i1", "interactions", 0, 0, "erased", 1)],
     )
     erasure = request("ann", r.UserWish.ERASE, START_US)
-    trace = UserTrace("ann")
-    history = history_of(located([*WHOLE, outcome(two, None, "bot"), left_out, second, erasure]), trace)
-    path = trace.path({"run": history})
+    path = path_of_user(located([*WHOLE, outcome(two, None, "bot"), left_out, second, erasure]))
     assert path["demands"] == [erasure]
     assert path["outcomes"] == {"reward": 1, "bot": 1}
     assert [(one["sequence"], one["interactions"], one["trained"]) for one in path["batches"]] == [(0, 1, 1), (1, 1, 0)]
@@ -279,11 +282,10 @@ def test_a_users_versions_are_those_whose_steps_trained_on_them():
 
 
 def test_an_erased_user_keeps_their_versions_and_loses_their_outcomes():
-    trace = UserTrace("ann")
-    path = trace.path({"run": history_of([*located(WHOLE), tombstone(Topic.OUTCOMES, "i0")], trace)})
+    path = path_of_user([*located(WHOLE), tombstone(Topic.OUTCOMES, "i0")])
     assert path["outcomes"] == {}
     assert [made.version for made in path["runs"][0]["trained"]] == [2]
-    assert not UserTrace("nobody").found
+    assert user_path("nobody", located(WHOLE), VersionHistory) is None
 
 
 @pytest.mark.parametrize(
@@ -296,21 +298,16 @@ def test_an_erased_user_keeps_their_versions_and_loses_their_outcomes():
 )
 def test_a_rollouts_path(inputs: list[r.StepInput], exclusions: list[r.StepExclusion], end: str):
     members = [rollout("a", "g0"), rollout("b", "g0")]
-    trace = RolloutTrace("b")
-    history = history_of(located([*members, group("g0", members), step(1, inputs, exclusions)]), trace)
-    path = trace.path(history)
+    records = located([*members, group("g0", members), step(1, inputs, exclusions)])
+    path = path_of_rollout(records)
     assert (path["place"], path["groups"][0]["place"]) == (Position("rollouts", 0, 1), Position("groups", 0, 0))
     assert path["end"] == end
-    with pytest.raises(LookupError):
-        RolloutTrace("x").path(history)
+    assert rollout_path("x", records, VersionHistory) is None
 
 
 def test_a_held_out_rollout_does_not_wait_for_the_trainer():
     members = [rollout(name, "g0", r.Mode.EVAL) for name in "ab"]
-    trace = RolloutTrace("b")
-    for one in located([*members, group("g0", members)]):
-        trace.observe(one)
-    path = trace.path(VersionHistory("run"))
+    path = path_of_rollout(located([*members, group("g0", members)]))
     assert path["end"] == "evaluated: no step trains on held-out rollouts"
     assert "waits for the trainer" not in "\n".join(rollout_lines(path))
 
