@@ -108,6 +108,16 @@ class AuditedRun(Facts):
         """Every rollout that was issued, played or grouped, once. Valid after all records were observed."""
         return tuple(_lives(self))
 
+    @cached_property
+    def trained(self) -> defaultdict[int, list[tuple[RecordAt[Group], int]]]:
+        """By partition: the groups that were trained on, in the order of the log, with their first step."""
+        found = defaultdict(list)
+        for place in sorted(self.group_at, key=lambda at: (at.partition, at.offset)):
+            steps = [step.record.step for step, reason in self.uses.get(place, ()) if reason == TRAINED]
+            if steps:
+                found[place.partition].append((self.group_at[place], steps[0]))
+        return found
+
     def is_overdue(self, deadline_at: int) -> bool:
         """Whether a record with a deadline cannot arrive any more."""
         return self.rules.ended or self.rules.complete or self.clock_us > deadline_at + self.rules.grace_us
@@ -118,7 +128,6 @@ _Membership = tuple[Position, GroupMember]
 
 
 def _lives(run: AuditedRun) -> Iterator[RolloutLife]:
-    grouped = _Grouped(run)
     memberships: defaultdict[str, list[_Membership]] = defaultdict(list)
     for group in run.groups:
         for member in group.record.members:
@@ -129,7 +138,7 @@ def _lives(run: AuditedRun) -> Iterator[RolloutLife]:
         seen.add((rollout.group_id, rollout.index))
         letters = [run.letters[one.place] for one in records if one.place in run.letters]
         if of:
-            yield grouped.life(name, of, records)
+            yield _grouped_life(run, name, of, records)
         elif letters:
             ending = (RolloutState.REJECTED, letters[0], place)
             yield RolloutLife(name, *ending, (ending,))
@@ -141,7 +150,7 @@ def _lives(run: AuditedRun) -> Iterator[RolloutLife]:
     # The other rollouts are in a group, and their own records are gone.
     for name, of in memberships.items():
         seen.add((run.group_at[of[0][0]].record.group_id, rollout_index(name)))
-        yield grouped.life(name, of, ())
+        yield _grouped_life(run, name, of, ())
     for at in run.tasks.values():
         task = at.record
         for index in range(task.group_size):
@@ -161,60 +170,50 @@ def _lives(run: AuditedRun) -> Iterator[RolloutLife]:
             yield RolloutLife(name, state, reason, place)
 
 
-class _Grouped:
-    """Rollouts that a group counts."""
+def _grouped_life(
+    run: AuditedRun, rollout_id: str, of: list[_Membership], records: Sequence[RecordAt[Rollout]]
+) -> RolloutLife:
+    """Return the state of a rollout that groups count; its own records may be gone."""
+    failures = [one.record.failure for one in records if one.record.failure]
+    # The text after the kind of a failure is about one rollout; counts are by kind.
+    failure = failures[0].split(":")[0] if failures else "its record is gone"
+    endings = tuple(dict.fromkeys(end for place, member in of for end in _endings(run, place, member, failure)))
+    if endings:
+        return RolloutLife(rollout_id, *endings[0], endings)
+    place, passed_over = of[0][0], set[int]()
+    for group, step in reversed(run.trained[place.partition]):
+        if group.place.offset < place.offset or len(passed_over) >= STEPS_AHEAD:
+            break
+        if group.record.closed_at > run.group_at[place].record.closed_at:
+            passed_over.add(step)
+    if len(passed_over) >= STEPS_AHEAD:
+        return RolloutLife(rollout_id, RolloutState.LOST, "steps trained on younger groups behind its own", place)
+    rules = run.rules
+    over = rules.complete and rules.last_step is not None and len(run.steps) >= rules.last_step
+    return RolloutLife(rollout_id, RolloutState.UNUSED if over else RolloutState.GROUPED, "", place)
 
-    def __init__(self, run: AuditedRun) -> None:
-        self._run, rules = run, run.rules
-        self._open = RolloutState.GROUPED
-        if rules.complete and rules.last_step is not None and len(run.steps) >= rules.last_step:
-            self._open = RolloutState.UNUSED
-        self._trained: defaultdict[int, list[tuple[RecordAt[Group], int]]] = defaultdict(list)
-        """By partition: the groups that were trained on, in the order of the log, with their first step."""
-        for place in sorted(run.group_at, key=lambda at: (at.partition, at.offset)):
-            steps = [step.record.step for step, reason in run.uses.get(place, ()) if reason == TRAINED]
-            if steps:
-                self._trained[place.partition].append((run.group_at[place], steps[0]))
 
-    def life(self, rollout_id: str, of: list[_Membership], records: Sequence[RecordAt[Rollout]]) -> RolloutLife:
-        """Return the state of a rollout that groups count; its own records may be gone."""
-        failures = [one.record.failure for one in records if one.record.failure]
-        # The text after the kind of a failure is about one rollout; counts are by kind.
-        failure = failures[0].split(":")[0] if failures else "its record is gone"
-        endings = tuple(dict.fromkeys(end for place, member in of for end in self._endings(place, member, failure)))
-        if endings:
-            return RolloutLife(rollout_id, *endings[0], endings)
-        place, passed_over = of[0][0], set[int]()
-        for group, step in reversed(self._trained[place.partition]):
-            if group.place.offset < place.offset or len(passed_over) >= STEPS_AHEAD:
-                break
-            if group.record.closed_at > self._run.group_at[place].record.closed_at:
-                passed_over.add(step)
-        if len(passed_over) >= STEPS_AHEAD:
-            return RolloutLife(rollout_id, RolloutState.LOST, "steps trained on younger groups behind its own", place)
-        return RolloutLife(rollout_id, self._open, "", place)
-
-    def _endings(self, place: Position, member: GroupMember, failure: str) -> Iterator[RolloutEnding]:
-        group = self._run.group_at[place]
-        copies = self._run.groups_of[group.record.group_id]
-        # A second record of a group does not end its rollouts again.
-        first = next(one.place for one in copies if one.digest == group.digest)
-        at_once = None
-        if group.record.closed_by is CloseReason.LATE:
-            at_once = RolloutState.LATE
-        elif member.status is RolloutStatus.FAILED:
-            at_once = RolloutState.FAILED
-        elif group.record.mode is Mode.EVAL:
-            at_once = RolloutState.EVALUATED
-        if at_once is not None:
-            yield at_once, failure if at_once is RolloutState.FAILED else "", first
-        for step, reason in self._run.uses.get(place, ()):
-            if reason in OF_COPIES and place != first:
-                continue
-            if reason == TRAINED and at_once is not RolloutState.FAILED:
-                yield RolloutState.TRAINED, "", step.place
-            elif at_once is None:
-                yield RolloutState.EXCLUDED, reason, step.place
+def _endings(run: AuditedRun, place: Position, member: GroupMember, failure: str) -> Iterator[RolloutEnding]:
+    group = run.group_at[place]
+    copies = run.groups_of[group.record.group_id]
+    # A second record of a group does not end its rollouts again.
+    first = next(one.place for one in copies if one.digest == group.digest)
+    at_once = None
+    if group.record.closed_by is CloseReason.LATE:
+        at_once = RolloutState.LATE
+    elif member.status is RolloutStatus.FAILED:
+        at_once = RolloutState.FAILED
+    elif group.record.mode is Mode.EVAL:
+        at_once = RolloutState.EVALUATED
+    if at_once is not None:
+        yield at_once, failure if at_once is RolloutState.FAILED else "", first
+    for step, reason in run.uses.get(place, ()):
+        if reason in OF_COPIES and place != first:
+            continue
+        if reason == TRAINED and at_once is not RolloutState.FAILED:
+            yield RolloutState.TRAINED, "", step.place
+        elif at_once is None:
+            yield RolloutState.EXCLUDED, reason, step.place
 
 
 @dataclass(frozen=True, slots=True)
