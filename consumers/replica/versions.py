@@ -11,30 +11,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
 
 _EVENT = "data: "
 IncarnationOf = Callable[[int], str]
 """Returns the incarnation of a version."""
 
 
-class Span(Protocol):
-    """Tokens [start, end) of a choice, sampled under `version`."""
-
-    version: str
-    start: int
-    end: int
-
-
-class Output(Protocol):
-    """The fields of vLLM's `CompletionOutput` that are used here."""
-
-    index: int
-    finish_reason: str | None
-    weight_versions: list[Span] | None
-
-
-def said(output: Output) -> list[list[int]]:
+def said(output: CompletionOutput) -> list[list[int]]:
     """Return an output's spans in the form of the response: [version, start, end] each."""
     return [[int(span.version), span.start, span.end] for span in output.weight_versions or []]
 
@@ -54,7 +41,7 @@ class SpanUpdates:
         self._known: dict[int, int] = {}
         """By choice: number of spans seen."""
 
-    def watch(self, outputs: Iterable[Output], first: int = 0) -> None:
+    def watch(self, outputs: Iterable[CompletionOutput], first: int = 0) -> None:
         """Read the spans of outputs before they are sent; `first` is added to the number of a choice."""
         for output in outputs:
             spans, ended = output.weight_versions, output.finish_reason is not None
@@ -73,7 +60,6 @@ class SpanUpdates:
                 yield event
 
     def extend(self, chunk: dict[str, Any]) -> None:
-        """Add unsent spans to the choices of a chunk."""
         for choice in chunk.get("choices", ()):
             spans = self._news.pop(choice["index"], None)
             if spans is not None:
