@@ -270,7 +270,7 @@ def carry_out(
     """Show the plan of a replay, and carry it out if `do_it`."""
     with remaining("reading") as progress:
         made = replay.prepare(progress)
-    document: dict[str, Any] = {"dry_run": not do_it, "already_copied": replay.already_copied, **made}
+    document: dict[str, Any] = {"dry_run": not do_it, **made}
     if not as_json:
         typer.echo(f"{made['source_prefix']}* into {made['into']}*", err=as_csv)
         print_manifest(made, as_csv)
@@ -280,7 +280,7 @@ def carry_out(
             with remaining("copying") as progress:
                 copied = replay.run(speed, progress)
         except KeyboardInterrupt:
-            again = f"continue with the same options and --resume {replay.begun.replay_id}"
+            again = f"continue with the same options and --resume {made['replay_id']}"
             typer.echo(f"interrupted. Copied records stay; {again}", err=True)
             raise typer.Exit(INTERRUPTED) from None
         document |= asdict(copied)

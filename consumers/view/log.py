@@ -51,11 +51,6 @@ def topic_of(name: str) -> tuple[str, Topic] | None:
     return None if longest is None else (plain.removesuffix(longest.value), longest)
 
 
-def tables_of(topic: Topic) -> list[Table]:
-    """Return the tables that may contain a record of a topic: those of its types, and that of dead letters."""
-    return [tables()[kind] for kind in (*CATALOGUE[topic].values, DeadLetter)]
-
-
 def shape(kind: str) -> str:
     """Return `String`, `Array` or, for any other ClickHouse type, an empty text."""
     inner = kind.removeprefix("LowCardinality(").removeprefix("Nullable(")
@@ -152,7 +147,8 @@ def routes(site: Site) -> list[BaseRoute]:
 
     async def _found(named: tuple[str, Topic], given: dict[str, str], field: str, part: int) -> dict[str, Any]:
         near = []
-        for table in tables_of(named[1]):
+        # A record of the topic, or a dead letter about one.
+        for table in (tables()[kind] for kind in (*CATALOGUE[named[1]].values, DeadLetter)):
             place = {**given, "topic": await _full_name(table, given["topic"], named[1])}
             near += await _near(table, place)
             chosen = selection(table, field, part)

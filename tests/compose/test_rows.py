@@ -521,7 +521,7 @@ def test_a_copy_gives_its_topics(capsysbinary):
     lanes = [LaneReport("t.groups", n, 0, 9, n, 1500 * n, "2026-01-01", "2026-01-02", "s") for n in range(2)]
     made = {"source_prefix": "t.", "into": "new.", "lanes": lanes, "records": 1, "undecodable": 0, "missing": 0,
             "references_outside": 2}  # fmt: skip
-    replay: Any = SimpleNamespace(prepare=lambda _progress: made, already_copied=0)
+    replay: Any = SimpleNamespace(prepare=lambda _progress: made)
     options = {"speed": None, "do_it": False, "manifest_file": None}
     carry_out(replay, **options, as_json=False, as_csv=True)
     said = capsysbinary.readouterr()

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +26,7 @@ from fastavro.schema import fingerprint, to_parsing_canonical_form
 from tidemill.consumers.operate import Progress, no_progress, watched
 from tidemill.consumers.operate.replay.copy import ReplayOrigin
 from tidemill.consumers.operate.replay.plan import LanePlan, LaneReport, Plan, lane_reports
-from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, decoded, references
+from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, decoded, parts, references
 from tidemill.consumers.operate.replay.selection import Selection
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import (
@@ -159,7 +159,7 @@ class ArchiveOrigin:
             self._file.close()
             raise
         self.prefix = self.manifest.source_prefix
-        self.selection = Selection(topics=tuple(self._plan.topics))
+        self.selection = Selection(topics=tuple(self._plan.partitions))
 
     def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
         return self._plan
@@ -275,17 +275,7 @@ def _named_in(records: Iterable[RawRecord], codec: Codec) -> tuple[dict[str, Any
             document = codec.registered_schema(record.value or b"")
             if document is not None:
                 registered[str(int.from_bytes(mark[1:CONFLUENT_FRAME_BYTES], "big"))] = document
-        objects.update(_objects(decoded(record, codec)))
+        for part in parts(decoded(record, codec)):
+            if uri := getattr(part, "uri", None):
+                objects[uri] = int(getattr(part, "n_bytes", 0))
     return schemas, registered, dict(sorted(objects.items()))
-
-
-def _objects(value: Any) -> Iterator[tuple[str, int]]:  # noqa: ANN401 - a record or a part of one
-    if isinstance(value, list):
-        for item in value:
-            yield from _objects(item)
-    elif is_dataclass(value):
-        uri = getattr(value, "uri", None)
-        if uri:
-            yield uri, int(getattr(value, "n_bytes", 0))
-        for entry in fields(value):
-            yield from _objects(getattr(value, entry.name))

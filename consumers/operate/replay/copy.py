@@ -82,10 +82,11 @@ class Replay:
         """Plan the replay, and check that the target belongs to it; write nothing.
 
         Returns:
-            the replay's manifest: the selection, its `lanes`, and their `records`, `n_bytes` and `sha256` (equal for
-            two replays of the same records); the number of records that are left out because they cannot be decoded
-            (`undecodable`) or because a step names them but the log no longer holds them (`missing`); and the number of
-            positions that copies refer to but that are not copied (`references_outside`).
+            the replay's manifest: the selection, the number of copies that an earlier run wrote, its `lanes`, and their
+            `records`, `n_bytes` and `sha256` (equal for two replays of the same records); the number of records that
+            are left out because they cannot be decoded (`undecodable`) or because a step names them but the log no
+            longer holds them (`missing`); and the number of positions that copies refer to but that are not copied
+            (`references_outside`).
 
         Raises:
             ValueError: the target does not belong to this replay, or the replay to continue had another selection.
@@ -117,6 +118,7 @@ class Replay:
             "began_at": self.begun.began_at,
             "source_prefix": self._origin.prefix,
             "into": self._into,
+            "already_copied": self._standing.records,
             "selection": asdict(self._origin.selection),
             "lanes": lane_reports(plan, self._origin.prefix),
             "records": plan.records,
@@ -126,10 +128,6 @@ class Replay:
             "missing": len(plan.missing),
             "references_outside": sum(1 for _ in plan.outside()),
         }
-
-    @property
-    def already_copied(self) -> int:
-        return self._standing.records
 
     def run(self, speed: float | None = None, progress: Progress = no_progress) -> Copied:
         """Copy the planned records that are not copied yet.
@@ -152,7 +150,6 @@ class Replay:
             Codec(self._kafka.registry_url),
             CopyWriter(self._kafka, self._into),
             pacer=Pacer(speed, time.monotonic),
-            pause=time.sleep,
             progress=progress,
         )
 
@@ -196,7 +193,6 @@ def copy_records(
     writer: CopyWriter,
     *,
     pacer: Pacer,
-    pause: Callable[[float], object],
     progress: Progress = no_progress,
 ) -> Copied:
     """Copy records of the source, in the order of the replay, each with the time reached; skip those not in the plan.
@@ -205,7 +201,6 @@ def copy_records(
     Args:
         done: number of records of each partition that are copied already.
         base: offset of the first copy in each partition, by (topic, partition).
-        pause: waits for a number of seconds.
 
     Raises DeliveryError if the log refuses a copy, ValueError if the source has lost a planned record.
     """
@@ -224,7 +219,7 @@ def copy_records(
             if rank > following[record.lane]:
                 raise ValueError(GONE.format(what=f"records before {record}"))
             if (wait_s := pacer.wait_s(reached_ms)) > 0:
-                pause(wait_s)
+                time.sleep(wait_s)
             value = record.value
             original = decoded(record, codec) if record.topic in REFERRING else None
             moved = relocated(original, copy_of)
@@ -247,21 +242,14 @@ def copy_records(
     return copied
 
 
-ORIGINAL = "original"
-FULL = "max"
-
-Clock = Callable[[], float]
-"""Returns seconds from an arbitrary start; never decreases."""
-
-
 def speed_of(text: str) -> float | None:
     """Parse the seconds of the log per second: `original`, `max` (None) or a number above 0, as `10` or `10x`.
 
     Raises ValueError.
     """
-    if text == FULL:
+    if text == "max":
         return None
-    if text == ORIGINAL:
+    if text == "original":
         return 1.0
     try:
         factor = float(text.removesuffix("x"))
@@ -273,9 +261,13 @@ def speed_of(text: str) -> float | None:
 
 
 class Pacer:
-    """Computes how long a record has to wait. The first record is due at once."""
+    """Computes how long a record has to wait. The first record is due at once.
 
-    def __init__(self, speed: float | None, clock: Clock) -> None:
+    Args:
+        clock: returns seconds from an arbitrary start; never decreases.
+    """
+
+    def __init__(self, speed: float | None, clock: Callable[[], float]) -> None:
         self._speed, self._clock = speed, clock
         self._origin: tuple[float, int] | None = None
 

@@ -225,12 +225,7 @@ class DeadLetters:
     def read(self, topics: Iterable[str] = ()) -> Iterator[StoredLetter]:
         """Yield every letter of the topics, by default of all, in offset order within each partition."""
         wanted = list(topics) or [topic.value for topic in CATALOGUE]
-        lanes = [
-            (topic + DEAD_LETTER_SUFFIX, partition)
-            for topic in wanted
-            for partition in range(self._source.partitions(topic + DEAD_LETTER_SUFFIX))
-        ]
-        for raw in self._source.scan({lane: self._source.bounds(lane) for lane in lanes}):
+        for raw in self._source.scan(self._source.whole(topic + DEAD_LETTER_SUFFIX for topic in wanted)):
             yield letter_of(raw, self._prefix)
 
     def one(self, topic: str, partition: int, offset: int) -> StoredLetter:
@@ -271,9 +266,7 @@ class DeadLetters:
                 oldest[letter.source] = min(letter.source_offset, oldest.get(letter.source, letter.source_offset))
         bounds = {lane: self._source.bounds(lane) for lane in oldest}
         sequel = RedriveHistory({lane: bound.start for lane, bound in bounds.items()})
-        requests = Topic.USER_REQUESTS.value
-        lanes = [(requests, partition) for partition in range(self._source.partitions(requests))]
-        for raw in self._source.scan({lane: self._source.bounds(lane) for lane in lanes}):
+        for raw in self._source.scan(self._source.whole([Topic.USER_REQUESTS.value])):
             sequel.erasures.observe(decoded(raw, self._codec))
         feedback = [letter for letter in letters if letter.source[0] == Topic.FEEDBACK.value]
         judged = ((letter.key or b"", letter.source_timestamp_ms) for letter in feedback)

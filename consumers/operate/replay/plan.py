@@ -96,10 +96,6 @@ class Plan:
         """Positions that a step names and at which the log no longer holds a record, because it was erased."""
 
     @property
-    def topics(self) -> list[str]:
-        return list(self.partitions)
-
-    @property
     def records(self) -> int:
         return sum(len(plan.offsets) for plan in self.lanes.values())
 
@@ -303,10 +299,10 @@ class LogOrigin:
         """Return the positions for the named steps and versions: the steps' references, and the references of those."""
         if not (self.selection.steps or self.selection.versions):
             return set()
-        lane = (Topic.STEPS.value, 0)
-        self._partitions(lane[0])
-        steps = self._source.scan({lane: self._source.bounds(lane)})
-        read = places_of_steps((((*lane, raw.offset), decoded(raw, self._codec)) for raw in steps), self.selection)
+        self._partitions(Topic.STEPS.value)
+        steps = self._source.scan(self._source.whole([Topic.STEPS.value]))
+        records = (((*raw.lane, raw.offset), decoded(raw, self._codec)) for raw in steps)
+        read = places_of_steps(records, self.selection)
         by_lane: dict[Lane, list[int]] = {}
         for topic, partition, offset in read:
             by_lane.setdefault((topic, partition), []).append(offset)

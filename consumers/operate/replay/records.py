@@ -105,15 +105,20 @@ REFERRING = frozenset(
 """Topics whose records hold references."""
 
 
-def references(value: Any) -> Iterator[Place]:  # noqa: ANN401 - a record or a part of one
-    """Yield every position that a record refers to, in the order of its fields."""
+def parts(value: Any) -> Iterator[Any]:  # noqa: ANN401 - a record or a part of one
+    """Yield a record and every record within it, in the order of the fields."""
     if isinstance(value, list):
         for item in value:
-            yield from references(item)
-    if is_dataclass(value):
-        yield from _places(value)
+            yield from parts(item)
+    elif is_dataclass(value):
+        yield value
         for entry in fields(value):
-            yield from references(getattr(value, entry.name))
+            yield from parts(getattr(value, entry.name))
+
+
+def references(record: Record | None) -> Iterator[Place]:
+    """Return every position that a record refers to, in the order of its fields."""
+    return (place for part in parts(record) for place in _places(part))
 
 
 def relocated(value: Any, to: Callable[[Place], int | None]) -> Any:  # noqa: ANN401 - a record or a part of one
@@ -182,6 +187,11 @@ class LogSource:
         """Return the offsets that the log holds of a partition now: the first one, and that of the next record."""
         full = self._full(lane)
         return Range(*watermarks(self._log.client, [full])[full])
+
+    def whole(self, topics: Iterable[str]) -> dict[Lane, Range]:
+        """Return the offsets that the log holds now of every partition of these topics, if they exist."""
+        lanes = [(topic, partition) for topic in topics for partition in range(self.partitions(topic))]
+        return {lane: self.bounds(lane) for lane in lanes}
 
     def first_since(self, lane: Lane, timestamp_ms: int) -> int | None:
         """Return the first offset whose record is not older than a time; None if there is none."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from simpleeval import AttributeDoesNotExist, EvalWithCompoundTypes, FeatureNotAvailable, InvalidExpression
 
-from tidemill.consumers.operate.replay.records import READ_COMMITTED, READ_UNCOMMITTED, RawRecord, topic_of
+from tidemill.consumers.operate.replay.records import READ_COMMITTED, RawRecord, topic_of
 from tidemill.schemas import records
 from tidemill.schemas.catalogue import CATALOGUE
 from tidemill.schemas.records import Record
@@ -78,8 +78,6 @@ class Selection:
             raise ValueError(
                 f"the range of times is empty: {utc_text(self.from_ms)} is not before {utc_text(self.to_ms)}"
             )
-        if self.isolation not in (READ_COMMITTED, READ_UNCOMMITTED):
-            raise ValueError(f"isolation {self.isolation!r}: give {READ_COMMITTED} or {READ_UNCOMMITTED}")
 
     @property
     def names_records(self) -> bool:

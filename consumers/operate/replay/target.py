@@ -101,8 +101,7 @@ class Target:
                     )
         standing = TargetState()
         with closing(LogSource(self._kafka, READ_UNCOMMITTED)) as reader:
-            lanes = [(name, partition) for name in topics for partition in range(reader.partitions(name))]
-            for record in reader.scan({lane: reader.bounds(lane) for lane in lanes}):
+            for record in reader.scan(reader.whole(topics)):
                 of = replay_id_of(record.headers)
                 if not of:
                     raise ValueError(
@@ -114,9 +113,7 @@ class Target:
                         f"{self.prefix}{record} was written by replay {of}: continue it with --resume {of}, or "
                         "give another prefix"
                     )
-                offset = copied_offset(record, replay_id)
-                assert offset is not None
-                standing.copied.setdefault(record.lane, []).append(offset)
+                standing.copied.setdefault(record.lane, []).append(copied_offset(record))
                 standing.first.setdefault(record.lane, record.offset)
                 began = header(record, HEADER_REPLAY_BEGAN)
                 if began is not None:
@@ -211,10 +208,8 @@ def copy_headers(record: RawRecord, source_prefix: str, begun: ReplayStart, firs
     return [*kept, *marks.items()]
 
 
-def copied_offset(record: RawRecord, replay_id: str) -> int | None:
-    """Return the offset of a copy's original; None if this replay did not write the copy. Raises ValueError."""
-    if replay_id_of(record.headers) != replay_id:
-        return None
+def copied_offset(record: RawRecord) -> int:
+    """Return the offset of a copy's original. Raises ValueError."""
     source = header(record, HEADER_REPLAY_SOURCE) or b""
     try:
         return int(source.rsplit(b"/", 1)[1])

@@ -162,7 +162,7 @@ def test_letters_are_given_as_they_are_read(monkeypatch):
             read.append(at)
             yield a_letter(at=at).raw
 
-    monkeypatch.setattr(letters, "_source", SimpleNamespace(partitions=lambda _: 1, bounds=lambda _: (0, 9), scan=scan))
+    monkeypatch.setattr(letters, "_source", SimpleNamespace(whole=lambda _topics: {}, scan=scan))
     assert next(letters.read(["rollouts"])).name == "rollouts.dlq/0/5"
     assert read == [5]
 

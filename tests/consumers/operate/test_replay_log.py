@@ -80,9 +80,9 @@ def under(settings, prefix):
 def records_of(settings, topic):
     """Return every record of a topic, by partition."""
     with closing(LogSource(settings)) as source:
-        lanes = [(topic, partition) for partition in range(source.partitions(topic))]
-        found = {partition: [] for _, partition in lanes}
-        for record in source.scan({lane: source.bounds(lane) for lane in lanes}):
+        ranges = source.whole([topic])
+        found = {partition: [] for _, partition in ranges}
+        for record in source.scan(ranges):
             found[record.partition].append(record)
         return found
 
@@ -312,5 +312,4 @@ def test_a_killed_replay_continues_without_gaps_or_duplicates(kafka, into):
 def count(live, into):
     """Count the copies that are in the target now."""
     with closing(LogSource(under(live, into))) as source:
-        lanes = [(topic, p) for topic in ("rollouts", "groups") for p in range(source.partitions(topic))]
-        return sum(source.bounds(lane).end for lane in lanes)
+        return sum(held.end for held in source.whole(["rollouts", "groups"]).values())

@@ -273,10 +273,10 @@ class Log:
         """Every copy is already in memory."""
 
 
-def standing_of(log, replay_id):
+def standing_of(log):
     standing = TargetState()
     for lane, records in log.lanes.items():
-        standing.copied[lane] = [copied_offset(record, replay_id) for record in records]
+        standing.copied[lane] = [copied_offset(record) for record in records]
         for record in records:
             began = dict(record.headers).get(HEADER_REPLAY_BEGAN)
             standing.begun = beginning(began) if began else standing.begun
@@ -288,7 +288,7 @@ def run(plan, lanes, log, begun, standing):
     done = carried_on(plan, standing)
     pacer = Pacer(None, lambda: 0.0)
     records = ordered_by_sorting(lanes)
-    return copy_records(records, plan, begun, "live.", done, base, Codec(), log, pacer=pacer, pause=lambda _s: None)
+    return copy_records(records, plan, begun, "live.", done, base, Codec(), log, pacer=pacer)
 
 
 @given(partitions(), st.lists(st.integers(0, 10), max_size=4))
@@ -296,17 +296,17 @@ def test_an_interrupted_copy_continues_without_gaps_or_duplicates(lanes, interru
     plan, log = plan_of(lanes), Log()
     begun = ReplayStart("one", 7, "what", {lane: 31 for lane in lanes})
     for more in interruptions:
-        standing = standing_of(log, "one")
+        standing = standing_of(log)
         assert (standing.begun or begun) == begun
         log.killed_after = standing.records + more
         if log.killed_after < plan.records:
             with pytest.raises(KeyboardInterrupt):
                 run(plan, lanes, log, begun, standing)
     log.killed_after = None
-    run(plan, lanes, log, begun, standing_of(log, "one"))
+    run(plan, lanes, log, begun, standing_of(log))
     for lane, records in lanes.items():
         copies = log.lanes.get(lane, [])
-        assert [copied_offset(copy, "one") for copy in copies] == [record.offset for record in records]
+        assert [copied_offset(copy) for copy in copies] == [record.offset for record in records]
         assert [copy.value for copy in copies] == [record.value for record in records]
         assert all(replay_id_of(copy.headers) == "one" for copy in copies)
     marked = [copy for copies in log.lanes.values() for copy in copies if HEADER_REPLAY_BEGAN in dict(copy.headers)]
