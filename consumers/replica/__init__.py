@@ -12,12 +12,6 @@ __all__ = ["ReplicaSettings", "run"]
 def run(kafka: KafkaSettings, run: RunSettings, replica: ReplicaSettings, chat: ChatSettings) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Args:
-        kafka: the log.
-        run: the run and the branch to follow.
-        replica: the replica itself.
-        chat: settings that turn conversations into tokens.
-
     Raises:
         RuntimeError: vLLM is not installed, was imported before its environment was set, or cannot be
             `batch_invariant` on this device.

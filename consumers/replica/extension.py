@@ -111,13 +111,10 @@ class ExpertCapture:
     request; a prompt computed in pieces has those of every piece; and if the version changed in between, each token
     has the ids of the version that computed its keys and values.
 
-    Args:
-        runner: vLLM's model runner (V1).
-
     Raises UnsupportedModelError if the model has no experts, routers that report no ids, or several KV caches.
     """
 
-    def __init__(self, runner: Any) -> None:  # noqa: ANN401 - vLLM is read without its types
+    def __init__(self, runner: Any) -> None:  # noqa: ANN401 - vLLM's model runner (V1)
         model, caches = runner.model_config, runner.kv_cache_config.kv_cache_groups
         experts = model.get_num_experts()
         if not experts:

@@ -92,8 +92,6 @@ class Ledger:
     """Writer of acknowledgements, each followed by the lag, and of the status.
 
     Args:
-        status: the replica's status at its start.
-        write: writes the records, in order.
         now_us: returns the time, microseconds since the epoch.
         head: returns the newest version seen in the log.
     """

@@ -43,13 +43,7 @@ WholeWrite = list[tuple[Layout, Box, Bits]]
 
 
 class LiveWeights:
-    """The live storage of a model, accessed through its recorded map.
-
-    Args:
-        model: the engine's model, or a rank's part of the model.
-        layouts: layout of each checkpoint tensor.
-        tensors: the checkpoint's tensors.
-    """
+    """The live storage of a model, or of a rank's part of it, accessed through the layout of each checkpoint tensor."""
 
     def __init__(self, model: torch.nn.Module, layouts: Mapping[str, Layout], tensors: Sequence[TensorSpec]) -> None:
         held = {name: layout for name, layout in layouts.items() if layout.boxes}

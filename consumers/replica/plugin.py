@@ -132,12 +132,8 @@ def _answers(core: EngineCore) -> dict[str, Any] | None:
 
 
 def _commit(core: EngineCore, version: int, recompute: bool) -> dict[str, Any] | None:
-    """If all ranks have staged, let them write, and set the version. Between steps, on all ranks or on none.
-
-    Args:
-        core: the engine core.
-        version: the version that the engine then serves.
-        recompute: also drop the keys and values of running requests.
+    """If all ranks have staged, let them write, and set the version. Between steps, on all ranks or on none. With
+    `recompute`, also drop the keys and values of running requests.
 
     Returns:
         None while a rank is still staging; nothing is written then. Otherwise `refused`, or stage_ms and apply_ms (of

@@ -70,11 +70,6 @@ async def running_replica(
     """Start the engine with the joined version, prove it, build subscriber and server; its core ends with the context.
 
     Args:
-        settings: the replica's settings.
-        run: run and branch to follow.
-        chat: settings that turn conversations into tokens.
-        state: the versions read so far.
-        joined: the version to start with.
         directory: directory in which whole checkpoints are staged.
         surroundings: opens the log's clients; returns the source of deltas and the writer of the replica's records;
             called after the engine core, which is a fork, has been started.

@@ -47,7 +47,6 @@ class Builder:
     """Builds versions of one log. Each mirror that it returns is one copy of the weights in memory.
 
     Args:
-        pieces: reads the deltas.
         directory: directory to which remote anchors are copied.
         progress: called with a description of the next step.
     """

@@ -51,11 +51,7 @@ class ReplayOrigin(Protocol):
     selection: Selection
 
     def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
-        """Return the plan of the records to copy.
-
-        Args:
-            ends: for an interrupted replay that continues, the end of each partition by (topic, partition).
-        """
+        """Return the plan of the records to copy; `ends` is the end of each partition for a replay that continues."""
 
     def ordered(self, plan: Plan) -> Iterable[tuple[int, RawRecord]]:
         """Yield the records of a plan, and possibly others, in the order of a replay, with the time reached."""
@@ -65,11 +61,7 @@ class ReplayOrigin(Protocol):
 
 
 class Replay:
-    """One replay into its own prefix.
-
-    Args:
-        resume: id of the interrupted replay to continue; None for a new one.
-    """
+    """One replay into its own prefix: a new one, or the interrupted one with the id `resume`."""
 
     def __init__(self, kafka: KafkaSettings, origin: ReplayOrigin, into: str, *, resume: str | None = None) -> None:
         self._kafka, self._origin, self._into, self._resume = kafka, origin, into, resume
@@ -130,10 +122,7 @@ class Replay:
         }
 
     def run(self, speed: float | None = None, progress: Progress = no_progress) -> Copied:
-        """Copy the planned records that are not copied yet.
-
-        Args:
-            speed: seconds of the log in a second; None for no pacing.
+        """Copy the planned records that are not copied yet, `speed` seconds of the log in a second (None: no pacing).
 
         Raises the errors of `copy_records`, and ValueError if the target topics do not fit the plan.
         """

@@ -78,11 +78,7 @@ class LanePlan:
 
 
 class Plan:
-    """The selected offsets of every partition.
-
-    Args:
-        partitions: number of partitions of each topic.
-    """
+    """The selected offsets of every partition; `partitions` is their number for each topic."""
 
     def __init__(self, lanes: Iterable[LanePlan], partitions: Mapping[str, int]) -> None:
         ranked = sorted(lanes, key=lambda plan: (RANK[plan.topic], plan.partition))
