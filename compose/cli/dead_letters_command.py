@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -191,12 +191,8 @@ def _dead_letters(settings: TidemillSettings) -> Iterator[DeadLetters]:
     kafka = with_reachable_log(settings).kafka
     from tidemill.consumers.operate.replay.dead_letters import DeadLetters
 
-    with remaining("reading") as progress:
-        letters = DeadLetters(kafka, progress)
-        try:
-            yield letters
-        finally:
-            letters.close()
+    with remaining("reading") as progress, closing(DeadLetters(kafka, progress)) as letters:
+        yield letters
 
 
 def _chosen(letters: DeadLetters, names: list[str] | None, topic: list[str] | None, reason: str) -> list[StoredLetter]:

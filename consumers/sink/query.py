@@ -118,7 +118,7 @@ def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | No
     if foreign:
         raise QueryFailed(f"the query takes no parameter {foreign[0]!r}; it takes {', '.join(taken) or 'none'}")
     if sql != sql_or_name:
-        given = {name: "" for name in taken} | dict(given)
+        given = dict.fromkeys(taken, "") | dict(given)
     try:
         return _answer(sink, sql, given)
     except QueryFailed as error:

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 from tidemill.consumers.sink.query import QueryFailed
 from tidemill.consumers.view import conversation as talk
 from tidemill.consumers.view.conversation import TokenTexts
-from tidemill.consumers.view.panels import PAGES, Panel, panels
+from tidemill.consumers.view.panels import PAGES, panels
 from tidemill.consumers.view.site import MOST_VALUE, Site, arguments, place_in, unless_same
 from tidemill.consumers.view.tables import TableRows
 
@@ -35,9 +35,8 @@ def routes(site: Site) -> list[BaseRoute]:
     here = next(page for page in PAGES if page.path == "rollouts")
     tokens = lru_cache(maxsize=1)(lambda: talk.token_texts(site.settings.model))
 
-    async def ask(name: str, values: dict[str, str]) -> tuple[Panel, TableRows]:
-        panel = panels()[name]
-        return panel, await site.tables.ask(panel.sql, arguments(panel, values))
+    async def ask(name: str, values: dict[str, str]) -> TableRows:
+        return await site.tables.ask(panels()[name].sql, arguments(panels()[name], values))
 
     async def kept(name: str, values: dict[str, str]) -> TableRows:
         return await site.tables.kept(panels()[name].sql, arguments(panels()[name], values))
@@ -80,17 +79,17 @@ def routes(site: Site) -> list[BaseRoute]:
         values = dict(request.query_params)
         panel = panels()["rollout"]
         try:
-            _, result = await ask("rollout", values)
+            result = await ask("rollout", values)
             if not result.rows:
                 name = values.get("rollout_id", "")
                 raise QueryFailed(f"the tables hold no rollout {name!r}: not played, or not read yet")
             of = result.named()[0]
-            task_panel, tasks = await ask("rollout_task", {**values, "task_id": of["task_id"], "run": of["run_id"]})
+            tasks = await ask("rollout_task", {**values, "task_id": of["task_id"], "run": of["run_id"]})
         except QueryFailed as error:
             return site.html("failed.html", panel=panel, message=str(error))
         task = next(iter(tasks.named()), None)
         answer = site.html(
-            "rollout_facts.html", panel=panel, task_panel=task_panel, of=of, task=task, values=values,
+            "rollout_facts.html", panel=panel, task_panel=panels()["rollout_task"], of=of, task=task, values=values,
             most=CHARACTERS,
         )  # fmt: skip
         return unless_same(request, answer)
@@ -101,7 +100,7 @@ def routes(site: Site) -> list[BaseRoute]:
         try:
             begin = place_in(values)
             own = {**values, "from": str(begin)}
-            _, result = await ask("rollout_tokens", own)
+            result = await ask("rollout_tokens", own)
             if not result.rows:
                 raise QueryFailed("the tables do not hold this rollout's tokens: not played, or not read yet")
             of = result.named()[0]
@@ -109,10 +108,9 @@ def routes(site: Site) -> list[BaseRoute]:
             colour = values.get("colour", "")
             advantage, worst = None, list[list[Any]]()
             if colour == "mismatch":
-                worst = (await ask("rollout_mismatch", values))[1].rows
+                worst = (await ask("rollout_mismatch", values)).rows
             if colour == "advantage":
-                _, facts = await ask("rollout", values)
-                advantage = facts.rows[0][facts.columns.index("advantage")] if facts.rows else None
+                advantage = next((row["advantage"] for row in (await ask("rollout", values)).named()), None)
             shown = await asyncio.to_thread(_messages, of, begin, colour, advantage, worst, known)
         except QueryFailed as error:
             return site.html("failed.html", panel=panel, message=str(error))

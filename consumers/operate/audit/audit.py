@@ -140,7 +140,7 @@ class AuditReport:
 
     def document(self) -> dict[str, Any]:
         checks = [{"passed": one.passed, **asdict(one)} for one in self.checks]
-        return {"passed": self.passed, **{**asdict(self), "checks": checks}}
+        return {"passed": self.passed, **asdict(self), "checks": checks}
 
 
 def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress = lambda *_: None) -> AuditReport:
