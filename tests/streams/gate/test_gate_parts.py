@@ -211,9 +211,9 @@ def test_a_trial_and_an_admission_do_not_limit_the_stable_pool():
     chain.observe(said(GateVerdict.PROMOTE, 0, 1))
     for verdict in (GateVerdict.CANARY, GateVerdict.ADMIT, GateVerdict.REJECT):
         chain.observe(said(verdict, 1, 2))
-    assert chain.limit is not None and chain.limit.verdict is GateVerdict.PROMOTE
+    assert chain.gate.limit is not None and chain.gate.limit.verdict is GateVerdict.PROMOTE
     chain.observe(said(GateVerdict.RELEASE, None, 3))
-    assert chain.limit is None
+    assert chain.gate.limit is None
 
 
 @pytest.mark.parametrize(
