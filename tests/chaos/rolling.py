@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -44,6 +44,7 @@ IN_SYNC_S = 90.0
 ASSEMBLED_S = 120.0
 POLL_S = 0.2
 KINDS = (FaultKind.BROKER_KILL, FaultKind.BROKER_PAUSE)
+OFFENCES = ("lost", "twice", "not_consumed", "groups_missing", "groups_wrong")
 QUIET = {"log_level": "0"}
 """The clients' logs are off, because their brokers are killed on purpose."""
 
@@ -123,45 +124,11 @@ class Load:
             self.commits_refused += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One broker that was killed or paused, and returned."""
+def roll(directory: Path, count: int, say: Say) -> list[dict[str, Any]]:
+    """Take down each of `count` brokers and bring it back, one after the other, with each kind of fault.
 
-    kind: FaultKind
-    node: int
-    write_stall_s: float
-    """Longest gap between acknowledgements, from the fault until the broker was in sync again."""
-    read_stall_s: float
-    """Longest time without a record for the consumer, in the same period."""
-    in_sync_s: float
-    """Time from the broker's return until every partition had all replicas in sync."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rolled:
-    """The result for all brokers."""
-
-    brokers: int
-    turns: list[Turn]
-    acknowledged: int
-    """Number of acknowledged rollouts."""
-    lost: list[str]
-    twice: list[str]
-    not_consumed: list[str]
-    groups: int
-    groups_missing: list[str]
-    groups_wrong: list[str]
-    groups_written_again: int
-    commits_refused: int
-
-    @property
-    def clean(self) -> bool:
-        """Whether nothing is lost and nothing is wrong."""
-        return not (self.lost or self.twice or self.not_consumed or self.groups_missing or self.groups_wrong)
-
-
-def roll(directory: Path, count: int, say: Say, kinds: Sequence[FaultKind] = KINDS) -> Rolled:
-    """Take down each of `count` brokers and bring it back, one after the other, with each kind of fault."""
+    Returns one document for each figure. In the last one, each of `OFFENCES` is 0 if nothing is lost or wrong.
+    """
     home = directory / f"brokers-{time.strftime('%Y%m%d-%H%M%S')}"
     home.mkdir(parents=True)
     with brokers_in(home / "kafka", count, say) as brokers:
@@ -173,30 +140,19 @@ def roll(directory: Path, count: int, say: Say, kinds: Sequence[FaultKind] = KIN
             load = Load(kafka.model_copy(update={"client_options": QUIET}))
             load.start()
             try:
-                order = [(kind, node + 1) for kind in kinds for node in range(count)]
-                taken = [_turn(brokers, load, supervisor, kind, node, say) for kind, node in order]
+                order = [(kind, node + 1) for kind in KINDS for node in range(count)]
+                turns = [
+                    {"figure": "broker_returned", "kind": kind, "brokers": count, "broker": node,
+                     **_turn(brokers, load, supervisor, kind, node, say)}
+                    for kind, node in order
+                ]  # fmt: skip
                 load.stop_writing()
                 say(f"{len(load.acked)} groups acknowledged; waiting for consumer and assembly")
-                return _judge(kafka, load, supervisor, taken, count)
+                worst = max(turn["write_stall_s"] for turn in turns)
+                total = {"figure": "brokers_in_turn", "brokers": count, **_judge(kafka, load, supervisor)}
+                return [*turns, {**total, "worst_write_stall_s": worst}]
             finally:
                 load.stop()
-
-
-def rolled_figures(rolled: Rolled) -> list[dict[str, Any]]:
-    """Return one document for each figure."""
-    return [
-        *(
-            {"figure": "broker_returned", "kind": turn.kind, "brokers": rolled.brokers, "broker": turn.node,
-             "write_stall_s": turn.write_stall_s, "read_stall_s": turn.read_stall_s, "in_sync_again_s": turn.in_sync_s}
-            for turn in rolled.turns
-        ),
-        {"figure": "brokers_in_turn", "brokers": rolled.brokers, "acknowledged": rolled.acknowledged,
-         "lost": len(rolled.lost), "twice": len(rolled.twice), "not_consumed": len(rolled.not_consumed),
-         "groups": rolled.groups, "groups_missing": len(rolled.groups_missing),
-         "groups_wrong": len(rolled.groups_wrong), "groups_written_again": rolled.groups_written_again,
-         "commits_refused": rolled.commits_refused,
-         "worst_write_stall_s": max((turn.write_stall_s for turn in rolled.turns), default=0.0)},
-    ]  # fmt: skip
 
 
 def _start_assembly(supervisor: Supervisor, kafka: KafkaSettings, home: Path) -> None:
@@ -207,7 +163,15 @@ def _start_assembly(supervisor: Supervisor, kafka: KafkaSettings, home: Path) ->
     supervisor.start("stream", ["stream", "--config", str(config)])
 
 
-def _turn(brokers: Brokers, load: Load, supervisor: Supervisor, kind: FaultKind, node: int, say: Say) -> Turn:
+def _turn(
+    brokers: Brokers, load: Load, supervisor: Supervisor, kind: FaultKind, node: int, say: Say
+) -> dict[str, float]:
+    """Take down a broker and bring it back.
+
+    Returns the longest gap between acknowledgements and the longest time without a record for the consumer, both from
+    the fault until the broker was in sync again, and the time from its return until every partition had all replicas in
+    sync.
+    """
     _wait(lambda: bool(load.heard), load, supervisor, IN_SYNC_S, "anything that the consumer hears")
     begun = len(load.acked)
     steady = time.monotonic() + STEADY_S
@@ -224,15 +188,10 @@ def _turn(brokers: Brokers, load: Load, supervisor: Supervisor, kind: FaultKind,
         brokers.go_on(node)
     _wait(lambda: _in_sync(load.kafka), load, supervisor, IN_SYNC_S, f"broker {node} in sync")
     end = time.monotonic()
-    turn = Turn(
-        kind,
-        node,
-        write_stall_s=_longest_gap([at for at, _ in list(load.acked)], gone, end),
-        read_stall_s=_longest_gap(list(load.heard), gone, end),
-        in_sync_s=round(end - returned, 2),
-    )
-    say(f"broker {node} returned: longest gap between acknowledgements {turn.write_stall_s:.2f} s")
-    return turn
+    write_stall_s = _longest_gap([at for at, _ in list(load.acked)], gone, end)
+    say(f"broker {node} returned: longest gap between acknowledgements {write_stall_s:.2f} s")
+    read_stall_s = _longest_gap(list(load.heard), gone, end)
+    return {"write_stall_s": write_stall_s, "read_stall_s": read_stall_s, "in_sync_again_s": round(end - returned, 2)}
 
 
 def _longest_gap(moments: list[float], begin: float, end: float) -> float:
@@ -247,7 +206,8 @@ def _in_sync(kafka: KafkaSettings) -> bool:
     return all(len(part.isrs) == len(part.replicas) for topic in topics for part in topic.partitions.values())
 
 
-def _judge(kafka: KafkaSettings, load: Load, supervisor: Supervisor, turns: list[Turn], count: int) -> Rolled:
+def _judge(kafka: KafkaSettings, load: Load, supervisor: Supervisor) -> dict[str, int]:
+    """Count the acknowledged rollouts, and those that are lost or wrong."""
     wanted = {group for _, group in load.acked}
     ids = {f"{group}/{index:03d}" for group in wanted for index in range(GROUP_SIZE)}
     groups: dict[str, Group] = {}
@@ -267,19 +227,17 @@ def _judge(kafka: KafkaSettings, load: Load, supervisor: Supervisor, turns: list
             _wait(assembled, load, supervisor, ASSEMBLED_S, "")
     with LogReader(kafka, [Topic.ROLLOUTS], client_id="chaos-rollouts") as reader:
         seen = Counter(each.record.rollout_id for each in reader.read_to_end() if isinstance(each.record, Rollout))
-    return Rolled(
-        brokers=count,
-        turns=turns,
-        acknowledged=len(ids),
-        lost=sorted(ids - seen.keys()),
-        twice=sorted(each for each in ids if seen[each] > 1),
-        not_consumed=sorted(ids - load.consumed),
-        groups=len(groups),
-        groups_missing=sorted(wanted - groups.keys()),
-        groups_wrong=sorted(name for name in wanted & groups.keys() if not _whole(groups[name])),
-        groups_written_again=again,
-        commits_refused=load.commits_refused,
-    )
+    return {
+        "acknowledged": len(ids),
+        "lost": len(ids - seen.keys()),
+        "twice": sum(seen[each] > 1 for each in ids),
+        "not_consumed": len(ids - load.consumed),
+        "groups": len(groups),
+        "groups_missing": len(wanted - groups.keys()),
+        "groups_wrong": sum(not _whole(groups[name]) for name in wanted & groups.keys()),
+        "groups_written_again": again,
+        "commits_refused": load.commits_refused,
+    }
 
 
 def _whole(group: Group) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.chaos.rolling import OFFENCES
 from tests.chaos.storm import FaultKind
 from tests.consumers.operate.audit_support import PLANTED_FAULTS, sound_log
 
@@ -171,7 +172,7 @@ def _add(rows: dict[tuple[FaultKind, str], Row], result: Result) -> None:
 
 def _add_turns(rows: dict[tuple[FaultKind, str], Row], result: Result) -> None:
     total = _need(result, "brokers_in_turn")
-    clean = not any(total[what] for what in ("lost", "twice", "not_consumed", "groups_missing", "groups_wrong"))
+    clean = not any(total[name] for name in OFFENCES)
     for turn in _turns(result):
         row = rows[FaultKind(turn["kind"]), "broker"]
         row.times += 1
