@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,12 @@ import numpy as np
 from tests.chaos.course import NOTES_NAME, Course, course_of, steps_of
 from tests.chaos.execute import READ, Endured, Execution
 from tests.chaos.observed_users import Noted, noted
-from tests.chaos.sink_tables import SinkTables
 from tests.chaos.site import Site, make_model, settings_for, site_of
 from tests.chaos.storm import FaultKind, Share, Storm, counted, draw
 from tests.chaos.tally import FEED
-from tests.chaos.verdict import Answer, Chains, Say, audit, steps_again, train_undisturbed
+from tests.chaos.verdict import Answer, Chains, audit, steps_again, train_undisturbed
 from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.processes import Supervisor
-from tidemill.consumers.sink.config import SinkSettings
 from tidemill.schemas.log.reader import LogReader
 
 BROKER_FAULTS = frozenset({FaultKind.BROKER_KILL, FaultKind.BROKER_PAUSE})
@@ -28,6 +26,7 @@ OFFENDERS = 10
 """The greatest number of lost or repeated items that a result names."""
 CALM_STEPS = 2
 """Steps after that of the last fault, in which the run must recover from the storm."""
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +76,25 @@ class Verdict:
     chains: Chains | None
     """None if the run was not in the deterministic mode."""
     sink_rows_twice: int
-    brokers: int
-    ranks: int
+    order: Order
     directory: Path
     told: Noted
     """The answers and acknowledgements that users received; empty in a run without users."""
-    act: Act
 
     @property
     def clean(self) -> bool:
         """Whether nothing is lost or done twice, and every step computed again gives the recorded weights."""
-        wrong = self.lost() or self.twice() or self.endured.tally.repeated.groups_changed or self.sink_rows_twice
+        wrong = self.lost() or self.twice() or self.sink_rows_twice
         equal = self.again.clean and (self.chains is None or self.chains.equal)
         return self.audit.clean and equal and not wrong
 
     def lost(self) -> list[str]:
-        """Return the requested rollouts without a record, and what users received that is not in the log."""
-        tally = self.endured.tally
-        rollouts = [f"rollout {index} of {task} was asked for and has no record" for task, index in tally.lost()]
-        return [*rollouts, *tally.product.lost(self.told.served, self.told.acknowledged)]
+        """Return what users received that is not in the log. The audit finds the rollouts that are lost."""
+        return self.endured.tally.product.lost(self.told.served, self.told.acknowledged)
 
     def twice(self) -> list[str]:
-        """Return what more than one step trained on, what counts twice, and what the log contains with two contents."""
-        tally = self.endured.tally
-        return [*(f"group {group} was trained twice" for group in tally.twice()), *tally.product.twice()]
+        """Return what counts twice for users. The audit finds what was trained or ended twice."""
+        return self.endured.tally.product.twice()
 
 
 def storm_of(order: Order, settings: TidemillSettings) -> Storm:
@@ -155,13 +149,10 @@ def endure(order: Order, say: Say) -> Verdict:
         say("every step made again gave its recorded weights" if again.clean else f"replay: {again.text}")
         chains = None
         if order.in_order:
-            chains = train_undisturbed(site.settings, site.config, endured.tally.fingerprints, say)
+            chains = train_undisturbed(site.settings, site.config, endured.tally.fingerprints)
             say("an undisturbed trainer made the same versions" if chains.equal else f"undisturbed: {chains.said}")
         told = noted(site.plan.directory / NOTES_NAME)
-        return Verdict(
-            storm, endured, found, again, chains, sink_rows_twice, order.brokers, order.ranks, site.plan.directory,
-            told, order.act,
-        )  # fmt: skip
+        return Verdict(storm, endured, found, again, chains, sink_rows_twice, order, site.plan.directory, told)
 
 
 def _weather(site: Site, supervisor: Supervisor, storm: Storm, order: Order, say: Say) -> tuple[Endured, int]:
@@ -169,10 +160,9 @@ def _weather(site: Site, supervisor: Supervisor, storm: Storm, order: Order, say
         execution = Execution(site, supervisor, reader, storm, say, longest_s=order.longest_s, stall_s=order.stall_s)
         endured = execution.run()
         say("the run is over; waiting for the sink")
-        sink = SinkTables(SinkSettings(path=str(site.plan.sink_directory)))
-        sink.drain(site.settings, execution.keep)
-        twice = sink.rows_twice(execution.keep)
-        execution.stop()
+        execution.tables.drain(site.settings, execution.mend)
+        twice = execution.tables.rows_twice(execution.mend)
+        execution.keeper.stop()
         for located in reader.read_to_end():
             endured.tally.observe(located)
     return endured, twice
@@ -200,8 +190,8 @@ def figures(verdict: Verdict) -> list[dict[str, Any]]:
     written = {"tasks": tasks, "rollouts": len(tally.rollouts), "groups": len(tally.groups)}
     lost, twice = verdict.lost(), verdict.twice()
     return [
-        {"figure": "storm", "act": verdict.act.value, "seed": verdict.storm.seed,
-         "brokers": verdict.brokers, "ranks": verdict.ranks, "faults": len(endured.struck),
+        {"figure": "storm", "act": verdict.order.act.value, "seed": verdict.storm.seed,
+         "brokers": verdict.order.brokers, "ranks": verdict.order.ranks, "faults": len(endured.struck),
          "left_out": endured.left_out,
          "by_target": {kind.value: dict(targets) for kind, targets in _came(endured).items()},
          "met_a_running_process": sum(struck.hit for struck in endured.struck),
@@ -209,7 +199,7 @@ def figures(verdict: Verdict) -> list[dict[str, Any]]:
          "seconds": round(endured.seconds, 1), "directory": str(verdict.directory)},
         {"figure": "audit", "clean": verdict.audit.clean, "lost": len(lost), "twice": len(twice),
          "offenders": [*lost, *twice][:OFFENDERS], **_audited(verdict.audit)},
-        *([_product(verdict)] if verdict.act is Act.TWO else []),
+        *([_product(verdict)] if verdict.order.act is Act.TWO else []),
         {"figure": "bit_equality", "every_step_made_again_is_equal": verdict.again.clean, "steps": tally.step,
          "equal_to_an_undisturbed_trainer": verdict.chains.equal if verdict.chains else None,
          "final_fingerprint": tally.fingerprints.get(tally.step, ""),

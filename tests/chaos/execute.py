@@ -110,7 +110,7 @@ class Execution:
     ) -> None:
         self._site, self._reader, self._say = site, reader, say
         self._course = site.course
-        self._keeper = Keeper(supervisor, site.specs, site.course.must_end, later=site.course.later)
+        self.keeper = Keeper(supervisor, site.specs, site.course.must_end, later=site.course.later)
         self._promoted = site.course.act is Act.ONE
         self._left = list(storm.faults)
         self._calm_at = time.monotonic() + longest_s
@@ -121,7 +121,7 @@ class Execution:
         self._cut: set[str] = set()
         self._full: dict[str, tuple[int, float]] = {}
         """Roles whose disk is full, with the index of the fault in `Endured.struck` and the time at which it ends."""
-        self._tables = SinkTables(SinkSettings(path=str(site.plan.sink_directory)))
+        self.tables = SinkTables(SinkSettings(path=str(site.plan.sink_directory)))
         self._sink_asked = 0.0
         self._moved = time.monotonic()
         self.result = Endured(tally=Tally(renamed=site.course.renamed))
@@ -131,40 +131,32 @@ class Execution:
         began = time.monotonic()
         while not self._over():
             self._listen()
-            self._mend()
+            self.mend()
             self._take_back(time.monotonic())
             self._strike(time.monotonic())
             self._site.brokers.check()
             self._look_for_progress()
         self._site.brokers.settle()
-        self._mend()
-        self.result.running = frozenset(name for name in self._course.roles if self._keeper.pid(name) is not None)
-        self.result.train_starts_s = self._keeper.starts_s[self._course.trainer]
+        self.mend()
+        self.result.running = frozenset(name for name in self._course.roles if self.keeper.pid(name) is not None)
+        self.result.train_starts_s = self.keeper.starts_s[self._course.trainer]
         self.result.seconds = time.monotonic() - began
         if self._course.act is Act.TWO:
             self._let_users_go()
         return self.result
 
-    def keep(self) -> None:
-        """Restart roles that ended, while the caller waits for something."""
-        self._mend()
-
-    def stop(self) -> None:
-        """Ask every role to end."""
-        self._keeper.stop()
-
     def _over(self) -> bool:
         waiting = self._left or self._undo or self._full
-        return not waiting and self._course.must_end <= self._keeper.done
+        return not waiting and self._course.must_end <= self.keeper.done
 
     def _let_users_go(self) -> None:
         """Stop the users and the feeder, and wait until all started work has ended. Raises Wedged."""
         for name in (USERS, self._course.feeder):
-            self._keeper.retire(name)
+            self.keeper.retire(name)
         since = time.monotonic()
         while still_open := self._still_open():
             self._listen()
-            self._mend()
+            self.mend()
             if time.monotonic() - since > self._stall_s:
                 raise Wedged(
                     f"after {self._stall_s:.0f} s there are still {len(still_open)} groups and interactions without "
@@ -200,7 +192,7 @@ class Execution:
             promote_first(self._site.settings, 0, OPERATOR)
         if tally.written[STABLE]:
             for name in self._course.later:
-                self._keeper.let_begin(name)
+                self.keeper.let_begin(name)
 
     def _back(self, name: str, seconds: float) -> None:
         self._say(f"  {name} is back after {seconds:.1f} s")
@@ -211,14 +203,15 @@ class Execution:
         if not waits or time.monotonic() < self._sink_asked + SINK_ASKED_EVERY_S:
             return
         self._sink_asked = time.monotonic()
-        took = self.result.tally.recoveries.progress(SINK, self._tables.written_at(self._keeper.pid(SINK)))
+        took = self.result.tally.recoveries.progress(SINK, self.tables.written_at(self.keeper.pid(SINK)))
         if took is not None:
             self._back(SINK, took)
 
-    def _mend(self) -> None:
-        for ended in self._keeper.mend(excused=self._cut):
+    def mend(self) -> None:
+        """Restart the roles that ended."""
+        for ended in self.keeper.mend(excused=self._cut):
             self.result.ended.append(replace(ended, during=self._under(ended.name)))
-            if ended.name in self._keeper.done:
+            if ended.name in self.keeper.done:
                 self._moved = time.monotonic()
                 self._say(f"  {ended.name} is done")
             elif ended.by_itself:
@@ -226,7 +219,7 @@ class Execution:
                 self._fallen(ended.name, ITSELF)
             if ended.name in self._full and ended.by_itself:
                 place, _ = self._full.pop(ended.name)
-                self._keeper.free_disk(ended.name)
+                self.keeper.free_disk(ended.name)
                 self.result.struck[place] = replace(self.result.struck[place], hit=True)
                 self._fallen(ended.name, FaultKind.DISK)
 
@@ -241,7 +234,7 @@ class Execution:
             heapq.heappop(self._undo)[2]()
         for name in [name for name, (_, until) in self._full.items() if until <= now]:
             del self._full[name]
-            self._keeper.free_disk(name)
+            self.keeper.free_disk(name)
 
     def _strike(self, now: float) -> None:
         if self._left and now > self._calm_at:
@@ -254,15 +247,15 @@ class Execution:
             self._earliest = now + fault.delay_s
         if now < self._earliest:
             return
-        waits = fault.kind is FaultKind.RANK_KILL and fault.target not in self._keeper.done
-        if waits and len(self._keeper.ranks(fault.target)) < 2:
+        waits = fault.kind is FaultKind.RANK_KILL and fault.target not in self.keeper.done
+        if waits and len(self.keeper.ranks(fault.target)) < 2:
             # A restart takes a role far longer than the time between faults.
             return
         self._left.pop(0)
         self._earliest, self._moved = 0.0, now
         at_s, step = time.time(), self.result.tally.step
         self._say(f"  {fault.kind} {fault.target}" + (f" for {fault.lasts_s:.1f} s" if fault.lasts_s else ""))
-        at_work = self.result.tally.last_s.get(fault.target, 0.0) > self._keeper.began_s(fault.target)
+        at_work = self.result.tally.last_s.get(fault.target, 0.0) > self.keeper.began_s(fault.target)
         self.result.struck.append(Struck(fault, at_s, step, hit=self._apply(fault, now), at_work=at_work))
 
     def _apply(self, fault: Fault, now: float) -> bool:
@@ -270,20 +263,20 @@ class Execution:
         match fault.kind:
             case FaultKind.KILL:
                 self._fallen(target, FaultKind.KILL)
-                return self._keeper.kill(target)
+                return self.keeper.kill(target)
             case FaultKind.RANK_KILL:
                 self._fallen(target, FaultKind.RANK_KILL)
-                return self._keeper.kill_rank(target, fault.number)
+                return self.keeper.kill_rank(target, fault.number)
             case FaultKind.PAUSE:
                 self._later(now + fault.lasts_s, lambda: self._resume(target))
-                return self._keeper.pause(target)
+                return self.keeper.pause(target)
             case FaultKind.PARTITION:
                 self._site.links.cut(target)
                 self._cut.add(target)
                 self._later(now + fault.lasts_s, lambda: self._heal(target))
-                return self._keeper.pid(target) is not None
+                return self.keeper.pid(target) is not None
             case FaultKind.DISK:
-                self._keeper.fill_disk(target)
+                self.keeper.fill_disk(target)
                 self._full[target] = len(self.result.struck), now + DISK_HIT_S
                 return False
             case FaultKind.BROKER_KILL:
@@ -303,7 +296,7 @@ class Execution:
             self.result.tally.recoveries.begin(name, kind, time.time())
 
     def _resume(self, target: str) -> None:
-        self._keeper.go_on(target)
+        self.keeper.go_on(target)
         self._fallen(target, FaultKind.PAUSE)
 
     def _heal(self, target: str) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-
-import httpx
+from typing import Any
+from urllib.parse import urlsplit
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.query import read_state
+from tidemill.consumers.sink.query import QueryFailed, ask, read_state
 from tidemill.consumers.sink.tables import WATERMARKS, tables
 from tidemill.schemas.catalogue import CATALOGUE, Names
 from tidemill.schemas.log.reader import LogReader
 
-ANSWER_S = 10.0
 DRAIN_S = 180.0
 POLL_S = 0.5
 INSERTED = (
@@ -28,8 +27,6 @@ class SinkTables:
 
     def __init__(self, sink: SinkSettings) -> None:
         self._directory = sink.directory
-        # A loopback address: no proxy, and no certificates to load.
-        self._client = httpx.Client(timeout=ANSWER_S, trust_env=False, verify=False)
         self._refusal = ""
         """Why the last query had no answer."""
 
@@ -57,29 +54,28 @@ class SinkTables:
         """Wait for the sink to reach the present end of the log; meanwhile call `alive`. Raises TimeoutError."""
         names = Names(settings.kafka.topic_prefix)
         with LogReader(settings.kafka, CATALOGUE, start="end", client_id="chaos-ends") as reader:
-            ends = {(names.of(topic), str(partition)): end for (topic, partition), end in reader.end_offsets().items()}
+            ends = {(names.of(topic), partition): end for (topic, partition), end in reader.end_offsets().items()}
         deadline = time.monotonic() + DRAIN_S
         while late := [place for place, end in ends.items() if self._watermarks().get(place, 0) < end]:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the sink did not reach the end of {'/'.join(late[0])} within {DRAIN_S:.0f} s")
+                raise TimeoutError(f"the sink did not reach the end of {late[0]} within {DRAIN_S:.0f} s")
             alive()
             time.sleep(POLL_S)
 
-    def _watermarks(self) -> dict[tuple[str, str], int]:
+    def _watermarks(self) -> dict[tuple[str, int], int]:
         rows = self._rows(f"SELECT _topic, _partition, max(next_offset) FROM {WATERMARKS} GROUP BY _topic, _partition")
-        return {(topic, partition): int(offset) for topic, partition, offset in rows or []}
+        return {(topic, int(partition)): int(offset) for topic, partition, offset in rows or []}
 
-    def _rows(self, sql: str) -> list[list[str]] | None:
-        """Return rows of text; None if the sink does not answer, as during its restart."""
+    def _rows(self, sql: str) -> list[list[Any]] | None:
+        """Return the rows; None if the sink does not answer, as during its restart."""
         state = read_state(self._directory)
         if state is None:
             self._refusal = "it does not run"
             return None
+        address = urlsplit(state.url)
         try:
-            address, database = state.url, {"database": state.database}
-            answer = self._client.post(address, params=database, content=f"{sql} FORMAT TabSeparated")
-        except httpx.HTTPError as error:
-            self._refusal = repr(error)
+            # As of a server: for its own tables, `ask` opens the directory if the sink does not answer.
+            return ask(SinkSettings(host=address.hostname, port=address.port, database=state.database), sql).rows
+        except QueryFailed as error:
+            self._refusal = str(error)
             return None
-        self._refusal = "" if answer.is_success else answer.text
-        return [line.split("\t") for line in answer.text.splitlines()] if answer.is_success else None

@@ -10,29 +10,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import Consumer, Producer, TopicPartition
-
 from tests.chaos.course import on_ranks
 from tidemill.compose.config import TidemillSettings
-from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
-from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, TrainStep
 
 COMMAND_S = 900.0
 PREFIX = "undisturbed."
-COPIED = (Topic.ROLLOUTS, Topic.GROUPS)
-POLL_S = 1.0
-SETTLED_S = 60.0
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +82,28 @@ class Chains:
         return bool(self.disturbed) and self.disturbed == self.undisturbed
 
 
-def train_undisturbed(settings: TidemillSettings, config: Path, steps: dict[int, str], say: Say) -> Chains:
+def train_undisturbed(settings: TidemillSettings, config: Path, steps: dict[int, str]) -> Chains:
     """Train on a copy of the data that the run trained on, to the same last step.
 
     Args:
         config: the settings file of the run.
         steps: fingerprints that the run's own trainer recorded, by step.
     """
+    copied = tidemill("replay", "copy", "--config", str(config), "--topic", Topic.ROLLOUTS, "--topic", Topic.GROUPS,
+                      "--into", PREFIX, "--yes", "--json")  # fmt: skip
+    if not copied.clean or copied.document is None:
+        return Chains(steps, {}, copied.text)
     copy = settings.kafka.model_copy(update={"topic_prefix": PREFIX})
     create_topics(copy)
-    for topic in COPIED:
-        say(f"copied {_copy(settings.kafka, copy, topic)} records of {topic}")
-    store = str(config.parent / "store-undisturbed")
+    changes = (
+        f"store.root={config.parent / 'store-undisturbed'}",
+        f"trainer.publish.incarnation={_incarnation(settings.kafka)}",
+        f"trainer.accept_replays={json.dumps([copied.document['replay_id']])}",
+        "trainer.min_step_seconds=0",
+    )
     done = tidemill(
         "train", "--config", str(config), "--topic-prefix", PREFIX, "--max-steps", str(max(steps)),
-        "--set", f"store.root={store}", "--set", f"trainer.publish.incarnation={_incarnation(settings.kafka)}",
-        "--set", "trainer.min_step_seconds=0",
+        *(part for change in changes for part in ("--set", change)),
     )  # fmt: skip
     with LogReader(copy, [Topic.STEPS], client_id="chaos-undisturbed") as reader:
         found = {each.record.step: each.record.fingerprint for each in reader.read_to_end()
@@ -118,37 +115,3 @@ def _incarnation(kafka: KafkaSettings) -> str:
     """Return the incarnation of the run: rollouts are trained only in the incarnation in which they were sampled."""
     with LogReader(kafka, [Topic.MANIFESTS], client_id="chaos-incarnation") as reader:
         return next(each.record.incarnation for each in reader.read_to_end() if isinstance(each.record, Manifest))
-
-
-def _copy(source: KafkaSettings, target: KafkaSettings, topic: Topic) -> int:
-    """Copy a topic byte by byte to the same offsets, because groups refer to rollouts by offset. Raises RuntimeError
-    if the source has gaps."""
-    names, copies = Names(source.topic_prefix), Names(target.topic_prefix)
-    consumer = Consumer(consumer_settings(source, "chaos-copy", "chaos-copy"))
-    producer = Producer(producer_settings(target, "chaos-copy"))
-    copied = 0
-    try:
-        for partition in range(len(consumer.list_topics(names.of(topic)).topics[names.of(topic)].partitions)):
-            place = TopicPartition(names.of(topic), partition, 0)
-            _, end = consumer.get_watermark_offsets(place, timeout=POLL_S * 10)
-            consumer.assign([place])
-            expected = 0
-            while expected < end:
-                message = consumer.poll(POLL_S)
-                if message is None or message.error():
-                    continue
-                if message.offset() != expected:
-                    raise RuntimeError(f"{place.topic}[{partition}] has no offset {expected}")
-                _, at_ms = message.timestamp()
-                producer.produce(
-                    copies.of(topic), message.value(), message.key(), partition, timestamp=at_ms,
-                    headers=message.headers() or [],
-                )  # fmt: skip
-                producer.poll(0)
-                expected += 1
-            copied += expected
-            if producer.flush(SETTLED_S):
-                raise RuntimeError(f"the copy of {place.topic}[{partition}] was not acknowledged")
-    finally:
-        consumer.close()
-    return copied
