@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from bench_prefix import groups_of, model_of, sizes
-from measuring import log_at, peak_bytes, say
+from measuring import cpu_seconds, log_at, peak_bytes, say
 from synthetic import synthetic_change
 
 from tests.kernels.encoding import encode_delta
@@ -48,17 +48,6 @@ LEARNING_RATES = {
 """Learning rates of synthetic steps; they change 0.3 to 6 % of the elements of each type."""
 MEGA = 1e6
 GIGA = 1e9
-
-
-def gb_per_second(n_bytes: int, work: Callable[[], object], runs: int) -> float:
-    """Return the median throughput of `work` over `n_bytes`, by processor time, after one run to warm up."""
-    work()
-    seconds = []
-    for _ in range(runs):
-        begin = time.process_time()
-        work()
-        seconds.append(time.process_time() - begin)
-    return n_bytes / statistics.median(seconds) / GIGA
 
 
 def report_size(result: DeltaReport, **told: object) -> None:
@@ -134,7 +123,7 @@ def _speed_of(change: TensorChange, learning_rate: float, runs: int) -> None:
         apply_all()
 
     def speed(work: Callable[[], object]) -> float:
-        return gb_per_second(old.nbytes, work, runs)
+        return old.nbytes / cpu_seconds(work, runs) / GIGA
 
     copied, applied = speed(lambda: np.copyto(held, old)), speed(revert_and_apply)
     if not np.array_equal(held, change.new_bits):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_prefix import groups_of, model_of, sizes
-from measuring import relay, say
+from measuring import in_own_process, say
 
 WAYS = (False, True)
 
@@ -124,16 +123,11 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"], help="types that engines compute in")
     parser.add_argument("--shapes", nargs="*", default=["8x54+20", "8x200+100"], help="rollouts of a step's group")
     parser.add_argument("--model", type=Path, help="checkpoint of the trainer; without it one of SmolLM2-135M's shape")
-    parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.engine:
-        directory, dtype, words = options.engine
-        engine(Path(directory), dtype, int(words), options)
-        return
     with tempfile.TemporaryDirectory() as root:
         words = make_model(Path(root), options)
         for dtype in options.dtypes:
-            relay("--engine", root, dtype, str(words), *sys.argv[1:])
+            in_own_process(engine, Path(root), dtype, words, options)
     if options.shapes:
         logprobs(options)
     for shape in options.shapes:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring import say
+from measuring import cpu_seconds, say
 
 from tests.kernels.encoding import encode_delta
 from tidemill.kernels.backend import CPU_BACKEND, KernelBackend, triton_obstacle
@@ -235,17 +234,6 @@ def seconds_on_gpu(run: Callable[[], object], runs: int, repeat: int, scratch: t
     return statistics.median(taken)
 
 
-def seconds_on_cpu(run: Callable[[], object], runs: int) -> float:
-    """Return the median processor time of a single-threaded run, after one to compile and warm up."""
-    run()
-    taken = []
-    for _ in range(runs):
-        begin = time.process_time()
-        run()
-        taken.append(time.process_time() - begin)
-    return statistics.median(taken)
-
-
 def measure(device: str, todo: list[Work], step: Step, timed: Callable[[Callable[[], object]], float]) -> None:
     """Print the figure of the copy, which comes first, and each kernel's relative to it."""
     copy_speed = 0.0
@@ -307,7 +295,7 @@ def on_cpu(chosen: argparse.Namespace, reason: str) -> None:
     """Time the compiled loops."""
 
     def timed(run: Callable[[], object]) -> float:
-        return seconds_on_cpu(run, chosen.runs)
+        return cpu_seconds(run, chosen.runs)
 
     say("no_gpu", reason=reason, note="Triton's kernels are not timed; these are their twins on the CPU")
     for name in chosen.dtypes:

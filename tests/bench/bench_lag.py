@@ -16,8 +16,6 @@ the last quarter, the mean k3. Routings are those of `trainer.routing`; a dense 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 from dataclasses import replace
 from itertools import product
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import relay, say
+from measuring import in_own_process, say
 
 PROMPT, VOCABULARY = 12, 160
 View = dict[str, np.ndarray]
@@ -163,12 +161,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="of an answer")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--dtype", default="float32", help="that the engine computes in")
-    parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.run:
-        told = json.loads(options.run)
-        run(argparse.Namespace(**{**vars(options), **told}), Path(told["directory"]))
-        return
     from tests.trainer.families import make_model
 
     for seed, model in product(options.seeds, options.models):
@@ -179,7 +172,7 @@ def main() -> None:
             routings = options.routings if model == "experts" else ["off"]
             for lag, routing, form, noise in product(options.lags, routings, options.formats, options.noise):
                 one = {"model": model, "lag": lag, "routing": routing, "format": form, "noise": noise, "seed": seed}
-                relay(*sys.argv[1:], "--run", json.dumps(one | {"directory": directory}))
+                in_own_process(run, argparse.Namespace(**{**vars(options), **one}), Path(directory))
 
 
 if __name__ == "__main__":

@@ -16,10 +16,6 @@ bound `code_bound`. The first step is left out: in it AdamW changes every weight
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import distance, say
+from measuring import distance, in_own_process, say
 
 SMOLLM2 = Path(__file__).parents[2] / "data/models/smollm2"
 FORMATS = ("bf16", "fp8_blocks", "mxfp8", "nvfp4")
@@ -57,8 +53,8 @@ def prompts_of(directory: Path, seed: int) -> list[list[int]]:
     return [tokenizer.encode(text).ids for text in asked]
 
 
-def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) -> None:
-    """Sample from an engine; runs in its own process."""
+def sample(directory: Path, dtype: str, options: argparse.Namespace, seed: int) -> list[Any]:
+    """Return prompt, answer and logprobs of each sequence of an engine; runs in its own process."""
     from tests.consumers import engine_driver
 
     engine_driver.prepare_environment(1)
@@ -67,7 +63,7 @@ def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) 
     room = {"max_model_len": 512, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 128 << 20}
     driven = engine_driver.InProcess(directory, dtype, skip_tokenizer_init=True, **room)
     asked = SamplingParams(temperature=1.0, max_tokens=options.tokens, logprobs=0, ignore_eos=True, detokenize=False)
-    prompts = prompts_of(options.model, options.seed)
+    prompts = prompts_of(options.model, seed)
     for number in range(options.sequences):
         driven.engine.add_request(str(number), {"prompt_token_ids": prompts[number % PROMPTS]}, asked)
     made = {}
@@ -77,16 +73,7 @@ def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) 
             ids = list(answer.token_ids)
             found = [entry[token].logprob for token, entry in zip(ids, answer.logprobs, strict=True)]
             made[int(output.request_id)] = [list(output.prompt_token_ids), ids, found]
-    out.write_text(json.dumps([made[number] for number in range(options.sequences)]))
-
-
-def sampled(directory: Path, dtype: str, options: argparse.Namespace, seed: int, out: Path) -> list[Any]:
-    """Return prompt, answer and logprobs of each sequence of an engine."""
-    command = [sys.executable, __file__, "--sample", str(directory), dtype, str(out), "--seed", str(seed)]
-    sizes = ["--sequences", str(options.sequences), "--tokens", str(options.tokens), "--model", str(options.model)]
-    subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
-    made: list[Any] = json.loads(out.read_text())
-    return made
+    return [made[number] for number in range(options.sequences)]
 
 
 def mismatch(options: argparse.Namespace, seed: int, root: Path) -> list[Any]:
@@ -102,7 +89,7 @@ def mismatch(options: argparse.Namespace, seed: int, root: Path) -> list[Any]:
     for served in FORMATS:
         held_in(options.model, served).bfloat16().save_pretrained(root / served)
         for engine in options.engines:
-            found[served, engine] = sampled(root / served, engine, options, seed, root / "sampled.json")
+            found[served, engine] = in_own_process(sample, root / served, engine, options, seed)
     for trainer in FORMATS:
         model = held_in(options.model, trainer)
         use_packed_attention(model)
@@ -197,13 +184,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer")
     parser.add_argument("--steps", type=int, default=3, help="versions whose bytes are counted; 0: none")
     parser.add_argument("--rate", type=float, default=1e-6, help="learning rate of the steps")
-    parser.add_argument("--sample", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.sample:
-        directory, dtype, out = options.sample
-        sample(Path(directory), dtype, options, Path(out))
-        return
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as root:
             sequences = mismatch(options, seed, Path(root))

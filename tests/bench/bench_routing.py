@@ -17,21 +17,18 @@ best of `--rounds`, and the median ratio.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import distance, relay, say
+from measuring import distance, in_own_process, say
 
 PROMPT = 32
 
 
-def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) -> None:
+def sample(directory: Path, dtype: str, options: argparse.Namespace, seed: int) -> dict[str, np.ndarray]:
     """Sample from an engine, and compute the same sequences again with it; runs in its own process."""
     from tests.consumers import expert_driver
 
@@ -40,7 +37,7 @@ def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) 
 
     length = PROMPT + options.tokens
     engine = expert_driver.Routed(directory, dtype, max_model_len=length + 1, max_num_batched_tokens=4096)
-    random = np.random.default_rng(options.seed)
+    random = np.random.default_rng(seed)
     prompts = {str(n): random.integers(2, 150, PROMPT).tolist() for n in range(options.sequences)}
     outputs = engine.answers(prompts, temperature=1.0, max_tokens=options.tokens, logprobs=0)
     for name, output in outputs.items():
@@ -58,10 +55,10 @@ def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) 
         scored = zip(tokens[PROMPT:], again[name].prompt_logprobs[PROMPT:], strict=True)
         made["logprobs again"].append([entry[token].logprob for token, entry in scored])
         made["ids again"].append(again[name].outputs[0].routed_experts[: length - 1])
-    np.savez(out, **{name: np.array(values) for name, values in made.items()})
+    return {name: np.array(values) for name, values in made.items()}
 
 
-def capture(directory: Path, dtype: str, options: argparse.Namespace) -> None:
+def capture(directory: Path, dtype: str, options: argparse.Namespace, seed: int) -> None:
     """Print lines about the speed of an engine with and without expert ids; runs in its own process."""
     from tests.consumers import expert_driver
 
@@ -72,7 +69,7 @@ def capture(directory: Path, dtype: str, options: argparse.Namespace) -> None:
     length = PROMPT + options.tokens
     engines = {on: kind(directory, dtype, max_model_len=length + 1, max_num_batched_tokens=4096)
                for on, kind in kinds.items()}  # fmt: skip
-    random, spent = np.random.default_rng(options.seed), np.zeros((options.rounds + 1, len(kinds)))
+    random, spent = np.random.default_rng(seed), np.zeros((options.rounds + 1, len(kinds)))
     for number in range(options.rounds + 1):
         prompts = [random.integers(2, 150, PROMPT).tolist() for _ in range(options.sequences)]
         for on, made in engines.items():
@@ -85,7 +82,7 @@ def capture(directory: Path, dtype: str, options: argparse.Namespace) -> None:
             spent[number, int(on)] = time.process_time() - begun
     # The first round is a warm-up.
     for on, seconds in zip(kinds, spent[1:].T, strict=True):
-        say("routing.capture", seed=options.seed, engine=dtype, expert_ids=on,
+        say("routing.capture", seed=seed, engine=dtype, expert_ids=on,
             tokens_per_cpu_second=options.sequences * options.tokens / float(seconds.min()),
             speed=float(np.median(spent[1:, 0] / seconds)))  # fmt: skip
 
@@ -124,18 +121,15 @@ def compare(options: argparse.Namespace, seed: int, root: Path) -> None:
         num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=128, max_position_embeddings=1024,
     )  # fmt: skip
     model.bfloat16().save_pretrained(root / "model")
-    sizes = ["--seed", str(seed), "--sequences", str(options.sequences), "--tokens", str(options.tokens)]
-    sizes += ["--rounds", str(options.rounds)]
     for engine in ("bfloat16", "float32"):
         if "capture" in options.figures:
-            relay("--capture", str(root / "model"), engine, *sizes)
+            in_own_process(capture, root / "model", engine, options, seed)
         if "mismatch" in options.figures:
-            command = [sys.executable, __file__, "--sample", str(root / "model"), engine, str(root / "sampled.npz")]
-            subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
-            mismatch(root / "model", engine, seed, dict(np.load(root / "sampled.npz")))
+            sampled = in_own_process(sample, root / "model", engine, options, seed)
+            mismatch(root / "model", engine, seed, sampled)
     if "mismatch" in options.figures:
-        ids = np.load(root / "sampled.npz")["ids"]
-        say("routing.bytes", ids=int(ids[0, 0].nbytes), rollout=9, layers=options.layers, experts=options.experts)
+        ids = int(sampled["ids"][0, 0].nbytes)
+        say("routing.bytes", ids=ids, rollout=9, layers=options.layers, experts=options.experts)
 
 
 def mismatch(directory: Path, engine: str, seed: int, sampled: dict[str, np.ndarray]) -> None:
@@ -160,18 +154,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--experts", type=int, default=8, help="experts of a layer, of which a token goes to two")
     parser.add_argument("--rounds", type=int, default=8, help="times that the speed of each engine is measured")
-    parser.add_argument("--sample", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--capture", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.sample:
-        directory, dtype, out = options.sample
-        sample(Path(directory), dtype, options, Path(out))
-        return
-    if options.capture:
-        directory, dtype = options.capture
-        capture(Path(directory), dtype, options)
-        return
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as root:
             compare(options, seed, Path(root))

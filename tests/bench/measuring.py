@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
 import aiohttp
 import numpy as np
@@ -26,12 +30,15 @@ from tidemill.schemas.http_connections import bind
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 UP_S = 60.0
+T = TypeVar("T")
+_figures: TextIO | None = None
+"""The file of the figures; None: the standard output."""
 
 
 def say(figure: str, **values: object) -> None:
     """Print one JSON line; floats have four significant digits."""
     rounded = {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in values.items()}
-    print(json.dumps({"figure": figure, **rounded}), flush=True)
+    print(json.dumps({"figure": figure, **rounded}), file=_figures, flush=True)
 
 
 @contextmanager
@@ -55,6 +62,17 @@ def scratch_log(bootstrap: str | None) -> Iterator[tuple[str, Path]]:
         yield address, Path(root)
 
 
+def cpu_seconds(work: Callable[[], object], runs: int) -> float:
+    """Return the median processor time of a call, after one to warm up."""
+    work()
+    seconds = []
+    for _ in range(runs):
+        begin = time.process_time()
+        work()
+        seconds.append(time.process_time() - begin)
+    return statistics.median(seconds)
+
+
 def distance(apart: np.ndarray) -> dict[str, float]:
     """Return the figures of differences of logprobs in nats: k3, the maximum and the 99 % quantile of their size."""
     size = np.abs(apart)
@@ -62,10 +80,16 @@ def distance(apart: np.ndarray) -> dict[str, float]:
     return {"k3": k3, "max": float(size.max()), "p99": float(np.quantile(size, 0.99))}
 
 
-def relay(*arguments: str) -> None:
-    """Run this benchmark again with these arguments, and print its figures."""
-    done = subprocess.run([sys.executable, sys.argv[0], *arguments], check=True, stdout=subprocess.PIPE, text=True)
-    print("\n".join(line for line in done.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
+def in_own_process(work: Callable[..., T], *arguments: object) -> T:
+    """Call a function in its own process, where only `say` writes to the standard output, and return its result."""
+    with ProcessPoolExecutor(1, get_context("spawn"), _only_figures) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def _only_figures() -> None:
+    global _figures
+    _figures = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def demonstration(data_dir: Path, name: str, *arguments: str) -> dict[str, Any]:
