@@ -249,23 +249,34 @@ def contend_quixstreams(kafka: KafkaSettings) -> None:
 
 
 def contend_loop(kafka: KafkaSettings) -> None:
+    groups: dict[str, dict[str, Any]] = {}
+
+    def assemble(record: Any) -> tuple[str, Any] | None:
+        group = groups.setdefault(record.group_id, {})
+        group[record.rollout_id] = member(record)
+        if len(group) < record.group_size:
+            return None
+        return record.group_id, list(groups.pop(record.group_id).values())
+
+    consume_and_produce(kafka, [Topic.ROLLOUTS], Topic.GROUPS, assemble)
+
+
+def consume_and_produce(
+    kafka: KafkaSettings, inputs: Sequence[Topic], output: Topic, step: Callable[[Any], tuple[str, Any] | None]
+) -> None:
+    """Call `step` with each record for ever, write the keys and values that it returns, and commit after a flush."""
     from confluent_kafka import Consumer, Producer
 
-    names, members = Names(kafka.topic_prefix), {}
-    settings = consumer_settings(kafka, "loop", f"{kafka.topic_prefix}loop")
-    settings["session.timeout.ms"] = int(SESSION_S * 1000)
-    consumer, producer = Consumer(settings), Producer(producer_settings(kafka, "loop"))
-    consumer.subscribe([names.of(Topic.ROLLOUTS)])
+    names, session = Names(kafka.topic_prefix), {"session.timeout.ms": int(SESSION_S * 1000)}
+    consumer = Consumer(consumer_settings(kafka, "loop", f"{kafka.topic_prefix}loop") | session)
+    producer = Producer(producer_settings(kafka, "loop"))
+    consumer.subscribe([names.of(topic) for topic in inputs])
     while True:
         messages = [m for m in consumer.consume(500, 0.01) if m.error() is None]
         for message in messages:
-            record = CODEC.decode(message.value())
-            group = members.setdefault(record.group_id, {})
-            group[record.rollout_id] = member(record)
-            if len(group) == record.group_size:
-                value = json.dumps(list(group.values()))
-                producer.produce(names.of(Topic.GROUPS), value, message.key(), message.partition())
-                del members[record.group_id]
+            if (made := step(CODEC.decode(message.value()))) is not None:
+                key, value = made
+                producer.produce(names.of(output), json.dumps(value), key.encode())
         if messages:
             producer.flush()
             consumer.commit(asynchronous=True)

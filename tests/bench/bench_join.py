@@ -22,14 +22,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench_assembly import SESSION_S, await_keys, contend_tidemill, contended, started, worked_off
+from bench_assembly import await_keys, consume_and_produce, contend_tidemill, contended, started, worked_off
 
-from tests.streams.join_support import CODEC, SECOND_US, feedback, interaction
+from tests.streams.join_support import SECOND_US, feedback, interaction
 from tests.streams.stream_support import fresh_topics
-from tidemill.schemas.catalogue import Names, Topic, feedback_key
+from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
 from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Interaction, Record
@@ -96,27 +95,17 @@ def contend(contender: str, kafka: KafkaSettings) -> None:
 
 
 def contend_loop(kafka: KafkaSettings) -> None:
-    from confluent_kafka import Consumer, Producer
+    halves: dict[str, Any] = {}
 
-    names, halves = Names(kafka.topic_prefix), {}
-    session = {"session.timeout.ms": int(SESSION_S * 1000)}
-    consumer = Consumer(consumer_settings(kafka, "loop", f"{kafka.topic_prefix}loop") | session)
-    producer = Producer(producer_settings(kafka, "loop"))
-    consumer.subscribe([names.of(topic) for topic in INPUTS])
-    while True:
-        messages = [m for m in consumer.consume(500, 0.01) if m.error() is None]
-        for message in messages:
-            record: Any = CODEC.decode(message.value())
-            other = halves.pop(record.interaction_id, None)
-            if other is None:
-                halves[record.interaction_id] = record
-                continue
-            made, vote = (record, other) if isinstance(record, Interaction) else (other, record)
-            outcome = {"id": made.interaction_id, "version": made.version_min, "reward": vote.value}
-            producer.produce(names.of(Topic.OUTCOMES), json.dumps(outcome), made.interaction_id.encode())
-        if messages:
-            producer.flush()
-            consumer.commit(asynchronous=True)
+    def join(record: Any) -> tuple[str, Any] | None:
+        other = halves.pop(record.interaction_id, None)
+        if other is None:
+            halves[record.interaction_id] = record
+            return None
+        made, vote = (record, other) if isinstance(record, Interaction) else (other, record)
+        return made.interaction_id, {"id": made.interaction_id, "version": made.version_min, "reward": vote.value}
+
+    consume_and_produce(kafka, INPUTS, Topic.OUTCOMES, join)
 
 
 if __name__ == "__main__":
