@@ -12,19 +12,18 @@ processor times of consecutive steps.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import resource
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measuring import say
+from measuring import peak_bytes, say
 
 from tests.trainer.conftest import make_trainable
 
@@ -33,6 +32,8 @@ SMOLLM2_135M = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "max_position_embeddings": 8192,
 }  # fmt: skip
 SHAPES = ("8x54+20", "16x1000+100")
+take_next: Callable[[int], dict[str, float]]
+"""Takes a step of the variant that `start` prepared in this process."""
 
 
 def sizes(shape: str) -> tuple[int, int, int]:
@@ -42,30 +43,38 @@ def sizes(shape: str) -> tuple[int, int, int]:
     return int(rollouts), int(prompt), int(answer)
 
 
-def run_variant(options: argparse.Namespace) -> None:
-    """Take one step of a variant for each line of standard input, and print a line with its cost."""
+def start(options: argparse.Namespace, shape: str, variant: str) -> None:
+    """Prepare this process for the steps of a variant."""
     from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
     from tidemill.trainer.step import Learner
 
+    global take_next
     settings = TrainerSettings(
         kl=KlSettings(coefficient=0.0),
         optimizer=OptimizerSettings(learning_rate=1e-6),
         row_tokens=options.row_tokens,
         threads=options.threads,
-        share_prefixes=options.variant == "shared",
+        share_prefixes=variant == "shared",
     )
     learner = Learner(model_of(options.model), settings, None)
-    groups = groups_of(options.groups, *sizes(options.shapes[0]), vocab=int(learner.model.config.vocab_size))
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for step, _ in enumerate(sys.stdin, 1):
+    groups = groups_of(options.groups, *sizes(shape), vocab=int(learner.model.config.vocab_size))
+    held = peak_bytes()
+
+    def take(step: int) -> dict[str, float]:
         wall, cpu = time.perf_counter(), time.process_time()
         outcome = learner.train(groups, step, 0, seed=step)
-        line = {
-            "seconds": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "held_mb": held / 1024,
-            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        return {
+            "seconds": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "held_mb": held / 2**20,
+            "peak_mb": peak_bytes() / 2**20,
             "tokens": outcome.metrics["packing/tokens"], "computed": outcome.metrics["packing/computed"],
         }  # fmt: skip
-        print(json.dumps(line), flush=True)
+
+    take_next = take
+
+
+def step_of(step: int) -> dict[str, float]:
+    """Take a step of this process's variant and return its cost."""
+    return take_next(step)
 
 
 def model_of(directory: Path | None) -> Any:
@@ -100,39 +109,17 @@ def groups_of(count: int, rollouts: int, prompt: int, answer: int, vocab: int) -
     return [group(f"g{n}") for n in range(count)]
 
 
-def start(options: argparse.Namespace, shape: str, variant: str) -> subprocess.Popen[str]:
-    """Start the process of one variant, which takes a step for each line on its standard input."""
-    command = [sys.executable, __file__, "--variant", variant, "--shapes", shape, "--groups", str(options.groups)]
-    command += ["--threads", str(options.threads), "--row-tokens", str(options.row_tokens)]
-    command += ["--model", str(options.model)] if options.model else []
-    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def step_of(process: subprocess.Popen[str]) -> dict[str, float]:
-    """Have a variant take one more step and return its cost."""
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"a variant's process ended with code {process.wait()}: see its error above")
-    found: dict[str, float] = json.loads(line)
-    return found
-
-
 def compare(options: argparse.Namespace, shape: str) -> None:
     """Print one line for each variant of a shape, and one with their ratios."""
     seen: dict[str, list[dict[str, float]]] = {"plain": [], "shared": []}
-    processes = {variant: start(options, shape, variant) for variant in seen}
-    try:
-        for _ in range(options.steps + 1):
+    with ExitStack() as stack:
+        processes = {
+            variant: stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"), start, (options, shape, variant)))
+            for variant in seen
+        }
+        for step in range(1, options.steps + 2):
             for variant, process in processes.items():
-                seen[variant].append(step_of(process))
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+                seen[variant].append(process.submit(step_of, step).result())
     told = {"shape": shape, "groups": options.groups, "threads": options.threads}
     best = {}
     for variant, found in seen.items():
@@ -153,11 +140,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=1, help="groups of a step")
     parser.add_argument("--steps", type=int, default=5, help="steps of each variant that are timed, after a first one")
     parser.add_argument("--row-tokens", type=int, default=4096, help="trainer.row_tokens")
-    parser.add_argument("--variant", choices=("plain", "shared"), help="make steps of one variant of the first shape")
     options = parser.parse_args()
-    if options.variant:
-        run_variant(options)
-        return
     for shape in options.shapes:
         compare(options, shape)
 
