@@ -140,22 +140,20 @@ def specs_of(
     Args:
         ranks: of the trainer.
     """
-    plain = dict(plan.loop_roles()) | {SINK: plan.arguments("sink")}
+    arguments = dict(plan.loop_roles()) | {SINK: plan.arguments("sink")}
     programs = {USERS: PROGRAM, course.trainer: on_ranks(ranks)}
-    if course.act is Act.ONE:
-        return tuple(
-            RoleSpec(name, plain[name], environments[name], programs.get(name, TIDEMILL)) for name in course.roles
-        )
-    (port,), key = pick_ports(1, base_port=0), secrets.token_urlsafe()
-    arguments = {**plain, **dict([*plan.online_roles(), plan.router_role(), plan.users_role()])}
-    arguments[GATEWAY] = ["gateway", "--config", str(plan.directory / ONLINE_CONFIG_NAME), "--port", str(port)]
-    product = {**plan.product_environment(), "TIDEMILL_GATEWAY__API_KEYS": json.dumps({GATEWAY: key_hash(key)})}
-    noting = {
-        observed_users.NOTES: str(plan.directory / NOTES_NAME),
-        observed_users.ADDRESS: f"http://127.0.0.1:{port}",
-        observed_users.KEY: key,
-    }
-    extra: dict[str, Mapping[str, str]] = {ROUTE: product, GATEWAY: product, USERS: {**product, **noting}}
+    extra: dict[str, Mapping[str, str]] = {}
+    if course.act is Act.TWO:
+        (port,), key = pick_ports(1, base_port=0), secrets.token_urlsafe()
+        arguments |= dict([*plan.online_roles(), plan.router_role(), plan.users_role()])
+        arguments[GATEWAY] = ["gateway", "--config", str(plan.directory / ONLINE_CONFIG_NAME), "--port", str(port)]
+        product = {**plan.product_environment(), "TIDEMILL_GATEWAY__API_KEYS": json.dumps({GATEWAY: key_hash(key)})}
+        noting = {
+            observed_users.NOTES: str(plan.directory / NOTES_NAME),
+            observed_users.ADDRESS: f"http://127.0.0.1:{port}",
+            observed_users.KEY: key,
+        }
+        extra = {ROUTE: product, GATEWAY: product, USERS: {**product, **noting}}
     return tuple(
         RoleSpec(
             name,

@@ -24,6 +24,7 @@ import math
 import sys
 import tempfile
 import time
+from dataclasses import fields
 from pathlib import Path
 
 from tests.chaos.campaign import Order, endure, figures
@@ -40,9 +41,9 @@ def main() -> int:
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:7.1f} s  {text}", file=sys.stderr, flush=True)
 
-    options.data_dir.mkdir(parents=True, exist_ok=True)
+    options.directory.mkdir(parents=True, exist_ok=True)
     if options.what == "brokers":
-        found = roll(options.data_dir, options.brokers, say)
+        found = roll(options.directory, options.brokers, say)
         clean = not any(found[-1][name] for name in OFFENCES)
     else:
         verdict = endure(_order(options), say)
@@ -55,28 +56,14 @@ def main() -> int:
 
 
 def _order(options: argparse.Namespace) -> Order:
-    counts: dict[FaultKind, int] = {kind: getattr(options, _flag(kind)) for kind in FaultKind}
-    return Order(
-        directory=options.data_dir,
-        seed=options.seed,
-        steps=options.steps,
-        model=options.model,
-        counts=counts,
-        roles=tuple(options.roles),
-        brokers=options.brokers,
-        gap_s=options.gap,
-        longest_s=60 * options.minutes,
-        stall_s=60 * options.stall_minutes,
-        plan=options.plan,
-        changes=tuple(options.set),
-        in_order=options.in_order,
-        act=options.act,
-        ranks=options.ranks,
-    )
+    counts = {kind: getattr(options, kind.value) for kind in FaultKind}
+    return Order(counts=counts, **{each.name: getattr(options, each.name) for each in fields(Order)
+                                   if each.name != "counts"})  # fmt: skip
 
 
-def _flag(kind: FaultKind) -> str:
-    return f"{kind.value}s".replace("-", "_")
+def _minutes(text: str) -> float:
+    """Parse minutes, and return seconds."""
+    return 60 * float(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,22 +71,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("what", nargs="?", choices=("storm", "brokers"), default="storm")
     parser.add_argument("--seed", type=int, default=0, help="of the storm and of the run")
     for kind in FaultKind:
-        parser.add_argument(f"--{kind.value}s", dest=_flag(kind), type=int, default=0, help=f"faults: {kind.value}")
+        parser.add_argument(f"--{kind.value}s", dest=kind.value, type=int, default=0, help=f"faults: {kind.value}")
     acts = [act for act in Act if act is not Act.BOTH]
     parser.add_argument("--act", type=Act, choices=acts, default=Act.ONE, help="two: learning from users")
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps of the run")
     parser.add_argument("--roles", nargs="+", default=[], help="whom faults fall on; default: every role")
     parser.add_argument("--brokers", type=int, choices=(1, 3), default=1)
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer (torchrun) and of each replica's engine")
-    parser.add_argument("--gap", type=float, default=6.0, help="longest delay of a fault, in seconds")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="no fault comes after so long")
-    parser.add_argument("--stall-minutes", type=float, default=7.0, help="a run without a step or a fault is wedged")
+    parser.add_argument("--gap", dest="gap_s", type=float, default=6.0, help="longest delay of a fault, in seconds")
+    parser.add_argument("--minutes", dest="longest_s", type=_minutes, default=math.inf,
+                        help="no fault comes after so long")  # fmt: skip
+    parser.add_argument("--stall-minutes", dest="stall_s", type=_minutes, default="7",
+                        help="a run without a step or a fault is wedged")  # fmt: skip
     parser.add_argument("--model", type=Path, help="start from this checkpoint instead of mid-training one")
     parser.add_argument("--plan", type=Path, help="a storm.json of an earlier run, to repeat it")
     parser.add_argument("--in-order", action="store_true", help="deterministic mode, compared with a calm run")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the run's settings")
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="SECTION.KEY=VALUE",
+                        help="of the run's settings")  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the figures here as well")
-    parser.add_argument("--data-dir", type=Path, default=Path(tempfile.gettempdir()) / "tidemill-chaos")
+    parser.add_argument("--data-dir", dest="directory", type=Path,
+                        default=Path(tempfile.gettempdir()) / "tidemill-chaos")  # fmt: skip
     return parser
 
 
