@@ -29,49 +29,35 @@ from tidemill.schemas.records import AckStatus
 DTYPES = ("float32", "bfloat16")
 
 
-class Fleet:
-    """The replicas of the soak test, some of which are killed."""
-
-    def __init__(self, settings: KafkaSettings, root: Path, n_replicas: int) -> None:
-        self._settings, self._root = settings, root
-        self.running = [self._start(number) for number in range(n_replicas)]
-
-    def _start(self, number: int) -> RoleProcess:
-        dtype = DTYPES[number % len(DTYPES)]
-        return RoleProcess(self._settings, self._root, f"replica-{number}", dtype=dtype, region=f"region-{number}")
-
-    def kill(self, number: int) -> None:
-        """Kill one replica and start it again."""
-        self.running[number].kill()
-        self.running[number] = self._start(number)
-
-    def end(self) -> None:
-        """Kill all replicas."""
-        for replica in self.running:
-            replica.kill()
-
-
 def soak(arguments: argparse.Namespace, settings: KafkaSettings, root: Path) -> dict[str, Any]:
     """Run the test and return the values of the JSON line."""
     chosen = random.Random(arguments.seed)
     kills = Counter(chosen.randrange(1, arguments.versions) for _ in range(arguments.kills))
     trainer = Trainer(settings, root, PublishSettings(anchor_every=20, skips=(8,)))
     acks, begun = Acks(settings), time.monotonic()
-    fleet = Fleet(settings, root, arguments.replicas)
-    names = [replica.replica_id for replica in fleet.running]
+
+    def start(number: int) -> RoleProcess:
+        dtype = DTYPES[number % len(DTYPES)]
+        return RoleProcess(settings, root, f"replica-{number}", dtype=dtype, region=f"region-{number}")
+
+    fleet = [start(number) for number in range(arguments.replicas)]
+    names = [replica.replica_id for replica in fleet]
     try:
         acks.until_serving(0, *names, deadline_s=arguments.deadline)
         due = time.monotonic()
         for version in range(1, arguments.versions + 1):
             trainer.step(arguments.fraction)
             for _ in range(kills[version]):
-                fleet.kill(chosen.randrange(arguments.replicas))
+                number = chosen.randrange(arguments.replicas)
+                fleet[number].kill()
+                fleet[number] = start(number)
             due = max(due + arguments.interval, time.monotonic())
             time.sleep(max(0.0, due - time.monotonic()))
         acks.until_serving(trainer.version, *names, deadline_s=arguments.deadline)
-        final = [replica.status() for replica in fleet.running]
+        final = [replica.status() for replica in fleet]
     finally:
-        fleet.end()
+        for replica in fleet:
+            replica.kill()
         acks.close()
     return _result(arguments, trainer, acks, final, time.monotonic() - begun)
 

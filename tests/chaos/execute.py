@@ -219,7 +219,7 @@ class Execution:
                 self._fallen(ended.name, ITSELF)
             if ended.name in self._full and ended.by_itself:
                 place, _ = self._full.pop(ended.name)
-                self.keeper.free_disk(ended.name)
+                self.keeper.set_disk(ended.name, full=False)
                 self.result.struck[place] = replace(self.result.struck[place], hit=True)
                 self._fallen(ended.name, FaultKind.DISK)
 
@@ -234,7 +234,7 @@ class Execution:
             heapq.heappop(self._undo)[2]()
         for name in [name for name, (_, until) in self._full.items() if until <= now]:
             del self._full[name]
-            self.keeper.free_disk(name)
+            self.keeper.set_disk(name, full=False)
 
     def _strike(self, now: float) -> None:
         if self._left and now > self._calm_at:
@@ -276,7 +276,7 @@ class Execution:
                 self._later(now + fault.lasts_s, lambda: self._heal(target))
                 return self.keeper.pid(target) is not None
             case FaultKind.DISK:
-                self.keeper.fill_disk(target)
+                self.keeper.set_disk(target, full=True)
                 self._full[target] = len(self.result.struck), now + DISK_HIT_S
                 return False
             case FaultKind.BROKER_KILL:

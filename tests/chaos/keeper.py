@@ -12,7 +12,7 @@ import os
 import resource
 import signal
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -67,7 +67,6 @@ class Ended:
 @dataclass(slots=True)
 class _Kept:
     spec: RoleSpec
-    life: int = 0
     role: Role | None = None
     doomed: bool = False
     """Whether the keeper killed it and has not yet seen its end."""
@@ -96,7 +95,6 @@ class Keeper:
         self._later = set(later)
         self.done: set[str] = set()
         """Roles that ended because their work was done."""
-        self.lives: Counter[str] = Counter()
         self.starts_s: defaultdict[str, list[float]] = defaultdict(list)
         """When the processes of each role were started, in seconds since the epoch."""
 
@@ -155,17 +153,11 @@ class Keeper:
         """Send SIGCONT."""
         self._signal(self._kept[name], signal.SIGCONT)
 
-    def fill_disk(self, name: str) -> None:
-        """Let the role's files grow no further, except its log for the last error, until `free_disk`; restarts do not
-        end this."""
+    def set_disk(self, name: str, *, full: bool) -> None:
+        """Let the role's files grow no further, except its log for the last error, or let them grow again. Restarts do
+        not change this."""
         kept = self._kept[name]
-        kept.full = True
-        _allow_growth(kept)
-
-    def free_disk(self, name: str) -> None:
-        """End the effect of `fill_disk`."""
-        kept = self._kept[name]
-        kept.full = False
+        kept.full = full
         _allow_growth(kept)
 
     def pid(self, name: str) -> int | None:
@@ -197,11 +189,10 @@ class Keeper:
         return True
 
     def _start(self, kept: _Kept) -> None:
-        kept.life += 1
         kept.began, kept.began_s = time.monotonic(), time.time()
-        self.lives[kept.spec.name] = kept.life
-        self.starts_s[kept.spec.name].append(kept.began_s)
-        name = f"{kept.spec.name}.{kept.life:03d}"
+        starts = self.starts_s[kept.spec.name]
+        starts.append(kept.began_s)
+        name = f"{kept.spec.name}.{len(starts):03d}"
         kept.role = self._supervisor.start(name, kept.spec.arguments, kept.spec.environment, kept.spec.program)
         if kept.full:
             _allow_growth(kept)

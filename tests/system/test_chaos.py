@@ -267,7 +267,7 @@ def ended(keeper: Keeper) -> Ended:
 def test_a_role_that_is_done_is_not_restarted(keep):
     keeper = keep("")
     assert (ended(keeper).status, keeper.done) == (0, {"role"})
-    assert keeper.mend() == [] and keeper.lives["role"] == 1
+    assert keeper.mend() == [] and len(keeper.starts_s["role"]) == 1
 
 
 def test_a_killed_rank_ends_the_role_and_is_not_a_crash(keep):
@@ -295,7 +295,7 @@ def test_a_killed_role_is_started_again_and_this_is_not_a_crash(keep):
         keeper.mend()
         assert keeper.kill("role")
         found = ended(keeper)
-        assert (found.status, found.by_itself, keeper.lives["role"]) == (-signal.SIGKILL, False, life + 1)
+        assert (found.status, found.by_itself, len(keeper.starts_s["role"])) == (-signal.SIGKILL, False, life + 1)
 
 
 def test_a_role_that_keeps_ending_by_itself_is_a_crash_loop(keep):
@@ -309,12 +309,12 @@ def test_a_role_with_a_full_disk_cannot_write(keep, tmp_path: Path):
     keeper = keep(WAITS)
     keeper.mend()
     assert largest_file(keeper) == "unlimited"
-    keeper.fill_disk("role")
+    keeper.set_disk("role", full=True)
     assert int(largest_file(keeper)) <= keeping.DISK_MARGIN + 10_000
     keeper.kill("role")
     ended(keeper)
     assert int(largest_file(keeper)) <= keeping.DISK_MARGIN + 10_000, "a kill empties no disk"
-    keeper.free_disk("role")
+    keeper.set_disk("role", full=False)
     assert largest_file(keeper) == "unlimited"
 
 
@@ -330,9 +330,9 @@ def test_a_later_role_waits_and_a_retired_role_is_not_restarted(keep):
     assert keeper.pid("role") is None and not keeper.kill("role")
     keeper.let_begin("role")
     keeper.mend()
-    assert keeper.lives["role"] == 1
+    assert len(keeper.starts_s["role"]) == 1
     keeper.retire("role")
-    assert keeper.mend() == [] and (keeper.pid("role"), keeper.lives["role"]) == (None, 1)
+    assert keeper.mend() == [] and (keeper.pid("role"), len(keeper.starts_s["role"])) == (None, 1)
 
 
 # -- the whole loop -------------------------------------------------------------------------------------------------
