@@ -17,18 +17,21 @@ import argparse
 import asyncio
 import hashlib
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.context import SpawnProcess
+from multiprocessing.synchronize import Event
 
 import aiohttp
 import uvicorn
-from measuring import free_port, scratch_log, until_up
+from measuring import scratch_log
 from pydantic import SecretStr
 
+from tests.waiting import until_up
+from tidemill.compose.stack.process import pick_ports
 from tidemill.producers.config import GatewaySettings
 from tidemill.producers.edge.gateway import application
 from tidemill.producers.product.settings import ProductSettings
@@ -38,6 +41,7 @@ from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.log.admin import create_topics
 
+SPAWN = multiprocessing.get_context("spawn")
 KEY = "k" * 64
 PRODUCT = ProductSettings(signing_keys=(SecretStr("s" * 32),), pseudonym_key=SecretStr("p" * 32))
 USER = "ann@example.com"
@@ -73,8 +77,8 @@ def serve(kafka: KafkaSettings, kind: str, port: int) -> None:
         uvicorn.Server(config).run(sockets=[listener])
 
 
-async def hold(port: int, sockets: int) -> None:
-    """Run the clients that send nothing or slowly; print a line when each has connected once."""
+async def hold(port: int, sockets: int, held: Event) -> None:
+    """Run the clients that send nothing or slowly; set `held` when each has connected once."""
     begun, all_begun = 0, asyncio.Event()
 
     async def one(number: int) -> None:
@@ -101,8 +105,13 @@ async def hold(port: int, sockets: int) -> None:
 
     tasks = [asyncio.create_task(one(number)) for number in range(sockets)]
     await asyncio.wait_for(all_begun.wait(), START_S)
-    print("held", flush=True)
+    held.set()
     await asyncio.gather(*tasks)
+
+
+def hold_sockets(port: int, sockets: int, held: Event) -> None:
+    """Run `hold` in a process."""
+    asyncio.run(hold(port, sockets, held))
 
 
 async def ask(url: str, seconds: float) -> tuple[list[float], int]:
@@ -145,26 +154,27 @@ async def ask(url: str, seconds: float) -> tuple[list[float], int]:
 
 
 @contextmanager
-def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Run this program in another role within the context."""
-    process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+def child(work: Callable[..., None], *arguments: object) -> Iterator[SpawnProcess]:
+    """Call a function in its own process within the context."""
+    process = SPAWN.Process(target=work, args=arguments)
+    process.start()
     try:
         yield process
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 def measure(kafka: KafkaSettings, kind: str, sockets: int, seconds: float) -> dict[str, object]:
-    port = free_port()
+    (port,) = pick_ports(1, base_port=0)
     url = f"http://127.0.0.1:{port}"
-    with child("--be", "gateway", "--kind", kind, "--port", str(port), "--bootstrap", kafka.bootstrap,
-               "--prefix", kafka.topic_prefix) as gateway:  # fmt: skip
-        asyncio.run(until_up(f"{url}/healthz", gateway))
+    with child(serve, kafka, kind, port) as gateway:
+        until_up(f"{url}/healthz", gateway.is_alive)
         asyncio.run(ask(url, 1.0))
         if sockets:
-            with child("--be", "sockets", "--port", str(port), "--sockets", str(sockets)) as holding:
-                assert holding.stdout is not None and holding.stdout.readline() == "held\n"
+            held = SPAWN.Event()
+            with child(hold_sockets, port, sockets, held):
+                assert held.wait(2 * START_S), "not every socket was opened"
                 took, failed = asyncio.run(ask(url, seconds))
         else:
             took, failed = asyncio.run(ask(url, seconds))
@@ -181,20 +191,9 @@ def main() -> None:
     parser.add_argument("--bootstrap", default="", help="Kafka's address; default: a broker of its own")
     parser.add_argument("--sockets", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each figure")
-    parser.add_argument("--be", choices=["gateway", "sockets"], help=argparse.SUPPRESS)
-    parser.add_argument("--kind", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--prefix", default=f"bench{os.getpid()}.", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    kafka = KafkaSettings(bootstrap=arguments.bootstrap, topic_prefix=arguments.prefix)
-    if arguments.be == "gateway":
-        serve(kafka, arguments.kind, arguments.port)
-        return
-    if arguments.be == "sockets":
-        asyncio.run(hold(arguments.port, arguments.sockets))
-        return
     with scratch_log(arguments.bootstrap) as (bootstrap, _):
-        kafka = kafka.model_copy(update={"bootstrap": bootstrap})
+        kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=f"bench{os.getpid()}.")
         create_topics(kafka)
         for kind in ("plain", "bounded"):
             for sockets in (0, arguments.sockets):

@@ -5,7 +5,6 @@ Import this before the modules of `tests`, since it adds that folder to the impo
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import statistics
@@ -20,16 +19,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-import aiohttp
 import numpy as np
 
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
-from tidemill.schemas.http_connections import bind
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-UP_S = 60.0
 T = TypeVar("T")
 _figures: TextIO | None = None
 """The file of the figures; None: the standard output."""
@@ -99,26 +95,6 @@ def demonstration(data_dir: Path, name: str, *arguments: str) -> dict[str, Any]:
     with (data_dir / f"{name}.log").open("wb") as log:
         subprocess.run([*command, "--data-dir", str(data_dir), *arguments], stdout=log, stderr=log, check=True)
     return json.loads(output.read_text("utf-8"))
-
-
-def free_port() -> int:
-    """Return a port on which no process listens."""
-    with bind("127.0.0.1", 0, "port") as free:
-        return free.getsockname()[1]
-
-
-async def until_up(url: str, process: subprocess.Popen[Any]) -> None:
-    """Wait until a process answers at `url`."""
-    deadline = time.monotonic() + UP_S
-    async with aiohttp.ClientSession() as session:
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, f"{url} does not answer"
-            try:
-                async with session.get(url) as answer:
-                    if answer.status == 200:
-                        return
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.05)
 
 
 def peak_bytes(pid: int | str = "self") -> int:
