@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.query import ask
@@ -98,6 +100,21 @@ class Finished:
         """Return whether tokens sampled at the first version have the trainer's logprobs."""
         (row,) = self.rows("SELECT metrics['mismatch/max_abs_dlogp'] AS worst FROM train_steps WHERE step = 1")
         return row["worst"] < 1e-3
+
+    @contextmanager
+    def open_log(self) -> Iterator[str]:
+        """Start the Kafka of the demonstration again on its data; yields its address."""
+        stack = LocalStack(StackSettings(data_dir=self.directory / "kafka", heap_mb=320))
+        try:
+            yield stack.up().bootstrap
+        finally:
+            stack.down()
+
+    def connected(self, *servers: str) -> tuple[set[str], set[str]]:
+        """Return the addresses to which roles other than `servers` connected, and those that no settings file names."""
+        settings = "".join(path.read_text() for path in self.directory.glob("settings*.toml"))
+        seen = set().union(*(found for role, found in self.connections.items() if role not in servers))
+        return seen, {each for each in seen if f'"{each}"' not in settings and f'//{each}"' not in settings}
 
     def newest_anchor(self) -> Path:
         anchors = self.directory.glob("store/*/anchors/main/v*")

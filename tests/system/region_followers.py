@@ -35,8 +35,11 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Staleness, WeightAck
 
 
-def follow_branch(config: dict[str, Any], region: str, stop: threading.Event) -> None:
-    """Join and follow the branch from inside a region until stopped."""
+def follow_branch(config: dict[str, Any], region: str, holder: int) -> None:
+    """Enter a region, and join and follow the branch from inside until SIGTERM."""
+    enter_namespace(holder)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     kafka = KafkaSettings(bootstrap=config["bootstrap"], topic_prefix=config["topic_prefix"])
     run = RunSettings(run_id=config["run_id"])
     settings = ReplicaSettings(replica_id=f"replica-{region}", region=region, fetch_timeout_s=60.0)
@@ -80,13 +83,6 @@ def _forward(stop: threading.Event, loop: asyncio.AbstractEventLoop, stopped: as
     loop.call_soon_threadsafe(stopped.set)
 
 
-def _child(config: dict[str, Any], region: str, holder: int) -> None:
-    enter_namespace(holder)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    follow_branch(config, region, stop)
-
-
 def main() -> None:
     """Run the replicas; see the module's docstring."""
     config = json.loads(sys.argv[1])
@@ -94,7 +90,7 @@ def main() -> None:
     for region, holder in config["regions"].items():
         pid = os.fork()
         if pid == 0:
-            _child(config, region, holder)
+            follow_branch(config, region, holder)
             os._exit(0)
         children[pid] = region
     print("forked", flush=True)

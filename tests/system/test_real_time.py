@@ -17,8 +17,6 @@ from typer.testing import CliRunner
 
 from tests.second_act import QUICK_SECOND_ACT
 from tidemill.compose.cli import app
-from tidemill.compose.stack.config import StackSettings
-from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.reader import LogReader
@@ -63,11 +61,8 @@ def played(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="module")
 def log(played: Finished) -> Iterator[KafkaSettings]:
     """The log of the demonstration, opened again after its end."""
-    stack = LocalStack(StackSettings(data_dir=played.directory / "kafka", heap_mb=320))
-    try:
-        yield KafkaSettings(bootstrap=stack.up(print).bootstrap)
-    finally:
-        stack.down(print)
+    with played.open_log() as address:
+        yield KafkaSettings(bootstrap=address)
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +158,7 @@ def a_thumb_that_taught(newest: int, records: dict[type, list[Record]]) -> Feedb
 
 def test_the_roles_are_separate_processes_and_connect_only_to_addresses_in_the_settings(played: Finished):
     assert {"train", "serve", "route", "stream", "gate", "rollout", "feed", "users"} <= played.commands
-    settings = "".join(path.read_text() for path in played.directory.glob("settings*.toml"))
-    seen = set().union(*(addresses for role, addresses in played.connections.items() if role not in ("serve", "route")))
-    foreign = {address for address in seen if f'"{address}"' not in settings and f'//{address}"' not in settings}
+    seen, foreign = played.connected("serve", "route")
     assert seen and not foreign
 
 

@@ -14,8 +14,6 @@ from demonstration import STEPS, TIMEOUT_S, Finished
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
-from tidemill.compose.stack.config import StackSettings
-from tidemill.compose.stack.kafka import LocalStack
 from tidemill.kernels.weights.anchor import anchor_weights
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
@@ -24,12 +22,8 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S)
 @pytest.fixture(scope="module")
 def common(finished: Finished) -> Iterator[list[str]]:
     """The options that select the log of the demonstration; its Kafka is started again on its data."""
-    stack = LocalStack(StackSettings(data_dir=finished.directory / "kafka", heap_mb=320))
-    try:
-        address = stack.up().bootstrap
+    with finished.open_log() as address:
         yield ["--json", "--bootstrap", address, "--config", str(finished.directory / "settings.toml")]
-    finally:
-        stack.down()
 
 
 def ask(common: list[str], *arguments: str) -> dict:
