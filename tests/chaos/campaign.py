@@ -84,17 +84,20 @@ class Verdict:
     @property
     def clean(self) -> bool:
         """Whether nothing is lost or done twice, and every step computed again gives the recorded weights."""
-        wrong = self.lost() or self.twice() or self.sink_rows_twice
+        wrong = self.lost() or self.twice() or self.endured.tally.repeated.groups_changed or self.sink_rows_twice
         equal = self.again.clean and (self.chains is None or self.chains.equal)
         return self.audit.clean and equal and not wrong
 
     def lost(self) -> list[str]:
-        """Return what users received that is not in the log. The audit finds the rollouts that are lost."""
-        return self.endured.tally.product.lost(self.told.served, self.told.acknowledged)
+        """Return the requested rollouts without a record, and what users received that is not in the log."""
+        tally = self.endured.tally
+        rollouts = [f"rollout {index} of {task} was asked for and has no record" for task, index in tally.lost()]
+        return [*rollouts, *tally.product.lost(self.told.served, self.told.acknowledged)]
 
     def twice(self) -> list[str]:
-        """Return what counts twice for users. The audit finds what was trained or ended twice."""
-        return self.endured.tally.product.twice()
+        """Return what more than one step trained on, what counts twice, and what the log contains with two contents."""
+        tally = self.endured.tally
+        return [*(f"group {group} was trained twice" for group in tally.twice()), *tally.product.twice()]
 
 
 def storm_of(order: Order, settings: TidemillSettings) -> Storm:

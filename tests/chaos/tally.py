@@ -130,15 +130,19 @@ class Tally:
     last_s: dict[str, float] = field(default_factory=dict)
     """When each author wrote last, in seconds since the epoch."""
     step: int = 0
+    step_at_s: float = 0.0
     fingerprints: dict[int, str] = field(default_factory=dict)
     """Fingerprints of the weights after each step."""
     versions: set[int] = field(default_factory=set)
     """Published versions."""
     rollouts: set[str] = field(default_factory=set)
     groups: dict[str, bytes] = field(default_factory=dict)
-    _tasks: set[str] = field(default_factory=set)
+    trained: Counter[str] = field(default_factory=Counter)
+    """How often each group was the input of a step."""
+    _tasks: dict[str, int] = field(default_factory=dict)
     _asked: set[str] = field(default_factory=set)
     """Groups of the tasks."""
+    _played: set[tuple[str, int]] = field(default_factory=set)
     _dispatched: set[tuple[str, int]] = field(default_factory=set)
     _plans: dict[int, float] = field(default_factory=dict)
     _recorded: dict[int, float] = field(default_factory=dict)
@@ -158,9 +162,18 @@ class Tally:
         took = self.recoveries.progress(name, at_s)
         return None if took is None else (name, took)
 
+    def lost(self) -> list[tuple[str, int]]:
+        """Return the requested rollouts, by task and index in the group, without a record, even of a failure."""
+        asked = ((task, index) for task, size in self._tasks.items() for index in range(size))
+        return [each for each in asked if each not in self._played]
+
     def open_groups(self) -> set[str]:
         """Return the requested groups that are not assembled."""
         return self._asked - self.groups.keys()
+
+    def twice(self) -> list[str]:
+        """Return the groups that more than one step trained on."""
+        return [group for group, times in self.trained.items() if times > 1]
 
     def begun_again(self, starts_s: Sequence[float]) -> int:
         """Count the steps with a start of the trainer between plan and record: it took them again, on equal inputs."""
@@ -171,7 +184,7 @@ class Tally:
         match record:
             case Task():
                 self.repeated.tasks += record.task_id in self._tasks
-                self._tasks.add(record.task_id)
+                self._tasks[record.task_id] = record.group_size
                 self._asked.add(record.group_id)
             case Dispatch():
                 self._dispatch(record)
@@ -204,16 +217,20 @@ class Tally:
             self.repeated.rollouts[record.worker_id] += 1
             self.repeated.rollout_tokens += record.sampled_tokens
         self.rollouts.add(record.rollout_id)
+        self._played.add((record.task_id, record.index))
 
     def _group(self, record: Group, value: bytes) -> None:
         self.repeated.groups += record.group_id in self.groups
         self.repeated.groups_changed += self.groups.setdefault(record.group_id, value) != value
 
     def _step(self, record: TrainStep, at_s: float) -> None:
+        if record.step not in self.fingerprints:
+            self.trained.update(place.group_id for place in record.inputs if place.topic == Topic.GROUPS)
         self.repeated.steps += record.step in self.fingerprints
         self.fingerprints.setdefault(record.step, record.fingerprint)
         self._recorded.setdefault(record.step, at_s)
-        self.step = max(self.step, record.step)
+        if record.step > self.step:
+            self.step, self.step_at_s = record.step, at_s
 
     def _ack(self, record: WeightAck) -> None:
         lives = self._lives.setdefault(record.replica_id, set())

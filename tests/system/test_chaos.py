@@ -36,7 +36,7 @@ from tests.chaos.product_tally import ProductTally
 from tests.chaos.site import settings_for
 from tests.chaos.storm import LASTING, FaultKind, Share, Storm, counted, draw
 from tests.chaos.table import MEANT, NOTICED
-from tests.chaos.tally import Recoveries
+from tests.chaos.tally import Recoveries, Tally
 from tests.chaos.verdict import tidemill
 from tests.consumers.operate.audit_support import PLANTED_FAULTS, WrittenLog
 from tests.consumers.product_support import interaction, outcome, product_run, use
@@ -50,6 +50,7 @@ from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Rollout, Task
@@ -126,6 +127,13 @@ def test_a_recovery_is_from_the_last_fault_to_the_first_progress_after_it():
     )
 
 
+def test_requested_rollouts_without_a_record_are_lost():
+    tally = Tally()
+    for offset, record in enumerate([a_task(0), a_task(1)]):
+        tally.observe(ConsumedRecord(Topic.TASKS, 0, offset, 1000, b"", b"", record, ""))
+    assert len(tally.lost()) == 2 * GROUP_SIZE
+
+
 def told(records: Iterable[r.Record]) -> ProductTally:
     """Return the tally of a product's records, in their order."""
     log, tally = WrittenLog(), ProductTally()
@@ -147,10 +155,11 @@ def test_equal_copies_of_a_record_count_once():
 
 def test_what_a_user_received_and_the_log_lacks_is_lost():
     tally = told(product_run())
-    assert tally.lost({"i0"}, {"i0/e0"}) == [] and tally.unended() == ["i5"]
+    assert tally.lost({"i0"}, {"i0/e0"}) == ["interaction i5 never ended"]
     assert tally.lost({"i0", "gone"}, {"i0/e0", "i0/gone"}) == [
         "answer gone was served and not recorded",
         "signal i0/gone was acknowledged and is not there",
+        "interaction i5 never ended",
     ]
 
 
@@ -160,9 +169,12 @@ def _again(records: list[r.Record], kind: type[T], **changes: Any) -> list[r.Rec
 
 
 FOUND_TWICE = {
-    "interaction i0 has two contents": lambda run: _again(run, r.Interaction, latency_ms=7.0),
+    "interaction i0 stands": lambda run: _again(run, r.Interaction, latency_ms=7.0),
+    "interaction i0 ended in two ways": lambda run: _again(run, r.Outcome, reward=0.5),
+    "batch run/main/0 stands": lambda run: _again(run, r.OnlineBatch, tokens=7),
     "signal e9 counts twice in i5": lambda run: [
         *run, outcome(interaction("i5", "user5"), 1.0, signals=[use("e9"), use("e9")])],
+    "interaction i0 was trained 2 times": lambda run: _again(run, r.TrainStep, step=3),
     "decided twice to promote 2": lambda run: _again(run, r.GateDecision, verdict=r.GateVerdict.PROMOTE, numbers={}),
 }  # fmt: skip
 
