@@ -130,7 +130,6 @@ class Tally:
     last_s: dict[str, float] = field(default_factory=dict)
     """When each author wrote last, in seconds since the epoch."""
     step: int = 0
-    step_at_s: float = 0.0
     fingerprints: dict[int, str] = field(default_factory=dict)
     """Fingerprints of the weights after each step."""
     versions: set[int] = field(default_factory=set)
@@ -229,8 +228,7 @@ class Tally:
         self.repeated.steps += record.step in self.fingerprints
         self.fingerprints.setdefault(record.step, record.fingerprint)
         self._recorded.setdefault(record.step, at_s)
-        if record.step > self.step:
-            self.step, self.step_at_s = record.step, at_s
+        self.step = max(self.step, record.step)
 
     def _ack(self, record: WeightAck) -> None:
         lives = self._lives.setdefault(record.replica_id, set())
