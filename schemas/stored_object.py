@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import fsspec
 import xxhash
@@ -17,6 +18,7 @@ import xxhash
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import Claim, Interaction, Rollout
 
+Claimed = TypeVar("Claimed", Rollout, Interaction)
 PIECE_BYTES = 4 << 20
 """Number of bytes read from a store at a time."""
 
@@ -26,7 +28,7 @@ class StoredObjectError(ValueError):
 
 
 class StoreUnavailableError(ConnectionError):
-    """The store failed; a retry may succeed."""
+    """The store failed, or its driver is not installed here: the object may be there, and a retry may succeed."""
 
 
 def put_object(uri: str, pieces: Iterable[bytes | memoryview]) -> Claim:
@@ -61,38 +63,41 @@ def object_pieces(stored: Claim, piece_bytes: int = PIECE_BYTES) -> Iterator[byt
     store fails.
     """
     state, n_bytes = xxhash.xxh3_128(), 0
-    for piece in _read(stored, piece_bytes):
-        state.update(piece)
-        n_bytes += len(piece)
-        yield piece
-    if n_bytes != stored.n_bytes:
-        raise StoredObjectError(f"{stored.uri} has {n_bytes} of {stored.n_bytes} bytes: it was truncated")
-    if state.hexdigest() != stored.digest:
-        raise StoredObjectError(
-            f"{stored.uri} was changed after it was stored: its {n_bytes} bytes have another digest"
-        )
-
-
-def read_object(stored: Claim) -> bytes:
-    """Return the whole object, checked. Raises as `object_pieces`."""
-    return b"".join(object_pieces(stored))
-
-
-def _read(stored: Claim, piece_bytes: int) -> Iterator[bytes]:
-    left = stored.n_bytes
     with _store_errors(stored.uri):
         filesystem, path = fsspec.core.url_to_fs(stored.uri)
         opened = filesystem.open(path, "rb")
     with opened:
         while True:
             with _store_errors(stored.uri):
-                piece: bytes = opened.read(min(piece_bytes, left + 1))
+                piece: bytes = opened.read(min(piece_bytes, stored.n_bytes - n_bytes + 1))
             if not piece:
-                return
-            if len(piece) > left:
-                raise StoredObjectError(f"{stored.uri} has more than the {stored.n_bytes} bytes that were stored")
-            left -= len(piece)
+                break
+            n_bytes += len(piece)
+            if n_bytes > stored.n_bytes:
+                break
+            state.update(piece)
             yield piece
+    _check(stored, n_bytes, state.hexdigest())
+
+
+def read_object(stored: Claim) -> bytes:
+    """Return the whole object, checked. Raises as `object_pieces`."""
+    with _store_errors(stored.uri):
+        filesystem, path = fsspec.core.url_to_fs(stored.uri)
+        payload: bytes = filesystem.cat_file(path, end=stored.n_bytes + 1)
+    _check(stored, len(payload), digest(payload))
+    return payload
+
+
+def _check(stored: Claim, n_bytes: int, found_digest: str) -> None:
+    if n_bytes > stored.n_bytes:
+        raise StoredObjectError(f"{stored.uri} has more than the {stored.n_bytes} bytes that were stored")
+    if n_bytes < stored.n_bytes:
+        raise StoredObjectError(f"{stored.uri} has {n_bytes} of {stored.n_bytes} bytes: it was truncated")
+    if found_digest != stored.digest:
+        raise StoredObjectError(
+            f"{stored.uri} was changed after it was stored: its {n_bytes} bytes have another digest"
+        )
 
 
 @contextmanager
@@ -101,14 +106,10 @@ def _store_errors(uri: str) -> Iterator[None]:
         yield
     except (FileNotFoundError, IsADirectoryError) as error:
         raise StoredObjectError(f"{uri} does not exist in the store") from error
-    except OSError as error:
+    except (OSError, ImportError) as error:
         raise StoreUnavailableError(f"{uri}: the store failed: {error}") from error
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         raise StoredObjectError(f"{uri!r} cannot be reached: {error}") from error
-
-
-class ClaimError(ValueError):
-    """Claimed bytes are missing, or differ from those that were stored."""
 
 
 class ForeignClaimError(ValueError):
@@ -120,44 +121,18 @@ def store_claim(root: str, name: str, payload: bytes) -> Claim:
     return put_object(f"{root.rstrip('/')}/{name}", [payload])
 
 
-def load_claim(claim: Claim) -> bytes:
-    """Return the claimed bytes. Raises ClaimError if they are missing, truncated or changed, or the URI is invalid."""
-    try:
-        filesystem, path = fsspec.core.url_to_fs(claim.uri)
-        payload: bytes = filesystem.cat_file(path, end=claim.n_bytes + 1)
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise ClaimError(f"the claimed bytes do not exist in the store: {claim.uri}") from error
-    except ValueError as error:  # no file system supports this URI: a record may contain any text
-        raise ClaimError(f"claimed bytes cannot be reached: {claim.uri!r}: {error}") from error
-    if len(payload) != claim.n_bytes or digest(payload) != claim.digest:
-        raise ClaimError(
-            f"claimed bytes at {claim.uri} are not the ones stored: {len(payload)} of {claim.n_bytes} bytes"
-        )
-    return payload
+def claimed(record: Claimed, codec: Codec) -> Claimed:
+    """Return a rollout or an interaction with its segments, which are read from the object store if it has a claim.
 
-
-def claimed_rollout(rollout: Rollout, codec: Codec) -> Rollout:
-    """Return the rollout with its segments, which are read from the object store if it has a claim.
-
-    Raises ClaimError if the bytes are missing or changed, DecodeError if they are not a record, ForeignClaimError if
-    they are another record.
+    Raises as `read_object`, DecodeError if the bytes are not a record, ForeignClaimError if they are another record.
     """
-    if rollout.claim is None:
-        return rollout
-    record = codec.decode(load_claim(rollout.claim))
-    if not isinstance(record, Rollout) or record.rollout_id != rollout.rollout_id:
-        raise ForeignClaimError(f"{rollout.claim.uri} does not contain rollout {rollout.rollout_id}")
-    return record
-
-
-def claimed_interaction(interaction: Interaction, codec: Codec) -> Interaction:
-    """Return the interaction with its segments, read from the store if it has a claim. Raises as `claimed_rollout`."""
-    if interaction.claim is None:
-        return interaction
-    record = codec.decode(load_claim(interaction.claim))
-    if not isinstance(record, Interaction) or record.interaction_id != interaction.interaction_id:
-        raise ForeignClaimError(f"{interaction.claim.uri} does not contain interaction {interaction.interaction_id}")
-    return record
+    if record.claim is None:
+        return record
+    whole, kind = codec.decode(read_object(record.claim)), type(record)
+    name = "rollout_id" if kind is Rollout else "interaction_id"
+    if not isinstance(whole, kind) or getattr(whole, name) != getattr(record, name):
+        raise ForeignClaimError(f"{record.claim.uri} does not contain {kind.__name__.lower()} {getattr(record, name)}")
+    return whole
 
 
 def digest(payload: bytes) -> str:

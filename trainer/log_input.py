@@ -22,7 +22,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader, MissingRecordError
 from tidemill.schemas.records import Exclusion, Group, GroupMember, OnlineBatch, Rollout, StepInput
-from tidemill.schemas.stored_object import ClaimError, ForeignClaimError, claimed_rollout, load_claim
+from tidemill.schemas.stored_object import ForeignClaimError, StoredObjectError, claimed, read_object
 from tidemill.trainer.batch import InvalidRolloutError, InvalidRoutingError, RoutedShape, check, checked_ids
 from tidemill.trainer.batch_builder import BatchBuilder
 from tidemill.trainer.config import TrainerSettings
@@ -101,8 +101,8 @@ class RolloutLog(ExitStack):
                 f"rollouts[{member.partition}] offset {member.offset} does not hold rollout {member.rollout_id}"
             )
         try:
-            return claimed_rollout(record, self._codec), located.replay_id
-        except (ClaimError, DecodeError) as error:
+            return claimed(record, self._codec), located.replay_id
+        except (StoredObjectError, DecodeError) as error:
             raise MissingRolloutError(f"rollout {record.rollout_id}: {error}") from error
         except ForeignClaimError as error:
             raise InvalidRolloutError(str(error)) from error
@@ -113,8 +113,8 @@ def expert_ids_of(rollout: Rollout, shape: RoutedShape) -> ExpertIds:
     if rollout.expert_ids is None:
         raise InvalidRoutingError(f"rollout {rollout.rollout_id} was recorded without expert ids")
     try:
-        return checked_ids(load_claim(rollout.expert_ids), rollout.segments, shape)
-    except (ClaimError, InvalidRoutingError) as error:
+        return checked_ids(read_object(rollout.expert_ids), rollout.segments, shape)
+    except (StoredObjectError, InvalidRoutingError) as error:
         raise InvalidRoutingError(f"rollout {rollout.rollout_id}: {error}") from error
 
 

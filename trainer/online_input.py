@@ -25,7 +25,7 @@ from tidemill.schemas.records import (
     StepInput,
     UserRequest,
 )
-from tidemill.schemas.stored_object import ClaimError, ForeignClaimError, claimed_interaction
+from tidemill.schemas.stored_object import ForeignClaimError, StoredObjectError, claimed
 from tidemill.trainer.batch import InvalidRolloutError, check, sampled_versions
 from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
 from tidemill.trainer.config import TrainerSettings
@@ -77,9 +77,9 @@ class InteractionLog(ExitStack):
         if not isinstance(record, Interaction) or record.interaction_id != member.interaction_id:
             return Exclusion.INVALID_INTERACTION
         try:
-            whole = claimed_interaction(record, self._codec)
+            whole = claimed(record, self._codec)
             check(whole, self._vocab_size)
-        except (ClaimError, DecodeError):
+        except (StoredObjectError, DecodeError):
             return Exclusion.MISSING_INTERACTION
         except (ForeignClaimError, InvalidRolloutError):
             return Exclusion.INVALID_INTERACTION

@@ -15,7 +15,7 @@ from tidemill.producers.outbox import SegmentClaims
 from tidemill.producers.sampling.completion import BadResponse
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import Arm, GateVerdict, Interaction, VersionSpan
-from tidemill.schemas.stored_object import claimed_interaction
+from tidemill.schemas.stored_object import claimed
 
 
 def after(*decisions) -> CanaryShare:
@@ -179,4 +179,4 @@ def test_a_large_interaction_has_its_segments_in_the_store_and_is_read_back(tmp_
     small = SegmentClaims(str(tmp_path), "r", 100_000, codec).checked(made)
     large = SegmentClaims(str(tmp_path), "r", 5000, codec).checked(made)
     assert small is made and large.segments == []
-    assert len(codec.encode(large)) < 1000 and claimed_interaction(large, codec) == made
+    assert len(codec.encode(large)) < 1000 and claimed(large, codec) == made

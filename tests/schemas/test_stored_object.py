@@ -11,10 +11,8 @@ import pytest
 
 from tidemill.schemas.records import Claim
 from tidemill.schemas.stored_object import (
-    ClaimError,
     StoredObjectError,
     StoreUnavailableError,
-    load_claim,
     object_pieces,
     put_object,
     read_object,
@@ -44,7 +42,7 @@ def test_a_relative_directory_is_named_absolutely(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stored, claim = put_object("store/one", [b"payload"]), store_claim("data/store", "one", b"payload")
     monkeypatch.chdir("/")
-    assert read_object(stored) == load_claim(claim) == b"payload"
+    assert read_object(stored) == read_object(claim) == b"payload"
 
 
 @pytest.mark.parametrize(
@@ -81,12 +79,13 @@ def test_a_url_that_no_file_system_serves_is_refused():
         read_object(Claim("nowhere://bucket/one", 1, ""))
 
 
-def test_a_store_that_fails_is_told_from_an_object_that_is_gone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [TimeoutError("no answer"), ImportError("no answer: no driver")])
+def test_a_store_that_fails_is_told_from_an_object_that_is_gone(tmp_path, monkeypatch, error):
     stored = put_object(str(tmp_path / "one"), [b"payload"])
     filesystem, _ = fsspec.core.url_to_fs(stored.uri)
 
     def failing(*_arguments, **_options):
-        raise TimeoutError("no answer")
+        raise error
 
     monkeypatch.setattr(filesystem, "open", failing)
     with pytest.raises(StoreUnavailableError, match="no answer"):
@@ -113,27 +112,19 @@ def test_nothing_is_left_open(tmp_path):
 
 @pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 5000])
 def test_claimed_bytes_come_back(folder: str, payload: bytes):
-    assert load_claim(store_claim(folder, "a/b", payload)) == payload
-
-
-@pytest.mark.parametrize("damage", [b"payloae", b"payloa", b"payload+"])
-def test_changed_claimed_bytes_are_refused(tmp_path: Path, damage: bytes):
-    claim = store_claim(str(tmp_path), "one", b"payload")
-    (tmp_path / "one").write_bytes(damage)
-    with pytest.raises(ClaimError, match="not the ones stored"):
-        load_claim(claim)
+    assert read_object(store_claim(folder, "a/b", payload)) == payload
 
 
 @pytest.mark.parametrize(
     ("uri", "said"),
     [
-        ("{}/two", "do not exist"),
-        ("{}", "do not exist"),
-        ("memory://claims/two", "do not exist"),
+        ("{}/two", "does not exist"),
+        ("{}", "does not exist"),
+        ("memory://claims/two", "does not exist"),
         ("nowhere://one", "cannot be reached"),
     ],
 )
 def test_missing_claimed_bytes_are_reported_as_missing(tmp_path: Path, uri: str, said: str):
     claim = store_claim(str(tmp_path), "one", b"payload")
-    with pytest.raises(ClaimError, match=said):
-        load_claim(replace(claim, uri=uri.format(tmp_path)))
+    with pytest.raises(StoredObjectError, match=said):
+        read_object(replace(claim, uri=uri.format(tmp_path)))

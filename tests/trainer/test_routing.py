@@ -276,7 +276,7 @@ def test_ids_are_read_as_stored_or_refused(tmp_path) -> None:
             expert_ids_of(replace(rollout, expert_ids=store_claim(str(tmp_path), f"junk{number}", junk)), SHAPE)
     with pytest.raises(InvalidRoutingError, match="recorded without expert ids"):
         expert_ids_of(rollout, SHAPE)
-    with pytest.raises(InvalidRoutingError, match="do not exist"):
+    with pytest.raises(InvalidRoutingError, match="does not exist"):
         expert_ids_of(replace(rollout, expert_ids=Claim(str(tmp_path / "none"), 1, "")), SHAPE)
 
 

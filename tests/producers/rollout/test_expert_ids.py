@@ -33,7 +33,7 @@ from tidemill.producers.sampling.replicas import open_replica_client
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.expert_ids import packed_ids, unpacked_ids
 from tidemill.schemas.records import RolloutStatus, Turn
-from tidemill.schemas.stored_object import load_claim
+from tidemill.schemas.stored_object import read_object
 
 pytestmark = pytest.mark.anyio
 
@@ -203,5 +203,5 @@ def test_a_rollout_names_the_claim_of_its_ids_and_fails_if_the_replica_returns_n
     found = asyncio.run(play_one())
     assert found.status is RolloutStatus.COMPLETED and found.expert_ids is not None
     (segment,) = found.segments
-    ids = unpacked_ids(load_claim(found.expert_ids))
+    ids = unpacked_ids(read_object(found.expert_ids))
     assert np.array_equal(ids, experts(segment.ids().tolist())[: np.flatnonzero(segment.mask())[-1]])

@@ -36,7 +36,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Anchor, Dispatch, Manifest, Rollout, RolloutStatus, Task, Tick, Turn
-from tidemill.schemas.stored_object import claimed_rollout
+from tidemill.schemas.stored_object import claimed
 
 pytestmark = pytest.mark.anyio
 
@@ -379,7 +379,7 @@ def test_a_large_rollout_has_its_segments_in_the_store(bench, new_replica):
         found = bench.rollouts(whole(1))
     for rollout in found:
         assert rollout.segments == [] and rollout.claim is not None
-        restored = claimed_rollout(rollout, bench.codec)
+        restored = claimed(rollout, bench.codec)
         assert restored.segments[0].n_tokens > 0
         assert replace(restored, segments=[], claim=rollout.claim) == rollout
 
