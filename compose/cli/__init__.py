@@ -1,14 +1,22 @@
 # ruff: noqa: E402 - the modules are imported while the collector of garbage is off
 """The command line: `tidemill`, with one command per role, and the errors that end a command.
 
-A role's modules are imported inside its command, so that `--help` is fast and a host needs only the extra of its role.
+The roles are long-running processes that only the log connects. Their commands are here, the others in modules of this
+folder. A role's modules are imported inside its command, so that `--help` is fast and a host needs only the extra of
+its role.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
 
 # Garbage collection during the imports takes a third of their time and finds no garbage.
 _looks_for_garbage = gc.isenabled()
@@ -25,20 +33,221 @@ from tidemill.compose.cli.env_command import env_app
 from tidemill.compose.cli.gate_command import gate_app
 from tidemill.compose.cli.log_commands import audit, query, topics, trace
 from tidemill.compose.cli.replay_copy import replay_app
-from tidemill.compose.cli.roles import documents, feed, gateway, rollout, route, serve, sink, stream, train, view
 from tidemill.compose.cli.stack_commands import stack_app
 from tidemill.compose.cli.trainer_command import trainer_app
 from tidemill.compose.cli.tune_command import tune_app
 from tidemill.compose.cli.users_command import users_app
 from tidemill.compose.cli.weights_command import weights_app
 from tidemill.compose.demo.command import demo
+from tidemill.compose.demo.plan import CONFIG_NAME
 from tidemill.compose.models_command import models_app
-from tidemill.compose.options import with_settings
+from tidemill.compose.options import (
+    ConfigOption,
+    SetOption,
+    SettingsOf,
+    begin_role,
+    given,
+    log_to_stderr,
+    settings_from,
+    with_settings,
+)
 from tidemill.compose.plan import plan
 from tidemill.schemas.log.client_settings import TRANSIENT
+from tidemill.streams.config import ProcessorName
 
 if _looks_for_garbage:
     gc.enable()
+
+
+class Phase(StrEnum):
+    """The phases of `tidemill train`."""
+
+    RL = "rl"
+    MIDTRAIN = "midtrain"
+
+
+@contextmanager
+def _quickly() -> Iterator[None]:
+    """Disable garbage collection during imports, because it takes a third of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def serve(
+    settings_of: SettingsOf,
+    replica_id: Annotated[str | None, typer.Option(help="Name of the replica.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the OpenAI-compatible server.")] = None,
+    region: Annotated[str | None, typer.Option(help="Region, for staleness.")] = None,
+    pool: Annotated[str | None, typer.Option(help="stable: promoted versions; canary: the one under trial.")] = None,
+) -> None:
+    """Run a replica: vLLM's OpenAI-compatible server and the weight subscriber.
+
+    Starts from the newest anchor, applies each version while requests are in flight, proves it from its live tensors.
+    """
+    settings = begin_role(settings_of, replica__replica_id=replica_id, replica__port=port, replica__region=region,
+                      replica__pool=pool)  # fmt: skip
+    with _quickly():
+        from tidemill.consumers.replica import run
+
+    run(settings.kafka, settings.run, settings.replica, settings.chat)
+
+
+def route(
+    settings_of: SettingsOf,
+    port: Annotated[int | None, typer.Option(help="Port of the OpenAI-compatible server.")] = None,
+    stable: Annotated[list[str] | None, typer.Option(help="Address of a stable replica, http://host:port.")] = None,
+    canary: Annotated[list[str] | None, typer.Option(help="Address of a canary replica, http://host:port.")] = None,
+) -> None:
+    """Serve product traffic with OpenAI's protocol, and write each answer to the log as an interaction.
+
+    Each backend needs an API key ([router] api_keys), the product two keys of its own ([product]); if keys are missing,
+    the error says how to make them. The gate's newest canary decision sets the share of users in the canary pool.
+    """
+    settings = begin_role(settings_of, router__port=port, router__pools__stable=stable, router__pools__canary=canary)
+    from tidemill.producers.edge.router import run
+
+    run(settings.kafka, settings.run, settings.store, settings.product, settings.router, settings.chat)
+
+
+def documents(settings_of: SettingsOf) -> None:
+    """Write the mid-training documents of the run's seed to their topic."""
+    settings = begin_role(settings_of)
+    from tidemill.compose.demo.corpus import run
+
+    run(settings.kafka, settings.run, settings.corpus, settings.chat)
+
+
+def feed(
+    settings_of: SettingsOf,
+    sync: Annotated[bool | None, typer.Option("--sync/--async", help="Issue only one step's tasks at a time.")] = None,
+) -> None:
+    """Issue tasks, within the bound on policy lag, and held-out tasks for evaluation."""
+    settings = begin_role(settings_of, feed__sync=sync)
+    from tidemill.producers.tasks.feeder import run
+
+    run(settings.kafka, settings.run, settings.feed, settings.rollout)
+
+
+def rollout(
+    settings_of: SettingsOf,
+    replica: Annotated[
+        list[str] | None, typer.Option(help="Address of a replica, http://host:port; may be repeated.")
+    ] = None,
+    worker_id: Annotated[
+        str | None, typer.Option(help="Unique name of this worker: when started again, it continues its tasks at once.")
+    ] = None,
+) -> None:
+    """Run a rollout worker: play episodes of tasks with replicas, with token ids in and out."""
+    settings = begin_role(settings_of, rollout__replicas=replica, rollout__worker_id=worker_id)
+    from tidemill.producers.rollout.worker import run
+
+    run(settings.kafka, settings.run, settings.store, settings.rollout, settings.chat)
+
+
+def gateway(
+    settings_of: SettingsOf,
+    host: Annotated[str | None, typer.Option(help="Address to listen at.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen at; 0 takes a free one.")] = None,
+) -> None:
+    """Take feedback over HTTP from product backends in any language; its page /docs has examples.
+
+    Needs the product's keys ([product]) and an API key per backend ([gateway] api_keys); errors say how to make them.
+    """
+    settings = begin_role(settings_of, gateway__host=host, gateway__port=port)
+    from tidemill.producers.edge.gateway import run
+
+    run(settings.kafka, settings.product, settings.gateway)
+
+
+def stream(
+    settings_of: SettingsOf,
+    processor: Annotated[
+        ProcessorName,
+        typer.Argument(
+            help="assembly: rollouts to groups; join: interactions and feedback to outcomes; batches: outcomes to "
+            "online batches."
+        ),
+    ] = ProcessorName.ASSEMBLY,
+) -> None:
+    """Run one of the stream processors. Start each of them at least once; several workers share its partitions.
+
+    `stream.runner` chooses how it writes: faust (at least once) or transactional (once; each batch is a transaction).
+    """
+    settings = begin_role(settings_of)
+    from tidemill.streams.runner.worker import ProcessorSettings, processor_of, run
+
+    rules = ProcessorSettings(settings.run, settings.stream, settings.join, settings.batches)
+    run(settings.kafka, settings.run, settings.stream, processor_of(processor, rules))
+
+
+def train(
+    settings_of: SettingsOf,
+    phase: Annotated[Phase, typer.Option(help="rl: learn from groups; midtrain: make the starting model.")] = Phase.RL,
+    model: Annotated[str | None, typer.Option(help="Directory of the starting Hugging Face causal model.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Stop after this many optimizer steps.")] = None,
+) -> None:
+    """Train: from groups to weight versions, or (--phase midtrain) from documents to a starting checkpoint.
+
+    On several ranks: `torchrun --nproc-per-node 8 -m tidemill train`. `trainer.device` chooses CPU or GPU.
+    """
+    if phase is Phase.MIDTRAIN:
+        settings = begin_role(settings_of, midtrain__output=model)
+        with _quickly():
+            from tidemill.trainer import midtrain
+
+        midtrain.run(settings.kafka, settings.run, settings.midtrain, settings.chat)
+        return
+    settings = begin_role(settings_of, trainer__model=model, run__max_steps=max_steps)
+    with _quickly():
+        from tidemill.trainer.run import run
+
+    run(settings.kafka, settings.run, settings.store, settings.trainer)
+
+
+def sink(
+    settings_of: SettingsOf,
+    http_port: Annotated[int | None, typer.Option(help="Port of the read-only ClickHouse HTTP endpoint.")] = None,
+) -> None:
+    """Write every topic into ClickHouse tables and serve them read-only over ClickHouse's HTTP protocol."""
+    settings = begin_role(settings_of, sink__http_port=http_port)
+    from tidemill.consumers.sink.service import run
+
+    run(settings.kafka, settings.run, settings.sink)
+
+
+def view(
+    data_dir: Annotated[
+        Path | None,
+        typer.Argument(help="Directory of a demonstration, or of a sink's tables, to look at when the run is over."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen at; beyond loopback, set view.token.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen at; 0 takes a free one.")] = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Show a run in a browser: learning, rollouts, users, weights and the log, while it runs or after it.
+
+    Examples: `tidemill view data/demo/demo-0-20261101-120000` shows a finished run · `tidemill view` reads from the
+    running sink of the settings · `tidemill view --set sink.host=clickhouse` from a ClickHouse server.
+    """
+    from tidemill.consumers.view.app import run
+
+    log_to_stderr()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    own = data_dir / CONFIG_NAME if data_dir is not None else None
+    of_demo = own is not None and own.is_file()
+    tables = None if data_dir is None or of_demo else str(data_dir)
+    # The port in a demonstration's settings was chosen only for the time of its run.
+    asked = port if port is not None or not of_demo else 0
+    settings = settings_from(
+        {"config": own if of_demo and config is None else config, "assignments": assignments},
+        given(sink__path=tables, view__host=host, view__port=asked),
+    )
+    run(settings.sink, settings.view, open_tables=data_dir is not None)
+
 
 app = typer.Typer(
     name="tidemill",
