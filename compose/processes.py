@@ -40,7 +40,7 @@ MOST_SHORT_RUNS = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Backoff before a role is restarted: doubled after each short run."""
 PR_SET_PDEATHSIG = 1
-TIDEMILL = ("-m", "tidemill.compose.cli")
+TIDEMILL = ("-m", "tidemill")
 """The arguments of Python that start the command line."""
 
 

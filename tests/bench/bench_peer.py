@@ -85,7 +85,7 @@ def timed(command: list[str], environment: dict[str, str]) -> tuple[float, float
 
 def ours(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     out = folder / "ours.json"
-    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--recipe", "smollm2", "--seed", str(asked.seed)]
+    command = [sys.executable, "-m", "tidemill", "demo", "--recipe", "smollm2", "--seed", str(asked.seed)]
     command += ["--steps", str(asked.steps), "--json", str(out), "--data-dir", str(folder / "demo")]
     sets = [f"rollout.max_turn_tokens={asked.tokens}", f"trainer.length_divisor={asked.tokens}", *asked.set]
     command += ["--model", asked.model, *(part for each in sets for part in ("--set", each))]

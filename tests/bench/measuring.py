@@ -91,7 +91,7 @@ def _only_figures() -> None:
 def demonstration(data_dir: Path, name: str, *arguments: str) -> dict[str, Any]:
     """Run a demonstration with NAME.log and NAME.json in `data_dir`, and return its summary."""
     output = data_dir / f"{name}.json"
-    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--json", str(output)]
+    command = [sys.executable, "-m", "tidemill", "demo", "--json", str(output)]
     with (data_dir / f"{name}.log").open("wb") as log:
         subprocess.run([*command, "--data-dir", str(data_dir), *arguments], stdout=log, stderr=log, check=True)
     return json.loads(output.read_text("utf-8"))

@@ -141,7 +141,7 @@ def gate(tmp_path) -> Iterator[Callable[[Branch], subprocess.Popen[str]]]:
     def start(branch: Branch) -> subprocess.Popen[str]:
         settings = [part for key, value in SETTINGS.items() for part in ("--set", f"gate.{key}={value}")]
         log = (tmp_path / f"gate-{len(started)}.log").open("w")
-        command = [sys.executable, "-m", "tidemill.compose.cli", "gate", "run", *branch.options(), *settings]
+        command = [sys.executable, "-m", "tidemill", "gate", "run", *branch.options(), *settings]
         started.append(subprocess.Popen(command, stdout=log, stderr=log, text=True))
         return started[-1]
 

@@ -81,7 +81,7 @@ def lines_on_terminal(width: int, *arguments: str) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     said = b""
     with subprocess.Popen(
-        [sys.executable, "-m", "tidemill.compose.cli", *arguments],
+        [sys.executable, "-m", "tidemill", *arguments],
         stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env={**environment, "TERM": "xterm"},
     ) as process:  # fmt: skip
         os.close(theirs)

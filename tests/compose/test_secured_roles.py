@@ -113,7 +113,7 @@ class Site:
         """Start `tidemill COMMAND`."""
         log = self.directory / f"{'-'.join(command)}.log"
         options = {"TIDEMILL_KAFKA__CLIENT_OPTIONS": json.dumps({"sasl.password": password})}
-        program = [sys.executable, "-m", "tidemill.compose.cli", *command]
+        program = [sys.executable, "-m", "tidemill", *command]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*program, "--config", str(self.directory / "tidemill.toml")],

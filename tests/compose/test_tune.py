@@ -129,7 +129,7 @@ def test_an_address_without_a_server_is_a_clear_error():
 def test_an_interrupt_ends_it_with_the_numbers_so_far():
     replica = FakeReplica(answer_s=0.2)
     with replica.serving() as address:
-        command = [sys.executable, "-m", "tidemill.compose.cli", "tune", "replica", "--address", address, "--json"]
+        command = [sys.executable, "-m", "tidemill", "tune", "replica", "--address", address, "--json"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             while len(replica.bodies) < 6 and process.poll() is None:
                 signal.sigtimedwait([], 0.05)

@@ -452,7 +452,7 @@ def test_the_role_ends_cleanly_and_accepted_events_are_in_the_log(log_settings: 
     with closing(bind("127.0.0.1", 0, "gateway.port", 1)) as free:
         port = free.getsockname()[1]
     environment = {**os.environ, **PRODUCT.environment(), "TIDEMILL_GATEWAY__API_KEYS": json.dumps(HASHES)}
-    command = ["-m", "tidemill.compose.cli", "gateway", "--port", str(port), "--bootstrap", log_settings.bootstrap]
+    command = ["-m", "tidemill", "gateway", "--port", str(port), "--bootstrap", log_settings.bootstrap]
     process = subprocess.Popen(
         [sys.executable, *command, "--topic-prefix", log_settings.topic_prefix, "--set", "gateway.linger_ms=100"],
         env=environment, stderr=subprocess.PIPE, text=True,

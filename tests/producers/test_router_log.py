@@ -60,9 +60,7 @@ def process(settings: KafkaSettings, replicas, port: int, root) -> subprocess.Po
     keys = {**PRODUCT.environment(), "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": key_hash(KEY)})}
     flags = ["--bootstrap", settings.bootstrap, "--topic-prefix", settings.topic_prefix, "--run-id", RUN.run_id,
              "--port", str(port), "--stable", replicas[0].address, "--canary", replicas[1].address]  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-m", "tidemill.compose.cli", "route", *flags], env={**os.environ, **keys}, cwd=root
-    )
+    return subprocess.Popen([sys.executable, "-m", "tidemill", "route", *flags], env={**os.environ, **keys}, cwd=root)
 
 
 def health(http: httpx.Client):

@@ -123,7 +123,7 @@ class Finished:
 
 def demo_command(data_dir: Path, settings: Sequence[str], *arguments: str) -> list[str]:
     assignments = [part for setting in settings for part in ("--set", setting)]
-    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--data-dir", str(data_dir)]
+    command = [sys.executable, "-m", "tidemill", "demo", "--data-dir", str(data_dir)]
     return [*command, *assignments, *arguments]
 
 
@@ -173,7 +173,7 @@ def role_of(process: psutil.Process) -> str:
         words = process.cmdline()
     except psutil.NoSuchProcess:
         return ""
-    return words[words.index("tidemill.compose.cli") + 1] if "tidemill.compose.cli" in words else ""
+    return words[3] if words[1:3] == ["-m", "tidemill"] else ""
 
 
 def belonging_to(data_dir: Path) -> list[str]:

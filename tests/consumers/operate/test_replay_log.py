@@ -288,7 +288,7 @@ def test_a_killed_replay_continues_without_gaps_or_duplicates(kafka, into):
     options = ["--topic", "rollouts", "--topic", "groups", "--speed", "2", "--yes", "--resume", replay_id]
     whole = GROUPS * 3 + 1
     process = subprocess.Popen(
-        [sys.executable, "-m", "tidemill.compose.cli", *command(live, into, *options)], stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "tidemill", *command(live, into, *options)], stdout=subprocess.DEVNULL
     )
     try:
         until(lambda: process.poll() is not None or count(live, into) >= 6, "six copies")
