@@ -124,29 +124,20 @@ def part_of(size: ModelSize, case: TrainerCase | ReplicaCase) -> RoleMemory:
 
 def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> Iterator[PlanChange]:
     """Yield changes that make the trainer smaller, each by itself and all together, then a sufficient rank count."""
-    smaller: dict[str, TrainerCase] = {}
-    every = case
-    if case.reference:
-        every = smaller["trainer.kl.coefficient=0: no reference"] = replace(case, reference=False)
-    if not case.checkpointed:
-        smaller["trainer.checkpoint_activations=true"] = replace(case, checkpointed=True)
-        every = replace(every, checkpointed=True)
-    if case.gpu and case.on_device:
-        smaller["trainer.publish.on_device=false"] = replace(case, on_device=False)
-        every = replace(every, on_device=False)
-    if case.older:
-        smaller["trainer.score_older_every=0: no older weights"] = replace(case, older=False)
-        every = replace(every, older=False)
-    if case.row_tokens > SHORT_ROW:
-        what = f"rows and rollouts of at most {SHORT_ROW:,} tokens"
-        smaller[what] = replace(case, row_tokens=SHORT_ROW)
-        every = replace(every, row_tokens=SHORT_ROW)
     over = gcd(size.expert_count, case.ranks)
-    if case.expert_parallel == 1 < over:
-        smaller[f"trainer.expert_parallel={over}"] = replace(case, expert_parallel=over)
-        every = replace(every, expert_parallel=over)
+    changes: list[tuple[bool, str, dict[str, Any]]] = [
+        (case.reference, "trainer.kl.coefficient=0: no reference", {"reference": False}),
+        (not case.checkpointed, "trainer.checkpoint_activations=true", {"checkpointed": True}),
+        (case.gpu and case.on_device, "trainer.publish.on_device=false", {"on_device": False}),
+        (case.older, "trainer.score_older_every=0: no older weights", {"older": False}),
+        (case.row_tokens > SHORT_ROW, f"rows and rollouts of at most {SHORT_ROW:,} tokens", {"row_tokens": SHORT_ROW}),
+        (case.expert_parallel == 1 < over, f"trainer.expert_parallel={over}", {"expert_parallel": over}),
+    ]
+    possible = {what: change for applies, what, change in changes if applies}
+    smaller = {what: replace(case, **change) for what, change in possible.items()}
     if len(smaller) > 1:
-        smaller["all of these together"] = every
+        every = {name: value for change in possible.values() for name, value in change.items()}
+        smaller["all of these together"] = replace(case, **every)
     for what, tried in smaller.items():
         yield _changed(devices, what, part_of(size, tried))
     counts = (count for count in _powers(FURTHEST) if count > case.ranks and count % case.expert_parallel == 0)
