@@ -38,10 +38,6 @@ from tidemill.trainer.midtrain_config import MidtrainSettings
 DEFAULT_FILE = Path("tidemill.toml")
 
 
-class ConfigError(ValueError):
-    """The configuration cannot be used; the message names each wrong key and its fault."""
-
-
 class Act(StrEnum):
     """A part of the demonstration."""
 
@@ -200,10 +196,10 @@ def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None)
         flags: a tree of values, section first, as parsed from the command line.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown, or a value is out of range.
+        ValueError: the file cannot be read, a key is unknown, or a value is out of range.
     """
     if file is not None and not file.is_file():
-        raise ConfigError(f"configuration file {file} does not exist")
+        raise ValueError(f"configuration file {file} does not exist")
 
     class FromFile(TidemillSettings):
         model_config = SettingsConfigDict(toml_file=file or DEFAULT_FILE)
@@ -212,9 +208,9 @@ def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None)
         return FromFile(**(flags or {}))
     except ValidationError as error:
         lines = [f"  {'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
-        raise ConfigError("the configuration is not usable:\n" + "\n".join(lines)) from error
+        raise ValueError("the configuration is not usable:\n" + "\n".join(lines)) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"configuration file {file or DEFAULT_FILE}: {error}") from error
+        raise ValueError(f"configuration file {file or DEFAULT_FILE}: {error}") from error
 
 
 def parse_assignments(assignments: list[str]) -> dict[str, Any]:
@@ -223,18 +219,18 @@ def parse_assignments(assignments: list[str]) -> dict[str, Any]:
     A value that begins with `[` or `{` is JSON, as in an environment variable.
 
     Raises:
-        ConfigError: an assignment has no `section.key=value` form, or its JSON cannot be read.
+        ValueError: an assignment has no `section.key=value` form, or its JSON cannot be read.
     """
     tree: dict[str, Any] = {}
     for text in assignments:
         path, equals, value = text.partition("=")
         keys = path.split(".")
         if not equals or len(keys) < 2 or not all(keys):
-            raise ConfigError(f"--set {text!r}: expected SECTION.KEY=VALUE, for instance run.max_steps=40")
+            raise ValueError(f"--set {text!r}: expected SECTION.KEY=VALUE, for instance run.max_steps=40")
         try:
             read = json.loads(value) if value.startswith(("[", "{")) else value
         except ValueError as error:
-            raise ConfigError(
+            raise ValueError(
                 f"--set {path}: the value begins like JSON, but cannot be read as JSON: {error}"
             ) from error
         merge(tree, nest(keys, read))

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tidemill.compose.config import ConfigError, TidemillSettings, load_settings, merge, nest, parse_assignments
+from tidemill.compose.config import TidemillSettings, load_settings, merge, nest, parse_assignments
 from tidemill.compose.stack.kafka import local_bootstrap
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import check_access
@@ -55,11 +55,11 @@ def settings_from(options: dict[str, Any], flags: dict[str, Any] | None = None) 
 
 
 def key_values(texts: list[str], flag: str = "--option", example: str = "max_value=30") -> dict[str, str]:
-    """Convert `["max_value=30"]` to `{"max_value": "30"}`. Raises ConfigError, with the flag's name, without `=`."""
+    """Convert `["max_value=30"]` to `{"max_value": "30"}`. Raises ValueError, with the flag's name, without `=`."""
     pairs = [text.partition("=") for text in texts]
     wrong = next((key for key, equals, _ in pairs if not equals or not key), None)
     if wrong is not None:
-        raise ConfigError(f"{flag} {wrong!r}: expected KEY=VALUE, for instance {example}")
+        raise ValueError(f"{flag} {wrong!r}: expected KEY=VALUE, for instance {example}")
     return {key: value for key, _, value in pairs}
 
 

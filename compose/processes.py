@@ -44,10 +44,6 @@ TIDEMILL = ("-m", "tidemill")
 """The arguments of Python that start the command line."""
 
 
-class RoleDied(RuntimeError):
-    """A child ended too early."""
-
-
 @dataclass(frozen=True, slots=True)
 class Role:
     name: str
@@ -125,17 +121,17 @@ class Supervisor:
         return self._roles[name]
 
     def ended(self, name: str) -> bool:
-        """Return whether a role has ended without error. Raises RoleDied if it failed and is not restarted."""
+        """Return whether a role has ended without error. Raises RuntimeError if it failed and is not restarted."""
         role = self._roles[name]
         code = role.process.poll()
         if code not in (None, 0) and self._restarted is None:
-            raise RoleDied(f"{name} ended with status {code}; the end of {role.log}:\n{role.tail()}")
+            raise RuntimeError(f"{name} ended with status {code}; the end of {role.log}:\n{role.tail()}")
         return code == 0
 
     def check(self, may_end: Sequence[str] = ()) -> None:
         """Check for ended roles, except those in `may_end` that ended without error.
 
-        Raises RoleDied for them, or, if roles are restarted, for one that ends by itself soon after each start.
+        Raises RuntimeError for them, or, if roles are restarted, for one that ends by itself soon after each start.
         """
         for name, role in list(self._roles.items()):
             code = role.process.poll()
@@ -144,7 +140,7 @@ class Supervisor:
             if self._restarted is not None:
                 self._start_again(role, code, self._restarted)
             elif self.ended(name):
-                raise RoleDied(f"{name} ended early; the end of {role.log}:\n{role.tail()}")
+                raise RuntimeError(f"{name} ended early; the end of {role.log}:\n{role.tail()}")
 
     def _start_again(self, role: Role, code: int, say: Callable[[str], None]) -> None:
         name, now = role.name, time.monotonic()
@@ -152,7 +148,7 @@ class Supervisor:
             _signal_group(role, signal.SIGKILL)
             short = self._short_lives[name] = 1 if now - role.began > HEALTHY_S else self._short_lives[name] + 1
             if code >= 0 and short > MOST_SHORT_RUNS:
-                raise RoleDied(
+                raise RuntimeError(
                     f"{name} ended soon after {short} starts in a row, the last time with status {code}; the end of "
                     f"{role.log}:\n{role.tail()}"
                 )

@@ -17,17 +17,13 @@ from typing import Protocol
 from tidemill.schemas.config import HttpSettings
 
 
-class PortTaken(OSError):
-    """An address cannot be bound."""
-
-
 def bind(host: str, port: int, setting: str, backlog: int | None = None) -> socket.socket:
     """Return a socket bound to an address; with port 0 the system chooses. Call it before slow or external work.
 
     With a `backlog` it listens, and up to so many clients wait until they are served; without, clients are refused
     until a server listens. `setting` is the name of the port's setting, whose section also has a `host`.
 
-    Raises PortTaken, which names the address and the setting to change.
+    Raises OSError, which names the address and the setting to change.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -36,7 +32,7 @@ def bind(host: str, port: int, setting: str, backlog: int | None = None) -> sock
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
         section = setting.partition(".")[0]
-        raise PortTaken(f"{section}.host {host!r} is not an address of this machine ({error.strerror})") from error
+        raise OSError(f"{section}.host {host!r} is not an address of this machine ({error.strerror})") from error
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
@@ -44,7 +40,7 @@ def bind(host: str, port: int, setting: str, backlog: int | None = None) -> sock
             bound.listen(backlog)
     except OSError as error:
         bound.close()
-        raise PortTaken(
+        raise OSError(
             f"{host}:{port} cannot be used ({error.strerror}): stop the process that holds it, or set {setting} "
             "to another port (0 takes a free one)"
         ) from error

@@ -84,12 +84,12 @@ class DemoStage:
         self.supervisor.start(*role, self.plan.product_environment())
 
     def listen(self) -> None:
-        """Read the log for a moment, and check the roles. Raises RoleDied."""
+        """Read the log for a moment, and check the roles. Raises RuntimeError if one has failed."""
         self.take(self.reader.poll(REFRESH_S))
         self.supervisor.check(MAY_END)
 
     def play(self, show: Callable[[], None], done: Callable[[], bool]) -> None:
-        """Show the log until `done`. Raises RuntimeError if no record comes for too long, RoleDied."""
+        """Show the log until `done`. Raises RuntimeError if no record comes for too long, or as `listen`."""
         while not done():
             self.listen()
             show()
@@ -101,7 +101,7 @@ class DemoStage:
                 )
 
     def wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Follow the log until `done`. Raises RuntimeError after the timeout, RoleDied."""
+        """Follow the log until `done`. Raises RuntimeError after the timeout, or as `listen`."""
         deadline = time.monotonic() + timeout_s
         while not done():
             self.listen()
@@ -142,7 +142,7 @@ def display(
 
 
 def play_one(stage: DemoStage) -> None:
-    """Start the simulated loop and show it to its end. Raises RuntimeError, RoleDied."""
+    """Start the simulated loop and show it to its end. Raises RuntimeError."""
     run, state = stage.plan.settings.run, stage.state
     for role in stage.plan.loop_roles():
         stage.supervisor.start(*role)
@@ -176,7 +176,7 @@ OPERATOR = "demonstration"
 
 
 def play_two(stage: DemoStage) -> OnlineSummary:
-    """Play the act to its end; return its results, users' opinions included. Raises RuntimeError, RoleDied."""
+    """Play the act to its end; return its results, users' opinions included. Raises RuntimeError."""
     plan, online = stage.plan, stage.online
     _open(stage)
     first = online.branch.served[-1]

@@ -41,7 +41,7 @@ QUERIES = {
 
 
 def run_demo(settings: TidemillSettings, console: Console) -> Summary:
-    """Run the loop to its end and return its results. Raises RuntimeError, RoleDied, StackError."""
+    """Run the loop to its end and return its results. Raises RuntimeError, StackError."""
     if not settings.kafka.bootstrap:
         require_tools(settings.stack)
     # The broker is detached from this process, so that an exit without unwinding would leave it running.

@@ -136,7 +136,7 @@ BACKLOG = 128
 
 @contextmanager
 def query_server(settings: SinkSettings) -> Iterator[ThreadServer]:
-    """Serve queries while the context is entered. Raises PortTaken."""
+    """Serve queries while the context is entered. Raises OSError."""
     listener = bind(LOOPBACK, settings.http_port, "sink.http_port", BACKLOG)
     executor = ThreadPoolExecutor(settings.query_threads, thread_name_prefix="sink-query")
     app = application(Reader(settings), executor)

@@ -175,7 +175,7 @@ def run(sink: SinkSettings, view: ViewSettings, *, open_tables: bool) -> None:
             finished run can be viewed. A sink cannot start at the same time.
 
     Raises:
-        PortTaken: the address cannot be bound.
+        OSError: the address cannot be bound.
         EngineBusy: another process that is not a sink has the tables open.
         RuntimeError: the server stopped unexpectedly.
     """

@@ -276,7 +276,7 @@ def application(kafka: KafkaSettings, product: ProductSettings, settings: Gatewa
 
 
 def gateway_server(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> ThreadServer:
-    """Return the gateway, to be entered. Raises as `application`; PortTaken if the address cannot be bound."""
+    """Return the gateway, to be entered. Raises as `application`; OSError if the address cannot be bound."""
     app = application(kafka, product, settings)
     listener = bind(settings.host, settings.port, "gateway.port", BACKLOG)
     grace_s = settings.acknowledge_timeout_s + GRACE_S

@@ -211,7 +211,8 @@ def run(
 
     Chat is served as soon as the run has an anchor, because it needs its chat template; completions are served at once.
 
-    Raises KeysMissing, PortTaken; LookupError for a missing topic, OSError or ValueError for an unreadable tokenizer.
+    Raises KeysMissing; LookupError for a missing topic; OSError for an address that cannot be bound, OSError or
+    ValueError for an unreadable tokenizer.
     """
     settings.require_clients()
     product.require_keys()

@@ -69,7 +69,7 @@ class GroupConsumer:
             RetentionGap: the log deleted records of a partition after the committed offset. The next offset is then
                 the first one that is kept: a caller that does not need the deleted records can continue to poll.
             LookupError: the committed offset is after the end of a partition.
-            ReadingStalled: there are records to read, and the client delivered none for `kafka.stall_timeout_s`.
+            RuntimeError: there are records to read, and the client delivered none for `kafka.stall_timeout_s`.
             AccessRefused: the brokers refuse a client with these settings.
         """
         self._guard.check()

@@ -139,10 +139,6 @@ class ReadingWatch:
         return silent_s
 
 
-class ReadingStalled(RuntimeError):
-    """There are records to read, the log answers, and the client delivers none: the process must be restarted."""
-
-
 class ReadingGuard:
     """The checks of one consumer, which is polled by one thread.
 
@@ -205,7 +201,8 @@ class ReadingGuard:
     def look(self, positions: Mapping[Partition, int], may_have_holes: Set[str]) -> None:
         """Compare the positions with the ends of the partitions, if it is time to. Called at each poll.
 
-        Raises ReadingStalled, but not for topics in `may_have_holes`: a partition may end with a hole.
+        Raises RuntimeError if the log answers and the client delivers none of the records to read: it must be started
+        again. Not for topics in `may_have_holes`: a partition may end with a hole.
         """
         if not self._watch.due(time.monotonic()):
             return
@@ -227,7 +224,7 @@ class ReadingGuard:
         for partition, end in ends.items():
             stall = self._watch.observe(partition, positions[partition], end, now_s)
             if stall and partition[0] not in may_have_holes:
-                raise ReadingStalled(f"{stall}; start this process again")
+                raise RuntimeError(f"{stall}; start this process again")
             if stall and partition not in self._warned:
                 self._warned.add(partition)
                 LOG.warning("%s: %s; compaction may have removed the records at the end of the log", self._name, stall)

@@ -262,7 +262,7 @@ class LogReader:
             RetentionGap: the log deleted the next record of a partition before it was read. The next offset is then
                 the first one that is kept: a caller that does not need the deleted records can continue to poll.
             LookupError: a partition ends before the next offset.
-            ReadingStalled: there are records to read, and the client delivered none for `kafka.stall_timeout_s`.
+            RuntimeError: there are records to read, and the client delivered none for `kafka.stall_timeout_s`.
         """
         return self._consumed(self._log.poll(timeout_s, max_records))
 

@@ -35,10 +35,6 @@ REBUILD_S = 3600.0
 _GRAVE = (GateVerdict.REJECT, GateVerdict.HOLD, GateVerdict.ROLL_BACK)
 
 
-class SecondGate(RuntimeError):
-    """Another gate of the branch started later, and takes the decisions from now on."""
-
-
 def event_time(located: ConsumedRecord) -> int:
     """Return the event time of a record, microseconds: `at` of a decision, otherwise the record's timestamp."""
     return located.record.at if isinstance(located.record, GateDecision) else located.timestamp_ms * 1_000
@@ -79,7 +75,7 @@ class Gate:
         self._awaited: Position | None = None
 
     def observe(self, located: ConsumedRecord) -> None:
-        """Process a record of the log. Raises SecondGate."""
+        """Process a record of the log. Raises RuntimeError if another gate of the branch started later."""
         if located.record is None:
             if located.value is not None:
                 LOG.warning("skipped an unreadable record at %s: %s", located.position, located.error)
@@ -91,7 +87,7 @@ class Gate:
                 self._awaited = None
             generation = decision.numbers.get(GENERATION, 0.0)
             if self._controller.greatest_generation() > self._controller.generation:
-                raise SecondGate(
+                raise RuntimeError(
                     f"another gate decides for branch {decision.branch} of run {decision.run_id}: it started later, at "
                     f"{generation:.0f}, and wrote {decision.verdict.value} {decision.version} at {located.position}; "
                     "this one stops"
@@ -110,7 +106,7 @@ class Gate:
 def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: threading.Event | None = None) -> None:
     """Run the gate of the run's branch until `stop` is set (if None, until SIGINT or SIGTERM).
 
-    Raises SecondGate, DeliveryError, LookupError if a topic does not exist.
+    Raises RuntimeError if another gate of the branch started later, DeliveryError, LookupError if a topic is missing.
     """
     stop = stop or stop_on_signals()
     controller, begin = rebuild(kafka, run, gate, now_us())

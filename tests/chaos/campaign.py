@@ -132,7 +132,7 @@ def _targets(kind: FaultKind, course: Course, chosen: Sequence[str], nodes: Sequ
 
 
 def endure(order: Order, say: Say) -> Verdict:
-    """Run an order to its end and return the verdict. Raises Wedged, CrashLoop, RoleDied, StackError, ValueError."""
+    """Run an order to its end and return the verdict. Raises RuntimeError, StackError, ValueError."""
     settings = settings_for(
         order.directory, order.act, steps=order.steps, seed=order.seed, model=order.model,
         changes=(f"replica.tensor_parallel={order.ranks}", *order.changes), in_order=order.in_order,

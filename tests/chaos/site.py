@@ -195,7 +195,7 @@ def _environments(plan: DemoPlan, course: Course, links: Links) -> dict[str, dic
 
 
 def make_model(site: Site, supervisor: Supervisor, say: Callable[[str], None]) -> None:
-    """Mid-train the tiny model that the run starts from, if none was given. Raises RoleDied."""
+    """Mid-train the tiny model that the run starts from, if none was given. Raises RuntimeError."""
     if site.settings.demo.model:
         return
     for name, command in (("documents", ("documents",)), ("midtrain", ("train", "--phase", "midtrain"))):

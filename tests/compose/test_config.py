@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tidemill.compose.config import ConfigError, TidemillSettings, load_settings, merge, parse_assignments
+from tidemill.compose.config import TidemillSettings, load_settings, merge, parse_assignments
 
 
 def file_with(tmp_path: Path, text: str) -> Path:
@@ -37,25 +38,25 @@ def test_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_the_wrong_setting_is_named(tmp_path: Path, text: str, named: str):
-    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+    with pytest.raises(ValueError, match=rf"(?s)configuration .*{re.escape(named)}"):
         load_settings(file_with(tmp_path, text))
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path):
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ValueError, match="does not exist"):
         load_settings(tmp_path / "absent.toml")
 
 
 @pytest.mark.parametrize("text", ["", "x", "x=1", "a.=1", ".b=1", "a..b=1"])
 def test_assignments_of_another_form_are_refused(text: str):
-    with pytest.raises(ConfigError, match="SECTION"):
+    with pytest.raises(ValueError, match="SECTION"):
         parse_assignments([text])
 
 
 def test_a_list_is_set_as_json():
     tree = parse_assignments(['run.environments=[{"name": "ledger"}, {"name": "ledger", "label": "other"}]'])
     assert [entry.title for entry in load_settings(flags=tree).run.environments] == ["ledger", "other"]
-    with pytest.raises(ConfigError, match=r"run\.environments: the value begins like JSON, but cannot be read as JSON"):
+    with pytest.raises(ValueError, match=r"run\.environments: the value begins like JSON, but cannot be read as JSON"):
         parse_assignments(["run.environments=[ledger"])
 
 
