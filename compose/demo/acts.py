@@ -67,7 +67,6 @@ class DemoStage:
     supervisor: Supervisor
     console: Console
     reader: LogReader
-    state: LoopState
     online: OnlineState
     heard_at: float
     """The time of the last record, on the monotonic clock."""
@@ -76,8 +75,11 @@ class DemoStage:
         for located in found:
             self.heard_at = time.monotonic()
             if located.record is not None:
-                self.state.observe(located.record)
                 self.online.observe(located.record)
+
+    @property
+    def state(self) -> LoopState:
+        return self.online.loop
 
     def start_product(self, role: RoleArguments) -> None:
         """Start a process of the product, which needs its keys."""
@@ -191,7 +193,6 @@ def play_two(stage: DemoStage) -> OnlineSummary:
 
         stage.wait(ended, plan.settings.demo.endings_timeout_s, "interactions without an ending")
     return summarise_online(
-        stage.state,
         online,
         before=rate_of(before, first),
         after=rate_of(after, online.branch.served[-1]),

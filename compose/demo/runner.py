@@ -102,9 +102,9 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
                 say(last_line(plan.log_directory / f"{name}.log"))
                 time.sleep(REFRESH_S)
     with LogReader(settings.kafka, WATCHED, client_id="tidemill-demo") as reader:
-        online = OnlineState(run.run_id, frozenset({STABLE}), frozenset({CANARY}))
         state = LoopState(run.run_id)
-        stage = DemoStage(plan, supervisor, console, reader, state, online, time.monotonic())
+        online = OnlineState(state, frozenset({STABLE}), frozenset({CANARY}))
+        stage = DemoStage(plan, supervisor, console, reader, online, time.monotonic())
         figures = partial(
             summarise, state, seed=run.seed, bound=run.max_policy_lag, seconds=0.0, data_dir=plan.directory
         )

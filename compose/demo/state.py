@@ -142,10 +142,14 @@ class LoopState:
 
     def fingerprints_equal(self) -> bool:
         """Return whether every proof equals its version's manifest and every replica serves the newest version."""
-        proofs = [ack for ack in self.served.values() if ack.version in self.manifests]
-        matches = all(ack.fingerprint == self.manifests[ack.version].fingerprint for ack in proofs)
         newest = all(ack.serving_version == self.version for ack in self.last_ack.values())
-        return bool(proofs) and matches and newest
+        return newest and self.proofs_equal(self.last_ack)
+
+    def proofs_equal(self, replicas: Collection[str]) -> bool:
+        """Return whether these replicas proved a version, and every proof equals its version's manifest."""
+        proofs = [ack for ack in self.served.values() if ack.replica_id in replicas and ack.version in self.manifests]
+        matches = all(ack.fingerprint == self.manifests[ack.version].fingerprint for ack in proofs)
+        return bool(proofs) and matches
 
     def mean_reward(self, step: r.TrainStep) -> float:
         groups = [self.groups[i.group_id] for i in step.inputs if i.group_id in self.groups]
@@ -162,7 +166,8 @@ REWARDED = "rewarded"
 class OnlineState:
     """The state of learning from users according to the log of one run."""
 
-    run_id: str
+    loop: LoopState
+    """The state of the loop of this run: its steps, versions and replicas."""
     stable: frozenset[str]
     """Names of the replicas that serve promoted versions."""
     canary: frozenset[str]
@@ -175,23 +180,14 @@ class OnlineState:
     decisions: list[r.GateDecision] = field(default_factory=list)
     branch: BranchDecisions = field(default_factory=BranchDecisions)
     """The meaning of the decisions."""
-    serving: dict[str, int] = field(default_factory=dict)
-    """Version served by each replica of a pool."""
     _recent: deque[int] = field(default_factory=deque)
-    _learnt: dict[int, list[str]] = field(default_factory=dict)
-    """The online batches from which each version was made."""
-    _dropped: set[str] = field(default_factory=set)
-    """Interactions that the trainer excluded from their batches."""
-    _parents: dict[int, int] = field(default_factory=dict)
-    _fingerprints: dict[int, str] = field(default_factory=dict)
-    _proofs: dict[tuple[str, int], r.WeightAck] = field(default_factory=dict)
-    """First proof of each version by each replica of a pool."""
     _votes: set[tuple[str, str]] = field(default_factory=set)
     """Interaction and event of each vote. Feedback names no run: votes of other runs are among them."""
 
     def observe(self, record: r.Record) -> None:
-        """Process one record of the log; records of other runs and duplicates change nothing."""
-        if getattr(record, "run_id", self.run_id) != self.run_id:
+        """Process one record of the log, for the loop too; records of other runs and duplicates change nothing."""
+        self.loop.observe(record)
+        if getattr(record, "run_id", self.loop.run_id) != self.loop.run_id:
             return
         match record:
             case r.Interaction() if record.interaction_id not in self.interactions:
@@ -212,20 +208,23 @@ class OnlineState:
             case r.GateDecision():
                 self.decisions.append(record)
                 self.branch.observe(record)
-            case r.Manifest():
-                self._fingerprints.setdefault(record.version, record.fingerprint)
-            case r.TrainStep():
-                self._parents[record.version] = record.parent_version
-                batches = [place.group_id for place in record.inputs if place.topic == Topic.ONLINE_BATCHES]
-                if batches:
-                    self._learnt[record.version] = batches
-                self._dropped |= {e.group_id for e in record.exclusions if e.topic == Topic.INTERACTIONS}
-            case r.WeightAck() if record.replica_id in self.stable | self.canary:
-                self.serving[record.replica_id] = record.serving_version
-                if record.status is not r.AckStatus.REFUSED:
-                    self._proofs.setdefault((record.replica_id, record.version), record)
             case _:
                 pass
+
+    @property
+    def serving(self) -> dict[str, int]:
+        """Version served by each replica of a pool."""
+        pools = self.stable | self.canary
+        return {name: ack.serving_version for name, ack in self.loop.last_ack.items() if name in pools}
+
+    @property
+    def _learnt(self) -> dict[int, list[str]]:
+        """The online batches from which each version was made."""
+        found = {
+            step.version: [place.group_id for place in step.inputs if place.topic == Topic.ONLINE_BATCHES]
+            for step in self.loop.steps.values()
+        }
+        return {version: batches for version, batches in found.items() if batches}
 
     @property
     def votes(self) -> int:
@@ -293,10 +292,12 @@ class OnlineState:
 
     def _latencies(self, replicas: Collection[str]) -> list[float]:
         found = []
+        exclusions = (one for step in self.loop.steps.values() for one in step.exclusions)
+        dropped = {one.group_id for one in exclusions if one.topic == Topic.INTERACTIONS}
         for version, batches in self._learnt.items():
             # The times at which users first got the version, or a descendant.
             times = []
-            for (replica_id, proved), ack in self._proofs.items():
+            for (replica_id, proved), ack in self.loop.served.items():
                 if replica_id not in replicas or version not in self._ancestry(proved):
                     continue
                 # A canary replica has users from the time at which the gate gave it a share.
@@ -308,20 +309,19 @@ class OnlineState:
                 to_s(min(times) - member.feedback_at)
                 for batch in taught
                 for member in batch.members
-                if member.feedback_at is not None and member.interaction_id not in self._dropped
+                if member.feedback_at is not None and member.interaction_id not in dropped
             ]
         return found
 
     def _ancestry(self, version: int) -> Iterator[int]:
+        parents = {step.version: step.parent_version for step in self.loop.steps.values()}
         at: int | None = version
         while at is not None:
             yield at
-            at = self._parents.get(at)
+            at = parents.get(at)
 
     def fingerprints_equal(self) -> bool:
         """Return whether every proof in a pool equals its version's manifest, and stable serves the last promoted."""
-        proofs = [ack for ack in self._proofs.values() if ack.version in self._fingerprints]
-        matches = all(ack.fingerprint == self._fingerprints[ack.version] for ack in proofs)
-        served = self.branch.served
-        current = all(self.serving.get(replica_id) == served[-1] for replica_id in self.stable) if served else False
-        return bool(proofs) and matches and current
+        served, serving = self.branch.served, self.serving
+        current = bool(served) and all(serving.get(replica_id) == served[-1] for replica_id in self.stable)
+        return current and self.loop.proofs_equal(self.stable | self.canary)

@@ -165,7 +165,6 @@ def summarise(state: LoopState, *, seed: int, bound: int, seconds: float, data_d
 
 
 def summarise_online(
-    state: LoopState,
     online: OnlineState,
     *,
     before: Satisfaction | None,
@@ -175,7 +174,7 @@ def summarise_online(
 ) -> OnlineSummary:
     """Return the summary of learning from users; `before` and `after` are the opinions of held-out users."""
     promoted = online.branch.served
-    skill = {each.version: each for each in state.held_out()}
+    skill = {each.version: each for each in online.loop.held_out()}
     first, last = (skill.get(promoted[0]), skill.get(promoted[-1])) if promoted else (None, None)
     variance = 0.0
     for each in (first, last):

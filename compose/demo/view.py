@@ -77,7 +77,7 @@ def online_screen(online: OnlineState, seen: UserActivity | None, batches: int, 
     gate.add_row("feedback to everyone", _spread(percentiles(online.to_everyone_s())))
     for replica_id, version in sorted(online.serving.items()):
         gate.add_row(replica_id, f"v{version}")
-    title = f"tidemill · {online.run_id} · learning from users · {elapsed_s:.0f} s"
+    title = f"tidemill · {online.loop.run_id} · learning from users · {elapsed_s:.0f} s"
     return Panel(Lines(users, gate), title=title, border_style="magenta")
 
 

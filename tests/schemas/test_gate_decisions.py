@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.streams.gate.gate_support import manifest
-from tidemill.compose.demo.state import OnlineState
+from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.state import PoolGate
 from tidemill.consumers.weights.chain import Chain
@@ -109,7 +109,7 @@ def test_every_reader_agrees_with_the_fold(log):
     pools = {pool: PoolGate(pool) for pool in Pool}
     chain = Chain("r", "main")
     line = WeightLine("r", "main")
-    demo = OnlineState("r", frozenset({"stable"}), frozenset({"canary"}))
+    demo = OnlineState(LoopState("r"), frozenset({"stable"}), frozenset({"canary"}))
     gate = Branch(RunSettings(run_id="r"), GateSettings())
     for version in range(NEWEST + 1):
         line.made(version, version - 1 if version else None, 0)
