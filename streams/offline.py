@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Generic, TypeVar
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -32,15 +33,16 @@ from tidemill.streams.state import MachineState
 CHANGES_EVERY = 500
 """Number of records after which a machine's changes are taken and discarded, so that they do not fill the memory."""
 
+Decided = TypeVar("Decided", bound=Output)
 Change = Callable[[ConsumedRecord], ConsumedRecord]
 """A function that changes a record in a replay; it returns the same record if it does not apply."""
 
 
 @dataclass(frozen=True, slots=True)
-class DecidedOutput:
+class DecidedOutput(Generic[Decided]):
     """An output, and the record that decided it: the last one that its machine had observed."""
 
-    output: Output
+    output: Decided
     cause: Position
     at_ms: int
     """The cause's timestamp."""
@@ -67,7 +69,7 @@ class OfflineRun:
                 self._orders[partition].end(topic)
         self._observed = 0
 
-    def take(self, located: ConsumedRecord) -> list[DecidedOutput]:
+    def take(self, located: ConsumedRecord) -> list[DecidedOutput[Output]]:
         """Add one record, in the order of its partition. Return the outputs that can be decided now."""
         span, order = self._spans[located.topic, located.partition], self._orders[located.partition]
         if located.offset not in span:
@@ -77,14 +79,14 @@ class OfflineRun:
             order.end(located.topic)
         return self._decided(order)
 
-    def finish(self) -> list[DecidedOutput]:
+    def finish(self) -> list[DecidedOutput[Output]]:
         """Return the outputs of the records that still wait, at the end of the input."""
         for topic, partition in self._spans:
             self._orders[partition].end(topic)
         return [decided for order in self._orders.values() for decided in self._decided(order)]
 
-    def _decided(self, order: TopicMerge[ConsumedRecord]) -> list[DecidedOutput]:
-        found: list[DecidedOutput] = []
+    def _decided(self, order: TopicMerge[ConsumedRecord]) -> list[DecidedOutput[Output]]:
+        found: list[DecidedOutput[Output]] = []
         while (step := order.take()) is not None:
             _, _, located = step
             changed, machine = located, self._machines[located.partition]
@@ -102,21 +104,11 @@ CLIENT = "tidemill-replay"
 
 
 @dataclass(frozen=True, slots=True)
-class EmittedRecord:
-    """A record that a processor writes, and the input record that decided it."""
-
-    emit: OutputRecord
-    cause: Position
-    at_ms: int
-    """The cause's timestamp."""
-
-
-@dataclass(frozen=True, slots=True)
 class Replayed:
     """The outputs of a processor for the log."""
 
-    emitted: list[EmittedRecord] = field(default_factory=list)
-    """In the order in which they were decided."""
+    emitted: list[DecidedOutput[OutputRecord]] = field(default_factory=list)
+    """Records to write, in the order in which they were decided."""
     rejected: int = 0
     """Number of rejections; each would be a dead letter."""
     records: int = 0
@@ -161,13 +153,13 @@ def replay(
         names = Names(kafka.topic_prefix)
         cut = [f"{names.of(topic)}[{p}] begins at offset {s.start}" for (topic, p), s in spans.items() if s.start]
         total = sum(map(len, spans.values()))
-        emitted: list[EmittedRecord] = []
+        emitted: list[DecidedOutput[OutputRecord]] = []
         rejected = records = 0
         # The outputs of each record, and finally those of the records that still wait.
         steps = chain(map(run.take, reader.read_to_end(timeout_s)), (run.finish() for _ in range(1)))
         for decided in steps:
             emitted += [
-                EmittedRecord(d.output, d.cause, d.at_ms) for d in decided if isinstance(d.output, OutputRecord)
+                DecidedOutput(d.output, d.cause, d.at_ms) for d in decided if isinstance(d.output, OutputRecord)
             ]
             rejected += sum(isinstance(d.output, Rejected) for d in decided)
             progress(records, total)

@@ -35,7 +35,8 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.streams.config import ProcessorName
 
 if TYPE_CHECKING:
-    from tidemill.streams.offline import Change, EmittedRecord, Replayed
+    from tidemill.streams.machine import OutputRecord
+    from tidemill.streams.offline import Change, DecidedOutput, Replayed
 
 
 ShowOption = Annotated[int, typer.Option("--show", min=1, help="How many differing records to name.")]
@@ -267,13 +268,15 @@ def _run(
     here = []
     for one in replayed.emitted:
         place = Position(names.of(Topic(one.cause.topic)), one.cause.partition, one.cause.offset)
-        value = codec.encode(one.emit.record)
-        here.append(Item(one.emit.key.encode(), value, one.emit.record, place, one.at_ms))
+        value = codec.encode(one.output.record)
+        here.append(Item(one.output.key.encode(), value, one.output.record, place, one.at_ms))
     (topic,) = processor.outputs
     return topic, replayed, compare(there, here, *window)
 
 
-def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[EmittedRecord], prefix: str) -> str:
+def write_results(
+    kafka: KafkaSettings, topic: Topic, emitted: Sequence[DecidedOutput[OutputRecord]], prefix: str
+) -> str:
     """Write results into `topic` under `prefix`, partitioned like the live one; return the id of the replay.
 
     A result has the timestamp of the record that caused it, so that two replays write the same.
@@ -292,10 +295,10 @@ def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[EmittedR
         for one in emitted:
             cause = one.cause
             producer.send(
-                one.emit.topic,
-                one.emit.record,
-                key=one.emit.key,
-                partition=one.emit.partition,
+                one.output.topic,
+                one.output.record,
+                key=one.output.key,
+                partition=one.output.partition,
                 timestamp_ms=one.at_ms,
                 headers=replay_headers(replay_id, names.of(Topic(cause.topic)), cause.partition, cause.offset),
             )

@@ -51,7 +51,7 @@ def expected(settings: KafkaSettings) -> list[bytes]:
     """Return the groups that the machine makes of the log, without a worker."""
     run, stream = RunSettings(run_id=RUN_ID), StreamSettings()
     replayed = replay(settings, group_assembly(run, stream), (), 60)
-    return sorted(CODEC.encode(found.emit.record) for found in replayed.emitted)
+    return sorted(CODEC.encode(found.output.record) for found in replayed.emitted)
 
 
 @pytest.fixture
