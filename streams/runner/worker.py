@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.streams.assembly.group_assembly import GroupAssembler
+from tidemill.streams.assembly import GroupAssembler
 from tidemill.streams.config import ProcessorName, RunnerName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin

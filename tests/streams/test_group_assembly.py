@@ -17,8 +17,7 @@ from stream_support import CODEC, RUN_ID, located, rollout
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import CloseReason, Document, Group, Rollout, Tick
-from tidemill.streams.assembly.group_assembly import GroupAssembler
-from tidemill.streams.assembly.group_state import DoneGroup, GroupBytes, GroupHeader, OpenGroup
+from tidemill.streams.assembly import DoneGroup, GroupAssembler, GroupBytes, GroupHeader, OpenGroup
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Output, OutputRecord, Rejected
 from tidemill.streams.runner.journal import Journal

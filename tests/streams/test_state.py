@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.generated import damaged, records_of
-from tidemill.streams.assembly import group_state
+from tidemill.streams import assembly
 from tidemill.streams.join import join_state
 from tidemill.streams.online import batch_state
 from tidemill.streams.runner.journal import JournalHead, JournalPart
@@ -20,9 +20,9 @@ from tidemill.streams.state import StateBytes, StateError, _schema_of
 SCHEMAS: dict[type, str] = {
     JournalHead: "849e914703a55eaa",
     JournalPart: "723d7ae933328952",
-    group_state._OpenBytes: "054e7344d257de92",
-    group_state._DoneBytes: "2d9a931fa772e8ff",
-    group_state.AssemblyHead: "1a40ca37704a5fd3",
+    assembly._OpenBytes: "054e7344d257de92",
+    assembly._DoneBytes: "2d9a931fa772e8ff",
+    assembly.AssemblyHead: "1a40ca37704a5fd3",
     join_state.InteractionState: "9442d49a1bd6b3cd",
     join_state.EarlyFeedback: "c5b8e22bdc4d18b3",
     join_state.UserRequestState: "4b2a8bb005c98de3",
@@ -69,7 +69,7 @@ def test_a_state_survives_its_bytes_and_other_bytes_raise_one_error(kind: type):
 OTHERS = [
     (join_state.BYTES, join_state.BYTES.encode(join_state.EarlyFeedback("b", 1))),
     (batch_state.BYTES, batch_state.BYTES.encode(batch_state.ServedUser("b"))),
-    (group_state.GroupBytes(7), b"o"),
+    (assembly.GroupBytes(7), b"o"),
 ]
 
 

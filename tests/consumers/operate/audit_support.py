@@ -23,7 +23,7 @@ from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
-from tidemill.streams.assembly.group_assembly import GroupAssembler
+from tidemill.streams.assembly import GroupAssembler
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import OutputRecord, Rejected
 
