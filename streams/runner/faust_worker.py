@@ -36,8 +36,12 @@ from tidemill.schemas.log.liveness import EXIT_HUNG
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Output, Processor
 from tidemill.streams.runner.base import LOG, STATE_TOPIC_CONFIG, Runner, StreamFailure, Write, checked_partitions
-from tidemill.streams.runner.faust_settings import checked_credentials, faust_settings, refuse_transactional_state
-from tidemill.streams.runner.faust_transport import PositionedTransport
+from tidemill.streams.runner.faust_access import (
+    PositionedTransport,
+    checked_credentials,
+    faust_settings,
+    refuse_transactional_state,
+)
 from tidemill.streams.runner.journal import partition_of_state
 from tidemill.streams.runner.watchdog import STOP_TIMEOUT_S, Watchdog
 

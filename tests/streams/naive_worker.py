@@ -21,7 +21,7 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.records import Rollout
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.runner.base import checked_partitions
-from tidemill.streams.runner.faust_settings import checked_credentials, faust_settings
+from tidemill.streams.runner.faust_access import checked_credentials, faust_settings
 from tidemill.streams.runner.worker import group_assembly
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faust.types import TP
 
-from tidemill.streams.runner.faust_transport import OffsetGaps
+from tidemill.streams.runner.faust_access import OffsetGaps
 
 HERE = TP("compacted", 0)
 

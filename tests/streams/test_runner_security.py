@@ -22,9 +22,9 @@ from tidemill.schemas.log.access import SecurityError
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.streams.config import RunnerName, StreamSettings
-from tidemill.streams.runner import faust_settings
+from tidemill.streams.runner import faust_access
 from tidemill.streams.runner.base import StreamFailure
-from tidemill.streams.runner.faust_settings import broker_credentials
+from tidemill.streams.runner.faust_access import broker_credentials
 from tidemill.streams.runner.transactional import TransactionalRunner
 from tidemill.streams.runner.worker import group_assembly, run
 
@@ -120,7 +120,7 @@ def test_a_worker_ends_at_once_if_only_faust_is_refused(
     settings = secured.settings(topic_prefix)
     create_some(settings, ASSEMBLY)
     wrong = broker_credentials(at(secured.sasl, "", secured.sasl_options(sasl_password="wrong")))
-    monkeypatch.setattr(faust_settings, "broker_credentials", lambda _kafka: wrong)
+    monkeypatch.setattr(faust_access, "broker_credentials", lambda _kafka: wrong)
     # Only the refusal can end this worker, because its stall timeout is off.
     stream = StreamSettings(data_dir=str(tmp_path), stall_timeout_s=0.0)
     with pytest.raises(StreamFailure, match="Unable to bootstrap"):
