@@ -157,16 +157,11 @@ class TwoArms:
         self._contrast, self._capitals = contrast, capitals
         self._values: tuple[dict[str, float], dict[str, float]] = ({}, {})
         self._waiting = tuple(deque[str](maxlen=WAITING_BLOCKS * size) for size in self._shape)
-        self._blocks: list[_Block] = []
-        self._block_of: dict[str, int] = {}
-
-    @property
-    def blocks(self) -> int:
+        self._block_of: dict[str, _Block] = {}
+        self.blocks = 0
         """Number of blocks that were bet on."""
-        return len(self._blocks)
 
     def count(self, arm: int) -> int:
-        """Return the number of members of an arm."""
         return len(self._values[arm])
 
     def mean(self, arm: int) -> float:
@@ -175,7 +170,6 @@ class TwoArms:
         return math.fsum(values) / len(values) if values else math.nan
 
     def means(self) -> tuple[float, float]:
-        """Return the means of candidate and baseline."""
         return self.mean(CANDIDATE), self.mean(BASELINE)
 
     def observe(self, arm: int, member: str, value: float) -> None:
@@ -183,7 +177,11 @@ class TwoArms:
         known = member in self._values[arm]
         self._values[arm][member] = value
         if known:
-            self._correct(member)
+            block = self._block_of.get(member)
+            if block is not None:
+                before, block.contrast = block.contrast, self._of(block.members)
+                for capital in self._capitals:
+                    capital.correct(before, block.contrast)
             return
         self._waiting[arm].append(member)
         if all(len(waiting) >= size for waiting, size in zip(self._waiting, self._shape, strict=True)):
@@ -192,20 +190,11 @@ class TwoArms:
                 for waiting, size in zip(self._waiting, self._shape, strict=True)
             )
             members = (candidate, baseline)
-            self._block_of.update((member, len(self._blocks)) for arm in members for member in arm)
-            contrast = self._of(members)
-            self._blocks.append(_Block(members, contrast))
+            block = _Block(members, self._of(members))
+            self._block_of |= dict.fromkeys([*candidate, *baseline], block)
+            self.blocks += 1
             for capital in self._capitals:
-                capital.bet(contrast)
-
-    def _correct(self, member: str) -> None:
-        number = self._block_of.get(member)
-        if number is None:
-            return
-        block = self._blocks[number]
-        before, block.contrast = block.contrast, self._of(block.members)
-        for capital in self._capitals:
-            capital.correct(before, block.contrast)
+                capital.bet(block.contrast)
 
     def _of(self, members: tuple[list[str], list[str]]) -> float:
         candidate, baseline = ([self._values[arm][member] for member in names] for arm, names in enumerate(members))

@@ -149,7 +149,8 @@ class ArmComparison:
         self.better = Capital(0.0, Side.ABOVE)
         capitals = (self.worse, self.not_worse, self.better)
         self._rewards = TwoArms(share, difference(gate.reward_width), capitals)
-        self._guards = ArmGuards(share, tolerance(gate))
+        tolerance = Tolerance(gate.rate_tolerance, gate.ratio_tolerance, gate.guard_alpha, gate.ignored)
+        self._guards = ArmGuards(share, tolerance)
         self._drift = FrozenGuards(origin, drift_tolerance(gate), gate.reward_width, None)
         self._users = Users(gate.outcomes_per_user, to_us(gate.user_window_s))
         self._interactions: dict[Arm, set[str]] = {arm: set() for arm in _NUMBER}
@@ -163,8 +164,10 @@ class ArmComparison:
     def observe(self, outcome: Outcome, at_us: int) -> None:
         """Process an outcome, at an event time; outcomes of neither arm are ignored."""
         self.advance(at_us)
-        arm = self._arm(outcome)
-        if arm is None or self.conclusion is not None:
+        if self.conclusion is not None or outcome.served_at < self.started_at or outcome.arm not in _NUMBER:
+            return
+        arm = Arm(outcome.arm)
+        if not outcome.version_min == outcome.version_max == self._version_of[arm]:
             return
         self._interactions[arm].add(outcome.interaction_id)
         found = measures(outcome, self._gate.reward_low, self._gate.reward_high)
@@ -173,7 +176,6 @@ class ArmComparison:
             self._end("max_interactions")
 
     def advance(self, at_us: int) -> None:
-        """Advance event time to `at_us`."""
         if self.conclusion is None:
             self._take(self._users.advance(at_us))
         if at_us - self.started_at >= to_us(self._gate.max_seconds):
@@ -203,12 +205,6 @@ class ArmComparison:
                 found[f"{arm}/{REWARD}"] = self._rewards.mean(number)
             found |= {f"{arm}/{name}": mean for name, mean in self._guards.means(number).items()}
         return found | {f"p_alert/{alert.name}": alert.p_value for alert in self.alerts}
-
-    def _arm(self, outcome: Outcome) -> Arm | None:
-        if outcome.served_at < self.started_at or outcome.arm not in _NUMBER:
-            return None
-        arm = Arm(outcome.arm)
-        return arm if outcome.version_min == outcome.version_max == self._version_of[arm] else None
 
     def _take(self, settled: Iterable[TrialUser]) -> None:
         for user in settled:
@@ -258,11 +254,6 @@ def unit_of(outcome: Outcome) -> str:
     return outcome.user_id or outcome.interaction_id
 
 
-def tolerance(gate: GateSettings) -> Tolerance:
-    """Return the tolerance against a baseline that is served at the same time."""
-    return Tolerance(gate.rate_tolerance, gate.ratio_tolerance, gate.guard_alpha, gate.ignored)
-
-
 def drift_tolerance(gate: GateSettings) -> Tolerance:
     """Return the tolerance against numbers of an earlier time."""
     return Tolerance(gate.drift_rate_tolerance, gate.drift_ratio_tolerance, gate.guard_alpha, gate.ignored)
@@ -307,7 +298,6 @@ class PromotionWatch:
             self._take(self._users.observe("", unit_of(outcome), outcome, found, at_us))
 
     def advance(self, at_us: int) -> None:
-        """Advance event time to `at_us`."""
         self._take(self._users.advance(at_us))
 
     def forget(self, user_id: str) -> None:
