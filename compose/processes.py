@@ -11,7 +11,6 @@ them itself. If the input ends without that message, the command was killed, or 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -145,7 +144,7 @@ class Supervisor:
     def _start_again(self, role: Role, code: int, say: Callable[[str], None]) -> None:
         name, now = role.name, time.monotonic()
         if name not in self._due:
-            _signal_group(role, signal.SIGKILL)
+            _kill_group(role)
             short = self._short_lives[name] = 1 if now - role.began > HEALTHY_S else self._short_lives[name] + 1
             if code >= 0 and short > MOST_SHORT_RUNS:
                 raise RuntimeError(
@@ -160,15 +159,8 @@ class Supervisor:
             del self._due[name]
             self.start(name, role.arguments, role.environment, role.program)
 
-    def stop(self, name: str, grace_s: float = GRACE_S) -> None:
-        """Send SIGTERM to a role, SIGKILL after the grace period, and SIGKILL to the rest of its process group."""
-        self._stop([name], grace_s)
-
-    def stop_all(self) -> None:
-        """Stop all roles within one grace period."""
-        self._stop(list(self._roles), GRACE_S)
-
-    def _stop(self, names: Sequence[str], grace_s: float) -> None:
+    def stop(self, *names: str, grace_s: float = GRACE_S) -> None:
+        """Send SIGTERM to roles, SIGKILL after one grace period, and SIGKILL to the rest of their process groups."""
         roles = [self._roles.pop(name) for name in names]
         deadline = time.monotonic() + grace_s
         for role in roles:
@@ -176,23 +168,21 @@ class Supervisor:
             if role.process.poll() is None:
                 role.process.send_signal(signal.SIGTERM)
         for role in roles:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 role.process.wait(max(0.0, deadline - time.monotonic()))
-            _signal_group(role, signal.SIGKILL)
+            _kill_group(role)
             role.process.wait()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.stop_all()
+        self.stop(*self._roles, grace_s=GRACE_S)
 
 
-def _signal_group(role: Role, number: signal.Signals) -> None:
-    try:
-        os.killpg(role.process.pid, number)
-    except ProcessLookupError:
-        return
+def _kill_group(role: Role) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(role.process.pid, signal.SIGKILL)
 
 
 DONE = "done"
