@@ -72,8 +72,9 @@ class TopicSpec:
         return {"cleanup.policy": "delete", "retention.ms": str(self.retention_ms), **self.config}
 
 
-def _catalogue() -> dict[Topic, TopicSpec]:
-    specs = (
+CATALOGUE: Mapping[Topic, TopicSpec] = {
+    spec.topic: spec
+    for spec in (
         TopicSpec(Topic.DOCUMENTS, "document_id", (records.Document,), 4, 30 * DAY_MS),
         TopicSpec(Topic.TASKS, "task_id", (records.Task,), 8, 30 * DAY_MS),
         TopicSpec(Topic.ROLLOUTS, "group_id", (records.Rollout, records.Tick), 8, 30 * DAY_MS),
@@ -107,10 +108,7 @@ def _catalogue() -> dict[Topic, TopicSpec]:
         TopicSpec(Topic.ONLINE_BATCHES, "batch_id", (records.OnlineBatch,), 1, FOREVER_MS, keyed=False),
         TopicSpec(Topic.USER_REQUESTS, "user_id", (records.UserRequest,), 1, FOREVER_MS, keyed=False),
     )
-    return {spec.topic: spec for spec in specs}
-
-
-CATALOGUE: Mapping[Topic, TopicSpec] = _catalogue()
+}
 
 _TOPICS = {topic.value: topic for topic in Topic}
 
