@@ -23,14 +23,7 @@ from tidemill.schemas.log.guard import ReadingGuard
 class GroupConsumer:
     """A member of a consumer group. The caller commits offsets when the work is done."""
 
-    def __init__(
-        self,
-        kafka: KafkaSettings,
-        group_id: str,
-        topics: Iterable[Topic],
-        *,
-        client_id: str,
-    ) -> None:
+    def __init__(self, kafka: KafkaSettings, group_id: str, topics: Iterable[Topic], *, client_id: str) -> None:
         self._names = Names(kafka.topic_prefix)
         self._codec = Codec(kafka.registry_url)
         settings = consumer_settings(kafka, client_id, kafka.topic_prefix + group_id)
@@ -81,7 +74,14 @@ class GroupConsumer:
         found = [located for located in map(self._locate, messages) if located is not None]
         if not found:
             self._guard.check()
-        self._look()
+        if self._paused:
+            self._guard.rest()
+            return found
+        flowing = {place: offset for place, offset in self._next.items() if offset is not None}
+        for tp in self._consumer.position([TopicPartition(*place) for place in flowing]):
+            place = (tp.topic, tp.partition)
+            flowing[place] = max(flowing[place], tp.offset)
+        self._guard.look(flowing, self._may_have_holes)
         return found
 
     def _locate(self, message: Message) -> ConsumedRecord | None:
@@ -94,16 +94,6 @@ class GroupConsumer:
         if onward is not None:
             self._next[place] = onward
         return None
-
-    def _look(self) -> None:
-        flowing = {place: offset for place, offset in self._next.items() if offset is not None}
-        if self._paused:
-            self._guard.rest()
-            return
-        for tp in self._consumer.position([TopicPartition(*place) for place in flowing]):
-            place = (tp.topic, tp.partition)
-            flowing[place] = max(flowing[place], tp.offset)
-        self._guard.look(flowing, self._may_have_holes)
 
     def commit(self, offsets: Mapping[tuple[Topic, int], int]) -> None:
         """Commit the next offsets to read, by (topic, partition), and wait for the broker."""
