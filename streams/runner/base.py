@@ -10,6 +10,7 @@ from tidemill.schemas.catalogue import Names, Topic, co_partitioned, is_compacte
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.log.access import AccessRefused, SecurityError, check_access
 from tidemill.schemas.log.admin import admin_client, wait_until_led
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, Partition
 from tidemill.schemas.log.guard import RetentionGap
@@ -30,7 +31,14 @@ class StreamFailure(RuntimeError):
 
 
 def checked_partitions(kafka: KafkaSettings, processor: Processor) -> int:
-    """Return the partition count of a processor's inputs, once all its topics have leaders. Raises StreamFailure."""
+    """Return the partition count of a processor's inputs, once all its topics have leaders.
+
+    Raises StreamFailure, also if the brokers refuse this worker.
+    """
+    try:
+        check_access(kafka)
+    except (AccessRefused, SecurityError) as refused:
+        raise StreamFailure(str(refused)) from refused
     names = Names(kafka.topic_prefix)
     topics = [*processor.inputs, *processor.outputs]
     wanted = [*map(names.of, topics), *map(names.dead_letter, processor.inputs)]

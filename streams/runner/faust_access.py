@@ -30,16 +30,7 @@ from faust.types import TP
 from yarl import URL
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.access import (
-    FILES,
-    WITH_PASSWORD,
-    AccessRefused,
-    Security,
-    SecurityError,
-    check_access,
-    security_of,
-    security_options,
-)
+from tidemill.schemas.log.access import FILES, WITH_PASSWORD, Security, SecurityError, security_of, security_options
 from tidemill.schemas.log.client_settings import MAX_LETTER_BYTES, METADATA_TIMEOUT_S, groupless_settings
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.watermarks import watermarks
@@ -117,13 +108,11 @@ def _tls(security: Security) -> ssl.SSLContext:
 
 
 def checked_credentials(kafka: KafkaSettings) -> Credentials | None:
-    """Return Faust's credentials, checked with the brokers; None for plain connections. Raises StreamFailure."""
+    """Return Faust's credentials; None for plain connections. Raises StreamFailure if the options cannot give any."""
     try:
-        credentials = broker_credentials(kafka)
-        check_access(kafka)
-    except (SecurityError, AccessRefused) as error:
+        return broker_credentials(kafka)
+    except SecurityError as error:
         raise StreamFailure(str(error)) from error
-    return credentials
 
 
 def faust_settings(

@@ -27,7 +27,6 @@ from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its 
 
 from tidemill.schemas.codec import RegistryError
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.access import AccessRefused, SecurityError, check_access, security_of
 from tidemill.schemas.log.admin import admin_client, create_missing
 from tidemill.schemas.log.client_settings import (
     METADATA_TIMEOUT_S,
@@ -73,11 +72,6 @@ class TransactionalRunner(Runner):
     """Runs the partitions that the consumer group assigns to it, in one process and one thread."""
 
     def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
-        try:
-            security_of(kafka)
-            check_access(kafka)
-        except (AccessRefused, SecurityError) as refused:
-            raise StreamFailure(str(refused)) from refused
         super().__init__(kafka, run, stream, processor)
         self._changelog = f"{self._application}-{processor.table}-changelog"
         self._next: dict[Partition, int] = {}
