@@ -1,17 +1,9 @@
-"""The stream processors by name, and the stream worker: a processor with the runner that the settings name.
-
-`python -m tidemill.streams.runner.worker SETTINGS.json [PROCESSOR]` starts one without the command line of `tidemill`.
-The file contains sections of the configuration: `kafka`, `run`, `stream`, `join` and `batches`.
-"""
+"""The stream processors by name, and the stream worker: a processor with the runner that the settings name."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -22,7 +14,6 @@ from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin
 from tidemill.streams.machine import Processor
 from tidemill.streams.online.batcher import OnlineBatcher
 from tidemill.streams.online.config import BatchSettings
-from tidemill.streams.runner.base import StreamFailure
 from tidemill.streams.state import MachineState
 
 LOG = logging.getLogger("tidemill.streams")
@@ -81,37 +72,9 @@ def processor_of(name: ProcessorName, rules: ProcessorSettings) -> Processor:
 
 def run(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
     """Run a processor until SIGINT or SIGTERM. Raises StreamFailure if the worker cannot continue."""
-    logging.basicConfig(level=stream.log_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # Import only the chosen runner: the clients take long to import.
     if stream.runner is RunnerName.FAUST:
         from tidemill.streams.runner import faust_worker as runner
     else:
         from tidemill.streams.runner import transactional as runner  # type: ignore[no-redef]
     runner.serve(kafka, run, stream, processor)
-
-
-def main() -> int:
-    """Read the settings and run until a signal. Return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tidemill.streams.runner.worker", description=__doc__)
-    parser.add_argument("settings", type=Path, help="JSON file with sections of the configuration")
-    names = [name.value for name in ProcessorName]
-    parser.add_argument("processor", nargs="?", choices=names, default=ProcessorName.ASSEMBLY.value)
-    options = parser.parse_args()
-    sections = json.loads(options.settings.read_text("utf-8"))
-    kafka = KafkaSettings(**sections.get("kafka", {}))
-    rules = ProcessorSettings(
-        run=RunSettings(**sections.get("run", {})),
-        stream=StreamSettings(**sections.get("stream", {})),
-        join=JoinSettings(**sections.get("join", {})),
-        batches=BatchSettings(**sections.get("batches", {})),
-    )
-    try:
-        run(kafka, rules.run, rules.stream, processor_of(ProcessorName(options.processor), rules))
-    except StreamFailure as failure:
-        sys.stderr.write(f"{failure}\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

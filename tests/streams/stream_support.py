@@ -132,7 +132,7 @@ def stream_process(
     sections["stream"].setdefault("runner", runner.value)
     settings.write_text(json.dumps(sections), "utf-8")
     program = [
-        *(command or ["-m", "tidemill.streams.runner.worker"]),
+        *(command or [str(Path(__file__).with_name("plain_worker.py"))]),
         str(settings),
         *([] if command else [processor.value]),
     ]
