@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
 from tidemill.compose.stack.config import StackSettings

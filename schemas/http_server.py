@@ -13,7 +13,6 @@ import socket
 import threading
 from enum import Enum, auto
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import uvicorn
@@ -87,9 +86,7 @@ class ThreadServer:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._server.should_exit = True
         self._thread.join()
         self._listener.close()

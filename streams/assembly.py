@@ -44,14 +44,8 @@ class GroupHeader:
 
     @classmethod
     def of(cls, rollout: Rollout) -> GroupHeader:
-        """Return the header of a rollout."""
         return cls(
-            rollout.task_id,
-            rollout.run_id,
-            rollout.environment,
-            rollout.mode,
-            rollout.group_size,
-            rollout.deadline_at,
+            rollout.task_id, rollout.run_id, rollout.environment, rollout.mode, rollout.group_size, rollout.deadline_at
         )
 
 
@@ -152,7 +146,6 @@ class GroupBytes(EntryBytes[Entry, AssemblyHead]):
         self._ttl_us = ttl_us
 
     def encode(self, entry: Entry) -> bytes:
-        """Return the bytes of an entry."""
         if isinstance(entry, DoneGroup):
             return _DONE.write(_DoneBytes(entry.partition, entry.closed_clock_us, sorted(entry.rollout_ids)), b"d")
         packed = entry.packed

@@ -99,7 +99,6 @@ class OneTopicMachine(ABC, Generic[E, Head]):
         """The outputs that the current record decides."""
 
     def next_offset(self, topic: Topic) -> int:
-        """Return the first offset that is not decided."""
         return self._head.offset + 1
 
     def clock_us(self, topic: Topic) -> int:
@@ -127,7 +126,6 @@ class OneTopicMachine(ABC, Generic[E, Head]):
         return self._outputs
 
     def take_changes(self) -> Changes:
-        """Return the changes since the last call."""
         return self._store.changes(self._head)
 
     @abstractmethod

@@ -124,7 +124,6 @@ class EntryBytes(Generic[E, Head]):
         self.head = StateBytes(head)
 
     def encode(self, entry: E) -> bytes:
-        """Return the bytes of an entry."""
         kind, known = self._kinds[type(entry)]
         return known.write(entry, kind)
 
@@ -175,11 +174,9 @@ class TimedEntries(Generic[E, Head]):
         return Changes(changed, self._bytes.head.write(head))
 
     def entries(self) -> Iterator[E]:
-        """Iterate over all entries."""
         yield from self._entries.values()
 
     def get(self, key: str) -> E | None:
-        """Return the entry of a key; None if there is none."""
         return self._entries.get(key)
 
     def save(self, entry: E) -> None:
@@ -196,7 +193,6 @@ class TimedEntries(Generic[E, Head]):
                 heapq.heappush(self._awaited if awaited else self._timers, (due_at, key))
 
     def forget(self, entry: E) -> None:
-        """Delete an entry."""
         key = entry.key
         del self._entries[key]
         self._timed.pop(key, None)

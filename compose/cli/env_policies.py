@@ -107,7 +107,6 @@ class EndpointModel:
         await self.session.close()
 
     def policy(self, task: Task) -> TriedPolicy:
-        """Return the policy of one episode."""
         return _EndpointPolicy(self, task.max_turns)
 
 

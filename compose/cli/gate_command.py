@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.compose.cli.weights_command import BranchOption, version_number, weights_app
-from tidemill.compose.options import (
-    SettingsOf,
-    begin_role,
-    given,
-    with_options,
-    with_reachable_log,
-    with_settings,
-)
+from tidemill.compose.options import SettingsOf, begin_role, given, with_options, with_reachable_log, with_settings
 from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows, utc, working
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Arm, GateDecision, GateVerdict, WeightAck

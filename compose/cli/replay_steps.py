@@ -236,12 +236,7 @@ def step_range(text: str) -> tuple[int, int]:
 
 
 def _made(
-    replay: StepReplay,
-    first: int,
-    last: int,
-    what_if: TrainerSettings | None,
-    halts: frozenset[int],
-    out: Path | None,
+    replay: StepReplay, first: int, last: int, what_if: TrainerSettings | None, halts: frozenset[int], out: Path | None
 ) -> Iterator[ReplayedStep]:
     """Yield the replayed steps; write those in `halts` before and after."""
     from tidemill.trainer.replay.steps import write_halt, write_metrics

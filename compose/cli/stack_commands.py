@@ -50,10 +50,7 @@ def up(
 
 @stack_app.command()
 def down(
-    config: ConfigOption = None,
-    data_dir: DataDirOption = None,
-    as_json: JsonOption = False,
-    as_csv: CsvOption = False,
+    config: ConfigOption = None, data_dir: DataDirOption = None, as_json: JsonOption = False, as_csv: CsvOption = False
 ) -> None:
     """Stop the brokers and end all their processes. The data stays, for the next start.
 
@@ -66,10 +63,7 @@ def down(
 
 @stack_app.command()
 def status(
-    config: ConfigOption = None,
-    data_dir: DataDirOption = None,
-    as_json: JsonOption = False,
-    as_csv: CsvOption = False,
+    config: ConfigOption = None, data_dir: DataDirOption = None, as_json: JsonOption = False, as_csv: CsvOption = False
 ) -> None:
     """Show each broker's state, process and address. Exit status 1 unless all of them serve.
 

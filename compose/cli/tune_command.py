@@ -208,7 +208,4 @@ async def _exchange(
     return found
 
 
-_ADVICE = {
-    401: " (give --api-key)",
-    429: " (it takes fewer requests: lower --most, or raise its limit)",
-}
+_ADVICE = {401: " (give --api-key)", 429: " (it takes fewer requests: lower --most, or raise its limit)"}

@@ -22,8 +22,6 @@ Bits = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of one step."""
-
     rollouts: int
     prompt: int
     """Tokens of a rollout that are not sampled."""

@@ -116,7 +116,6 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
 
 
 def part_of(size: ModelSize, case: TrainerCase | ReplicaCase) -> RoleMemory:
-    """Return the memory of a trainer or a replica."""
     if isinstance(case, TrainerCase):
         return RoleMemory("trainer", case, trainer_bytes(size, case))
     return RoleMemory("replica", case, replica_bytes(size, case))

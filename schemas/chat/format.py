@@ -69,12 +69,7 @@ class ChatFormat:
         return self._remembered(text).tolist() if len(text) <= LONG else self.encode(text)
 
     def extend(
-        self,
-        last: int,
-        head: Sequence[Message],
-        turn: Message,
-        new: Sequence[Message],
-        tools: Tools = NO_TOOLS,
+        self, last: int, head: Sequence[Message], turn: Message, new: Sequence[Message], tools: Tools = NO_TOOLS
     ) -> list[int]:
         """Return the token ids that follow a sampled turn, up to the start of the next one.
 

@@ -14,13 +14,7 @@ from typing import Any
 from tidemill.schemas.chat.contexts import Contexts
 from tidemill.schemas.chat.format import ChatFormat, load_chat_format
 from tidemill.schemas.chat.messages import BadMessage
-from tidemill.schemas.chat.protocol import (
-    ChatRequest,
-    TurnStream,
-    call_deltas,
-    chunk,
-    whole_answer,
-)
+from tidemill.schemas.chat.protocol import ChatRequest, TurnStream, call_deltas, chunk, whole_answer
 from tidemill.schemas.chat.template import TemplateRefused
 from tidemill.schemas.config import ChatSettings
 

@@ -229,11 +229,7 @@ class ChatTemplate:
                 shown = [{"role": "user", "content": ""}, *shown]
             shown[0] = {**shown[0], "content": f"{first}\n\n{shown[0]['content']}".rstrip()}
         steps = MOST_STEPS + MOST_STEPS_EACH * (len(shown) + len(listed))
-        variables = {
-            **self._variables,
-            **({"tools": listed} if listed else self._without_tools),
-            "messages": shown,
-        }
+        variables = {**self._variables, **({"tools": listed} if listed else self._without_tools), "messages": shown}
         try:
             return self._render(steps, {**variables, "add_generation_prompt": prompt})
         except Exception as error:  # a template is a program of the model's author, and may raise any error

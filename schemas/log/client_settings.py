@@ -85,11 +85,7 @@ def groupless_settings(kafka: KafkaSettings, client_id: str, fetch_bytes: int | 
     settings = consumer_settings(kafka, client_id, f"{client_id}-groupless")
     if fetch_bytes is None:
         return settings
-    return settings | {
-        "fetch.max.bytes": fetch_bytes,
-        "fetch.message.max.bytes": fetch_bytes,
-        **kafka.client_options,
-    }
+    return settings | {"fetch.max.bytes": fetch_bytes, "fetch.message.max.bytes": fetch_bytes, **kafka.client_options}
 
 
 def raise_lasting(error: KafkaError) -> None:

@@ -115,7 +115,4 @@ def replay_id_of(headers: Headers | None) -> str:
 
 def replay_headers(replay_id: str, full_topic: str, partition: int, offset: int) -> dict[str, bytes]:
     """Return the headers that a replay adds to a record that it copies."""
-    return {
-        HEADER_REPLAY_ID: replay_id.encode(),
-        HEADER_REPLAY_SOURCE: f"{full_topic}/{partition}/{offset}".encode(),
-    }
+    return {HEADER_REPLAY_ID: replay_id.encode(), HEADER_REPLAY_SOURCE: f"{full_topic}/{partition}/{offset}".encode()}

@@ -234,5 +234,4 @@ class ReadingGuard:
         self._watch.rest()
 
     def close(self) -> None:
-        """Close its connection."""
         self._ends.close()

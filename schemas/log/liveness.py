@@ -11,7 +11,6 @@ import faulthandler
 import os
 import threading
 import time
-from types import TracebackType
 from typing import Self
 
 STDERR = 2
@@ -96,7 +95,5 @@ class Liveness:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._ended.set()

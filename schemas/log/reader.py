@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from types import TracebackType
 from typing import Self
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -136,7 +135,6 @@ class PartitionReader:
         return False
 
     def next_offsets(self) -> Mapping[Partition, int]:
-        """Return the next offset to read of each partition."""
         return self._next
 
     def ends(self) -> dict[Partition, int]:
@@ -200,7 +198,6 @@ class PartitionReader:
         self._anywhere.add(partition)
 
     def close(self) -> None:
-        """Close the connections."""
         self._guard.close()
         self.client.close()
 
@@ -354,13 +351,10 @@ class LogReader:
         return [consumed_record(message, self._names, self._codec) for message in messages]
 
     def close(self) -> None:
-        """Close the connections."""
         self._log.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()

@@ -12,13 +12,7 @@ from collections.abc import Collection, Mapping
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import (
-    METADATA_TIMEOUT_S,
-    RETRY_S,
-    TRANSIENT,
-    Partition,
-    groupless_settings,
-)
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, RETRY_S, TRANSIENT, Partition, groupless_settings
 
 NOT_YET_THERE = TRANSIENT | {KafkaError._UNKNOWN_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART}
 
@@ -100,7 +94,6 @@ class EndsClient:
         return {partition: high if high > low else 0 for partition, (low, high) in bounds.items()}
 
     def close(self) -> None:
-        """Close the connection."""
         if self._client is not None:
             self._client.close()
             self._client = None

@@ -98,11 +98,9 @@ class Bench:
         return [(version, self.tally(version)) for version in done]
 
     def tally(self, version: int) -> BenchResult:
-        """Return the successes and rollouts of a version so far."""
         return self._tallies.get(version, BenchResult(0, 0))
 
     def complete(self, version: int) -> bool:
-        """Return whether a version has its result."""
         return self.tally(version).rollouts >= self._needed
 
     def result(self, version: int) -> BenchResult | None:

@@ -109,7 +109,6 @@ class Tolerance:
     """Measures without an alert."""
 
     def guardrails(self) -> list[Guardrail]:
-        """Return the measures that are watched."""
         return [guardrail for guardrail in GUARDRAILS if guardrail.name not in self.ignored]
 
     def capitals(self, guardrail: Guardrail) -> list[Capital]:
@@ -206,5 +205,4 @@ class FrozenGuards(Guards):
 
 
 def names(alerts: Iterable[Alert]) -> str:
-    """Return alerts as one line."""
     return "; ".join(str(alert) for alert in alerts)

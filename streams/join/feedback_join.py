@@ -71,7 +71,6 @@ class FeedbackJoin:
         """The outputs that the current record decides."""
 
     def next_offset(self, topic: Topic) -> int:
-        """Return the first offset of a topic that is not decided."""
         return self._merge.next_offset(topic)
 
     def clock_us(self, topic: Topic) -> int:
@@ -112,7 +111,6 @@ class FeedbackJoin:
         return self._outputs
 
     def take_changes(self) -> Changes:
-        """Return the changes since the last call."""
         marks = {topic.value: mark for topic, mark in self._merge.marks.items()}
         return self._store.changes(JoinHead(marks, dict(self.counts)))
 

@@ -213,7 +213,6 @@ class JoinStore(TimedEntries[Entry, JoinHead]):
         return [entry for entry in self._of(user_id) if isinstance(entry, EarlyFeedback)]
 
     def save(self, entry: Entry) -> None:
-        """Store a new or changed entry."""
         if isinstance(entry, InteractionState):
             # The user of an interaction never changes.
             if entry.key not in self._entries:
@@ -224,7 +223,6 @@ class JoinStore(TimedEntries[Entry, JoinHead]):
         super().save(entry)
 
     def forget(self, entry: Entry) -> None:
-        """Delete an entry."""
         super().forget(entry)
         if isinstance(entry, InteractionState):
             self.release(entry, entry.user_id)

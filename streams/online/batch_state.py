@@ -31,7 +31,6 @@ class SelectionFeatures:
 
     @classmethod
     def of(cls, outcome: Outcome) -> SelectionFeatures:
-        """Return the features of an outcome."""
         kinds = tuple(sorted(outcome.observed))
         return cls(outcome.sampled_tokens, outcome.latency_ms, outcome.reward, outcome.arm, kinds)
 
@@ -49,7 +48,6 @@ class FeatureSums:
     arms: dict[str, int] = field(default_factory=dict)
 
     def add(self, figures: SelectionFeatures) -> None:
-        """Count one interaction."""
         self.interactions += 1
         self.tokens += figures.tokens
         self.latency_ms += figures.latency_ms
@@ -245,12 +243,10 @@ class PendingMembers:
         return len(self._corrections) + sum(map(len, self._of_version.values()))
 
     def add(self, one: PendingMember) -> None:
-        """Append a pending member."""
         queue = self._corrections if one.correction else self._of_version[one.version_max]
         queue[one.interaction_id] = one
 
     def remove(self, one: PendingMember) -> None:
-        """Remove a pending member."""
         if one.correction:
             del self._corrections[one.interaction_id]
             return
@@ -268,7 +264,6 @@ class PendingMembers:
         return list(self._corrections.values())[:most]
 
     def of_user(self, user_id: str) -> list[PendingMember]:
-        """Return all pending members of a user."""
         everyone = [*self._corrections.values(), *(one for q in self._of_version.values() for one in q.values())]
         return [one for one in everyone if one.user_id == user_id]
 

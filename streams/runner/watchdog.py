@@ -42,11 +42,7 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        kafka: KafkaSettings,
-        timeout_s: float,
-        progress: Callable[[], Progress],
-        on_stall: Callable[[str], None],
+        self, kafka: KafkaSettings, timeout_s: float, progress: Callable[[], Progress], on_stall: Callable[[str], None]
     ) -> None:
         self._timeout_s = timeout_s
         self._still: IdleTimes[None] = IdleTimes(timeout_s)
@@ -57,12 +53,10 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the checks."""
         if self._timeout_s:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop the checks."""
         self._stopped.set()
         if self._timeout_s:
             self._thread.join(REQUEST_TIMEOUT_S * 2)
