@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +36,8 @@ BootstrapOption = Annotated[
 ]
 PrefixOption = Annotated[str | None, typer.Option("--topic-prefix", help="Prefix of every topic name.")]
 RunIdOption = Annotated[str | None, typer.Option("--run-id", help="Name of the training run.")]
+BranchOption = Annotated[str | None, typer.Option("--branch", help="Branch of the weight chain.")]
+VERSION = re.compile(r"v?([0-9]{1,12})")
 
 _COMMON: dict[str, tuple[Any, list[str]]] = {
     "config": (ConfigOption, []),
@@ -156,3 +159,11 @@ def with_reachable_log(settings: TidemillSettings) -> TidemillSettings:
     quiet = {**found.kafka.client_options, "log_level": "0"}
     wait_for_broker(found.kafka.model_copy(update={"client_options": quiet}), PATIENCE_S)
     return found
+
+
+def version_number(text: str) -> int:
+    """Parse `40` or `v40` to 40. Raises ValueError."""
+    match = VERSION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no version: write 40 or v40")
+    return int(match[1])

@@ -17,8 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tidemill.compose.cli.weights_command import BranchOption, version_number, weights_app
-from tidemill.compose.options import SettingsOf, begin_role, given, with_options, with_reachable_log, with_settings
+from tidemill.compose.options import (
+    BranchOption,
+    SettingsOf,
+    begin_role,
+    given,
+    version_number,
+    with_options,
+    with_reachable_log,
+    with_settings,
+)
 from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows, utc, working
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Arm, GateDecision, GateVerdict, WeightAck
@@ -229,35 +237,6 @@ deciding(
     """End a hold or a roll-back, by a person or by the gate: the gate then tries the newest version.
 
     Example: `tidemill gate release --reason "the launch is over" --by ada`
-    """,
-)
-deciding(
-    weights_app,
-    "pin",
-    GateVerdict.HOLD,
-    """Let replicas go no further than a version, while the trainer continues. It is the same decision as `gate hold`.
-
-    A replica that is behind goes up to it; a replica that is beyond it stays there (use `rollback` to take it back).
-
-    Example: `tidemill weights pin 40 --reason "evaluation of 40 runs"`
-    """,
-)
-deciding(
-    weights_app,
-    "rollback",
-    GateVerdict.ROLL_BACK,
-    """Take replicas back to an older version, and keep them there until a release.
-
-    Example: `tidemill weights rollback 37 --reason "38 repeats itself" --wait 60`
-    """,
-)
-deciding(
-    weights_app,
-    "release",
-    GateVerdict.RELEASE,
-    """End a pin or a roll-back: replicas follow the newest version again.
-
-    Example: `tidemill weights release --wait 60`
     """,
 )
 

@@ -19,7 +19,7 @@ from tidemill.compose.output import JsonOption, json_values, print_document, utc
 from tidemill.schemas.records import UserWish
 
 if TYPE_CHECKING:
-    from tidemill.compose.demo.simulated_users.role import UserActivity
+    from tidemill.compose.demo.simulated_users.people import UserActivity
     from tidemill.consumers.operate.rights.erase import Erasure, HeldDeadLetters
     from tidemill.schemas.records import UserRequest
 

@@ -11,16 +11,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from tidemill.compose.cli.gate_command import deciding
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.options import SettingsOf, given, with_reachable_log, with_settings
+from tidemill.compose.options import (
+    VERSION,
+    BranchOption,
+    SettingsOf,
+    given,
+    version_number,
+    with_reachable_log,
+    with_settings,
+)
 from tidemill.compose.output import CsvOption, JsonOption, print_document, print_json, print_rows, working
+from tidemill.schemas.records import GateVerdict
 
 if TYPE_CHECKING:
     from tidemill.kernels.elements import TensorChange
     from tidemill.kernels.weights.bits import Weight
 
 
-BranchOption = Annotated[str | None, typer.Option("--branch", help="Branch of the weight chain.")]
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.1, help="Seconds that a chunk may take to come from the log.")
 ]
@@ -41,6 +50,37 @@ Examples, all for the run and branch of the configuration:
     tidemill weights release                 # follow the newest version again
 
 These commands need no running trainer or replica.""",
+)
+
+
+deciding(
+    weights_app,
+    "pin",
+    GateVerdict.HOLD,
+    """Let replicas go no further than a version, while the trainer continues. It is the same decision as `gate hold`.
+
+    A replica that is behind goes up to it; a replica that is beyond it stays there (use `rollback` to take it back).
+
+    Example: `tidemill weights pin 40 --reason "evaluation of 40 runs"`
+    """,
+)
+deciding(
+    weights_app,
+    "rollback",
+    GateVerdict.ROLL_BACK,
+    """Take replicas back to an older version, and keep them there until a release.
+
+    Example: `tidemill weights rollback 37 --reason "38 repeats itself" --wait 60`
+    """,
+)
+deciding(
+    weights_app,
+    "release",
+    GateVerdict.RELEASE,
+    """End a pin or a roll-back: replicas follow the newest version again.
+
+    Example: `tidemill weights release --wait 60`
+    """,
 )
 
 
@@ -277,20 +317,11 @@ def _load(
     return [found[chosen] for chosen in operands]
 
 
-VERSION = re.compile(r"v?([0-9]{1,12})")
 BRANCH_VERSION = re.compile(r"([A-Za-z0-9._-]+)@v?([0-9]{1,12})")
 
 
 VersionOperand = tuple[int, str | None]
 """A version in the log, and its branch; None is the branch of the run."""
-
-
-def version_number(text: str) -> int:
-    """Parse `40` or `v40` to 40. Raises ValueError."""
-    match = VERSION.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is no version: write 40 or v40")
-    return int(match[1])
 
 
 def operand(text: str) -> VersionOperand | Path:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.state import ReplicaState, UpdateAction
-from tidemill.kernels.weights.anchor import MARKER
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, Pieces, open_fetcher
 from tidemill.kernels.weights.mirror import Draft, ElementChange, Mirror
 from tidemill.kernels.weights.rebuild import Rebuilder, RefusedAnchorError, RefusedDeltaError
@@ -146,13 +145,6 @@ def private_directory(parent: Path | None) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="tidemill-replica-", dir=parent)
 
 
-def save_whole(mirror: Mirror, anchor: Path, directory: Path) -> None:
-    """Write the mirror's version as a checkpoint in a new directory, with an anchor's configuration and tokenizer."""
-    weights = ("*.safetensors", "*.safetensors.index.json", MARKER)
-    shutil.copytree(anchor, directory, ignore=shutil.ignore_patterns(*weights))
-    mirror.save(directory)
-
-
 @dataclass(frozen=True, slots=True)
 class StartVersion:
     """The version to start with, and the offsets from which the topics are read on."""
@@ -234,7 +226,7 @@ def _build(
             assert prepared.anchor is not None, "with nothing loaded every path begins with an anchor"
             if move.path.deltas:
                 shutil.rmtree(directory, ignore_errors=True)
-                save_whole(mirror, prepared.anchor, directory)
+                mirror.save_whole(directory, prepared.anchor)
             else:
                 directory = prepared.anchor
             return StartVersion(move.target, mirror, directory, records.next_offsets(), move.reason)

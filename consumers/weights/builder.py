@@ -20,7 +20,6 @@ from typing import Any
 import fsspec
 
 from tidemill.consumers.replica.config import FETCH_BYTES
-from tidemill.consumers.replica.staging import save_whole
 from tidemill.consumers.weights.chain import Chain
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.anchor import discard_copy, fetch_anchor
@@ -189,7 +188,7 @@ def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> d
     mirror, path, anchor = builder.build(chain, version)
     staged = directory.absolute().parent / f".{directory.name}.{uuid.uuid4().hex[:12]}"
     try:
-        save_whole(mirror, anchor, staged)
+        mirror.save_whole(staged, anchor)
         manifest = builder.with_tensors(chain.manifest(version))
         try:
             objection = fingerprint_objection(map_checkpoint(staged), manifest)

@@ -11,6 +11,7 @@ can be undone. Invariants:
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,6 +23,7 @@ from tidemill.kernels.block import EncodedBlock
 from tidemill.kernels.compiled import Bits, Indices
 from tidemill.kernels.delta import BlockChange, apply_change, resolve_all
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
+from tidemill.kernels.weights.anchor import MARKER
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import AnchorError, save_checkpoint
 from tidemill.kernels.wire import DeltaError
@@ -83,6 +85,12 @@ class Mirror:
     def save(self, directory: Path) -> None:
         """Write the version's tensors as `model.safetensors`, from which the engine loads the whole model."""
         save_checkpoint(directory, self.weights)
+
+    def save_whole(self, directory: Path, anchor: Path) -> None:
+        """Write the version as a checkpoint in a new directory, with an anchor's configuration and tokenizer."""
+        weights = ("*.safetensors", "*.safetensors.index.json", MARKER)
+        shutil.copytree(anchor, directory, ignore=shutil.ignore_patterns(*weights))
+        self.save(directory)
 
 
 class Draft:

@@ -24,6 +24,7 @@ from tidemill.compose.demo.simulated_users.people import (
     Satisfaction,
     ServedTurn,
     User,
+    UserActivity,
     converse,
     population,
     questions,
@@ -31,7 +32,6 @@ from tidemill.compose.demo.simulated_users.people import (
 from tidemill.compose.demo.simulated_users.role import (
     SimulatedUsers,
     ThumbShuffle,
-    UserActivity,
     UserReport,
     open_product,
     simulate,

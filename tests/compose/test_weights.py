@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from tests.consumers.weight_log import WeightLog, nudged, write_checkpoint
 from tidemill.compose.cli import app, main
-from tidemill.compose.cli.weights_command import operand, version_number
+from tidemill.compose.cli.weights_command import operand
+from tidemill.compose.options import version_number
 from tidemill.consumers.weights.chain import read_chain
 from tidemill.kernels.weights.checkpoint import WeightFilesError
 from tidemill.kernels.weights.graph import VersionError

@@ -126,6 +126,19 @@ class Satisfaction:
         return self.satisfied / self.answers if self.answers else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class UserActivity:
+    """The activity of the users so far."""
+
+    conversations: int
+    interactions: int
+    failed: int
+    """Conversations that ended because no answer came."""
+    signals: dict[str, int]
+    """Signals sent so far, by kind."""
+    satisfaction: list[Satisfaction]
+
+
 BOT_VOTES = 25
 """Votes of a bot on each of its answers."""
 UP = 1.0

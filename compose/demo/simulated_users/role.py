@@ -28,6 +28,7 @@ from tidemill.compose.demo.simulated_users.people import (
     Question,
     Satisfaction,
     ServedTurn,
+    UserActivity,
     converse,
 )
 from tidemill.producers.environments.ledger import LedgerEnvironment
@@ -53,19 +54,6 @@ class UserReport:
     kind: SignalKind
     value: float
     corrects: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class UserActivity:
-    """The activity of the users so far."""
-
-    conversations: int
-    interactions: int
-    failed: int
-    """Conversations that ended because no answer came."""
-    signals: dict[str, int]
-    """Signals sent so far, by kind."""
-    satisfaction: list[Satisfaction]
 
 
 class SimulatedUsers:
