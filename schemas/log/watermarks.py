@@ -7,14 +7,20 @@ repeated until it succeeds or its timeout has passed.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import TypeVar
 
-from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, RETRY_S, TRANSIENT, Partition, groupless_settings
 
-NOT_YET_THERE = TRANSIENT | {KafkaError._UNKNOWN_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART}
+Asked = TypeVar("Asked")
+
+NOT_YET_THERE = TRANSIENT | {
+    KafkaError._UNKNOWN_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.UNKNOWN_LEADER_EPOCH,
+}  # fmt: skip
 
 
 def partitions_of(consumer: Consumer, topic: str) -> list[int]:
@@ -28,38 +34,42 @@ def partitions_of(consumer: Consumer, topic: str) -> list[int]:
 def watermarks(
     consumer: Consumer, partitions: Collection[Partition], timeout_s: float = METADATA_TIMEOUT_S
 ) -> dict[Partition, tuple[int, int]]:
-    """Return the first kept offset and the end of each partition: two requests for all partitions of a broker, since
-    each waits for a fetch that runs over the same connection.
+    """Return the first kept offset and the end of each partition.
 
-    Raises KafkaException if the log does not answer in time.
+    Raises KafkaException if the log does not answer for a partition within `timeout_s`.
     """
-    low, high = (_offsets(consumer, dict.fromkeys(partitions, at), timeout_s) for at in (OFFSET_BEGINNING, OFFSET_END))
-    return {partition: (low[partition], high[partition]) for partition in partitions}
+
+    def ask(partition: Partition) -> tuple[int, int]:
+        low, high = consumer.get_watermark_offsets(TopicPartition(*partition), timeout=timeout_s)
+        return low, high
+
+    # A request for all partitions at once names the leader's epoch, and fails while a broker does not know it yet.
+    return {partition: _answer(partial(ask, partition), timeout_s) for partition in partitions}
 
 
 def offset_since(consumer: Consumer, partition: Partition, timestamp_ms: int) -> int | None:
     """Return the first offset of a partition whose record is not older than a time (since the Unix epoch); None if
     there is none. Raises KafkaException if the log does not answer in time."""
 
-    offset = _offsets(consumer, {partition: timestamp_ms}, METADATA_TIMEOUT_S)[partition]
+    def ask() -> int:
+        (found,) = consumer.offsets_for_times([TopicPartition(*partition, timestamp_ms)], timeout=METADATA_TIMEOUT_S)
+        if found.error is not None:
+            raise KafkaException(found.error)
+        return int(found.offset)
+
+    offset = _answer(ask, METADATA_TIMEOUT_S)
     return offset if offset >= 0 else None
 
 
-def _offsets(consumer: Consumer, times: Mapping[Partition, int], timeout_s: float) -> dict[Partition, int]:
-    """Return the offset of each partition at a time: milliseconds, OFFSET_BEGINNING or OFFSET_END."""
-    asked = [TopicPartition(*partition, at) for partition, at in times.items()]
+def _answer(ask: Callable[[], Asked], timeout_s: float) -> Asked:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            found = consumer.offsets_for_times(asked, timeout=timeout_s) if asked else []
-            if failed := next((one for one in found if one.error is not None), None):
-                raise KafkaException(failed.error)
+            return ask()
         except KafkaException as error:
             if error.args[0].code() not in NOT_YET_THERE or time.monotonic() > deadline:
                 raise
             time.sleep(RETRY_S)
-        else:
-            return {(one.topic, one.partition): int(one.offset) for one in found}
 
 
 class EndsClient:
@@ -82,7 +92,7 @@ class EndsClient:
         that no reader has records to read, at any offset.
 
         Args:
-            timeout_s: timeout of a request.
+            timeout_s: timeout of the request for one partition.
 
         Raises KafkaException if the log does not answer for all partitions in time.
         """

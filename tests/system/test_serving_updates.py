@@ -52,7 +52,7 @@ def router(settings: KafkaSettings, root: Path, replica: str) -> Iterator[str]:
              driver.RUN.run_id, "--port", str(port), "--stable", replica]  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tidemill.compose.cli", "route", *flags], stderr=output, stdout=output, cwd=root,
+            [sys.executable, "-m", "tidemill", "route", *flags], stderr=output, stdout=output, cwd=root,
             env={**os.environ, **secrets},
         )  # fmt: skip
 

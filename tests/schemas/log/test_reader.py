@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 
 from tests.documents import delete, document, write
 from tidemill.schemas.catalogue import Names, Topic
@@ -15,7 +15,7 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.reader import LogReader, MissingRecordError, PartitionReader
-from tidemill.schemas.log.watermarks import watermarks
+from tidemill.schemas.log.watermarks import offset_since, watermarks
 
 LONG_AGO_MS = int(time.time() - 3_600) * 1_000
 TRANSACTION_S = 30.0
@@ -133,27 +133,26 @@ def test_a_log_that_delivers_nothing_before_the_end_ends_the_wait(log: KafkaSett
 
 
 class Unsteady:
-    """A consumer of two partitions whose first answers are errors: of the request, then of a partition."""
+    """A consumer whose first answers are these errors."""
 
     def __init__(self, *errors: int) -> None:
-        self.errors, self.asked = list(errors), list[int]()
+        self.errors = list(errors)
+
+    def get_watermark_offsets(self, place: TopicPartition, timeout: float) -> tuple[int, int]:
+        if self.errors:
+            raise KafkaException(KafkaError(self.errors.pop()))
+        return 3, 7 + place.partition
 
     def offsets_for_times(self, places: list[TopicPartition], timeout: float) -> list[SimpleNamespace]:
-        self.asked.append(places[0].offset)
-        if len(self.errors) > 1:
-            raise KafkaException(KafkaError(self.errors.pop()))
         error = KafkaError(self.errors.pop()) if self.errors else None
-        return [
-            SimpleNamespace(topic=each.topic, partition=each.partition, offset=7 + each.offset, error=error)
-            for each in places
-        ]
+        return [SimpleNamespace(offset=each.offset, error=error) for each in places]
 
 
 def test_a_request_for_offsets_is_repeated_after_a_transient_error():
-    places = [("t", 0), ("t", 1)]
-    consumer = Unsteady(KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError._DESTROY_BROKER)
-    assert watermarks(consumer, places) == {place: (7 + OFFSET_BEGINNING, 7 + OFFSET_END) for place in places}
-    assert consumer.asked == [OFFSET_BEGINNING] * 3 + [OFFSET_END]
+    transient = KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError._DESTROY_BROKER, KafkaError.UNKNOWN_LEADER_EPOCH
+    assert watermarks(Unsteady(*transient), [("t", 0), ("t", 1)]) == {("t", 0): (3, 7), ("t", 1): (3, 8)}
+    assert offset_since(Unsteady(*transient), ("t", 0), 5) == 5
     with pytest.raises(KafkaException):
-        watermarks(Unsteady(KafkaError.TOPIC_AUTHORIZATION_FAILED), places)
-    assert watermarks(Unsteady(KafkaError._FAIL), []) == {}
+        watermarks(Unsteady(KafkaError.TOPIC_AUTHORIZATION_FAILED), [("t", 0)])
+    with pytest.raises(KafkaException):
+        offset_since(Unsteady(KafkaError.TOPIC_AUTHORIZATION_FAILED), ("t", 0), 5)
