@@ -30,7 +30,7 @@ from tidemill.consumers.sink.service import open_tables as opened
 from tidemill.consumers.view import ask, log, rollouts
 from tidemill.consumers.view.config import ViewSettings, is_loopback
 from tidemill.consumers.view.panels import PAGES, Page, panels
-from tidemill.consumers.view.site import HERE, MOST_VALUE, READ_ROWS, STATIC, Site, arguments
+from tidemill.consumers.view.site import HERE, MOST_VALUE, STATIC, Site
 from tidemill.consumers.view.tables import Tables
 from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
@@ -39,7 +39,7 @@ from tidemill.schemas.shutdown import stop_on_signals
 GRACE_S = 2
 BACKLOG = 128
 FIRST_S = 1.0
-"""Maximum seconds for which the server waits, before it accepts readers, for the results that its first page shows."""
+"""Maximum time in seconds that the server waits at its start for the results of its first page."""
 OF_STEP = ("step", "step_inputs", "step_exclusions", "step_metrics", "step_lag", "step_plans")
 OF_VERSION = ("version", "version_deltas", "version_proofs", "version_decisions", "version_tensors")
 OF_INTERACTION = ("interaction_path", "interaction")
@@ -140,8 +140,7 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        shown = (panels()[name] for name in PAGES[0].panels)
-        asked = [tables.kept(panel.sql, arguments(panel, {}), READ_ROWS) for panel in shown]
+        asked = (site.result(panels()[name], {}) for name in PAGES[0].panels)
         first = asyncio.gather(tables.kept(panels()["runs"].sql), *asked, return_exceptions=True)
         # A query that takes longer goes on, and the first reader joins it.
         await asyncio.wait({first}, timeout=FIRST_S)

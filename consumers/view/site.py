@@ -80,14 +80,17 @@ class Site:
             known["runs"] = self._runs(runs, values.get("run", ""), path)
         shown = [panels()[name] for name in page.panels]
         for place, panel in enumerate(shown):
-            asked = panel.sql, arguments(panel, values), READ_ROWS
-            if (result := await self.tables.known(*asked)) is not None:
+            if (result := await self.tables.known(panel.sql, arguments(panel, values), READ_ROWS)) is not None:
                 known[panel.name] = self._panel(panel, result, values)
             elif place < IN_SIGHT and not panel.fault:
                 # The browser, which loads its scripts meanwhile, joins the query.
-                task = asyncio.create_task(self.tables.kept(*asked))
+                task = asyncio.create_task(self.result(panel, values))
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self.html(template, page=page, panels=shown, values=values, path=path, known=known)
+
+    async def result(self, panel: Panel, values: dict[str, str]) -> TableRows:
+        """Return the rows of a panel's query with its parameters from an address. Raises QueryFailed."""
+        return await self.tables.kept(panel.sql, arguments(panel, values), READ_ROWS)
 
     async def runs(self, request: Request) -> Response:
         """Return the runs in the tables, for the user to choose one."""
@@ -112,7 +115,7 @@ class Site:
         try:
             if panel.fault:
                 raise QueryFailed(panel.fault)
-            result = await self.tables.kept(panel.sql, arguments(panel, values), READ_ROWS)
+            result = await self.result(panel, values)
         except QueryFailed as error:
             if ending:
                 return PlainTextResponse(f"{error}\n", 502)

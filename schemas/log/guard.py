@@ -164,7 +164,7 @@ class ReadingGuard:
         if error.code() not in OUT_OF_RANGE:
             raise_lasting(error)
             return None
-        onward = self.within(partition, wanted, *watermarks(self._consumer, [partition])[partition])
+        onward = self.within(partition, wanted, *watermarks(self._consumer, partition))
         # librdkafka cannot seek in a partition whose offset is out of range.
         self._consumer.incremental_unassign([TopicPartition(*partition)])
         self._consumer.incremental_assign([TopicPartition(*partition, onward)])

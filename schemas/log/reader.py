@@ -78,9 +78,8 @@ class PartitionReader:
         self._gaps, self._held_back = gaps, frozenset()
         self._anywhere = {partition for partition, offset in start.items() if gaps or offset == OFFSET_BEGINNING}
         self._next = {}
-        bounds = watermarks(self.client, start)
         for partition, offset in start.items():
-            low, high = bounds[partition]
+            low, high = watermarks(self.client, partition)
             if offset in (OFFSET_BEGINNING, OFFSET_END):
                 self._next[partition] = low if offset == OFFSET_BEGINNING else high
             elif gaps:
@@ -139,7 +138,7 @@ class PartitionReader:
 
     def ends(self) -> dict[Partition, int]:
         """Return the end of each partition: the offset that its next record will have."""
-        return {partition: end for partition, (_, end) in watermarks(self.client, self._next).items()}
+        return {partition: watermarks(self.client, partition)[1] for partition in self._next}
 
     def read_until(
         self, ends: Mapping[Partition, int], silence_s: float = SILENCE_S, at_once: int = 500
@@ -288,7 +287,7 @@ class LogReader:
         full = self._full(topic, partition)
         first = offset_since(self._log.client, full, max(timestamp_ms, 0))
         if first is not None:
-            end = watermarks(self._log.client, [full])[full][1]
+            end = watermarks(self._log.client, full)[1]
             for messages in self._log.read_ranges({full: (first, end)}):
                 yield from self._consumed(messages)
 
@@ -303,8 +302,9 @@ class LogReader:
             if place.partition in self.partitions(Topic(place.topic)):
                 wanted.setdefault(self._full(Topic(place.topic), place.partition), []).append(place.offset)
         ranges = {}
-        for partition, (low, high) in watermarks(self._log.client, wanted).items():
-            kept = [offset for offset in wanted[partition] if low <= offset < high]
+        for partition, offsets in wanted.items():
+            low, high = watermarks(self._log.client, partition)
+            kept = [offset for offset in offsets if low <= offset < high]
             if kept:
                 ranges[partition] = min(kept), max(kept) + 1
         read = (record for found in self._log.read_ranges(ranges, silence_s) for record in self._consumed(found))
@@ -322,7 +322,7 @@ class LogReader:
         partition, offset = self._full(Topic(position.topic), position.partition), position.offset
         where = f"{position.topic}[{position.partition}]"
         following = self._log.next_offsets().get(partition)
-        if following is None or offset >= watermarks(self._log.client, [partition])[partition][1]:
+        if following is None or offset >= watermarks(self._log.client, partition)[1]:
             raise MissingRecordError(f"{where} ends before offset {offset}")
         if offset < following or (passed is None and offset > following):
             self._log.seek(partition, offset)

@@ -7,8 +7,7 @@ repeated until it succeeds or its timeout has passed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -31,20 +30,15 @@ def partitions_of(consumer: Consumer, topic: str) -> list[int]:
     return sorted(metadata.partitions)
 
 
-def watermarks(
-    consumer: Consumer, partitions: Collection[Partition], timeout_s: float = METADATA_TIMEOUT_S
-) -> dict[Partition, tuple[int, int]]:
-    """Return the first kept offset and the end of each partition.
+def watermarks(consumer: Consumer, partition: Partition, timeout_s: float = METADATA_TIMEOUT_S) -> tuple[int, int]:
+    """Return a partition's first kept offset and its end. Raises KafkaException if the log does not answer in time."""
 
-    Raises KafkaException if the log does not answer for a partition within `timeout_s`.
-    """
-
-    def ask(partition: Partition) -> tuple[int, int]:
+    def ask() -> tuple[int, int]:
+        # A request for several partitions (`offsets_for_times`) fails while a broker does not know the leader's epoch.
         low, high = consumer.get_watermark_offsets(TopicPartition(*partition), timeout=timeout_s)
         return low, high
 
-    # A request for all partitions at once names the leader's epoch, and fails while a broker does not know it yet.
-    return {partition: _answer(partial(ask, partition), timeout_s) for partition in partitions}
+    return _answer(ask, timeout_s)
 
 
 def offset_since(consumer: Consumer, partition: Partition, timestamp_ms: int) -> int | None:
@@ -87,7 +81,7 @@ class EndsClient:
         self._kafka, self._client_id = kafka, client_id
         self._client: Consumer | None = None
 
-    def ends(self, partitions: Collection[Partition], timeout_s: float) -> dict[Partition, int]:
+    def ends(self, partitions: Iterable[Partition], timeout_s: float) -> dict[Partition, int]:
         """Return the end of each partition for readers of committed records; 0 if retention deleted all records, so
         that no reader has records to read, at any offset.
 
@@ -100,7 +94,7 @@ class EndsClient:
             # The admin client's request for offsets is not used: after a timeout it returns meaningless offsets, and
             # after a new leader election it always repeats the request with the old epoch (librdkafka 2.16).
             self._client = Consumer(groupless_settings(self._kafka, self._client_id))
-        bounds = watermarks(self._client, partitions, timeout_s)
+        bounds = {partition: watermarks(self._client, partition, timeout_s) for partition in partitions}
         return {partition: high if high > low else 0 for partition, (low, high) in bounds.items()}
 
     def close(self) -> None:

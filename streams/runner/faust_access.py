@@ -153,8 +153,8 @@ def refuse_transactional_state(kafka: KafkaSettings, topic: str) -> None:
     log = Consumer(groupless_settings(kafka, "tidemill-stream-state") | {"enable.partition.eof": True})
     try:
         metadata = log.list_topics(timeout=METADATA_TIMEOUT_S).topics.get(topic)
-        places = [(topic, partition) for partition in metadata.partitions] if metadata else []
-        for (_, partition), (low, end) in watermarks(log, places).items():
+        for partition in metadata.partitions if metadata else ():
+            low, end = watermarks(log, (topic, partition))
             if end == low:
                 continue
             log.assign([TopicPartition(topic, partition, end - 1)])

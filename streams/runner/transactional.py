@@ -223,7 +223,7 @@ class TransactionalRunner(Runner):
 
     def _kept(self, place: Partition, offset: int) -> int:
         """Return the first offset from `offset` on that the log still has. Raises RetentionGap, StreamFailure."""
-        first, end = watermarks(self._log_ends, [place])[place]
+        first, end = watermarks(self._log_ends, place)
         check_position(*place, offset, end)
         if offset >= first:
             return offset
@@ -342,8 +342,7 @@ class TransactionalRunner(Runner):
     def _read_state(self, partitions: Iterable[int]) -> dict[int, dict[str, bytes]]:
         """Return all committed values of the state topic, after all transactions there are committed or aborted."""
         found: dict[int, dict[str, bytes]] = {partition: {} for partition in partitions}
-        held = watermarks(self._log_ends, [(self._changelog, partition) for partition in found])
-        bounds = {partition: of for (_, partition), of in held.items()}
+        bounds = {p: watermarks(self._log_ends, (self._changelog, p)) for p in found}
         self._found = {(self._changelog, p): low for p, (low, _) in bounds.items()}
         left = {p: end for p, (low, end) in bounds.items() if end > low}
         self._state_reader.assign([TopicPartition(self._changelog, p, bounds[p][0]) for p in left])

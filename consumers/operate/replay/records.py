@@ -185,8 +185,7 @@ class LogSource:
 
     def bounds(self, lane: Lane) -> Range:
         """Return the offsets that the log holds of a partition now: the first one, and that of the next record."""
-        full = self._full(lane)
-        return Range(*watermarks(self._log.client, [full])[full])
+        return Range(*watermarks(self._log.client, self._full(lane)))
 
     def whole(self, topics: Iterable[str]) -> dict[Lane, Range]:
         """Return the offsets that the log holds now of every partition of these topics, if they exist."""
@@ -245,7 +244,7 @@ def merged(
 
     Args:
         more: called with the size of the records of each partition that wait for those of other partitions. Returns
-            the next records, in offset order within each partition, and the partitions of which none follow.
+            the next records, in offset order within each partition, and the partitions that have no more records.
     """
     held: dict[Lane, deque[RawRecord]] = {lane: deque() for lane in lanes}
     held_bytes, ended = dict.fromkeys(held, 0), set[Lane]()
