@@ -25,7 +25,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.query import answers, read_state
+from tidemill.consumers.sink.query import QueryFailed, answers, read_state
 from tidemill.consumers.sink.service import open_tables as opened
 from tidemill.consumers.view import ask, log, rollouts
 from tidemill.consumers.view.config import ViewSettings, is_loopback
@@ -39,7 +39,7 @@ from tidemill.schemas.shutdown import stop_on_signals
 GRACE_S = 2
 BACKLOG = 128
 FIRST_S = 1.0
-"""Maximum time in seconds that the server waits at its start for the results of its first page."""
+"""Maximum time in seconds that the server waits at its start for the results of its views."""
 OF_STEP = ("step", "step_inputs", "step_exclusions", "step_metrics", "step_lag", "step_plans")
 OF_VERSION = ("version", "version_deltas", "version_proofs", "version_decisions", "version_tensors")
 OF_INTERACTION = ("interaction_path", "interaction")
@@ -138,13 +138,23 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
         answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=request.url.scheme == "https")
         return answer
 
+    async def prepare_views() -> None:
+        """Read the panels of each view, for its first reader: those of the first view together, then one by one."""
+        first = (site.result(panels()[name], {}) for name in PAGES[0].panels)
+        await asyncio.gather(tables.kept(panels()["runs"].sql), *first, return_exceptions=True)
+        for name in (name for page in PAGES[1:] for name in page.panels):
+            with contextlib.suppress(QueryFailed):  # The panel shows the reason.
+                await site.result(panels()[name], {})
+        with contextlib.suppress(QueryFailed):
+            await rollouts.found_rows(site, {"tokens": "[]"})
+
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        asked = (site.result(panels()[name], {}) for name in PAGES[0].panels)
-        first = asyncio.gather(tables.kept(panels()["runs"].sql), *asked, return_exceptions=True)
-        # A query that takes longer goes on, and the first reader joins it.
-        await asyncio.wait({first}, timeout=FIRST_S)
+        preparing = asyncio.create_task(prepare_views())
+        # A reader who comes before the end joins the query that they need.
+        await asyncio.wait({preparing}, timeout=FIRST_S)
         yield
+        preparing.cancel()
         await tables.close()
 
     routes: list[BaseRoute] = [

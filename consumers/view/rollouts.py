@@ -38,9 +38,6 @@ def routes(site: Site) -> list[BaseRoute]:
     async def ask(name: str, values: dict[str, str]) -> TableRows:
         return await site.tables.ask(panels()[name].sql, arguments(panels()[name], values))
 
-    async def kept(name: str, values: dict[str, str]) -> TableRows:
-        return await site.tables.kept(panels()[name].sql, arguments(panels()[name], values))
-
     async def search(request: Request) -> Response:
         values = dict(request.query_params)
         if "" in values.values():
@@ -55,7 +52,7 @@ def routes(site: Site) -> list[BaseRoute]:
             known = await asyncio.to_thread(tokens)
             ways = known.ways(values["text"][:MOST_VALUE]) if known and "text" in values else []
             own = {**values, "tokens": json.dumps(ways)}
-            result, choices = await asyncio.gather(kept("rollout_list", own), kept("rollout_choices", {}))
+            result, choices = await found_rows(site, own)
         except (QueryFailed, ValueError) as error:
             return site.html("failed.html", panel=panel, message=str(error))
         next_place = result.rows[-1][-1] if result.rows else ""
@@ -133,6 +130,12 @@ def routes(site: Site) -> list[BaseRoute]:
         Route("/part/rollout", facts),
         Route("/part/conversation", conversation),
     ]
+
+
+async def found_rows(site: Site, values: dict[str, str]) -> list[TableRows]:
+    """Return the rollouts that a search found, and the choices of its form. Raises QueryFailed."""
+    shown = (panels()[name] for name in ("rollout_list", "rollout_choices"))
+    return await asyncio.gather(*(site.tables.kept(each.sql, arguments(each, values)) for each in shown))
 
 
 def check(values: dict[str, str]) -> None:

@@ -21,7 +21,7 @@ from tidemill.consumers.sink.query import QueryFailed
 from tidemill.consumers.view import drawn
 from tidemill.consumers.view.config import ViewSettings
 from tidemill.consumers.view.panels import PAGES, Page, Panel, panels
-from tidemill.consumers.view.tables import TableRows, Tables
+from tidemill.consumers.view.tables import LONGEST_S, TableRows, Tables
 
 HERE = Path(__file__).parent
 MOST_VALUE = 2000
@@ -30,6 +30,8 @@ ROWS = 50
 """Number of rows of a panel's table shown at a time."""
 IN_SIGHT = 6
 """Number of panels that a browser shows at first."""
+OLDEST_S = 900.0
+"""Maximum age, in seconds, of a view's numbers that are shown until newer ones arrive."""
 READ_ROWS = 50_000
 """Maximum rows read for a panel's query: a plot shows all of them."""
 STATIC = {
@@ -68,7 +70,7 @@ class Site:
     async def page(
         self, page: Page, values: dict[str, str], *, template: str = "page.html", path: str = ""
     ) -> HTMLResponse:
-        """Return a page with the panels whose results are known; the browser requests the others.
+        """Return a page with the panels whose results are known; the browser requests the others, and old ones again.
 
         Args:
             values: the parameters of the panels' queries.
@@ -76,14 +78,17 @@ class Site:
         """
         path = path or f"/{page.path}"
         known = dict[str, HTMLResponse]()
-        if (runs := await self.tables.known(panels()["runs"].sql)) is not None:
+        if (runs := self.tables.known(panels()["runs"].sql)) is not None:
             known["runs"] = self._runs(runs, values.get("run", ""), path)
         shown = [panels()[name] for name in page.panels]
+        # An interaction is not shown long after its user was erased.
+        oldest = OLDEST_S if page in PAGES else LONGEST_S
         for place, panel in enumerate(shown):
-            if (result := await self.tables.known(panel.sql, arguments(panel, values), READ_ROWS)) is not None:
+            result = self.tables.known(panel.sql, arguments(panel, values), READ_ROWS, oldest)
+            if result is not None:
                 known[panel.name] = self._panel(panel, result, values)
-            elif place < IN_SIGHT and not panel.fault:
-                # The browser, which loads its scripts meanwhile, joins the query.
+            if place < IN_SIGHT and not panel.fault:
+                # The browser, which loads its scripts meanwhile, joins the query, if there is one.
                 task = asyncio.create_task(self.result(panel, values))
                 task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self.html(template, page=page, panels=shown, values=values, path=path, known=known)

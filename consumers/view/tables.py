@@ -119,16 +119,12 @@ class Tables:
         done, _ = await asyncio.wait({one.asking}, timeout=None if old is None else PATIENCE_S)
         return one.asking.result() if done or old is None else old
 
-    async def known(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows | None:
-        """Return the cached result of `kept` while it is valid; otherwise None, without a query for a newer one."""
+    def known(
+        self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0, oldest: float = LONGEST_S
+    ) -> TableRows | None:
+        """Return the cached result of `kept`, valid or not; None if there is none that is at most `oldest` s old."""
         one = self._kept.get(_key(sql, parameters or {}, most))
-        try:
-            if one is None or not (self._rests(one) or self._is_of(one, await self._state())):
-                return None
-        except QueryFailed:
-            return None
-        one.looked = time.monotonic()
-        return one.rows
+        return one.rows if one is not None and time.monotonic() - one.at < oldest else None
 
     def _rests(self, one: _Kept) -> bool:
         now = time.monotonic()

@@ -252,6 +252,7 @@ const watcher = new IntersectionObserver((entries) => {
     fill({ panel, html: template.content, tag: template.dataset.tag, width });
     aged(panel, template.dataset.age);
     panel.setAttribute("aria-busy", "false");
+    if (template.dataset.age * 1000 > refreshMs) read(panel); // Old numbers are better than none, for a moment.
   }
 }, { rootMargin: "200px" });
 // A link to other rows of a table is followed within its panel.

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from tests.consumers.view.conftest import LiveView, Look, View, serving, tables_process
 from tests.waiting import until
@@ -75,6 +75,26 @@ def test_a_first_load_is_small(view: View, look: Look):
     look.page.on("requestfinished", lambda request: sizes.append(request.sizes()["responseBodySize"]))
     look.open(f"{view.url}/run")
     assert 0 < sum(sizes) <= MOST_BYTES
+
+
+def test_numbers_of_age_are_drawn_and_then_read_at_once(view: View, look: Look):
+    def reply_with(age: str) -> Callable[[Route], None]:
+        def reply(route: Route) -> None:
+            answer = route.fetch()
+            text = re.sub(r'data-age="\d+"', f'data-age="{age}"', answer.text())
+            route.fulfill(response=answer, body=re.sub(r'data-refresh="\d+"', 'data-refresh="900000"', text))
+
+        return reply
+
+    look.open(f"{view.url}/weights")
+    read: list[str] = []
+    look.page.on("request", lambda request: read.append(request.url) if "/panel/" in request.url else None)
+    look.page.route("**/weights", reply_with("899"))
+    look.open(f"{view.url}/weights")
+    assert not read
+    look.page.route("**/weights", reply_with("901"))
+    with look.page.expect_request("**/panel/weight_graph?*"):
+        look.open(f"{view.url}/weights")
 
 
 @pytest.mark.parametrize("name", VIEWS)

@@ -19,7 +19,7 @@ from tidemill.consumers.view.app import application
 from tidemill.consumers.view.config import ViewSettings
 from tidemill.consumers.view.drawn import PLACES, link, plotted, table_body
 from tidemill.consumers.view.panels import PAGES, Panel, panels
-from tidemill.consumers.view.site import IN_SIGHT, Site
+from tidemill.consumers.view.site import IN_SIGHT, READ_ROWS, Site, arguments
 from tidemill.consumers.view.tables import STATE, TableRows, Tables
 
 if TYPE_CHECKING:
@@ -108,25 +108,35 @@ def test_an_answer_is_kept_until_new_rows_arrive_and_longer_if_it_was_costly(
     assert tables.asked == asked
 
 
-def test_a_known_answer_is_valid_and_causes_no_query(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "STATE_S", -1.0)
+def test_the_known_answer_is_the_last_one_up_to_an_age(monkeypatch: pytest.MonkeyPatch):
+    now = 1000.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     tables = Counted(rewards(1))
+    assert tables.known("SELECT 1") is None
 
     async def look() -> None:
-        assert await tables.known("SELECT 1") is None
-        assert await tables.kept("SELECT 1") is await tables.known("SELECT 1") is tables.rows
-        tables.position = 1
-        assert await tables.known("SELECT 1") is None
-        # While a newer answer is on its way, the old one is not known to be valid.
-        tables.ready.clear()
-        newer = asyncio.create_task(tables.kept("SELECT 1"))
-        await asyncio.sleep(0)
-        assert await tables.known("SELECT 1") is None
-        tables.ready.set()
-        assert await newer is await tables.known("SELECT 1")
+        nonlocal now
+        first = await tables.kept("SELECT 1")
+        assert tables.known("SELECT 1") is first
+        now += module.LONGEST_S + 1
+        tables.position, tables.rows = 1, rewards(2)
+        assert tables.known("SELECT 1") is None and tables.asked == 1
+        assert tables.known("SELECT 1", oldest=module.LONGEST_S + 2) is first and tables.asked == 1
+        assert await tables.kept("SELECT 1") is tables.known("SELECT 1") is tables.rows
 
-    asyncio.run(asyncio.wait_for(look(), 10))
+    asyncio.run(look())
     assert tables.asked == 2
+
+
+def test_every_view_is_read_before_its_first_reader():
+    tables = Counted(rewards(1))
+    page = application(tables, ViewSettings())
+    with TestClient(page, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+        asked = tables.asked
+        for panel in (panels()[name] for page in PAGES for name in page.panels):
+            assert tables.known(panel.sql, arguments(panel, {}), READ_ROWS) is tables.rows, panel.name
+        client.get("/part/rollouts")  # It is asked for before it is drawn, which these rows cannot be.
+        assert tables.asked == asked
 
 
 def test_the_shell_holds_the_known_panels_as_they_are_requested():
