@@ -4,10 +4,11 @@
     python tests/bench/bench_view.py cost [--rollouts 1000 1000000] [--periods 8] [--seconds 20] [--seed 0]
 
 One JSON line per figure, over tables of the given number of rollouts, filled by INSERT SELECT.
-`views`: time from the request until every visible panel is drawn, for each view: from a page that has just started and
-has no cached answers, in a browser without a cache (`cold`); from a page in use, in a new tab of a browser that has its
-scripts (`first`), after a click on the view's link (`click`) and after a click on its first row with a link (`follow`);
-the bytes of a load without a cache; the time of each of the view's queries sent directly to the engine (`queries`).
+`views`: time from the request until every visible panel is drawn, for each view: from a page that has just started, in
+a browser without a cache (`cold`); from a page in use, in a new tab of a browser that has its scripts (`first`), after
+a click on the view's link (`click`) and after a click on its first row with a link (`follow`); from a page whose
+results have all expired, until the old numbers are drawn (`idle`) and until the new ones are (`renewed`); the bytes of
+a load without a cache; the time of each of the view's queries sent directly to the engine (`queries`).
 `cost`: rows a second and CPU a row of the sink's write path, in alternating periods with and without a browser on Run.
 `lost` is the share of rows a second that watched periods lose, `lost_by_pair` the same for each consecutive pair.
 """
@@ -42,6 +43,7 @@ from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import SinkState, write_state
 from tidemill.consumers.sink.writer import Writer
 from tidemill.consumers.view.panels import PAGES, panels
+from tidemill.consumers.view.tables import LONGEST_S, REST_S
 
 MEMBERS, GROUPS_A_STEP, TOKENS = 8, 32, 200
 AT = "toDateTime64('2026-11-01 00:00:00', 6, 'UTC') + toIntervalMillisecond({})"
@@ -271,7 +273,7 @@ def look_with(browser: Browser) -> Look:
     return Look(context.new_page(), context)
 
 
-def measure_views(rollouts: int, seed: int, times: int, folder: Path) -> None:
+def measure_views(rollouts: int, seed: int, times: int, idles: int, folder: Path) -> None:
     with opened(folder, rollouts, seed) as (_client, _writer, engine, browser):
         cold: dict[str, list[float]] = {page.path: [] for page in PAGES}
         sizes: dict[str, list[int]] = {page.path: [] for page in PAGES}
@@ -284,6 +286,7 @@ def measure_views(rollouts: int, seed: int, times: int, folder: Path) -> None:
                     cold[page.path].append(timed(lambda page=page, look=look: look.open(f"{url}/{page.path}")))
                     sizes[page.path].append(sum(map(wire_bytes, list(loaded))))
                     look.context.close()
+        idle, renewed = measure_idle(browser, idles, folder)
         with page_over(folder) as (url, _), httpx.Client(timeout=60) as client:
             window = look_with(browser)
             # Chromium itself loads more than a hundred files for each new window.
@@ -312,9 +315,33 @@ def measure_views(rollouts: int, seed: int, times: int, folder: Path) -> None:
                     first=shares(first),
                     click=shares(click),
                     follow=shares(follow) if follow else "no row leads on",
+                    idle=shares(idle[page.path]),
+                    renewed=shares(renewed[page.path]),
                     bytes=max(sizes[page.path]),
                     queries=bare,
                 )
+
+
+def measure_idle(browser: Browser, idles: int, folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return the milliseconds until each view's old numbers and its new ones are drawn after a pause."""
+    drawn: dict[str, list[float]] = {page.path: [] for page in PAGES}
+    renewed: dict[str, list[float]] = {page.path: [] for page in PAGES}
+    with page_over(folder) as (url, _):
+        window = look_with(browser)
+        for turn in range(-1, idles):  # The first turn fills the caches of page and browser and is not counted.
+            for path in drawn:
+                look = Look(window.context.new_page(), window.context)
+                began = time.perf_counter()
+                look.open(f"{url}/{path}")
+                read = time.perf_counter()
+                look.page.wait_for_function("() => !document.querySelector('[aria-busy=true]:has(.from)')")
+                if turn >= 0:
+                    drawn[path].append((read - began) * 1000)
+                    renewed[path].append((time.perf_counter() - began) * 1000)
+                look.page.close()
+            window.page.wait_for_timeout((LONGEST_S + REST_S + 1) * 1000)
+        window.context.close()
+    return drawn, renewed
 
 
 def follow_link(look: Look, link: Locator) -> None:
@@ -383,6 +410,7 @@ def main() -> None:
     parser.add_argument("what", choices=("views", "cost"))
     parser.add_argument("--rollouts", type=int, nargs="+", default=[1_000, 1_000_000])
     parser.add_argument("--times", type=int, default=20, help="how often each view is looked at")
+    parser.add_argument("--idles", type=int, default=3, help="how often each view is looked at after a pause")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--periods", type=int, default=8, help="even: half of them are watched")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of a period")
@@ -398,7 +426,7 @@ def main() -> None:
         for rollouts in options.rollouts:
             with tempfile.TemporaryDirectory(dir=directory) as folder:
                 if options.what == "views":
-                    measure_views(rollouts, options.seed, options.times, Path(folder))
+                    measure_views(rollouts, options.seed, options.times, options.idles, Path(folder))
                 else:
                     measure_cost(rollouts, options.seed, options.periods, options.seconds, Path(folder))
 
