@@ -37,6 +37,7 @@ BootstrapOption = Annotated[
 PrefixOption = Annotated[str | None, typer.Option("--topic-prefix", help="Prefix of every topic name.")]
 RunIdOption = Annotated[str | None, typer.Option("--run-id", help="Name of the training run.")]
 BranchOption = Annotated[str | None, typer.Option("--branch", help="Branch of the weight chain.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that the log may deliver nothing.")]
 VERSION = re.compile(r"v?([0-9]{1,12})")
 
 _COMMON: dict[str, tuple[Any, list[str]]] = {

@@ -89,10 +89,14 @@ def serve(
     """
     settings = begin_role(settings_of, replica__replica_id=replica_id, replica__port=port, replica__region=region,
                       replica__pool=pool)  # fmt: skip
-    with _quickly():
-        from tidemill.consumers.replica import run
+    from tidemill.consumers.replica.environment import prepare_environment
 
-    run(settings.kafka, settings.run, settings.replica, settings.chat)
+    # vLLM, which the role imports, reads its environment when it is imported.
+    prepare_environment(settings.replica.threads, settings.replica.batch_invariant)
+    with _quickly():
+        from tidemill.consumers.replica.role import serve as serve_replica
+
+    serve_replica(settings.kafka, settings.run, settings.replica, settings.chat)
 
 
 def route(

@@ -15,7 +15,7 @@ import typer
 
 from tidemill.compose.cli.replay_copy import replay_app
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
+from tidemill.compose.options import SettingsOf, TimeoutOption, with_reachable_log, with_settings
 from tidemill.compose.output import JsonOption, moment_us, print_document, working
 from tidemill.consumers.operate.replay.differences import (
     Difference,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 
 ShowOption = Annotated[int, typer.Option("--show", min=1, help="How many differing records to name.")]
-TimeoutOption = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that the log may deliver nothing.")]
 CLIENT = "tidemill-replay"
 
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.compose.cli.replay_copy import replay_app
-from tidemill.compose.cli.replay_stage import TimeoutOption
 from tidemill.compose.cli.tune_command import tune_app
 from tidemill.compose.config import TidemillSettings, parse_assignments
-from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
+from tidemill.compose.options import SettingsOf, TimeoutOption, with_reachable_log, with_settings
 from tidemill.compose.output import CsvOption, JsonOption, Working, print_rows, working
 
 if TYPE_CHECKING:

@@ -113,7 +113,10 @@ async def running_replica(
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, chat: ChatSettings) -> None:
-    """Run the role in this process, which has the engine's environment, until SIGTERM or SIGINT."""
+    """Run the role until SIGTERM or SIGINT, in a process with the engine's environment (`prepare_environment`).
+
+    Raises RuntimeError without vLLM, ValueError if vLLM refuses an argument of `vllm_args`.
+    """
     server_arguments("", settings)  # refuses invalid arguments now, not after the wait for an anchor
     with private_directory(settings.staging_dir) as private:
         uvloop.run(Replica(kafka, run, settings, chat, Path(private)).run())

@@ -30,10 +30,14 @@ from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, Weight
 ROLE = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO)
-from tidemill.consumers.replica import ReplicaSettings, run
+from tidemill.consumers.replica.config import ReplicaSettings
+from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 kafka, run_, replica = json.loads(sys.argv[1])
-run(KafkaSettings(**kafka), RunSettings(**run_), ReplicaSettings(**replica), ChatSettings())
+settings = ReplicaSettings(**replica)
+prepare_environment(settings.threads, settings.batch_invariant)
+from tidemill.consumers.replica.role import serve
+serve(KafkaSettings(**kafka), RunSettings(**run_), settings, ChatSettings())
 """
 
 

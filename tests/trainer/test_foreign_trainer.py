@@ -26,11 +26,14 @@ STEPS = 6
 REPLICA = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO)
-from tidemill.consumers.replica import ReplicaSettings, run
+from tidemill.consumers.replica.config import ReplicaSettings
+from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 kafka = json.loads(sys.argv[1])
 settings = ReplicaSettings(replica_id="replica-f", port=0, kv_cache_mb=32)
-run(KafkaSettings(**kafka), RunSettings(run_id="foreign"), settings, ChatSettings())
+prepare_environment(settings.threads)
+from tidemill.consumers.replica.role import serve
+serve(KafkaSettings(**kafka), RunSettings(run_id="foreign"), settings, ChatSettings())
 """
 
 
