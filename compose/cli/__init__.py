@@ -181,10 +181,10 @@ def stream(
     `stream.runner` chooses how it writes: faust (at least once) or transactional (once; each batch is a transaction).
     """
     settings = begin_role(settings_of)
-    from tidemill.streams.runner.worker import ProcessorSettings, processor_of, run
+    from tidemill.streams.runner.worker import processor_of, run
 
-    rules = ProcessorSettings(settings.run, settings.stream, settings.join, settings.batches)
-    run(settings.kafka, settings.run, settings.stream, processor_of(processor, rules))
+    chosen = processor_of(processor, settings.run, settings.stream, settings.join, settings.batches)
+    run(settings.kafka, settings.run, settings.stream, chosen)
 
 
 def train(

@@ -251,9 +251,9 @@ def _run(
 ) -> tuple[Topic, Replayed, OutputComparison]:
     """Return the output topic of a stage, the results of its replay, and their differences from the recorded ones."""
     from tidemill.streams.offline import recorded_outputs, replay
-    from tidemill.streams.runner.worker import ProcessorSettings, processor_of
+    from tidemill.streams.runner.worker import processor_of
 
-    processor = processor_of(name, ProcessorSettings(settings.run, settings.stream, settings.join, settings.batches))
+    processor = processor_of(name, settings.run, settings.stream, settings.join, settings.batches)
     names, codec = Names(settings.kafka.topic_prefix), Codec(settings.kafka.registry_url)
     with working(f"replaying {name}") as progress:
         recorded = recorded_outputs(settings.kafka, settings.run, processor, timeout_s)

@@ -10,7 +10,7 @@ from tidemill.schemas.catalogue import Names, Topic, co_partitioned, is_compacte
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.access import AccessRefused, SecurityError, check_access
+from tidemill.schemas.log.access import check_access
 from tidemill.schemas.log.admin import admin_client, wait_until_led
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, Partition
 from tidemill.schemas.log.guard import RetentionGap
@@ -26,19 +26,12 @@ STATE_TOPIC_CONFIG = {"segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1
 LOG = logging.getLogger("tidemill.streams")
 
 
-class StreamFailure(RuntimeError):
-    """The stream worker cannot continue; the message says why and what to do."""
-
-
 def checked_partitions(kafka: KafkaSettings, processor: Processor) -> int:
     """Return the partition count of a processor's inputs, once all its topics have leaders.
 
-    Raises StreamFailure, also if the brokers refuse this worker.
+    Raises RuntimeError if they cannot be used, TimeoutError without leaders, and as `check_access`.
     """
-    try:
-        check_access(kafka)
-    except (AccessRefused, SecurityError) as refused:
-        raise StreamFailure(str(refused)) from refused
+    check_access(kafka)
     names = Names(kafka.topic_prefix)
     topics = [*processor.inputs, *processor.outputs]
     wanted = [*map(names.of, topics), *map(names.dead_letter, processor.inputs)]
@@ -46,26 +39,23 @@ def checked_partitions(kafka: KafkaSettings, processor: Processor) -> int:
     existing = client.list_topics(timeout=METADATA_TIMEOUT_S).topics
     missing = " and ".join(name for name in wanted if name not in existing or not existing[name].partitions)
     if missing:
-        raise StreamFailure(f"missing topics: {missing}. Create them with `tidemill topics --create`")
-    try:
-        # Leaders of new topics are elected within moments; a client that writes earlier would fail.
-        wait_until_led(client, set(wanted))
-    except TimeoutError as error:
-        raise StreamFailure(str(error)) from error
+        raise RuntimeError(f"missing topics: {missing}. Create them with `tidemill topics --create`")
+    # Leaders of new topics are elected within moments; a client that writes earlier would fail.
+    wait_until_led(client, set(wanted))
     # Co-partitioned topics of the catalogue must have equal partition counts: machines and outputs go by number.
     aligned = [
         topic for topic in topics if topic in processor.inputs or co_partitioned(processor.inputs[0], topic, kafka)
     ]
     counts = {names.of(topic): len(existing[names.of(topic)].partitions) for topic in aligned}
     if len(set(counts.values())) != 1:
-        raise StreamFailure(f"records are joined by partition number: these topics need the same number: {counts}")
+        raise RuntimeError(f"records are joined by partition number: these topics need the same number: {counts}")
     return next(iter(counts.values()))
 
 
 def check_position(topic: str, partition: int, offset: int, end: int | None) -> None:
-    """Raise StreamFailure if the state's offset is beyond the end of the log."""
+    """Raise RuntimeError if the state's offset is beyond the end of the log."""
     if end is not None and offset > end:
-        raise StreamFailure(
+        raise RuntimeError(
             f"the state of {topic}[{partition}] goes to offset {offset}, the log ends at {end}: the topic was "
             "deleted and created again. Give the processor another `application` name, or delete its state topic too"
         )
@@ -127,10 +117,10 @@ class Runner:
                     yield Write(self._names.of(topic), key, value, partition, timestamp_ms=now_ms)
 
     def owned(self, assigned: Collection[Partition]) -> set[int]:
-        """Return the partitions of this worker. Raises StreamFailure if they are not the same for every input."""
+        """Return the partitions of this worker. Raises RuntimeError if they are not the same for every input."""
         owned = [{p for topic, p in assigned if topic == self._names.of(t)} for t in self._processor.inputs]
         if any(partitions != owned[0] for partitions in owned):
-            raise StreamFailure(f"the inputs' partitions are not assigned together: {sorted(assigned)}")
+            raise RuntimeError(f"the inputs' partitions are not assigned together: {sorted(assigned)}")
         return owned[0]
 
     def make_machines(self, written: Mapping[int, Iterable[tuple[str, bytes]]]) -> dict[Partition, int]:

@@ -35,7 +35,7 @@ from tidemill.schemas.log.client_settings import MAX_LETTER_BYTES, METADATA_TIME
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.watermarks import watermarks
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.runner.base import StreamFailure, check_position
+from tidemill.streams.runner.base import check_position
 
 LOG = logging.getLogger("tidemill.streams")
 TAKEN = frozenset(
@@ -107,14 +107,6 @@ def _tls(security: Security) -> ssl.SSLContext:
     return context
 
 
-def checked_credentials(kafka: KafkaSettings) -> Credentials | None:
-    """Return Faust's credentials; None for plain connections. Raises StreamFailure if the options cannot give any."""
-    try:
-        return broker_credentials(kafka)
-    except SecurityError as error:
-        raise StreamFailure(str(error)) from error
-
-
 def faust_settings(
     kafka: KafkaSettings, stream: StreamSettings, partitions: int, credentials: Credentials | None
 ) -> dict[str, Any]:
@@ -149,7 +141,7 @@ def faust_settings(
 
 
 def refuse_transactional_state(kafka: KafkaSettings, topic: str) -> None:
-    """Raise StreamFailure if a state topic ends in a transaction marker: Faust would never reach its end."""
+    """Raise RuntimeError if a state topic ends in a transaction marker: Faust would never reach its end."""
     log = Consumer(groupless_settings(kafka, "tidemill-stream-state") | {"enable.partition.eof": True})
     try:
         metadata = log.list_topics(timeout=METADATA_TIMEOUT_S).topics.get(topic)
@@ -161,7 +153,7 @@ def refuse_transactional_state(kafka: KafkaSettings, topic: str) -> None:
             found = log.poll(METADATA_TIMEOUT_S)
             error = found.error() if found is not None else None
             if error is not None and error.code() == KafkaError._PARTITION_EOF:
-                raise StreamFailure(
+                raise RuntimeError(
                     f"the state in {topic} was written by the transactional runner, and Faust cannot read it: use "
                     "`stream.runner=transactional`, or give the processor another `application` name, to start it "
                     "again from the beginning of the log"

@@ -35,10 +35,10 @@ from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.liveness import EXIT_HUNG
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Output, Processor
-from tidemill.streams.runner.base import LOG, STATE_TOPIC_CONFIG, Runner, StreamFailure, Write, checked_partitions
+from tidemill.streams.runner.base import LOG, STATE_TOPIC_CONFIG, Runner, Write, checked_partitions
 from tidemill.streams.runner.faust_access import (
     PositionedTransport,
-    checked_credentials,
+    broker_credentials,
     faust_settings,
     refuse_transactional_state,
 )
@@ -57,7 +57,7 @@ class FaustRunner(Runner):
         self._failure: BaseException | None = None
         self._ended = asyncio.Event()
         self._stopping = False
-        credentials = checked_credentials(kafka)
+        credentials = broker_credentials(kafka)
         partitions = checked_partitions(kafka, processor)
         self.app = faust.App(self._application, **faust_settings(kafka, stream, partitions, credentials))
         self._transport = PositionedTransport(
@@ -140,7 +140,7 @@ class FaustRunner(Runner):
         return bool(self._ready and generation == self.app.consumer_generation_id)
 
     def _observe(self, message: Any) -> list[Output]:  # noqa: ANN401 - a faust message
-        """Return the outputs that a record decides; none if the machine has observed it. Raises StreamFailure if
+        """Return the outputs that a record decides; none if the machine has observed it. Raises RuntimeError if
         records before it are missing.
         """
         tp, offset = TP(message.topic, message.partition), message.offset
@@ -170,7 +170,7 @@ class FaustRunner(Runner):
             self.pass_over(RetentionGap(tp.topic, tp.partition, expected, first))
         # The first record after a seek is the first one still in the log. After it, only compaction may remove records.
         elif tp in self._reading and not self._transport.holes.take(tp, expected, offset):
-            raise StreamFailure(
+            raise RuntimeError(
                 f"{tp.topic}[{tp.partition}] went from offset {expected} to {offset}: the records between were lost, "
                 "or a transactional producer writes to this topic; restart the worker to read from its last position"
             )
@@ -234,13 +234,13 @@ class FaustRunner(Runner):
     # Lifecycle
 
     async def serve(self) -> None:
-        """Process records until SIGINT or SIGTERM. Raises StreamFailure if the worker cannot continue."""
+        """Process records until SIGINT or SIGTERM. Raises RuntimeError if the worker cannot continue."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._ended.set)
 
         def stalled(stall: str) -> None:
-            loop.call_soon_threadsafe(self._fail, StreamFailure(stall))
+            loop.call_soon_threadsafe(self._fail, RuntimeError(stall))
 
         def progress() -> tuple[bool, dict[Partition, int]]:
             ready = self._ready
@@ -264,7 +264,7 @@ class FaustRunner(Runner):
             await self._stop(start, watchdog)
         reason = self._failure or self.app.crash_reason
         if reason is not None:
-            raise StreamFailure(f"{self._processor.name} ended: {reason}") from reason
+            raise RuntimeError(f"{self._processor.name} ended: {reason}") from reason
 
     async def _stop(self, start: asyncio.Task[Any], watchdog: Watchdog) -> None:
         self._stopping = True
@@ -285,7 +285,7 @@ class FaustRunner(Runner):
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
-    """Run a processor in Faust until SIGINT or SIGTERM. Raises StreamFailure if the worker cannot continue."""
+    """Run a processor in Faust until SIGINT or SIGTERM. Raises RuntimeError if the worker cannot continue."""
     for name in ("faust", "mode", "aiokafka"):
         logging.getLogger(name).setLevel(stream.log_level)
     Path(stream.data_dir).mkdir(parents=True, exist_ok=True)

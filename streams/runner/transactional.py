@@ -47,7 +47,6 @@ from tidemill.streams.runner.base import (
     LOG,
     STATE_TOPIC_CONFIG,
     Runner,
-    StreamFailure,
     Write,
     check_position,
     checked_partitions,
@@ -112,17 +111,17 @@ class TransactionalRunner(Runner):
         self._ticks = Producer(producer_settings(kafka, f"{CLIENT}-ticks"))
 
     def _make_changelog(self, partitions: int) -> None:
-        """Create the state topic if it is missing. Raises StreamFailure if it has another partition count."""
+        """Create the state topic if it is missing. Raises RuntimeError if it has another partition count."""
         client = admin_client(self._kafka)
         config = {"cleanup.policy": "compact", **STATE_TOPIC_CONFIG}
         topic = NewTopic(self._changelog, partitions, self._kafka.replication_factor, config=config)
         try:
             create_missing(client, [topic])
         except KafkaException as error:
-            raise StreamFailure(f"the state topic {self._changelog} cannot be created: {error.args[0]}") from error
+            raise RuntimeError(f"the state topic {self._changelog} cannot be created: {error.args[0]}") from error
         found = len(client.list_topics(self._changelog, METADATA_TIMEOUT_S).topics[self._changelog].partitions)
         if found != partitions:
-            raise StreamFailure(
+            raise RuntimeError(
                 f"the state topic {self._changelog} has {found} partitions, and the inputs have {partitions}: give the "
                 "processor another `application` name, or delete the state topic"
             )
@@ -130,7 +129,7 @@ class TransactionalRunner(Runner):
     # Lifecycle
 
     def serve(self, stop: threading.Event) -> None:
-        """Process records until `stop` is set. Raises StreamFailure if the worker cannot continue."""
+        """Process records until `stop` is set. Raises RuntimeError if the worker cannot continue."""
         self._stop = stop
         watchdog = Watchdog(
             self._kafka,
@@ -159,13 +158,13 @@ class TransactionalRunner(Runner):
         except _Stopped:
             pass
         except (KafkaException, RegistryError, RetentionGap, ValueError) as error:
-            raise StreamFailure(f"{self._processor.name} ended: {error}") from error
+            raise RuntimeError(f"{self._processor.name} ended: {error}") from error
         finally:
             watchdog.stop()
             for client in (self._consumer, self._state_reader, self._log_ends):
                 client.close()
         if self._failure is not None:
-            raise StreamFailure(f"{self._processor.name} ended: {self._failure}")
+            raise RuntimeError(f"{self._processor.name} ended: {self._failure}")
 
     def _end(self, reason: object) -> None:
         self._failure = str(reason)
@@ -222,7 +221,7 @@ class TransactionalRunner(Runner):
             self._write(self.write_of(output))
 
     def _kept(self, place: Partition, offset: int) -> int:
-        """Return the first offset from `offset` on that the log still has. Raises RetentionGap, StreamFailure."""
+        """Return the first offset from `offset` on that the log still has. Raises RetentionGap, RuntimeError."""
         first, end = watermarks(self._log_ends, place)
         check_position(*place, offset, end)
         if offset >= first:
@@ -266,13 +265,13 @@ class TransactionalRunner(Runner):
         self._touched.clear()
 
     def _restart_transaction(self, error: KafkaException) -> None:
-        """Abort, and decide the records of the transaction again. Raises StreamFailure if that is impossible."""
+        """Abort, and decide the records of the transaction again. Raises RuntimeError if that is impossible."""
         cause: KafkaError = error.args[0]
         over = cause.fatal() or cause.code() in (*FENCED, KafkaError._FATAL)
         if not (over or cause.txn_requires_abort() or cause.code() == KafkaError._TIMED_OUT):
             raise error
         if over:
-            raise StreamFailure(
+            raise RuntimeError(
                 f"{self._processor.name} ended: another worker has the same transactional id ({cause}): two have one "
                 "`stream.instance`, or this one was suspended and has been replaced"
             ) from error
@@ -369,6 +368,6 @@ class TransactionalRunner(Runner):
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
-    """Run a processor in transactions until SIGINT or SIGTERM. Raises StreamFailure if it cannot continue."""
+    """Run a processor in transactions until SIGINT or SIGTERM. Raises RuntimeError if it cannot continue."""
     stop = stop_on_signals()
     TransactionalRunner(kafka, run, stream, processor).serve(stop)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -14,64 +13,60 @@ from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin
 from tidemill.streams.machine import Processor
 from tidemill.streams.online.batcher import OnlineBatcher
 from tidemill.streams.online.config import BatchSettings
-from tidemill.streams.state import MachineState
 
 LOG = logging.getLogger("tidemill.streams")
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessorSettings:
-    """The sections of the configuration that determine the outputs of processors."""
-
-    run: RunSettings = field(default_factory=RunSettings)
-    stream: StreamSettings = field(default_factory=StreamSettings)
-    join: JoinSettings = field(default_factory=JoinSettings)
-    batches: BatchSettings = field(default_factory=BatchSettings)
-
-
 def group_assembly(run: RunSettings, stream: StreamSettings) -> Processor:
     """Return group assembly: reads `rollouts`, writes `groups`, each group in the partition of its rollouts."""
-
-    def machine(partition: int, state: MachineState) -> GroupAssembler:
-        return GroupAssembler(partition, run.run_id, stream, state)
-
-    return Processor(stream.application, "groups", (Topic.ROLLOUTS,), (Topic.GROUPS,), machine)
+    return Processor(
+        name=stream.application,
+        table="groups",
+        inputs=(Topic.ROLLOUTS,),
+        outputs=(Topic.GROUPS,),
+        machine=lambda partition, state: GroupAssembler(partition, run.run_id, stream, state),
+    )
 
 
 def feedback_join(run: RunSettings, settings: JoinSettings) -> Processor:
     """Return the feedback join: reads `interactions` and `feedback`, writes `outcomes`. Logs questionable settings."""
     for note in settings.map.notes():
         LOG.warning(note)
-
-    def machine(partition: int, state: MachineState) -> FeedbackJoin:
-        return FeedbackJoin(partition, run.run_id, settings, state)
-
-    return Processor(settings.application, "join", INPUTS, (Topic.OUTCOMES,), machine)
+    return Processor(
+        name=settings.application,
+        table="join",
+        inputs=INPUTS,
+        outputs=(Topic.OUTCOMES,),
+        machine=lambda partition, state: FeedbackJoin(partition, run.run_id, settings, state),
+    )
 
 
 def online_batches(run: RunSettings, settings: BatchSettings) -> Processor:
     """Return the online batcher: reads `outcomes`, writes `online-batches`. Each branch has its own application."""
+    return Processor(
+        name=f"{settings.application}.{run.branch}",
+        table="batches",
+        inputs=(Topic.OUTCOMES,),
+        outputs=(Topic.ONLINE_BATCHES,),
+        machine=lambda _partition, state: OnlineBatcher(run.run_id, run.branch, settings, state),
+    )
 
-    def machine(_partition: int, state: MachineState) -> OnlineBatcher:
-        return OnlineBatcher(run.run_id, run.branch, settings, state)
 
-    name = f"{settings.application}.{run.branch}"
-    return Processor(name, "batches", (Topic.OUTCOMES,), (Topic.ONLINE_BATCHES,), machine)
-
-
-def processor_of(name: ProcessorName, rules: ProcessorSettings) -> Processor:
+def processor_of(
+    name: ProcessorName, run: RunSettings, stream: StreamSettings, join: JoinSettings, batches: BatchSettings
+) -> Processor:
     """Return the processor of a name: a separate application, with its own consumer group and state."""
     match name:
         case ProcessorName.ASSEMBLY:
-            return group_assembly(rules.run, rules.stream)
+            return group_assembly(run, stream)
         case ProcessorName.JOIN:
-            return feedback_join(rules.run, rules.join)
+            return feedback_join(run, join)
         case ProcessorName.BATCHES:
-            return online_batches(rules.run, rules.batches)
+            return online_batches(run, batches)
 
 
 def run(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
-    """Run a processor until SIGINT or SIGTERM. Raises StreamFailure if the worker cannot continue."""
+    """Run a processor until SIGINT or SIGTERM. Raises RuntimeError if the worker cannot continue."""
     # Import only the chosen runner: the clients take long to import.
     if stream.runner is RunnerName.FAUST:
         from tidemill.streams.runner import faust_worker as runner

@@ -21,7 +21,7 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.records import Rollout
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.runner.base import checked_partitions
-from tidemill.streams.runner.faust_access import checked_credentials, faust_settings
+from tidemill.streams.runner.faust_access import broker_credentials, faust_settings
 from tidemill.streams.runner.worker import group_assembly
 
 
@@ -29,7 +29,7 @@ def naive_app(kafka: KafkaSettings, stream: StreamSettings) -> Any:
     """Use the same Faust, settings and topics; only the state and the order of writes differ."""
     partitions = checked_partitions(kafka, group_assembly(RunSettings(), stream))
     codec, names = Codec(), Names(kafka.topic_prefix)
-    settings = faust_settings(kafka, stream, partitions, checked_credentials(kafka))
+    settings = faust_settings(kafka, stream, partitions, broker_credentials(kafka))
     app = faust.App(f"{kafka.topic_prefix}naive", **settings)
     raw: dict[str, Any] = {"key_serializer": "raw", "value_serializer": "raw", "partitions": partitions}
     source = app.topic(names.of(Topic.ROLLOUTS), key_type=bytes, value_type=bytes, **raw)

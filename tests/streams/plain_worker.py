@@ -16,8 +16,7 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.streams.config import ProcessorName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.online.config import BatchSettings
-from tidemill.streams.runner.base import StreamFailure
-from tidemill.streams.runner.worker import ProcessorSettings, processor_of, run
+from tidemill.streams.runner.worker import processor_of, run
 
 
 def main() -> int:
@@ -25,16 +24,12 @@ def main() -> int:
     path, processor = sys.argv[1:]
     sections = json.loads(Path(path).read_text("utf-8"))
     kafka = KafkaSettings(**sections["kafka"])
-    rules = ProcessorSettings(
-        run=RunSettings(**sections["run"]),
-        stream=StreamSettings(**sections["stream"]),
-        join=JoinSettings(**sections.get("join", {})),
-        batches=BatchSettings(**sections.get("batches", {})),
-    )
-    logging.basicConfig(level=rules.stream.log_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    settings, stream = RunSettings(**sections["run"]), StreamSettings(**sections["stream"])
+    join, batches = JoinSettings(**sections.get("join", {})), BatchSettings(**sections.get("batches", {}))
+    logging.basicConfig(level=stream.log_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
-        run(kafka, rules.run, rules.stream, processor_of(ProcessorName(processor), rules))
-    except StreamFailure as failure:
+        run(kafka, settings, stream, processor_of(ProcessorName(processor), settings, stream, join, batches))
+    except RuntimeError as failure:
         sys.stderr.write(f"{failure}\n")
         return 1
     return 0

@@ -30,7 +30,7 @@ from tidemill.schemas.log.producer import HEADER_OFFSET, HEADER_REASON, RecordPr
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import CloseReason, Rollout, Tick
 from tidemill.streams.config import RunnerName, StreamSettings
-from tidemill.streams.runner.base import StreamFailure, checked_partitions
+from tidemill.streams.runner.base import checked_partitions
 from tidemill.streams.runner.worker import group_assembly
 
 
@@ -180,7 +180,7 @@ def test_a_lost_record_ends_faust_and_a_transaction_marker_ends_no_runner(settin
 def test_missing_topics_are_reported(kafka, topic_prefix):
     absent = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
     processor = group_assembly(RunSettings(), StreamSettings())
-    with pytest.raises(StreamFailure, match="missing topics"):
+    with pytest.raises(RuntimeError, match="missing topics"):
         checked_partitions(absent, processor)
     assert checked_partitions(fresh_topics(kafka.bootstrap, topic_prefix, 3, ASSEMBLY), processor) == 3
 

@@ -18,12 +18,11 @@ from tests.conftest import create_some
 from tests.secured_log import PASSWORD, USER, SecuredLog
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.access import SecurityError
+from tidemill.schemas.log.access import AccessRefused, SecurityError
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.streams.config import RunnerName, StreamSettings
-from tidemill.streams.runner import faust_access
-from tidemill.streams.runner.base import StreamFailure
+from tidemill.streams.runner import faust_worker
 from tidemill.streams.runner.faust_access import broker_credentials
 from tidemill.streams.runner.transactional import TransactionalRunner
 from tidemill.streams.runner.worker import group_assembly, run
@@ -80,7 +79,7 @@ def test_a_refused_worker_ends_with_the_reason(
     options = {} if changes is None else secured.sasl_options(**changes)
     if options.get("ssl.ca.location") == "stranger":
         options["ssl.ca.location"] = str(secured.stranger)
-    with pytest.raises(StreamFailure, match=said):
+    with pytest.raises(AccessRefused, match=said):
         start(at(getattr(secured, door), "", options), RunSettings(), StreamSettings(), ASSEMBLER)
 
 
@@ -120,10 +119,10 @@ def test_a_worker_ends_at_once_if_only_faust_is_refused(
     settings = secured.settings(topic_prefix)
     create_some(settings, ASSEMBLY)
     wrong = broker_credentials(at(secured.sasl, "", secured.sasl_options(sasl_password="wrong")))
-    monkeypatch.setattr(faust_access, "broker_credentials", lambda _kafka: wrong)
+    monkeypatch.setattr(faust_worker, "broker_credentials", lambda _kafka: wrong)
     # Only the refusal can end this worker, because its stall timeout is off.
     stream = StreamSettings(data_dir=str(tmp_path), stall_timeout_s=0.0)
-    with pytest.raises(StreamFailure, match="Unable to bootstrap"):
+    with pytest.raises(RuntimeError, match="Unable to bootstrap"):
         run(settings, RunSettings(run_id=RUN_ID), stream, ASSEMBLER)
 
 
@@ -156,7 +155,7 @@ def test_unsupported_faust_options_are_refused_by_name(secured: SecuredLog, chan
     settings = at(secured.sasl, "", secured.sasl_options(**changes))
     with pytest.raises(SecurityError, match=said):
         broker_credentials(settings)
-    with pytest.raises(StreamFailure, match=said):
+    with pytest.raises(SecurityError, match=said):
         run(settings, RunSettings(run_id=RUN_ID), StreamSettings(), ASSEMBLER)
 
 
