@@ -16,9 +16,8 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Generic, TypeVar
 
 from tidemill.schemas.catalogue import Names, Topic
@@ -48,56 +47,53 @@ class DecidedOutput(Generic[Decided]):
     """The cause's timestamp."""
 
 
-class OfflineRun:
-    """One pass of a processor over the records of its inputs.
+def decided_outputs(
+    processor: Processor,
+    spans: Mapping[tuple[Topic, int], range],
+    records: Iterable[ConsumedRecord],
+    changes: Sequence[Change] = (),
+) -> Iterator[DecidedOutput[Output]]:
+    """Yield the outputs of a processor for records of its inputs, each as soon as it is decided.
 
     Args:
         spans: the offsets to replay, for each partition of each input; other records are skipped.
+        records: in the order of their offsets within each partition.
         changes: counterfactuals, applied to each record one after the other before its machine observes it.
     """
+    partitions = sorted({partition for _, partition in spans})
+    machines: dict[int, Machine] = {p: processor.machine(p, MachineState()) for p in partitions}
+    orders: dict[int, TopicMerge[ConsumedRecord]] = {p: TopicMerge(processor.inputs, {}) for p in partitions}
+    observed = 0
 
-    def __init__(
-        self, processor: Processor, spans: Mapping[tuple[Topic, int], range], changes: Sequence[Change] = ()
-    ) -> None:
-        self._spans = spans
-        self._changes = changes
-        partitions = sorted({partition for _, partition in spans})
-        self._machines: dict[int, Machine] = {p: processor.machine(p, MachineState()) for p in partitions}
-        self._orders: dict[int, TopicMerge[ConsumedRecord]] = {p: TopicMerge(processor.inputs, {}) for p in partitions}
-        for (topic, partition), span in spans.items():
-            if not span:
-                self._orders[partition].end(topic)
-        self._observed = 0
-
-    def take(self, located: ConsumedRecord) -> list[DecidedOutput[Output]]:
-        """Add one record, in the order of its partition. Return the outputs that can be decided now."""
-        span, order = self._spans[located.topic, located.partition], self._orders[located.partition]
-        if located.offset not in span:
-            return []
-        order.read(located.topic, located.offset, located.timestamp_ms * 1_000, located)
-        if located.offset == span.stop - 1:
-            order.end(located.topic)
-        return self._decided(order)
-
-    def finish(self) -> list[DecidedOutput[Output]]:
-        """Return the outputs of the records that still wait, at the end of the input."""
-        for topic, partition in self._spans:
-            self._orders[partition].end(topic)
-        return [decided for order in self._orders.values() for decided in self._decided(order)]
-
-    def _decided(self, order: TopicMerge[ConsumedRecord]) -> list[DecidedOutput[Output]]:
-        found: list[DecidedOutput[Output]] = []
+    def decide(order: TopicMerge[ConsumedRecord]) -> Iterator[DecidedOutput[Output]]:
+        """Give a partition's records to its machine, up to the first one that may not be the next in order."""
+        nonlocal observed
         while (step := order.take()) is not None:
             _, _, located = step
-            changed, machine = located, self._machines[located.partition]
-            for change in self._changes:
+            changed, machine = located, machines[located.partition]
+            for change in changes:
                 changed = change(changed)
-            outputs = machine.observe(changed)
-            found += [DecidedOutput(output, located.position, located.timestamp_ms) for output in outputs]
-            self._observed += 1
-            if self._observed % CHANGES_EVERY == 0:
+            for output in machine.observe(changed):
+                yield DecidedOutput(output, located.position, located.timestamp_ms)
+            observed += 1
+            if observed % CHANGES_EVERY == 0:
                 machine.take_changes()
-        return found
+
+    for (topic, partition), span in spans.items():
+        if not span:
+            orders[partition].end(topic)
+    for located in records:
+        span, order = spans[located.topic, located.partition], orders[located.partition]
+        if located.offset in span:
+            order.read(located.topic, located.offset, located.timestamp_ms * 1_000, located)
+            if located.offset == span.stop - 1:
+                order.end(located.topic)
+            yield from decide(order)
+    # At the end of the input, the records that still wait.
+    for topic, partition in spans:
+        orders[partition].end(topic)
+    for order in orders.values():
+        yield from decide(order)
 
 
 CLIENT = "tidemill-replay"
@@ -149,22 +145,25 @@ def replay(
     with LogReader(kafka, processor.inputs, client_id=CLIENT) as reader:
         begins, ends = reader.next_offsets(), reader.end_offsets()
         spans = {place: range(begins[place], end) for place, end in ends.items()}
-        run = OfflineRun(processor, spans, changes)
         names = Names(kafka.topic_prefix)
         cut = [f"{names.of(topic)}[{p}] begins at offset {s.start}" for (topic, p), s in spans.items() if s.start]
-        total = sum(map(len, spans.values()))
+        total, records, rejected = sum(map(len, spans.values())), 0, 0
         emitted: list[DecidedOutput[OutputRecord]] = []
-        rejected = records = 0
-        # The outputs of each record, and finally those of the records that still wait.
-        steps = chain(map(run.take, reader.read_to_end(timeout_s)), (run.finish() for _ in range(1)))
-        for decided in steps:
-            emitted += [
-                DecidedOutput(d.output, d.cause, d.at_ms) for d in decided if isinstance(d.output, OutputRecord)
-            ]
-            rejected += sum(isinstance(d.output, Rejected) for d in decided)
-            progress(records, total)
-            records += 1
-        return Replayed(emitted, rejected, records - 1, sorted(cut))
+
+        def counted() -> Iterator[ConsumedRecord]:
+            nonlocal records
+            for located in reader.read_to_end(timeout_s):
+                records += 1
+                yield located
+                progress(records, total)
+
+        for decided in decided_outputs(processor, spans, counted(), changes):
+            match decided.output:
+                case OutputRecord() as output:
+                    emitted.append(DecidedOutput(output, decided.cause, decided.at_ms))
+                case Rejected():
+                    rejected += 1
+        return Replayed(emitted, rejected, records, sorted(cut))
 
 
 def deadline_shift(by_us: int) -> Change:

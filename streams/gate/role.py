@@ -63,46 +63,6 @@ def rebuild(
     return controller, begin
 
 
-class Gate:
-    """A gate that follows the log.
-
-    Args:
-        producer: writes the decisions.
-    """
-
-    def __init__(self, controller: GateController, producer: RecordProducer) -> None:
-        self._controller, self._producer = controller, producer
-        self._awaited: Position | None = None
-
-    def observe(self, located: ConsumedRecord) -> None:
-        """Process a record of the log. Raises RuntimeError if another gate of the branch started later."""
-        if located.record is None:
-            if located.value is not None:
-                LOG.warning("skipped an unreadable record at %s: %s", located.position, located.error)
-            return
-        self._controller.observe(located.record, event_time(located))
-        decision = located.record
-        if isinstance(decision, GateDecision):
-            if self._awaited is not None and located.offset >= self._awaited.offset:
-                self._awaited = None
-            generation = decision.numbers.get(GENERATION, 0.0)
-            if self._controller.greatest_generation() > self._controller.generation:
-                raise RuntimeError(
-                    f"another gate decides for branch {decision.branch} of run {decision.run_id}: it started later, at "
-                    f"{generation:.0f}, and wrote {decision.verdict.value} {decision.version} at {located.position}; "
-                    "this one stops"
-                )
-
-    def decide(self) -> None:
-        """Write the decision that is due, unless the previous one was not read back yet. Raises DeliveryError."""
-        if self._awaited is not None:
-            return
-        for decision in self._controller.due():
-            self._awaited = self._producer.send_acked(Topic.GATE, [(decision.branch, decision)])[0]
-            level = logging.WARNING if decision.verdict in _GRAVE else logging.INFO
-            LOG.log(level, "%s %s: %s", decision.verdict.value, decision.version, decision.reason)
-
-
 def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: threading.Event | None = None) -> None:
     """Run the gate of the run's branch until `stop` is set (if None, until SIGINT or SIGTERM).
 
@@ -112,15 +72,44 @@ def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: thread
     controller, begin = rebuild(kafka, run, gate, now_us())
     state = controller.snapshot()
     LOG.info("gate of %s/%s: %s; version %d is served", run.run_id, run.branch, state.stage, state.promoted)
+    awaited: Position | None = None
+    """The position of the newest decision of this gate, until it is read back."""
+
+    def observe(located: ConsumedRecord) -> None:
+        nonlocal awaited
+        if located.record is None:
+            if located.value is not None:
+                LOG.warning("skipped an unreadable record at %s: %s", located.position, located.error)
+            return
+        controller.observe(located.record, event_time(located))
+        decision = located.record
+        if isinstance(decision, GateDecision):
+            if awaited is not None and located.offset >= awaited.offset:
+                awaited = None
+            generation = decision.numbers.get(GENERATION, 0.0)
+            if controller.greatest_generation() > controller.generation:
+                raise RuntimeError(
+                    f"another gate decides for branch {decision.branch} of run {decision.run_id}: it started later, at "
+                    f"{generation:.0f}, and wrote {decision.verdict.value} {decision.version} at {located.position}; "
+                    "this one stops"
+                )
+
+    def decide() -> None:
+        """Write the decision that is due, unless the previous one was not read back yet."""
+        nonlocal awaited
+        for decision in controller.due() if awaited is None else ():
+            awaited = producer.send_acked(Topic.GATE, [(decision.branch, decision)])[0]
+            level = logging.WARNING if decision.verdict in _GRAVE else logging.INFO
+            LOG.log(level, "%s %s: %s", decision.verdict.value, decision.version, decision.reason)
+
     with (
         RecordProducer(kafka, CLIENT_ID) as producer,
         LogReader(kafka, TOPICS, start=begin, client_id=CLIENT_ID) as reader,
         Liveness("the gate", kafka.stall_timeout_s) as liveness,
     ):
-        following = Gate(controller, producer)
         while not stop.is_set():
             liveness.beat("following the log", LOG_WAIT_S)
-            following.decide()
+            decide()
             for located in reader.poll(POLL_S):
-                following.observe(located)
-                following.decide()
+                observe(located)
+                decide()

@@ -337,15 +337,15 @@ class FeedbackJoin:
     ) -> None:
         signals = [
             SignalUse(
-                kind=use.signal.kind,
-                event_id=use.signal.event_id,
-                value=use.signal.value or 0.0,
-                contribution=use.contribution,
+                kind=signal.kind,
+                event_id=signal.event_id,
+                value=signal.value or 0.0,
+                contribution=contribution,
                 topic=FEEDBACK,
                 partition=self._partition,
-                offset=use.signal.offset,
+                offset=signal.offset,
             )
-            for use in result.uses
+            for signal, contribution in result.uses
         ]
         outcome = Outcome(
             interaction_id=case.interaction_id,
@@ -368,7 +368,7 @@ class FeedbackJoin:
             revision=case.revision,
             previous_reward=previous,
             served_at=case.served_at,
-            feedback_at=max((use.signal.observed_at for use in result.uses), default=None),
+            feedback_at=max((signal.observed_at for signal, _ in result.uses), default=None),
             closed_at=closed_at,
         )
         self._outputs.append(OutputRecord(Topic.OUTCOMES, case.interaction_id, outcome, OUTCOMES_PARTITION))

@@ -38,12 +38,8 @@ class Signal:
     """Its offset in its partition of the feedback topic."""
 
 
-@record(frozen=True, slots=True)
-class CountedSignal:
-    """A signal that is part of the reward, and its contribution."""
-
-    signal: Signal
-    contribution: float
+CountedSignal = tuple[Signal, float]
+"""A signal that is part of the reward, and its contribution."""
 
 
 @record(frozen=True, slots=True)
@@ -73,7 +69,7 @@ def reward_of(reward_map: RewardMap, signals: Iterable[Signal]) -> RewardResult:
     for kind, signal in latest.items():
         rule = rules.get(kind)
         if rule is not None and rule.weight and kind not in targeted:
-            uses.append(CountedSignal(signal, rule.weight * _read(rule, signal)))
+            uses.append((signal, rule.weight * _read(rule, signal)))
             # A "no" of a yes-or-no kind (nothing asked, nothing done) is reported for every answer: it is no opinion.
             silent = not signal.value and LEGAL[kind] is YES_OR_NO
             enough = enough or (rule.alone and not silent)
@@ -84,9 +80,9 @@ def reward_of(reward_map: RewardMap, signals: Iterable[Signal]) -> RewardResult:
     if not enough:
         reward = None if reward_map.no_signal == "exclude" else reward_map.no_signal
         return RewardResult(reward, (), observed)
-    total = math.fsum([use.contribution for use in uses])
+    total = math.fsum([contribution for _, contribution in uses])
     bounded = min(max(total, reward_map.low), reward_map.high)
-    return RewardResult(bounded, tuple(sorted(uses, key=lambda use: use.signal.event_id)), observed)
+    return RewardResult(bounded, tuple(sorted(uses, key=lambda use: use[0].event_id)), observed)
 
 
 def standing(signals: Iterable[Signal]) -> dict[SignalKind, Signal]:
@@ -117,7 +113,7 @@ def _read(rule: SignalRule, signal: Signal) -> float:
 def _at_target_rate(target: TargetRate, latest: Mapping[SignalKind, Signal]) -> list[CountedSignal]:
     accepted, shown = latest.get(target.accepted_by), latest.get(target.shown_by)
     if accepted is not None:
-        return [CountedSignal(accepted, 1 - target.rate if _value(accepted) >= target.accepted_from else -target.rate)]
+        return [(accepted, 1 - target.rate if _value(accepted) >= target.accepted_from else -target.rate)]
     if shown is not None:
-        return [CountedSignal(shown, -target.rate if shown.value else 0.0)]
+        return [(shown, -target.rate if shown.value else 0.0)]
     return []

@@ -20,7 +20,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Group, RewardComponent, Tick
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Output, OutputRecord, Processor
-from tidemill.streams.offline import Change, DecidedOutput, OfflineRun, ReweightRewards, deadline_shift
+from tidemill.streams.offline import Change, DecidedOutput, ReweightRewards, deadline_shift, decided_outputs
 from tidemill.streams.runner.worker import feedback_join, group_assembly
 
 RUN = RunSettings(run_id=RUN_ID)
@@ -39,8 +39,7 @@ def offline(processor: Processor, records: Sequence[ConsumedRecord], *changes: C
         for topic in processor.inputs
         for partition in partitions
     }
-    run = OfflineRun(processor, spans, changes)
-    return [*(decided for record in records for decided in run.take(record)), *run.finish()]
+    return list(decided_outputs(processor, spans, records, changes))
 
 
 def _at(record: ConsumedRecord, topic: Topic, partition: int) -> bool:
@@ -109,8 +108,7 @@ def test_each_partition_has_its_own_machine():
 
 def test_records_outside_the_span_are_ignored():
     records = [located(rollout("g", i, group_size=2), i) for i in range(4)]
-    run = OfflineRun(assembly(), {(Topic.ROLLOUTS, 0): range(0, 1)})
-    assert [d for record in records for d in run.take(record)] + run.finish() == []
+    assert not list(decided_outputs(assembly(), {(Topic.ROLLOUTS, 0): range(0, 1)}, records))
 
 
 def test_deadlines_after_the_end_of_the_log_decide_nothing():

@@ -34,7 +34,7 @@ def test_the_reward_is_the_weighted_sum():
     rules = {THUMB: rule(0.5), RETRY: rule(-0.25)}
     result = reward_of(RewardMap(rules=rules), [signal(RETRY, 1.0, "b"), signal(THUMB, 1.0, "a")])
     assert result.reward == 0.25
-    assert [(use.signal.event_id, use.contribution) for use in result.uses] == [("a", 0.5), ("b", -0.25)]
+    assert [(signal.event_id, contribution) for signal, contribution in result.uses] == [("a", 0.5), ("b", -0.25)]
 
 
 def test_the_reward_stays_within_bounds():
@@ -103,7 +103,7 @@ def test_a_correction_of_another_kind_corrects_nothing():
 def test_observed_includes_signals_without_weight():
     result = reward_of(RewardMap(rules={THUMB: rule()}), [signal(THUMB, 1.0), signal(LATENCY, 3.0, "l")])
     assert result.observed == {"thumb": 1.0, "latency": 3.0}
-    assert [use.signal.kind for use in result.uses] == [THUMB]
+    assert [signal.kind for signal, _ in result.uses] == [THUMB]
 
 
 def target(*signals):
