@@ -104,13 +104,6 @@ class CanaryTrial:
         return self.decided and self.end is not None and self.end.numbers.get(EVIDENCE, 0.0) > 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    parent: int | None
-    known: int
-    """Number of decisions known when it was made."""
-
-
 class BranchDecisions:
     """The decisions of one branch of one run; the caller must not pass those of other branches."""
 
@@ -143,7 +136,10 @@ class BranchDecisions:
         """Version from which a gate rolled back, until it is rejected."""
         self.generation = 0.0
         """Greatest generation of a gate that decided."""
-        self._made: dict[int, _Made] = {}
+        self._parents: dict[int, int | None] = {}
+        """Parent of each version that was made; None for one that has none."""
+        self._known: dict[int, int] = {}
+        """Number of decisions known when each version was made."""
         self._children: defaultdict[int, list[int]] = defaultdict(list)
         self._given_up: dict[int, GateVerdict] = {}
 
@@ -155,7 +151,7 @@ class BranchDecisions:
     @property
     def versions(self) -> KeysView[int]:
         """The versions that were made."""
-        return self._made.keys()
+        return self._parents.keys()
 
     @property
     def abandoned(self) -> frozenset[int]:
@@ -189,7 +185,7 @@ class BranchDecisions:
                 self._name(decision, version)
                 self.hold = self.overrun = None
                 line = {*self.ancestry(version), *self._descendants(version)}
-                self._give_up(decision, version, {v for v in self._made if v not in line})
+                self._give_up(decision, version, {v for v in self._parents if v not in line})
             case GateVerdict.ROLL_BACK:
                 left = self.named[-1] if self.named else None
                 self._name(decision, version)
@@ -197,7 +193,7 @@ class BranchDecisions:
                     self.collapsed = None if left == version or left in self.rejected else left
                 else:
                     self.hold, self.overrun = decision, None
-                self._give_up(decision, version, {v for v in self._made if v > version})
+                self._give_up(decision, version, {v for v in self._parents if v > version})
             case GateVerdict.HOLD:
                 self._settle(decision)
                 self.limit = self.hold = decision
@@ -236,11 +232,11 @@ class BranchDecisions:
         self.collapsed = None if self.collapsed == version else self.collapsed
         if self.trial is not None and self.trial.version == version:
             self._end_trial(decision)
-        if version in self._made:
+        if version in self._parents:
             first = version
             if version not in self._given_up:
                 back = self._behind(version)
-                first = next(v for v in self.ancestry(version) if self._made[v].parent == back)
+                first = next(v for v in self.ancestry(version) if self._parents[v] == back)
             self._give_up(decision, version, self._descendants(first))
 
     def _settle(self, decision: GateDecision) -> None:
@@ -253,13 +249,13 @@ class BranchDecisions:
 
     def made(self, version: int, parent: int | None, known: int | None = None) -> None:
         """Record that `version` was made from `parent` when `known` decisions were known (default: those observed)."""
-        before = self._made.get(version)
-        self._made[version] = _Made(parent, self.decisions if known is None else known)
-        if before is not None and before.parent is not None:
-            self._children[before.parent].remove(version)
+        again, before = version in self._parents, self._parents.get(version)
+        self._parents[version], self._known[version] = parent, self.decisions if known is None else known
+        if before is not None:
+            self._children[before].remove(version)
         if parent is not None:
             self._children[parent].append(version)
-        if before is not None and before.parent != parent:
+        if again and before != parent:
             self.learners = {v for admitted in self.admitted for v in self._descendants(admitted)}
         elif parent in self.learners:
             self.learners |= self._descendants(version)
@@ -267,9 +263,9 @@ class BranchDecisions:
     def ancestry(self, version: int) -> Iterator[int]:
         """Yield a version, its parent, and so on to the first one; nothing for a version that was not made."""
         at: int | None = version
-        while at is not None and at in self._made:
+        while at is not None and at in self._parents:
             yield at
-            at = self._made[at].parent
+            at = self._parents[at]
 
     def _descendants(self, version: int) -> set[int]:
         found, left = set[int](), [version]
@@ -287,14 +283,14 @@ class BranchDecisions:
             found = next((v for v in before if v in milestones), None)
             if found is not None:
                 return found
-        return self._made[version].parent
+        return self._parents[version]
 
     def _give_up(self, decision: GateDecision, version: int, lost: set[int]) -> None:
         """Abandon those of the versions `lost` that were made before the decision, if its version was made."""
-        if version not in self._made:
+        if version not in self._parents:
             return
-        for at in lost & self._made.keys():
+        for at in lost & self._parents.keys():
             # A rejection replaces an earlier reason, so that a release does not restore these versions.
             free = at not in self._given_up or decision.verdict is GateVerdict.REJECT
-            if free and self._made[at].known < self.decisions:
+            if free and self._known[at] < self.decisions:
                 self._given_up[at] = decision.verdict

@@ -15,7 +15,6 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from pydantic import SecretStr
 
 from tidemill.schemas.config import KafkaSettings
 
+PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 FILES = ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location")
 PREFIXES = ("security.", "sasl.", "ssl.", "enable.ssl.", "enable.sasl.")
 PROBE = "probe"
@@ -36,30 +36,16 @@ class SecurityError(ValueError):
     """The options cannot open a connection; the message names them and the remedy."""
 
 
-class Protocol(StrEnum):
-    """Value of `security.protocol`."""
-
-    PLAINTEXT = "PLAINTEXT"
-    SSL = "SSL"
-    SASL_PLAINTEXT = "SASL_PLAINTEXT"
-    SASL_SSL = "SASL_SSL"
-
-    @property
-    def encrypted(self) -> bool:
-        """Whether the connection uses TLS."""
-        return self in (Protocol.SSL, Protocol.SASL_SSL)
-
-    @property
-    def sasl(self) -> bool:
-        """Whether the client authenticates with SASL."""
-        return self in (Protocol.SASL_PLAINTEXT, Protocol.SASL_SSL)
-
-
 @dataclass(frozen=True, slots=True)
 class Security:
     """The security settings in `kafka.client_options`; options that are not set are empty, the protocol PLAINTEXT."""
 
-    protocol: Protocol
+    protocol: str
+    """One of `PROTOCOLS`."""
+    encrypted: bool
+    """Whether the connection uses TLS."""
+    sasl: bool
+    """Whether the client authenticates with SASL."""
     ca: str
     """File or directory with the certificates of the trusted authorities; empty: the system's."""
     certificate: str
@@ -78,15 +64,16 @@ def security_options(options: Mapping[str, str]) -> dict[str, str]:
 def security_of(kafka: KafkaSettings) -> Security:
     """Return the security that the settings configure. Raises SecurityError if something is missing or not valid."""
     options = kafka.client_options
-    name = options.get("security.protocol", Protocol.PLAINTEXT).upper()
-    if name not in Protocol.__members__:
+    protocol = options.get("security.protocol", "PLAINTEXT").upper()
+    if protocol not in PROTOCOLS:
         raise SecurityError(
-            f"kafka.client_options: security.protocol is {name!r}, and has to be one of {', '.join(Protocol)}"
+            f"kafka.client_options: security.protocol is {protocol!r}, and has to be one of {', '.join(PROTOCOLS)}"
         )
-    protocol = Protocol(name)
     ca = options.get("ssl.ca.location", "")
     found = Security(
         protocol=protocol,
+        encrypted=protocol.endswith("SSL"),
+        sasl=protocol.startswith("SASL"),
         ca="" if ca == PROBE else ca,
         certificate=options.get("ssl.certificate.location", ""),
         key=options.get("ssl.key.location", ""),
@@ -95,9 +82,9 @@ def security_of(kafka: KafkaSettings) -> Security:
         user=options.get("sasl.username", ""),
         password=SecretStr(options.get("sasl.password", "")),
     )
-    if protocol.sasl:
+    if found.sasl:
         _require_user(found)
-    if protocol.encrypted:
+    if found.encrypted:
         for option, path in zip(FILES, (found.ca, found.certificate, found.key), strict=True):
             if path and not Path(path).exists():
                 raise SecurityError(f"kafka.client_options: {option} names {path}, which does not exist")
@@ -190,9 +177,9 @@ def check_access(kafka: KafkaSettings) -> None:
     if found.refusal:
         raise AccessRefused(f"Kafka at {kafka.address()}: {found.refusal}. {_advice(security, found.refusal)}")
     wanted = ""
-    if found.closed_late and not security.protocol.sasl:
+    if found.closed_late and not security.sasl:
         wanted = "a user's name (SASL)"
-    elif found.closed_early and not security.protocol.encrypted and _speaks_tls(kafka):
+    elif found.closed_early and not security.encrypted and _speaks_tls(kafka):
         wanted = "TLS"
     if wanted:
         raise AccessRefused(

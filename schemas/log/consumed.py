@@ -8,14 +8,14 @@ a consumer that acts on records, the trainer above all, refuses it unless its se
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, cast
+from typing import cast
 
 from confluent_kafka import Message
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.record_class import record
-from tidemill.schemas.records import Record
+from tidemill.schemas.records import GroupMember, OnlineMember, Outcome, Record, SignalUse, StepExclusion, StepInput
 
 HEADER_REPLAY_ID = "tidemill-replay-id"
 HEADER_REPLAY_SOURCE = "tidemill-replay-source"
@@ -24,20 +24,8 @@ HEADER_REPLAY_SOURCE = "tidemill-replay-source"
 Headers = Iterable[tuple[str, bytes | None]]
 
 
-class LogReference(Protocol):
-    """A part of a record that refers to another record by its position."""
-
-    @property
-    def topic(self) -> str:
-        """Name of the topic, without the prefix."""
-
-    @property
-    def partition(self) -> int:
-        """Number of the partition."""
-
-    @property
-    def offset(self) -> int:
-        """Offset in the partition."""
+LogReference = GroupMember | OnlineMember | StepInput | StepExclusion | SignalUse | Outcome
+"""A part of a record that refers to another record by its topic (without prefix), partition and offset."""
 
 
 @record(frozen=True, slots=True)

@@ -69,8 +69,8 @@ def broker_credentials(kafka: KafkaSettings) -> Credentials | None:
             f"{', '.join(sorted(TAKEN))}, and always verifies the broker's certificate and host name: leave the others "
             "out of its configuration, and write certificates and keys to PEM files"
         )
-    context = _tls(security) if security.protocol.encrypted else None
-    if not security.protocol.sasl:
+    context = _tls(security) if security.encrypted else None
+    if not security.sasl:
         return SSLCredentials(context) if context else None
     if security.mechanism not in WITH_PASSWORD:
         raise SecurityError(
