@@ -19,7 +19,7 @@ from tidemill.compose.output import JsonOption, json_values, print_document, utc
 from tidemill.schemas.records import UserWish
 
 if TYPE_CHECKING:
-    from tidemill.compose.demo.simulated_users.people import UserActivity
+    from tidemill.compose.demo.people import UserActivity
     from tidemill.consumers.operate.rights.erase import Erasure, HeldDeadLetters
     from tidemill.schemas.records import UserRequest
 
@@ -190,8 +190,8 @@ def simulate(
     Example: `tidemill users simulate --router http://127.0.0.1:8200 --measure 200 --json`
     """
     settings = begin_role(settings_of, users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
-    from tidemill.compose.demo.simulated_users.people import questions
-    from tidemill.compose.demo.simulated_users.role import run
+    from tidemill.compose.demo.people import questions
+    from tidemill.compose.demo.users import run
 
     asked = questions(settings.users, held_out_only=measure is not None, one_in=settings.run.held_out_one_in)
 

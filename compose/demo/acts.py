@@ -23,8 +23,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.demo.people import Satisfaction, UserActivity
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan, RoleArguments
-from tidemill.compose.demo.simulated_users.people import Satisfaction, UserActivity
 from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.compose.demo.summary import OnlineSummary, summarise_online
 from tidemill.compose.demo.view import online_screen, screen

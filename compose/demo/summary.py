@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tidemill.compose.demo.simulated_users.people import Satisfaction
+from tidemill.compose.demo.people import Satisfaction
 from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.schemas.clock import to_s
 

@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.compose.demo.simulated_users.people import UserActivity
+from tidemill.compose.demo.people import UserActivity
 from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.compose.demo.summary import Percentiles, Summary, percentiles
 

@@ -61,9 +61,9 @@ def interaction_of(token: str) -> str:
 
 def _use() -> None:
     """Replace the product class of the users by the observed one."""
-    from tidemill.compose.demo.simulated_users import role
-    from tidemill.compose.demo.simulated_users.people import ServedTurn
-    from tidemill.compose.demo.simulated_users.role import UserReport
+    from tidemill.compose.demo import users as role
+    from tidemill.compose.demo.people import ServedTurn
+    from tidemill.compose.demo.users import UserReport
     from tidemill.producers.feedback.event import FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
     from tidemill.schemas.catalogue import feedback_key
     from tidemill.schemas.chat.messages import Message, Tool

@@ -18,8 +18,8 @@ from tests.streams.gate.gate_support import Product, bench
 from tidemill.compose.config import Act, load_settings
 from tidemill.compose.demo.acts import newest_report, rate_of
 from tidemill.compose.demo.command import RECIPES
+from tidemill.compose.demo.people import Satisfaction, UserActivity
 from tidemill.compose.demo.plan import CONFIG_NAME, ONLINE_CONFIG_NAME, DemoPlan
-from tidemill.compose.demo.simulated_users.people import Satisfaction, UserActivity
 from tidemill.compose.demo.state import REWARDED, HeldOut, LoopState, OnlineState
 from tidemill.compose.demo.summary import summarise_online
 from tidemill.compose.demo.view import online_screen

@@ -14,8 +14,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.compose.demo.simulated_users.config import UsersSettings
-from tidemill.compose.demo.simulated_users.people import (
+from tidemill.compose.config import UsersSettings
+from tidemill.compose.demo.people import (
     BOT_VOTES,
     Conversation,
     NoAnswer,
@@ -29,14 +29,14 @@ from tidemill.compose.demo.simulated_users.people import (
     population,
     questions,
 )
-from tidemill.compose.demo.simulated_users.role import (
+from tidemill.compose.demo.users import (
     SimulatedUsers,
     ThumbShuffle,
     UserReport,
     open_product,
     simulate,
 )
-from tidemill.compose.demo.simulated_users.role import served as read_answer
+from tidemill.compose.demo.users import served as read_answer
 from tidemill.producers.environments.base import Split, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.producers.product.settings import ProductSettings

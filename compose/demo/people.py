@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
 
-from tidemill.compose.demo.simulated_users.config import UsersSettings
+from tidemill.compose.config import UsersSettings
 from tidemill.producers.environments.base import Policy, Reply, Split, TaskDraft, TaskQuery, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerTask, closing, parse_ledger
 from tidemill.schemas.chat.messages import Message, Tool

@@ -21,8 +21,8 @@ from random import Random
 
 import aiohttp
 
-from tidemill.compose.demo.simulated_users.config import UsersSettings
-from tidemill.compose.demo.simulated_users.people import (
+from tidemill.compose.config import UsersSettings
+from tidemill.compose.demo.people import (
     NoAnswer,
     PersonaRole,
     Question,
