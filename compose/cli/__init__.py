@@ -14,9 +14,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 # Garbage collection during the imports takes a third of their time and finds no garbage.
 _looks_for_garbage = gc.isenabled()
@@ -57,13 +56,6 @@ from tidemill.streams.config import ProcessorName
 
 if _looks_for_garbage:
     gc.enable()
-
-
-class Phase(StrEnum):
-    """The phases of `tidemill train`."""
-
-    RL = "rl"
-    MIDTRAIN = "midtrain"
 
 
 @contextmanager
@@ -189,7 +181,9 @@ def stream(
 
 def train(
     settings_of: SettingsOf,
-    phase: Annotated[Phase, typer.Option(help="rl: learn from groups; midtrain: make the starting model.")] = Phase.RL,
+    phase: Annotated[
+        Literal["rl", "midtrain"], typer.Option(help="rl: learn from groups; midtrain: make the starting model.")
+    ] = "rl",
     model: Annotated[str | None, typer.Option(help="Directory of the starting Hugging Face causal model.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Stop after this many optimizer steps.")] = None,
 ) -> None:
@@ -197,7 +191,7 @@ def train(
 
     On several ranks: `torchrun --nproc-per-node 8 -m tidemill train`. `trainer.device` chooses CPU or GPU.
     """
-    if phase is Phase.MIDTRAIN:
+    if phase == "midtrain":
         settings = begin_role(settings_of, midtrain__output=model)
         with _quickly():
             from tidemill.trainer import midtrain

@@ -72,7 +72,7 @@ def replica(
         status = INTERRUPTED
     except ExceptionGroup as errors:
         # Requests of one level fail together; report one of them.
-        raise next(error for error in errors.exceptions if isinstance(error, LoadFailed)) from None
+        raise next(error for error in errors.exceptions if isinstance(error, RuntimeError)) from None
     chosen = enough(levels, gain)
     told = {"address": address, "gain": gain, "levels": levels,
             "chosen": None if chosen is None else chosen.concurrency, "load": load}  # fmt: skip
@@ -94,10 +94,6 @@ TOKEN_IDS = 256
 """Prompts are drawn from the first ids, which every tokenizer has."""
 SEED = 0
 MS = 1000
-
-
-class LoadFailed(RuntimeError):
-    """A request got no answer, or not the requested one; the text says from which address, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +131,18 @@ def client(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
 
 
 async def served_model(session: aiohttp.ClientSession, address: str) -> str:
-    """Return the name of the served model. Raises LoadFailed."""
+    """Return the name of the served model. Raises RuntimeError."""
     found = await _exchange(session, "GET", address + MODELS, None)
     try:
         return str(found["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
-        raise LoadFailed(f"{address}{MODELS} names no model: is this a replica or a router?") from error
+        raise RuntimeError(f"{address}{MODELS} names no model: is this a replica or a router?") from error
 
 
 async def measure(
     session: aiohttp.ClientSession, load: Load, concurrency: int, requests: int, done: Callable[[int], None]
 ) -> LoadLevel:
-    """Send `requests` requests, `concurrency` at a time, each with its own prompt. Raises LoadFailed.
+    """Send `requests` requests, `concurrency` at a time, each with its own prompt. Raises RuntimeError.
 
     `done` is called with the number of answers so far.
     """
@@ -172,7 +168,7 @@ async def measure(
                 tokens += int(answer["usage"]["completion_tokens"])
             except (KeyError, TypeError, ValueError) as error:
                 what = "does not say how many tokens it sampled (usage.completion_tokens)"
-                raise LoadFailed(f"{load.address} {what}") from error
+                raise RuntimeError(f"{load.address} {what}") from error
             done(len(latencies))
 
     begun = time.perf_counter()
@@ -199,12 +195,12 @@ async def _exchange(
         async with session.request(method, url, json=body) as reply:
             text = await reply.text()
             if reply.status != 200:
-                raise LoadFailed(f"{url} answered {reply.status}: {text[:300]}{_ADVICE.get(reply.status, '')}")
+                raise RuntimeError(f"{url} answered {reply.status}: {text[:300]}{_ADVICE.get(reply.status, '')}")
             found: dict[str, Any] = json.loads(text)
     except (aiohttp.ClientError, ValueError) as error:
-        raise LoadFailed(f"{url} did not answer: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{url} did not answer: {type(error).__name__}: {error}") from error
     except TimeoutError as error:
-        raise LoadFailed(f"{url} did not answer within --timeout") from error
+        raise RuntimeError(f"{url} did not answer within --timeout") from error
     return found
 
 

@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from itertools import islice
 from random import Random
 
@@ -70,15 +69,8 @@ def corpus(
 _MUMBLES = ("add", "sub", "add total", "total", "answer", "credit", "debit")
 
 
-class DemonstrationFault(StrEnum):
-    """The kinds of error in a turn."""
-
-    SKIP = "skip"
-    REPEAT = "repeat"
-    SIGN = "sign"
-    CARRY = "carry"
-    EARLY = "early"
-    MUMBLE = "mumble"
+_FAULTS = ("skip", "repeat", "sign", "carry", "early", "mumble")
+"""The kinds of error in a turn."""
 
 
 class Demonstrator(Policy):
@@ -102,23 +94,23 @@ class Demonstrator(Policy):
         max_tokens: int | None = None,
         trained: bool = True,
     ) -> Reply:
-        slip = self._rng.choice(list(DemonstrationFault)) if self._rng.random() < self._slip_rate else None
+        slip = self._rng.choice(_FAULTS) if self._rng.random() < self._slip_rate else None
         message = self._turn(slip, len(messages))
         self.conversation = [*messages, message]
         return Reply(message, "tool_calls" if "tool_calls" in message else "stop")
 
-    def _turn(self, slip: DemonstrationFault | None, number: int) -> Message:
-        if slip is DemonstrationFault.MUMBLE:
+    def _turn(self, slip: str | None, number: int) -> Message:
+        if slip == "mumble":
             return {"role": "assistant", "content": self._rng.choice(_MUMBLES)}
-        if slip is DemonstrationFault.SKIP:
+        if slip == "skip":
             self._next += 1
-        if slip is DemonstrationFault.REPEAT:
+        if slip == "repeat":
             self._next = max(self._next - 1, 0)
-        believed = self._rng.randint(0, CEILING) if slip is DemonstrationFault.CARRY else self._total
-        if slip is DemonstrationFault.EARLY or self._next >= len(self._entries):
+        believed = self._rng.randint(0, CEILING) if slip == "carry" else self._total
+        if slip == "early" or self._next >= len(self._entries):
             return {"role": "assistant", "content": f"answer {believed}{' thanks' if self._polite else ''}"}
         entry = self._entries[self._next]
-        credit = (entry > 0) != (slip is DemonstrationFault.SIGN)
+        credit = (entry > 0) != (slip == "sign")
         self._next += 1
         self._total = believed + abs(entry) if credit else believed - abs(entry)
         function = {"name": "add" if credit else "sub", "arguments": json.dumps({"a": believed, "b": abs(entry)})}

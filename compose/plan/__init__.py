@@ -62,7 +62,7 @@ def plan(
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from tidemill.compose.models_command import DIRECTORY
-    from tidemill.compose.plan.estimates import Estimate, StepWork, TrainerSpeed, delta_estimates, step_estimates
+    from tidemill.compose.plan.estimates import Estimate, StepWork, delta_estimates, step_estimates
     from tidemill.compose.plan.fit import devices_of, document, fit, print_plan
     from tidemill.compose.plan.memory import (
         BF16,
@@ -130,7 +130,7 @@ def plan(
         ),
     )
     ranks = found.trainer.devices if found.trainer else devices.count
-    pace = None if peak_tflops is None or share is None else TrainerSpeed(ranks, peak_tflops, share)
+    pace = None if peak_tflops is None or share is None else (ranks, peak_tflops, share)
     estimates = [*step_estimates(size, work, pace), *delta.values()]
     if devices.gpu:
         estimates += [

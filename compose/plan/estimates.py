@@ -39,17 +39,6 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerSpeed:
-    """The assumed speed of the trainer."""
-
-    devices: int
-    peak_tflops: float
-    """Peak of one device."""
-    share: float
-    """Share of the peak that a step reaches."""
-
-
-@dataclass(frozen=True, slots=True)
 class Estimate:
     """One number, and its assumptions."""
 
@@ -58,9 +47,10 @@ class Estimate:
     rests_on: str
 
 
-def step_estimates(size: ModelSize, work: StepWork, pace: TrainerSpeed | None) -> list[Estimate]:
-    """Return TFLOP of a step and of its rollouts; the duration of a step only if `pace` is given.
+def step_estimates(size: ModelSize, work: StepWork, pace: tuple[int, float, float] | None) -> list[Estimate]:
+    """Return TFLOP of a step and of its rollouts; with `pace` also the duration of a step.
 
+    `pace` is the number of devices, the peak TFLOP/s of one, and the share of the peak that a step reaches.
     Assumes no sharing: neither of prompts in the trainer's rows nor of prefixes in the replica's cache.
     """
     tokens = work.prompt + work.sampled
@@ -80,8 +70,9 @@ def step_estimates(size: ModelSize, work: StepWork, pace: TrainerSpeed | None) -
         Estimate("inference_share", (sampling + prefilling) / (training + sampling + prefilling), "of the three above"),
     ]
     if pace is not None:
-        seconds = training / (TERA * pace.peak_tflops * pace.share * pace.devices)
-        told = f"your {pace.peak_tflops:g} TFLOP/s and share {pace.share:g}, {pace.devices} devices"
+        devices, peak_tflops, share = pace
+        seconds = training / (TERA * peak_tflops * share * devices)
+        told = f"your {peak_tflops:g} TFLOP/s and share {share:g}, {devices} devices"
         found.append(Estimate("step_seconds", seconds, told))
         found.append(Estimate("trained_tokens_per_s", work.rollouts * tokens / seconds, told))
     return found
