@@ -26,7 +26,7 @@ from tidemill.compose.config import TidemillSettings
 from tidemill.compose.demo.people import Satisfaction, UserActivity
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan, RoleArguments
 from tidemill.compose.demo.state import LoopState, OnlineState
-from tidemill.compose.demo.summary import OnlineSummary, summarise_online
+from tidemill.compose.demo.summary import Summary, summarise_online
 from tidemill.compose.demo.view import online_screen, screen
 from tidemill.compose.output import spinner
 from tidemill.compose.processes import Supervisor
@@ -176,7 +176,7 @@ PROBE_TIMEOUT_S = 2.0
 OPERATOR = "demonstration"
 
 
-def play_two(stage: DemoStage) -> OnlineSummary:
+def play_two(stage: DemoStage) -> Summary:
     """Play the act to its end; return its results, users' opinions included. Raises RuntimeError."""
     plan, online = stage.plan, stage.online
     _open(stage)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,6 @@ import typer
 from rich.console import Console
 
 from tidemill.compose.config import Act, TidemillSettings
-from tidemill.compose.demo.summary import Summary
 from tidemill.compose.options import BootstrapOption, ConfigOption, SetOption, given, key_values, settings_from
 from tidemill.compose.output import as_json_text
 from tidemill.schemas.config import EnvironmentEntry
@@ -86,8 +84,8 @@ def demo(
 
     summary = run_demo(settings, Console())
     if as_json is not None:
-        as_json.write_text(as_json_text(as_dict(summary)) + "\n", "utf-8")
-    if not summary.audit_sound:
+        as_json.write_text(as_json_text(summary) + "\n", "utf-8")
+    if not summary["audit_sound"]:
         raise typer.Exit(1)
 
 
@@ -119,9 +117,3 @@ def check_environments(settings: TidemillSettings) -> None:
     for entry in settings.run.environments:
         if not is_foreign(entry.name):
             environment_type(entry.name).options(entry.options)
-
-
-def as_dict(summary: Summary) -> dict[str, object]:
-    document = {**asdict(summary), "data_dir": str(summary.data_dir)}
-    online = document.pop("online")
-    return {**document, **(online or {})}

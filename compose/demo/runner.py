@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 from rich.console import Console
@@ -105,10 +104,9 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
         state = LoopState(run.run_id)
         online = OnlineState(state, frozenset({STABLE}), frozenset({CANARY}))
         stage = DemoStage(plan, supervisor, console, reader, online, time.monotonic())
-        figures = partial(
-            summarise, state, seed=run.seed, bound=run.max_policy_lag, seconds=0.0, data_dir=plan.directory
-        )
-        summary, users = None, None
+        figures = partial(summarise, state, seed=run.seed, bound=run.max_policy_lag, data_dir=plan.directory)
+        summary: Summary = {}
+        users: Summary = {}
         if Act.ONE in plan.acts:
             play_one(stage)
             # The figures of the simulated loop belong to the first act.
@@ -116,7 +114,7 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
         else:
             supervisor.start("stream", plan.arguments("stream"))
         if Act.TWO in plan.acts:
-            if summary is not None:
+            if summary:
                 # Stop the roles that the second act does not need; group assembly continues.
                 for name, _ in reversed(plan.loop_roles()):
                     if name != "stream":
@@ -124,8 +122,8 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
             users = play_two(stage)
         summary = summary or figures()
         report = _audit(stage)
-    seconds = round(time.monotonic() - began, 1)
-    return replace(summary, online=users, audit_sound=report.passed, audit=report.verdict(), seconds=seconds)
+    ended = {"audit_sound": report.passed, "audit": report.verdict(), "seconds": round(time.monotonic() - began, 1)}
+    return {**summary, **users, **ended}
 
 
 def _audit(stage: DemoStage) -> AuditReport:

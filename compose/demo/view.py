@@ -85,39 +85,50 @@ def _spread(seconds: Percentiles) -> str:
     return f"p50 {seconds.p50:.1f} s, p95 {seconds.p95:.1f} s" if seconds.p95 else "waiting"
 
 
+RESULTS = (
+    ("held-out success", "{held_out_before:.3f} → {held_out_after:.3f}  ({held_out_rollouts} rollouts each)"),
+    ("weight versions", "{versions}, fingerprints of trainer and live replicas {equal}"),
+    ("policy lag", "max {max_policy_lag}, bound {policy_lag_bound}"),
+    ("spanning versions", "{rollouts_spanning_versions} of {rollouts_trained} trained rollouts"),
+    ("swap pause", "p50 {pause_ms.p50:.1f} ms, p95 {pause_ms.p95:.1f} ms"),
+    ("step to served", "p50 {step_to_served_s.p50:.2f} s, p95 {step_to_served_s.p95:.2f} s"),
+    ("delta", "p50 {kib:,.0f} KiB at learning rate {learning_rate:g}"),
+    ("rollouts", "{rollouts_per_s:.1f} per second, of {trained_on}"),
+    ("audit of the log", "{audit}"),
+)
+ONLINE_RESULTS = (
+    ("users satisfied", "{satisfaction_before:.3f} → {satisfaction_after:.3f}  "
+     "({satisfaction_answers} held-out answers each)"),
+    ("skill meanwhile", "{held_out_before_online:.3f} → {held_out_after_online:.3f}  "
+     "({held_out_online_rollouts} rollouts each: within ±{held_out_online_noise:.3f} is noise)"),
+    ("decided on evidence", "{decided_on_evidence} of {trials_decided} versions tried"),
+    ("online batches", "{online_batches}; {promotions} versions promoted, fingerprints {online_equal}"),
+    ("feedback to served", "{to_served}"),
+    ("feedback to everyone", "{to_everyone}"),
+    ("interactions", "{interactions} = {rewarded} rewarded, {excluded}"),
+)  # fmt: skip
+
+
 def closing(summary: Summary, queries: list[str]) -> RenderableType:
+    equal = {True: "equal", False: "NOT EQUAL"}
+    told = {
+        **summary,
+        "equal": equal[summary["fingerprints_equal"]],
+        "kib": summary["delta_bytes"].p50 / 1024,
+        "trained_on": ", ".join(summary["environments"]),
+    }
+    rows = [*RESULTS]
+    if "online_batches" in summary:
+        told |= {
+            "online_equal": equal[summary["online_fingerprints_equal"]],
+            "to_served": _spread(summary["feedback_to_served_s"]),
+            "to_everyone": _spread(summary["feedback_to_everyone_s"]),
+            "excluded": ", ".join(f"{reason} {count}" for reason, count in summary["exclusions"].items()),
+        }
+        rows += ONLINE_RESULTS
     table = Table.grid(padding=(0, 2))
-    equal = "equal" if summary.fingerprints_equal else "NOT EQUAL"
-    success = f"{summary.held_out_before:.3f} → {summary.held_out_after:.3f}"
-    rows = [
-        ("held-out success", f"{success}  ({summary.held_out_rollouts} rollouts each)"),
-        ("weight versions", f"{summary.versions}, fingerprints of trainer and live replicas {equal}"),
-        ("policy lag", f"max {summary.max_policy_lag}, bound {summary.policy_lag_bound}"),
-        ("spanning versions", f"{summary.rollouts_spanning_versions} of {summary.rollouts_trained} trained rollouts"),
-        ("swap pause", f"p50 {summary.pause_ms.p50:.1f} ms, p95 {summary.pause_ms.p95:.1f} ms"),
-        ("step to served", f"p50 {summary.step_to_served_s.p50:.2f} s, p95 {summary.step_to_served_s.p95:.2f} s"),
-        ("delta", f"p50 {summary.delta_bytes.p50 / 1024:,.0f} KiB at learning rate {summary.learning_rate:g}"),
-        ("rollouts", f"{summary.rollouts_per_s:.1f} per second, of {', '.join(summary.environments)}"),
-        ("audit of the log", summary.audit),
-    ]
-    if (online := summary.online) is not None:
-        satisfied = f"{online.satisfaction_before:.3f} → {online.satisfaction_after:.3f}"
-        skill = f"{online.held_out_before_online:.3f} → {online.held_out_after_online:.3f}"
-        noise = f"{online.held_out_online_rollouts} rollouts each: within ±{online.held_out_online_noise:.3f} is noise"
-        ended = ", ".join(f"{reason} {count}" for reason, count in online.exclusions.items())
-        equal = "equal" if online.online_fingerprints_equal else "NOT EQUAL"
-        rows += [
-            ("users satisfied", f"{satisfied}  ({online.satisfaction_answers} held-out answers each)"),
-            ("skill meanwhile", f"{skill}  ({noise})"),
-            ("decided on evidence", f"{online.decided_on_evidence} of {online.trials_decided} versions tried"),
-            ("online batches", f"{online.online_batches}; {online.promotions} versions promoted, fingerprints {equal}"),
-            ("feedback to served", _spread(online.feedback_to_served_s)),
-            ("feedback to everyone", _spread(online.feedback_to_everyone_s)),
-            ("interactions", f"{online.interactions} = {online.rewarded} rewarded, {ended}"),
-        ]
-    rows.append(("time", f"{summary.loop_seconds:.0f} s of loop, {summary.seconds:.0f} s in all"))
-    rows.append(("data", str(summary.data_dir)))
+    rows += [("time", "{loop_seconds:.0f} s of loop, {seconds:.0f} s in all"), ("data", "{data_dir}")]
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, value.format(**told))
     asks = Lines(Text("\nTry next:", style="bold"), *(Text(f"  {query}") for query in queries))
-    return Panel(Lines(table, asks), title=f"tidemill · {summary.run_id}", border_style="green")
+    return Panel(Lines(table, asks), title=f"tidemill · {summary['run_id']}", border_style="green")

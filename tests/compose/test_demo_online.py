@@ -209,12 +209,13 @@ def test_the_summary_takes_satisfaction_from_users_and_the_rest_from_the_log():
     before, after = Satisfaction(0, 1, 4, 4), Satisfaction(1, 3, 4, 5)
     state = folded(log())
     summary = summarise_online(state, before=before, after=after, thumbs_shuffled=False, seconds=9.0)
-    assert (summary.satisfaction_before, summary.satisfaction_after, summary.satisfaction_answers) == (0.25, 0.6, 4)
-    assert (summary.promotions, summary.online_batches, summary.interactions) == (1, 1, 4)
-    assert summary.rewarded + sum(summary.exclusions.values()) == summary.interactions
-    assert (summary.feedback_to_served_s.p50, summary.feedback_to_everyone_s.p95) == (5.0, 8.0)
+    assert (summary["satisfaction_before"], summary["satisfaction_after"]) == (0.25, 0.6)
+    assert summary["satisfaction_answers"] == 4
+    assert (summary["promotions"], summary["online_batches"], summary["interactions"]) == (1, 1, 4)
+    assert summary["rewarded"] + sum(summary["exclusions"].values()) == summary["interactions"]
+    assert (summary["feedback_to_served_s"].p50, summary["feedback_to_everyone_s"].p95) == (5.0, 8.0)
     nothing = summarise_online(folded([]), before=None, after=None, thumbs_shuffled=True, seconds=0.0)
-    assert (nothing.satisfaction_answers, nothing.promotions, nothing.thumbs_shuffled) == (0, 0, True)
+    assert (nothing["satisfaction_answers"], nothing["promotions"], nothing["thumbs_shuffled"]) == (0, 0, True)
 
 
 def test_decisions_on_evidence_are_counted_apart():
@@ -229,7 +230,7 @@ def test_decisions_on_evidence_are_counted_apart():
     )
     state.observe(tried[-1])
     summary = summarise_online(state, before=None, after=None, thumbs_shuffled=False, seconds=1.0)
-    assert (summary.trials_decided, summary.decided_on_evidence, summary.evidence_share) == (3, 2, 0.6667)
+    assert (summary["trials_decided"], summary["decided_on_evidence"], summary["evidence_share"]) == (3, 2, 0.6667)
     screen = Console(width=100, record=True, file=io.StringIO())
     screen.print(online_screen(state, None, 6, 1.0))
     assert "2 of 3 versions tried" in screen.export_text()
@@ -238,13 +239,13 @@ def test_decisions_on_evidence_are_counted_apart():
 def test_skill_is_shown_with_its_noise(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(LoopState, "held_out", lambda self: [HeldOut(0, 441, 512, 128), HeldOut(1, 102, 128, 32)])
     summary = summarise_online(folded(log()), before=None, after=None, thumbs_shuffled=False, seconds=1.0)
-    assert (summary.held_out_before_online, summary.held_out_after_online) == (0.8613, 0.7969)
-    assert summary.held_out_online_rollouts == 128
+    assert (summary["held_out_before_online"], summary["held_out_after_online"]) == (0.8613, 0.7969)
+    assert summary["held_out_online_rollouts"] == 128
     usual = 1.96 * math.sqrt(0.8613 * 0.1387 / 512 + 0.7969 * 0.2031 / 128)
-    assert summary.held_out_online_noise == pytest.approx(usual, rel=0.02)
+    assert summary["held_out_online_noise"] == pytest.approx(usual, rel=0.02)
     monkeypatch.setattr(LoopState, "held_out", lambda self: [HeldOut(0, 0, 16, 4), HeldOut(1, 0, 0, 4)])
     summary = summarise_online(folded(log()), before=None, after=None, thumbs_shuffled=False, seconds=1.0)
-    assert (summary.held_out_online_rollouts, summary.held_out_online_noise) == (0, pytest.approx(0.51, abs=0.02))
+    assert (summary["held_out_online_rollouts"], summary["held_out_online_noise"]) == (0, pytest.approx(0.51, abs=0.02))
 
 
 @pytest.mark.parametrize(("candidate", "verdict"), [(0.5, "promote"), (0.6, "promote"), (0.1, "reject")])
