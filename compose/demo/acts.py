@@ -2,7 +2,7 @@
 the display.
 
 In the first act the model learns in simulation, until the feeder has closed the last evaluation. In the second act
-users arrive, and it learns their preferences. There, the runner is still an operator: it starts and stops processes,
+users arrive, and it learns their preferences. There, the command is still an operator: it starts and stops processes,
 and takes the one decision of a person: the first version that users get. The gate takes all later decisions.
 """
 
