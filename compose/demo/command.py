@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -37,13 +37,14 @@ from tidemill.compose.options import (
 from tidemill.compose.output import as_json_text, spinner
 from tidemill.compose.processes import ChildGuard, Supervisor
 from tidemill.compose.stack.kafka import LocalStack, require_tools
-from tidemill.consumers.operate.audit.audit import AuditReport, audit_log
-from tidemill.consumers.operate.audit.endings import AuditRules
 from tidemill.producers.environments.find import environment_type, is_foreign
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import EnvironmentEntry
 from tidemill.schemas.log.admin import create_topics, wait_for_broker
 from tidemill.schemas.log.reader import LogReader
+
+if TYPE_CHECKING:
+    from tidemill.consumers.operate.audit.audit import AuditReport
 
 RECIPES = {path.stem: path for path in sorted(Path(__file__).with_name("recipes").glob("*.toml"))}
 """Settings of demonstrations, by name."""
@@ -241,6 +242,9 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
 
 def _audit(stage: DemoStage) -> AuditReport:
     """Return the audit of the log, after every requested rollout has ended."""
+    from tidemill.consumers.operate.audit.audit import audit_log
+    from tidemill.consumers.operate.audit.endings import AuditRules
+
     settings, state = stage.plan.settings, stage.state
     with spinner(stage.console, "auditing the log") as say:
         if Act.TWO in stage.plan.acts:

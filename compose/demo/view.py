@@ -18,10 +18,9 @@ SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 60
 
 
-def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
-    """Return the last values as a row of bars between `low` and `high`."""
-    span = (high - low) or 1.0
-    steps = [min(max((value - low) / span, 0.0), 1.0) for value in values[-SPARK_WIDTH:]]
+def sparkline(values: list[float]) -> str:
+    """Return the last values as a row of bars between 0 and 1."""
+    steps = [min(max(value, 0.0), 1.0) for value in values[-SPARK_WIDTH:]]
     return "".join(SPARKS[round(step * (len(SPARKS) - 1))] for step in steps)
 
 
