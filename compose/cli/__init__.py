@@ -2,8 +2,8 @@
 """The command line: `tidemill`, with one command per role, and the errors that end a command.
 
 The roles are long-running processes that only the log connects. Their commands are here, the others in modules of this
-folder. A role's modules are imported inside its command, so that `--help` is fast and a host needs only the extra of
-its role.
+folder. Modules that need an extra, or much time, are imported inside their command, so that `--help` is fast and a host
+needs only the extra of its role.
 """
 
 from __future__ import annotations

@@ -15,10 +15,13 @@ import typer
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
 from tidemill.compose.output import SHOWN_BYTES, CsvOption, JsonOption, print_json, print_rows, remaining
+from tidemill.consumers.operate.replay.records import RANK, topic_of
+from tidemill.schemas.catalogue import DEAD_LETTER_SUFFIX
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.records import Record
 
 if TYPE_CHECKING:
     from tidemill.consumers.operate.replay.dead_letters import DeadLetters, StoredLetter, Verdict
-    from tidemill.schemas.records import Record
 
 TopicOption = Annotated[
     list[str] | None, typer.Option("--topic", help="Only letters of this topic (without prefix); may be repeated.")
@@ -60,7 +63,7 @@ def list_command(
         from tidemill.consumers.operate.replay.dead_letters import LetterCount
 
         found: dict[tuple[str, str], LetterCount] = {}
-        for letter in letters.read(_topics(topic)):
+        for letter in letters.read([topic_of(name).value for name in topic or ()]):
             key = (letter.source[0], letter.reason)
             if key in found:
                 found[key].add(letter)
@@ -93,7 +96,6 @@ def show(
     place = _place(name)
     with _dead_letters(settings) as letters:
         from tidemill.consumers.operate.replay.dead_letters import readable
-        from tidemill.schemas.codec import Codec
 
         letter = letters.one(*place)
         record, problem = readable(letter.value, letter.source[0], Codec(settings.kafka.registry_url))
@@ -203,7 +205,7 @@ def _chosen(letters: DeadLetters, names: list[str] | None, topic: list[str] | No
     if names:
         return [letters.one(*_place(name)) for name in dict.fromkeys(names)]
     chosen, n_bytes = [], 0
-    for letter in letters.read(_topics(topic)):
+    for letter in letters.read([topic_of(name).value for name in topic or ()]):
         if reason in letter.reason:
             chosen.append(letter)
             n_bytes += letter.raw.n_bytes
@@ -215,16 +217,7 @@ def _chosen(letters: DeadLetters, names: list[str] | None, topic: list[str] | No
     return chosen
 
 
-def _topics(topics: list[str] | None) -> list[str]:
-    from tidemill.consumers.operate.replay.records import topic_of
-
-    return [topic_of(name).value for name in topics or ()]
-
-
 def _place(name: str) -> tuple[str, int, int]:
-    from tidemill.consumers.operate.replay.records import RANK
-    from tidemill.schemas.catalogue import DEAD_LETTER_SUFFIX
-
     topic, _, rest = name.partition("/")
     partition, _, offset = rest.partition("/")
     if (

@@ -15,8 +15,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from tidemill.compose.cli.env_policies import EndpointModel, LocalModel, TriedPolicy
+from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.options import key_values
 from tidemill.compose.output import CsvOption, JsonOption, harmless, json_values, print_rows
+from tidemill.producers.config import RolloutSettings
+from tidemill.producers.environments.base import TaskQuery
+from tidemill.producers.environments.check import ScriptedPolicy, check_environment, task_of
+from tidemill.producers.environments.find import listed
+from tidemill.producers.environments.open import open_environment
+from tidemill.schemas.chat.format import CHATML_TOKENS, chatml, load_chat_format
+from tidemill.schemas.chat.messages import checked_tools
+from tidemill.schemas.chat.template import ChatTemplate
+from tidemill.schemas.config import ChatSettings, EnvironmentEntry
 
 env_app = typer.Typer(no_args_is_help=True, help="Environments: list, show, try and check them.")
 
@@ -51,8 +62,6 @@ def list_environments(
 
     Example: `tidemill env list reasoning_gym`
     """
-    from tidemill.producers.environments.find import listed
-
     found = list(listed(family))
     document = [{"name": each.name, "about": each.about, "problem": each.problem} for each in found]
     told = ((each.name, f"not offered: {each.problem}" if each.problem else each.about) for each in found)
@@ -71,10 +80,6 @@ async def show(
 
     Example: `tidemill env show reasoning_gym:chain_sum --model smollm2`
     """
-    from tidemill.producers.environments.base import TaskQuery
-    from tidemill.producers.environments.check import ScriptedPolicy, task_of
-    from tidemill.schemas.chat.messages import checked_tools
-
     async with _opened(name, option) as environment:
         draft = next(iter(environment.tasks(TaskQuery(seed))), None)
         if draft is None:
@@ -86,7 +91,11 @@ async def show(
         except Exception as error:  # noqa: BLE001 - an environment may not support an empty turn
             components = [{"name": f"unknown: an empty turn ends in {error!r}", "weight": 0.0}]
         messages, tools = policy.requests[0] if policy.requests else ([], ())
-        prompt = _template(model).text(messages, checked_tools(tools)) if messages else ""
+        template = ChatTemplate(chatml(), {}, CHATML_TOKENS, ChatSettings())
+        if model is not None:
+            directory = fetch(model, DIRECTORY, Console(stderr=True))
+            template = load_chat_format(str(directory), ChatSettings()).template
+        prompt = template.text(messages, checked_tools(tools)) if messages else ""
         shown = {
             "name": name,
             "version": environment.version,
@@ -141,15 +150,11 @@ async def try_environment(
     """
     if (model is None) == (endpoint is None):
         raise typer.BadParameter("give one of --model and --endpoint")
-    from tidemill.compose.cli.env_policies import EndpointModel, LocalModel, TriedPolicy
-    from tidemill.producers.environments.base import TaskQuery
-    from tidemill.producers.environments.check import task_of
-
     sampler: EndpointModel | LocalModel
     if endpoint is not None:
         sampler = EndpointModel(endpoint, api_key, max_tokens)
     else:
-        sampler = LocalModel(_directory(str(model)), max_tokens, temperature, seed)
+        sampler = LocalModel(fetch(str(model), DIRECTORY, Console(stderr=True)), max_tokens, temperature, seed)
     episodes = []
     async with _opened(name, option) as environment, sampler:
         for draft in islice(environment.tasks(TaskQuery(seed)), n):
@@ -206,8 +211,6 @@ async def check(
 
     Example: `tidemill env check package.module:object`
     """
-    from tidemill.producers.environments.check import check_environment
-
     found = []
     async with _opened(name, option) as environment:
         async for each in check_environment(environment, name, seed, limit_s):
@@ -226,10 +229,6 @@ async def check(
 
 @asynccontextmanager
 async def _opened(name: str, option: list[str] | None) -> AsyncIterator[Any]:
-    from tidemill.producers.config import RolloutSettings
-    from tidemill.producers.environments.open import open_environment
-    from tidemill.schemas.config import EnvironmentEntry
-
     options = key_values(option or [])
     # Modules in the current directory can be named, as if Python had been started there.
     sys.path.insert(0, str(Path.cwd()))
@@ -238,19 +237,3 @@ async def _opened(name: str, option: list[str] | None) -> AsyncIterator[Any]:
         yield environment
     finally:
         await environment.close()
-
-
-def _template(model: str | None) -> Any:  # noqa: ANN401 - loaded on demand
-    from tidemill.schemas.chat.format import CHATML_TOKENS, chatml, load_chat_format
-    from tidemill.schemas.chat.template import ChatTemplate
-    from tidemill.schemas.config import ChatSettings
-
-    if model is not None:
-        return load_chat_format(str(_directory(model)), ChatSettings()).template
-    return ChatTemplate(chatml(), {}, CHATML_TOKENS, ChatSettings())
-
-
-def _directory(model: str) -> Path:
-    from tidemill.compose.models_command import DIRECTORY, fetch
-
-    return fetch(model, DIRECTORY, Console(stderr=True))

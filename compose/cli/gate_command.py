@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -28,13 +28,15 @@ from tidemill.compose.options import (
     with_settings,
 )
 from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows, utc, working
+from tidemill.consumers.weights.chain import DecisionFollowers, decision, read_chain
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import now_us, to_us
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Arm, GateDecision, GateVerdict, WeightAck
-
-if TYPE_CHECKING:
-    from tidemill.consumers.weights.chain import DecisionFollowers
-    from tidemill.streams.gate.controller import Snapshot
-
+from tidemill.streams.gate.controller import Snapshot
+from tidemill.streams.gate.role import rebuild
+from tidemill.streams.gate.role import run as run_gate
 
 VersionArgument = Annotated[str, typer.Argument(help="Version, for instance 40 or v40.")]
 _OPTIONS = {
@@ -83,10 +85,6 @@ def decide(options: dict[str, Any], settings_of: SettingsOf, verdict: GateVerdic
     settings = with_reachable_log(settings_of(given(run__branch=options["branch"])))
     dry_run, wait_s, decided_by = options["dry_run"], options["wait_s"], options["decided_by"]
     from tidemill.consumers.weights.builder import anchor_exists
-    from tidemill.consumers.weights.chain import DecisionFollowers, decision, read_chain
-    from tidemill.schemas.clock import now_us, to_us
-    from tidemill.schemas.log.producer import RecordProducer
-    from tidemill.schemas.log.reader import LogReader
 
     if not decided_by:
         try:
@@ -170,8 +168,6 @@ def run(settings_of: SettingsOf, branch: BranchOption = None) -> None:
     Example: `tidemill gate run --run-id tuesday --set gate.share=0.1`
     """
     settings = begin_role(settings_of, run__branch=branch)
-    from tidemill.streams.gate.role import run as run_gate
-
     run_gate(settings.kafka, settings.run, settings.gate)
 
 
@@ -189,8 +185,6 @@ def status(
     Example: `tidemill gate status --json`
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    from tidemill.streams.gate.role import rebuild
-
     found = rebuild(settings.kafka, settings.run, settings.gate, 0)[0].snapshot()
     if as_json:
         print_json(found)

@@ -17,12 +17,16 @@ import typer
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import SettingsOf, with_options, with_reachable_log, with_settings
 from tidemill.compose.output import CsvOption, JsonOption, as_json_text, moment_us, print_json, print_rows, remaining
+from tidemill.consumers.operate.replay.records import RANK, READ_COMMITTED, READ_UNCOMMITTED, topic_of
+from tidemill.consumers.operate.replay.target import check_prefix
+from tidemill.schemas.catalogue import CATALOGUE, ERASABLE
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
 
 if TYPE_CHECKING:
     from tidemill.consumers.operate.replay.copy import Replay, ReplayOrigin
     from tidemill.consumers.operate.replay.plan import LaneReport
     from tidemill.consumers.operate.replay.selection import Selection
-    from tidemill.schemas.config import KafkaSettings
 
 
 replay_app = typer.Typer(
@@ -76,7 +80,6 @@ def with_selection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def selection(options: dict[str, Any], settings: TidemillSettings) -> Selection:
-    from tidemill.consumers.operate.replay.records import RANK, READ_COMMITTED, READ_UNCOMMITTED
     from tidemill.consumers.operate.replay.selection import Selection, offset_range, span
 
     since, until = moment_us(options["since"]), moment_us(options["until"])
@@ -128,7 +131,6 @@ def with_copying(command: Callable[..., None]) -> Callable[..., None]:
 
 def copying(options: dict[str, Any], settings: TidemillSettings, into: str) -> CopyFrom:
     from tidemill.consumers.operate.replay.copy import Replay, speed_of
-    from tidemill.consumers.operate.replay.target import check_prefix
 
     pace = speed_of(options["speed"])
     check_prefix(settings.kafka.topic_prefix, into)
@@ -178,7 +180,6 @@ def export_command(
     kafka = with_reachable_log(settings).kafka
     from tidemill.consumers.operate.replay.archive import export
     from tidemill.consumers.operate.replay.plan import LogOrigin
-    from tidemill.schemas.codec import Codec
 
     with closing(LogOrigin(kafka, chosen)) as origin, remaining("reading") as progress:
         made, sha256 = export(origin, file, Codec(kafka.registry_url), progress)
@@ -210,7 +211,6 @@ def import_command(
     Example: `tidemill replay import step7.avro --into bug-17. --yes`
     """
     from tidemill.consumers.operate.replay.archive import ArchiveError, ArchiveOrigin
-    from tidemill.schemas.codec import Codec
 
     settings = settings_of({})
     copy_from = copying_of(settings, into)
@@ -295,9 +295,6 @@ def carry_out(
 def print_manifest(made: dict[str, Any], as_csv: bool) -> None:
     """Print one row per topic: partitions, how many of them have records, records, bytes, oldest and newest, in UTC;
     then the notes on the selection."""
-    from tidemill.consumers.operate.replay.records import topic_of
-    from tidemill.schemas.catalogue import CATALOGUE, ERASABLE
-
     prefix: str = made["source_prefix"]
     lanes_of: dict[str, list[LaneReport]] = {}
     for lane in made["lanes"]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,7 @@ from tidemill.consumers.operate.replay.differences import (
     compare,
     out_of_order,
 )
+from tidemill.consumers.operate.replay.target import Target, check_prefix
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.codec import Codec
@@ -33,11 +34,17 @@ from tidemill.schemas.log.consumed import ConsumedRecord, Position, replay_heade
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.streams.config import ProcessorName
-
-if TYPE_CHECKING:
-    from tidemill.streams.machine import OutputRecord
-    from tidemill.streams.offline import Change, DecidedOutput, Replayed
-
+from tidemill.streams.machine import OutputRecord
+from tidemill.streams.offline import (
+    Change,
+    DecidedOutput,
+    Replayed,
+    ReweightRewards,
+    deadline_shift,
+    recorded_outputs,
+    replay,
+)
+from tidemill.streams.runner.worker import processor_of
 
 ShowOption = Annotated[int, typer.Option("--show", min=1, help="How many differing records to name.")]
 CLIENT = "tidemill-replay"
@@ -208,11 +215,7 @@ def stage(
         raise ValueError("--reward-version selects rollouts for --reward: give --reward NAME=WEIGHT as well")
     settings = with_reachable_log(settings_of({}))
     if into is not None:
-        from tidemill.consumers.operate.replay.target import check_prefix
-
         check_prefix(settings.kafka.topic_prefix, into)
-    from tidemill.streams.offline import ReweightRewards, deadline_shift
-
     reweighted = ReweightRewards(weights, reward_version) if weights else None
     changes: list[Change] = [deadline_shift(to_us(deadline))] if deadline else []
     changes += [reweighted] if reweighted is not None else []
@@ -250,9 +253,6 @@ def _run(
     timeout_s: float,
 ) -> tuple[Topic, Replayed, OutputComparison]:
     """Return the output topic of a stage, the results of its replay, and their differences from the recorded ones."""
-    from tidemill.streams.offline import recorded_outputs, replay
-    from tidemill.streams.runner.worker import processor_of
-
     processor = processor_of(name, settings.run, settings.stream, settings.join, settings.batches)
     names, codec = Names(settings.kafka.topic_prefix), Codec(settings.kafka.registry_url)
     with working(f"replaying {name}") as progress:
@@ -283,8 +283,6 @@ def write_results(
     Raises ValueError if the prefix is that of live topics, if records exist under it, if a consumer group reads
     there, or if the topic has another number of partitions than the live one.
     """
-    from tidemill.consumers.operate.replay.target import Target
-
     target = Target(kafka, prefix)
     target.check(None)
     with LogReader(kafka, [topic], client_id=CLIENT) as reader:

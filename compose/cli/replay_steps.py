@@ -16,9 +16,10 @@ from tidemill.compose.cli.tune_command import tune_app
 from tidemill.compose.config import TidemillSettings, parse_assignments
 from tidemill.compose.options import SettingsOf, TimeoutOption, with_reachable_log, with_settings
 from tidemill.compose.output import CsvOption, JsonOption, Working, print_rows, working
+from tidemill.trainer.choices import CORRECT_THEMSELVES
+from tidemill.trainer.config import TrainerSettings
 
 if TYPE_CHECKING:
-    from tidemill.trainer.config import TrainerSettings
     from tidemill.trainer.mismatch import TrainedTokens
     from tidemill.trainer.replay.steps import Halt, ReplayedStep, StepReplay
 
@@ -175,7 +176,6 @@ def corrections(
     first, last = step_range(which)
     settings = with_reachable_log(settings_of({}))
     own = settings.trainer.correction
-    from tidemill.trainer.choices import CORRECT_THEMSELVES
     from tidemill.trainer.replay.correction_trials import PUBLISHED, try_corrections
 
     if settings.trainer.objective in CORRECT_THEMSELVES:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -26,14 +26,12 @@ from tidemill.compose.options import ConfigOption
 from tidemill.compose.output import CsvOption, JsonOption, print_rows, working
 from tidemill.compose.processes import ChildGuard
 from tidemill.compose.stack.kafka import LocalStack, require_tools
+from tidemill.consumers.weights.chain import Chain, read_chain
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import DeltaChunk, Manifest
-
-if TYPE_CHECKING:
-    from tidemill.consumers.weights.chain import Chain
 
 trainer_app = typer.Typer(no_args_is_help=True, help="Check a trainer of your own.")
 
@@ -194,8 +192,6 @@ def examine(
         kills: the greatest number of kills of the second one; fewer if it ends earlier.
         say: called with each stage.
     """
-    from tidemill.consumers.weights.chain import read_chain
-
     findings: list[TrainerFinding] = []
 
     def passed(check: str, detail: str) -> None:

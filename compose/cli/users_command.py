@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.demo.people import UserActivity, questions
+from tidemill.compose.demo.users import run
 from tidemill.compose.options import SettingsOf, begin_role, with_reachable_log, with_settings
 from tidemill.compose.output import JsonOption, json_values, print_document, utc, working
-from tidemill.schemas.records import UserWish
+from tidemill.consumers.operate.rights.records import checked_pseudonym, choose
+from tidemill.producers.product.signing import Pseudonyms
+from tidemill.schemas.records import UserRequest, UserWish
 
 if TYPE_CHECKING:
-    from tidemill.compose.demo.people import UserActivity
     from tidemill.consumers.operate.rights.erase import Erasure, HeldDeadLetters
-    from tidemill.schemas.records import UserRequest
 
 UserArgument = Annotated[str, typer.Argument(help="The product's id of the user.")]
 PseudonymOption = Annotated[bool, typer.Option("--pseudonym", help="USER is already the log's pseudonym.")]
@@ -68,8 +70,6 @@ def choosing(wish: UserWish, explained: str) -> Callable[..., None]:
         as_json: JsonOption = False,
     ) -> None:
         settings = with_reachable_log(settings_of({}))
-        from tidemill.consumers.operate.rights.records import choose
-
         made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
         request, said = made["request"], "is in effect already" if made["carried_on"] else "written"
         print_document(
@@ -122,12 +122,8 @@ def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> s
     """Return the pseudonym of a user in the log. Raises ValueError for an id that cannot be one, or without the
     product's keys.
     """
-    from tidemill.consumers.operate.rights.records import checked_pseudonym
-
     if is_pseudonym:
         return checked_pseudonym(user)
-    from tidemill.producers.product.signing import Pseudonyms
-
     return checked_pseudonym(Pseudonyms(settings.product).of(user))
 
 
@@ -190,9 +186,6 @@ def simulate(
     Example: `tidemill users simulate --router http://127.0.0.1:8200 --measure 200 --json`
     """
     settings = begin_role(settings_of, users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
-    from tidemill.compose.demo.people import questions
-    from tidemill.compose.demo.users import run
-
     asked = questions(settings.users, held_out_only=measure is not None, one_in=settings.run.held_out_one_in)
 
     def say(seen: UserActivity) -> None:

@@ -23,6 +23,7 @@ from tidemill.compose.options import (
     with_settings,
 )
 from tidemill.compose.output import CsvOption, JsonOption, print_document, print_json, print_rows, working
+from tidemill.consumers.weights.chain import describe, read_chain, rows
 from tidemill.schemas.records import GateVerdict
 
 if TYPE_CHECKING:
@@ -102,8 +103,6 @@ def log_command(
     Example: `tidemill weights log --branch main --last 10`
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    from tidemill.consumers.weights.chain import describe, read_chain, rows
-
     chain = read_chain(settings.kafka, settings.run)
     found, limit = rows(chain, last), chain.gate.limit
     if as_json:
@@ -136,7 +135,6 @@ def verify(
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
     from tidemill.consumers.weights.builder import open_builder
-    from tidemill.consumers.weights.chain import read_chain
     from tidemill.consumers.weights.verify import default_start, verify_chain
 
     chain = read_chain(settings.kafka, settings.run)
@@ -180,7 +178,6 @@ def checkout(
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
     from tidemill.consumers.weights.builder import checkout as write_checkout
     from tidemill.consumers.weights.builder import open_builder
-    from tidemill.consumers.weights.chain import read_chain
 
     number = version_number(version)
     chain = read_chain(settings.kafka, settings.run)
@@ -297,7 +294,6 @@ def _load(
 ) -> list[Loaded]:
     """Load the operands; the log is opened only if one of them is a version."""
     from tidemill.consumers.weights.builder import open_builder
-    from tidemill.consumers.weights.chain import read_chain
     from tidemill.kernels.weights.checkpoint import map_checkpoint
 
     found: dict[VersionOperand | Path, Loaded] = {

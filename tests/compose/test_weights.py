@@ -188,7 +188,7 @@ def test_only_a_command_that_waits_reads_acknowledgements(log, monkeypatch):
     def open_reader(*_arguments, **_options):
         raise ConnectionError("a reader of acknowledgements")
 
-    monkeypatch.setattr("tidemill.schemas.log.reader.LogReader", open_reader)
+    monkeypatch.setattr("tidemill.compose.cli.gate_command.LogReader", open_reader)
     log.grow(2)
     for arguments in (["--dry-run", "--wait", 9], ["--dry-run"], []):
         answer(ask(log, "pin", "v1", "--json", *arguments))
@@ -236,7 +236,7 @@ def test_an_acknowledgement_after_the_chain_was_read_counts(log, monkeypatch):
         log.acknowledge("a", 1, at=now_us(), status=AckStatus.ANCHORED)
         return chain
 
-    monkeypatch.setattr("tidemill.consumers.weights.chain.read_chain", read)
+    monkeypatch.setattr("tidemill.compose.cli.gate_command.read_chain", read)
     followed = ask(log, "rollback", 1, "--wait", 20)
     assert (followed.exit_code, "followed by a" in followed.output) == (0, True), followed.output
 
