@@ -166,18 +166,16 @@ class BranchDecisions:
             self._settle(decision)
             self.limit = self.hold = self.overrun = None
             self._given_up = {v: why for v, why in self._given_up.items() if why is not GateVerdict.ROLL_BACK}
-        elif decision.version is None:
+            return ""
+        version = decision.version
+        if version is None:
             if decision.verdict is GateVerdict.CANARY:
                 self._end_trial(decision)
             return f"a decision to {decision.verdict.value} names no version"
-        elif self.hold is not None and by_gate(decision) and decision.verdict in _MOVES:
+        if self.hold is not None and by_gate(decision) and decision.verdict in _MOVES:
             # A gate revokes an overrun by repeating the hold as a roll-back to the held version.
             self.overrun = None if decision.verdict is GateVerdict.ROLL_BACK else decision
-        else:
-            self._take(decision, decision.version)
-        return ""
-
-    def _take(self, decision: GateDecision, version: int) -> None:
+            return ""
         match decision.verdict:
             case GateVerdict.CANARY:
                 self._try(decision, version)
@@ -203,8 +201,7 @@ class BranchDecisions:
             case GateVerdict.ADMIT:
                 self.admitted = [*(known for known in self.admitted if known != version), version]
                 self.learners |= self._descendants(version)
-            case GateVerdict.RELEASE:
-                raise AssertionError("a release is about no version")
+        return ""
 
     def _try(self, decision: GateDecision, version: int) -> None:
         share, trial = canary_share(decision) or 0.0, self.trial

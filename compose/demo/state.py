@@ -47,7 +47,6 @@ class LoopState:
     first_task_at: int = 0
     """The time at which the first training task was issued, in microseconds since the epoch."""
     refusals: int = 0
-    late: int = 0
     _issued: set[str] = field(default_factory=set)
     _eval_version: dict[str, int] = field(default_factory=dict)
 
@@ -63,9 +62,7 @@ class LoopState:
                     self._eval_version[record.group_id] = record.issued_version
                 elif not self.first_task_at or record.issued_at < self.first_task_at:
                     self.first_task_at = record.issued_at
-            case r.Group(closed_by=r.CloseReason.LATE):
-                self.late += 1
-            case r.Group():
+            case r.Group() if record.closed_by is not r.CloseReason.LATE:
                 self.groups.setdefault(record.group_id, record)
             case r.Manifest():
                 self.manifests.setdefault(record.version, record)

@@ -108,17 +108,29 @@ class Branch:
     def observe(self, record: Record, at_us: int) -> None:
         """Process a record, with its event time in microseconds."""
         self.clock = max(self.clock, at_us)
+        # A group belongs to a run, and to no branch.
+        place = getattr(record, "run_id", None), getattr(record, "branch", self.run.branch)
         match record:
             case UserRequest(wish=UserWish.ERASE):
                 for party in self._parties():
                     party.forget(record.user_id)
-            case Group() if record.run_id == self.run.run_id:
+            case _ if place != (self.run.run_id, self.run.branch):
+                pass
+            case Group():
                 for version, result in self.bench.observe(record):
                     if result.lower(self._gate.bench_alpha) >= self._gate.floor:
                         self.admissible.add(version)
-            case Manifest() | WeightAck() | GateDecision() | Outcome():
-                if (record.run_id, record.branch) == (self.run.run_id, self.run.branch):
-                    self._take(record)
+            case Manifest():
+                self.standing.publish(record)
+            case WeightAck():
+                self.serving[record.replica_id] = record.serving_version
+                if record.status is not AckStatus.REFUSED:
+                    self.proved.add(record.version)
+            case Outcome():
+                for party in self._parties():
+                    party.observe(record, self.clock)
+            case GateDecision():
+                self._take_decision(record)
             case _:
                 pass
         for party in self._parties():
@@ -137,20 +149,6 @@ class Branch:
         tried = {*standing.decided, standing.baseline, *([] if self.trial is None else [self.trial.version])}
         last = max((known for known in tried if known < version), default=-1)
         return [known for known in sorted(standing.versions) if last < known < version]
-
-    def _take(self, record: Manifest | WeightAck | GateDecision | Outcome) -> None:
-        match record:
-            case Manifest():
-                self.standing.publish(record)
-            case WeightAck():
-                self.serving[record.replica_id] = record.serving_version
-                if record.status is not AckStatus.REFUSED:
-                    self.proved.add(record.version)
-            case Outcome():
-                for party in self._parties():
-                    party.observe(record, self.clock)
-            case GateDecision():
-                self._take_decision(record)
 
     def _parties(self) -> Iterator[ArmComparison | PromotionWatch]:
         if self.trial is not None and self.trial.comparison is not None:

@@ -19,16 +19,16 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Feedback, Outcome, OutcomeExclusion, SignalKind, SignalUse, UserRequest, UserWish
-from tidemill.streams.join import join_input
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.join.join_input import Item
 from tidemill.streams.join.join_state import (
     DatedRequest,
     EarlyFeedback,
     InteractionState,
+    Item,
     JoinHead,
     JoinStore,
     PendingSignal,
+    item_of,
 )
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
 from tidemill.streams.machine import Output, OutputRecord, Rejected
@@ -89,7 +89,7 @@ class FeedbackJoin:
         """Process one record of either topic. Return the outputs that it decides."""
         if self._merge.has_read(located.topic, located.offset):
             return []
-        item = join_input.read(located, self._run_id, self._clock_skew_us)
+        item = item_of(located, self._run_id, self._clock_skew_us)
         self._merge.read(located.topic, located.offset, located.timestamp_ms * 1_000, item)
         self._outputs = []
         while (step := self._merge.take()) is not None:

@@ -239,7 +239,10 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
         return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
 
     async def seek_to_committed(self) -> Mapping[TP, int]:
-        """Seek to the committed offsets, then to the positions in the state for partitions that have one."""
+        """Seek to the committed offsets, then to the positions in the state for partitions that have one.
+
+        Raises RetentionGap if records after a position were deleted and gaps are not accepted.
+        """
         found = await super().seek_to_committed()
         assigned = self.assignment()
         wanted = {tp: offset for tp, offset in self.transport.positions().items() if tp in assigned}
@@ -247,20 +250,17 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
         firsts = await self.earliest_offsets(*wanted) if wanted else {}
         for tp, offset in wanted.items():
             check_position(tp.topic, tp.partition, offset, ends.get(tp))
-            self._check_kept(tp, offset, firsts.get(tp, 0))
+            first = firsts.get(tp, 0)
+            if offset == 0 and first > 0:
+                LOG.warning("%s[%d] is read from its beginning, which is now offset %d", tp.topic, tp.partition, first)
+                continue
+            self.transport.holes.expect(tp, offset)
+            if offset < first and not self.transport.accept_gaps:
+                raise RetentionGap(tp.topic, tp.partition, offset, first)
         if wanted:
             # `seek_wait` runs in the consumer's own thread; `seek` would use aiokafka's futures from this one.
             await self.seek_wait(wanted)
         return {**found, **wanted}
-
-    def _check_kept(self, tp: TP, offset: int, first: int) -> None:
-        """Raise RetentionGap if records after the state's offset were deleted and gaps are not accepted."""
-        if offset == 0 and first > 0:
-            LOG.warning("%s[%d] is read from its beginning, which is now offset %d", tp.topic, tp.partition, first)
-            return
-        self.transport.holes.expect(tp, offset)
-        if offset < first and not self.transport.accept_gaps:
-            raise RetentionGap(tp.topic, tp.partition, offset, first)
 
 
 class PositionedTransport(driver.Transport):  # type: ignore[misc]  # faust is untyped here

@@ -29,7 +29,7 @@ from pydantic import ValidationError
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Document, Outcome, OutcomeExclusion, Segment, SignalKind, Tick, UserWish
-from tidemill.streams.join import join_input, join_state
+from tidemill.streams.join import join_state
 from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule
 from tidemill.streams.machine import Output, Rejected
 
@@ -436,7 +436,7 @@ def test_ended_interactions_are_forgotten_after_their_time():
 
 def test_tokens_are_not_held_in_memory():
     spoken = interaction("a", segments=[Segment(1, b"1234", b"1", b"1234", [])])
-    item = join_input.read(located(Topic.INTERACTIONS, spoken, 0, 101), RUN_ID, 0)
+    item = join_state.item_of(located(Topic.INTERACTIONS, spoken, 0, 101), RUN_ID, 0)
     assert item == join_state.InteractionState.of(interaction("a"), 0)
 
 
