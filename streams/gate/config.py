@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from tidemill.schemas.config import Section
 from tidemill.streams.gate.guardrails import GUARDRAILS
 
-
-class OnAlert(StrEnum):
-    """The verdict for a candidate that causes an alert."""
-
-    REJECT = "reject"
-    HOLD = "hold"
-    """Its traffic ends, and the gate takes no further decision until a person releases the branch."""
+OnAlert = Literal["reject", "hold"]
+"""The verdict for a candidate that causes an alert. hold: its traffic ends, and the gate takes no further decision
+until a person releases the branch."""
 
 
 class GateSettings(Section):
@@ -95,10 +90,10 @@ class GateSettings(Section):
     drift_ratio_tolerance: float = Field(default=3.0, gt=1, lt=8)
     """As `ratio_tolerance`, against the first baseline's results."""
 
-    on_alert: OnAlert = OnAlert.REJECT
+    on_alert: OnAlert = "reject"
     """The verdict for a candidate that differs from the baseline by more than a tolerance."""
 
-    on_drift: OnAlert = OnAlert.HOLD
+    on_drift: OnAlert = "hold"
     """The verdict for a candidate that differs from the first baseline by more than a tolerance. A release accepts the
     change: the next comparison's baseline then becomes the first one."""
 

@@ -223,10 +223,10 @@ class ArmComparison:
             return Conclusion(GateVerdict.REJECT, f"worse than the baseline by more than {self._gate.margin:g}")
         if self._guards.alerts:
             reason = f"a guardrail changed by more than its tolerance: {names(self._guards.alerts)}"
-            return Conclusion(GateVerdict(self._gate.on_alert.value), reason)
+            return Conclusion(GateVerdict(self._gate.on_alert), reason)
         if self._drift.alerts:
             reason = f"differs from the first baseline by more than the tolerance: {names(self._drift.alerts)}"
-            return Conclusion(GateVerdict(self._gate.on_drift.value), reason)
+            return Conclusion(GateVerdict(self._gate.on_drift), reason)
         if not self._enough_users():
             return None
         if self.better.log_evidence >= threshold:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from functools import cached_property
 from typing import Literal, Self
 
@@ -16,17 +15,6 @@ HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 
 
-class ValueReading(StrEnum):
-    """The conversion of a signal's value into the number that is weighted."""
-
-    LINEAR = "linear"
-    """The value itself."""
-    CLIPPED = "clipped"
-    """The value, clipped to `low` and `high`."""
-    THRESHOLD = "threshold"
-    """`high` at or above `threshold`, `low` below it."""
-
-
 class SignalRule(Section):
     """Weight and horizon of one kind of signal."""
 
@@ -36,8 +24,9 @@ class SignalRule(Section):
     weight: float = Field(default=0.0, allow_inf_nan=False)
     """Factor for the converted value. 0: the signal is recorded, but is not part of the reward."""
 
-    reading: ValueReading = ValueReading.LINEAR
-    """The conversion of the value."""
+    reading: Literal["linear", "clipped", "threshold"] = "linear"
+    """The conversion of the value into the number that is weighted. linear: the value itself. clipped: the value,
+    clipped to `low` and `high`. threshold: `high` at or above `threshold`, `low` below it."""
 
     threshold: float = 0.5
     """For `reading = "threshold"`: the lowest value that gives `high`."""
@@ -87,8 +76,8 @@ def default_rules() -> dict[SignalKind, SignalRule]:
     """
     return {
         SignalKind.THUMB: SignalRule(horizon_s=HOUR_S, weight=1.0),
-        SignalKind.EDIT_KEPT_SOON: SignalRule(horizon_s=HOUR_S, weight=0.25, reading=ValueReading.THRESHOLD),
-        SignalKind.EDIT_KEPT_LATER: SignalRule(horizon_s=DAY_S, weight=0.5, reading=ValueReading.THRESHOLD),
+        SignalKind.EDIT_KEPT_SOON: SignalRule(horizon_s=HOUR_S, weight=0.25, reading="threshold"),
+        SignalKind.EDIT_KEPT_LATER: SignalRule(horizon_s=DAY_S, weight=0.5, reading="threshold"),
         SignalKind.RETRY: SignalRule(horizon_s=HOUR_S, weight=-0.5),
         SignalKind.UNDO: SignalRule(horizon_s=HOUR_S, weight=-0.5),
         SignalKind.ABANDONMENT: SignalRule(horizon_s=HOUR_S, weight=-0.25),

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import SignalKind
 from tidemill.schemas.signals import LEGAL, YES_OR_NO
-from tidemill.streams.join.config import RewardMap, SignalRule, TargetRate, ValueReading
+from tidemill.streams.join.config import RewardMap, SignalRule, TargetRate
 
 HASH_DIGITS = 12
 _NAMES = {kind: kind.value for kind in SignalKind}
@@ -102,11 +102,11 @@ def _value(signal: Signal) -> float:
 def _read(rule: SignalRule, signal: Signal) -> float:
     value = _value(signal)
     match rule.reading:
-        case ValueReading.LINEAR:
+        case "linear":
             return value
-        case ValueReading.CLIPPED:
+        case "clipped":
             return min(max(value, rule.low), rule.high)
-        case ValueReading.THRESHOLD:
+        case "threshold":
             return rule.high if value >= rule.threshold else rule.low
 
 

@@ -35,7 +35,7 @@ from tidemill.streams.online.batch_state import (
     ServedUser,
     within_share,
 )
-from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
+from tidemill.streams.online.config import BatchSettings
 from tidemill.streams.state import NEVER, NO_IDENTIFIER, MachineState, TimedEntries
 
 BATCHES_PARTITION = 0
@@ -166,7 +166,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
                 self._lose(outcome, CORRECTION)
             else:
                 self._admit(outcome, order)
-        elif fate is InteractionStatus.DROPPED or self._settings.corrections is Corrections.COUNT:
+        elif fate is InteractionStatus.DROPPED or self._settings.corrections == "count":
             self._lose(outcome, CORRECTION, fate)
         else:
             change = (outcome.reward or 0.0) - (outcome.previous_reward or 0.0)
@@ -204,7 +204,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
         if outcome.version_min != outcome.version_max:
             return MIXED_VERSIONS
         version = outcome.version_max
-        if self._settings.leftovers is Leftovers.DROP and version != self.current_version:
+        if self._settings.leftovers == "drop" and version != self.current_version:
             return OLD_VERSION
         own = [w for w in self._room.of_version(version) if w.user_id == outcome.user_id]
         tokens = sum(w.figures.tokens for w in own) + outcome.sampled_tokens
@@ -220,7 +220,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
         for batch in list(self._open.values()):
             left_over = batch.version != self.current_version
             # With KEEP, an overdue batch with too few members would wait for a version that is no longer served.
-            if left_over and (self._settings.leftovers is Leftovers.DROP or batch.due_at == NEVER):
+            if left_over and (self._settings.leftovers == "drop" or batch.due_at == NEVER):
                 self._drop_all(batch.version, OLD_VERSION)
 
     def _drop_all(self, version: int, reason: str) -> None:

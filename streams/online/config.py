@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,24 +11,6 @@ from tidemill.schemas.config import Section
 DAY_S = 86_400.0
 MOST_MEMBERS = 4_096
 """References of this many members fit into one record."""
-
-
-class Leftovers(StrEnum):
-    """The treatment of rewarded interactions of a version that is not the one served now."""
-
-    DROP = "drop"
-    """They are dropped and counted as `old_version`: the trainer learns only from the version served now."""
-    KEEP = "keep"
-    """They wait in a batch of their own version, which closes by time; the trainer weights them by importance."""
-
-
-class Corrections(StrEnum):
-    """The treatment of a reward that changed after its interaction was in a batch."""
-
-    COUNT = "count"
-    """It is in no batch, and counted as `correction`."""
-    NEXT_BATCH = "next_batch"
-    """The next batch has a member whose reward is the change of the reward."""
 
 
 class BatchSettings(Section):
@@ -54,9 +35,11 @@ class BatchSettings(Section):
     arms: list[str] = Field(default_factory=list)
     """Arms that are trained on; outcomes of others are counted as `other_arm`. Empty: all."""
 
-    leftovers: Leftovers = Leftovers.DROP
-    """The treatment of interactions of a version that is not the one served now, which is the newest version in
-    `arms`. While a canary is on trial in one of them, "drop" trains only on the canary's share of the traffic."""
+    leftovers: Literal["drop", "keep"] = "drop"
+    """The treatment of rewarded interactions of a version that is not the one served now, which is the newest version
+    in `arms`. drop: they are dropped and counted as `old_version`. keep: they wait in a batch of their own version,
+    which closes by time; the trainer weights them by importance. While a canary is on trial in one of the arms, "drop"
+    trains only on the canary's share of the traffic."""
 
     version_idle_s: float = Field(default=60.0, gt=0)
     """A version counts as no longer served if only other versions were served for this long: after a roll-back, the
@@ -66,8 +49,9 @@ class BatchSettings(Section):
     """Largest share of one user in the members of a batch, and in `max_tokens`; one member is always allowed.
     Interactions above it are counted as `user_cap`."""
 
-    corrections: Corrections = Corrections.COUNT
-    """The treatment of a reward that changed after its interaction was in a batch."""
+    corrections: Literal["count", "next_batch"] = "count"
+    """The treatment of a reward that changed after its interaction was in a batch. count: it is in no batch, and
+    counted as `correction`. next_batch: the next batch has a member whose reward is the change of the reward."""
 
     done_ttl_s: float = Field(default=3 * DAY_S, gt=0)
     """How long an outcome is remembered, so that a repeated record has no effect and a correction finds its outcome;

@@ -32,7 +32,7 @@ from tidemill.streams.machine import Output, OutputRecord, Rejected
 from tidemill.streams.online import batch_state
 from tidemill.streams.online.batch_state import FeatureSums, PendingMembers, SelectionFeatures, within_share
 from tidemill.streams.online.batcher import OnlineBatcher
-from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
+from tidemill.streams.online.config import BatchSettings
 from tidemill.streams.state import MachineState
 
 
@@ -200,7 +200,7 @@ def test_leftovers_are_dropped_at_once_however_many():
 
 def test_leftovers_are_kept_in_a_batch_of_their_own():
     log = Log(outcome("a"), of_version("b", 4), outcome("c"), of_version("d", 4)).tick(200)
-    both = batches(log, leftovers=Leftovers.KEEP)
+    both = batches(log, leftovers="keep")
     assert [(b.version, names(b), b.dropped) for b in both] == [(3, ["a", "c"], {}), (4, ["b", "d"], {})]
 
 
@@ -211,7 +211,7 @@ def test_kept_leftovers_that_are_too_few_are_dropped_when_they_are_overdue(moved
         log.write(103, of_version("b", 4)).tick(200)
     else:
         log.tick(113).write(114, of_version("b", 4)).tick(200)
-    _, batcher = run(log, leftovers=Leftovers.KEEP)
+    _, batcher = run(log, leftovers="keep")
     assert (batcher._head.lost, len(batcher._room)) == (1, 1)
 
 
@@ -346,7 +346,7 @@ def test_corrections_are_counted():
 
 def test_corrections_feed_the_next_batch():
     def members(*later):
-        batch = trained_then(*later, corrections=Corrections.NEXT_BATCH)
+        batch = trained_then(*later, corrections="next_batch")
         return [(m.interaction_id, m.reward) for m in batch.members if m.correction], batch.dropped
 
     assert members(revised("a", 1, 1.0, -1.0)) == ([("a", -2.0)], {})
@@ -359,7 +359,7 @@ def test_corrections_leave_no_batch_too_large():
     log = Log(outcome("a"), outcome("b")).tick(120)
     for record in (revised("a", 1, 1.0, -1.0), revised("b", 1, 1.0, -1.0), outcome("c"), outcome("d")):
         log.write(121, record)
-    outputs, batcher = run(log.tick(200), corrections=Corrections.NEXT_BATCH, max_members=3)
+    outputs, batcher = run(log.tick(200), corrections="next_batch", max_members=3)
     assert [names(b) for b in records_of(outputs)] == [["a", "b"], ["a", "c", "d"]]
     assert len(batcher._room) == 1
 
@@ -368,7 +368,7 @@ def test_a_trained_interaction_is_no_new_member_even_if_its_correction_was_erase
     log = Log(outcome("a"), outcome("b")).tick(120).write(121, revised("a", 1, 1.0, None))
     log.write(122, None, key=b"a", value=None).write(123, revised("a", 2, None, 1.0))
     log.write(124, outcome("c")).write(124, outcome("d")).tick(200)
-    _, batch = batches(log, corrections=Corrections.NEXT_BATCH)
+    _, batch = batches(log, corrections="next_batch")
     assert [(m.interaction_id, m.correction) for m in batch.members] == [("a", True), ("c", False), ("d", False)]
 
 
@@ -380,7 +380,7 @@ def test_pending_members_keep_their_order_over_a_restart():
 
 
 def test_a_correction_of_an_older_version_makes_no_batch_of_that_version():
-    batch = trained_then(revised("a", 1, 1.0, -1.0, version_min=2, version_max=2), corrections=Corrections.NEXT_BATCH)
+    batch = trained_then(revised("a", 1, 1.0, -1.0, version_min=2, version_max=2), corrections="next_batch")
     assert (batch.version, [m.version_max for m in batch.members]) == (3, [2, 3, 3])
     assert batch.selection["trained/interactions"] == 2
 
@@ -392,7 +392,7 @@ def test_a_first_reward_after_an_exclusion_is_no_correction():
 
 def test_a_correction_of_a_dropped_interaction_is_counted():
     log = Log(of_version("n", 4), outcome("old"), revised("old", 1, 1.0, -1.0), of_version("m", 4)).tick(200)
-    batch = one(log, corrections=Corrections.NEXT_BATCH)
+    batch = one(log, corrections="next_batch")
     assert (names(batch), batch.dropped) == (["m", "n"], {"old_version": 1, "correction": 1})
 
 
@@ -424,7 +424,7 @@ def test_a_waiting_correction_of_an_erased_user_is_dropped():
     log = Log(outcome("a", user_id="u"), outcome("b")).tick(120)
     log.write(121, revised("a", 1, 1.0, -1.0, user_id="u")).write(122, request(UserWish.ERASE, 122))
     log.write(123, outcome("c")).write(123, outcome("d")).tick(200)
-    _, batch = batches(log, corrections=Corrections.NEXT_BATCH)
+    _, batch = batches(log, corrections="next_batch")
     assert (names(batch), batch.dropped) == (["c", "d"], {"erased": 1})
 
 
@@ -596,8 +596,8 @@ def logs(draw) -> Log:
 
 SETTINGS = st.builds(
     settings_of,
-    leftovers=st.sampled_from(Leftovers),
-    corrections=st.sampled_from(Corrections),
+    leftovers=st.sampled_from(["drop", "keep"]),
+    corrections=st.sampled_from(["count", "next_batch"]),
     min_members=st.integers(1, 3),
     max_members=st.sampled_from([3, 100]),
     max_share_per_user=st.sampled_from([0.3, 0.5, 1.0]),
@@ -639,7 +639,7 @@ def test_the_counts_add_up_and_every_batch_is_valid(log, rules):
         per_user = Counter(m.user_id for m in batch.members if not m.correction)
         kept = sum(per_user.values())
         assert max(per_user.values()) <= max(1, rules.max_share_per_user * kept)
-        assert not any(m.correction for m in batch.members) or rules.corrections is Corrections.NEXT_BATCH
+        assert not any(m.correction for m in batch.members) or rules.corrections == "next_batch"
 
 
 @settings(max_examples=150, deadline=None)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import SignalKind
-from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule, TargetRate, ValueReading
+from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule, TargetRate
 from tidemill.streams.join.reward_map import Signal, map_version, reward_of, standing
 from tidemill.streams.runner.worker import feedback_join
 
@@ -47,11 +47,11 @@ def test_the_reward_stays_within_bounds():
 @pytest.mark.parametrize(
     ("reading", "value", "read"),
     [
-        (ValueReading.LINEAR, 0.3, 0.3),
-        (ValueReading.CLIPPED, 0.9, 0.75),
-        (ValueReading.CLIPPED, 0.1, 0.25),
-        (ValueReading.THRESHOLD, 0.5, 0.75),
-        (ValueReading.THRESHOLD, 0.49, 0.25),
+        ("linear", 0.3, 0.3),
+        ("clipped", 0.9, 0.75),
+        ("clipped", 0.1, 0.25),
+        ("threshold", 0.5, 0.75),
+        ("threshold", 0.49, 0.25),
     ],
 )
 def test_readings(reading, value, read):

@@ -12,7 +12,6 @@ from tests.streams.gate.gate_support import QUICK, RUN, SECOND, Product, ack, be
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.gate_decisions import EVIDENCE, GENERATION
 from tidemill.schemas.records import GateDecision, GateVerdict, RolloutStatus, Tick, UserRequest, UserWish
-from tidemill.streams.gate.config import OnAlert
 from tidemill.streams.gate.controller import GateController
 
 
@@ -155,7 +154,7 @@ def test_users_with_fallback_answers_count_when_the_canary_is_back(arm: str):
     {"latency_ms": 9_000.0}],
 )  # fmt: skip
 def test_a_guardrail_stops_a_candidate_with_a_better_reward(change):
-    for on_alert, verdict in ((OnAlert.REJECT, GateVerdict.REJECT), (OnAlert.HOLD, GateVerdict.HOLD)):
+    for on_alert, verdict in (("reject", GateVerdict.REJECT), ("hold", GateVerdict.HOLD)):
         product = Product(QUICK.model_copy(update={"on_alert": on_alert, "min_users": 1000}))
         product.start()
         product.traffic(0.9, 0.5, (1, 0), **change)
