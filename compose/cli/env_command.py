@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tidemill.compose.cli.env_policies import EndpointModel, LocalModel, TriedPolicy
+from tidemill.compose.cli.env_policies import EndpointModel, LocalModel
 from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.options import key_values
 from tidemill.compose.output import CsvOption, JsonOption, harmless, json_values, print_rows
@@ -159,7 +159,7 @@ async def try_environment(
     async with _opened(name, option) as environment, sampler:
         for draft in islice(environment.tasks(TaskQuery(seed)), n):
             task = task_of(environment, name, draft, seed)
-            policy: TriedPolicy = sampler.policy(task)
+            policy = sampler.policy(task)
             failure, score = "", None
             try:
                 score = await environment.play(task, policy)

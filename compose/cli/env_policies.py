@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import aiohttp
 
@@ -19,12 +19,6 @@ from tidemill.schemas.chat.format import load_chat_format
 from tidemill.schemas.chat.messages import Message, Tool, checked_message, checked_messages, checked_tools
 from tidemill.schemas.config import ChatSettings
 from tidemill.schemas.records import Task, VersionSpan
-
-
-class TriedPolicy(Policy, Protocol):
-    """A policy that keeps its newest conversation."""
-
-    conversation: Sequence[Message]
 
 
 class LocalModel(ReplicaSession):
@@ -48,7 +42,7 @@ class LocalModel(ReplicaSession):
     async def __aexit__(self, *_error: object) -> None:
         return None
 
-    def policy(self, task: Task) -> TriedPolicy:
+    def policy(self, task: Task) -> RolloutPolicy:
         """Return the policy of one episode: the completion layer of rollouts with this model."""
         most = int(self._model.config.max_position_embeddings)
         limits = RolloutSettings(
@@ -106,11 +100,13 @@ class EndpointModel:
     async def __aexit__(self, *_error: object) -> None:
         await self.session.close()
 
-    def policy(self, task: Task) -> TriedPolicy:
-        return _EndpointPolicy(self, task.max_turns)
+    def policy(self, task: Task) -> EndpointPolicy:
+        return EndpointPolicy(self, task.max_turns)
 
 
-class _EndpointPolicy(TriedPolicy):
+class EndpointPolicy(Policy):
+    """A policy whose turns an OpenAI endpoint makes; it keeps its newest conversation."""
+
     def __init__(self, endpoint: EndpointModel, most: int) -> None:
         self._endpoint, self._left = endpoint, most
         self.conversation: Sequence[Message] = ()

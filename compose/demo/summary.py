@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,15 @@ from tidemill.compose.demo.people import Satisfaction
 from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.schemas.clock import to_s
 
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    p50: float
-    p95: float
+Percentiles = dict[str, float]
+"""The median, `p50`, and the 95th percentile, `p95`."""
 
 
 def percentiles(values: list[float]) -> Percentiles:
     """Return the median and the 95th percentile; zeros if there are no values."""
     if not values:
-        return Percentiles(0.0, 0.0)
-    return Percentiles(*(round(float(v), 6) for v in np.percentile(values, [50, 95])))
+        return {"p50": 0.0, "p95": 0.0}
+    return {name: round(float(v), 6) for name, v in zip(("p50", "p95"), np.percentile(values, [50, 95]), strict=True)}
 
 
 Summary = dict[str, Any]

@@ -81,7 +81,7 @@ def online_screen(online: OnlineState, seen: UserActivity | None, batches: int, 
 
 
 def _spread(seconds: Percentiles) -> str:
-    return f"p50 {seconds.p50:.1f} s, p95 {seconds.p95:.1f} s" if seconds.p95 else "waiting"
+    return f"p50 {seconds['p50']:.1f} s, p95 {seconds['p95']:.1f} s" if seconds["p95"] else "waiting"
 
 
 RESULTS = (
@@ -89,8 +89,8 @@ RESULTS = (
     ("weight versions", "{versions}, fingerprints of trainer and live replicas {equal}"),
     ("policy lag", "max {max_policy_lag}, bound {policy_lag_bound}"),
     ("spanning versions", "{rollouts_spanning_versions} of {rollouts_trained} trained rollouts"),
-    ("swap pause", "p50 {pause_ms.p50:.1f} ms, p95 {pause_ms.p95:.1f} ms"),
-    ("step to served", "p50 {step_to_served_s.p50:.2f} s, p95 {step_to_served_s.p95:.2f} s"),
+    ("swap pause", "p50 {pause_ms[p50]:.1f} ms, p95 {pause_ms[p95]:.1f} ms"),
+    ("step to served", "p50 {step_to_served_s[p50]:.2f} s, p95 {step_to_served_s[p95]:.2f} s"),
     ("delta", "p50 {kib:,.0f} KiB at learning rate {learning_rate:g}"),
     ("rollouts", "{rollouts_per_s:.1f} per second, of {trained_on}"),
     ("audit of the log", "{audit}"),
@@ -113,7 +113,7 @@ def closing(summary: Summary, queries: list[str]) -> RenderableType:
     told = {
         **summary,
         "equal": equal[summary["fingerprints_equal"]],
-        "kib": summary["delta_bytes"].p50 / 1024,
+        "kib": summary["delta_bytes"]["p50"] / 1024,
         "trained_on": ", ".join(summary["environments"]),
     }
     rows = [*RESULTS]

@@ -62,7 +62,7 @@ def plan(
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from tidemill.compose.models_command import DIRECTORY
-    from tidemill.compose.plan.estimates import Estimate, StepWork, delta_estimates, step_estimates
+    from tidemill.compose.plan.estimates import Estimate, delta_estimates, step_estimates
     from tidemill.compose.plan.fit import devices_of, document, fit, print_plan
     from tidemill.compose.plan.memory import (
         BF16,
@@ -88,17 +88,8 @@ def plan(
     prompt = longest // 2 if prompt is None else min(prompt, longest)
     half = trainer.compute is Compute.BFLOAT16 or (trainer.compute is Compute.AUTO and devices.gpu)
     reference = trainer.kl.coefficient > 0
-    work = StepWork(
-        rollouts=settings.run.groups_per_step * settings.feed.group_size,
-        prompt=prompt,
-        sampled=longest - prompt,
-        repeated=trainer.checkpoint_activations,
-        frozen=reference + (trainer.minibatches > 1 or (reference and not trainer.kl.in_loss)),
-        learning_rate=trainer.optimizer.learning_rate,
-        beta=trainer.optimizer.betas[0],
-        density=density,
-    )
-    delta = {each.name: each for each in delta_estimates(size, work)}
+    adam = trainer.optimizer
+    delta = {each.name: each for each in delta_estimates(size, adam.learning_rate, adam.betas[0], density)}
     one_rank = TrainerCase(
         ranks=1,
         row_tokens=max(trainer.row_tokens, longest),
@@ -130,8 +121,16 @@ def plan(
         ),
     )
     ranks = found.trainer.devices if found.trainer else devices.count
-    pace = None if peak_tflops is None or share is None else (ranks, peak_tflops, share)
-    estimates = [*step_estimates(size, work, pace), *delta.values()]
+    step = step_estimates(
+        size,
+        rollouts=settings.run.groups_per_step * settings.feed.group_size,
+        prompt=prompt,
+        sampled=longest - prompt,
+        repeated=trainer.checkpoint_activations,
+        frozen=reference + (trainer.minibatches > 1 or (reference and not trainer.kl.in_loss)),
+        pace=None if peak_tflops is None or share is None else (ranks, peak_tflops, share),
+    )
+    estimates = [*step, *delta.values()]
     if devices.gpu:
         estimates += [
             Estimate("trainer_host_bytes", trainer_host_bytes(size, replace(one_rank, ranks=ranks)), "for each rank"),

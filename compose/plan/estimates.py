@@ -21,24 +21,6 @@ Bits = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True, slots=True)
-class StepWork:
-    rollouts: int
-    prompt: int
-    """Tokens of a rollout that are not sampled."""
-    sampled: int
-    """Tokens of a rollout that are sampled."""
-    repeated: bool
-    """Layers are computed a second time for their gradients."""
-    frozen: int
-    """Passes without a gradient: by the reference, and by the policy before the step."""
-    learning_rate: float
-    beta: float
-    """Decay of AdamW's first moment."""
-    density: float | None
-    """Share of the elements that change; None: estimated from the learning rate."""
-
-
-@dataclass(frozen=True, slots=True)
 class Estimate:
     """One number, and its assumptions."""
 
@@ -47,26 +29,41 @@ class Estimate:
     rests_on: str
 
 
-def step_estimates(size: ModelSize, work: StepWork, pace: tuple[int, float, float] | None) -> list[Estimate]:
+def step_estimates(
+    size: ModelSize,
+    *,
+    rollouts: int,
+    prompt: int,
+    sampled: int,
+    repeated: bool,
+    frozen: int,
+    pace: tuple[int, float, float] | None,
+) -> list[Estimate]:
     """Return TFLOP of a step and of its rollouts; with `pace` also the duration of a step.
 
-    `pace` is the number of devices, the peak TFLOP/s of one, and the share of the peak that a step reaches.
     Assumes no sharing: neither of prompts in the trainer's rows nor of prefixes in the replica's cache.
+
+    Args:
+        prompt: tokens of a rollout that are not sampled.
+        sampled: tokens of a rollout that are sampled.
+        repeated: layers are computed a second time for their gradients.
+        frozen: passes without a gradient: by the reference, and by the policy before the step.
+        pace: number of devices, peak TFLOP/s of one, and the share of the peak that a step reaches.
     """
-    tokens = work.prompt + work.sampled
-    pairs, before = tokens * (tokens + 1) / 2, work.prompt * (work.prompt + 1) / 2
-    training = work.rollouts * (3 + work.repeated + work.frozen) * size.forward(tokens, pairs, work.sampled)
-    sampling = work.rollouts * size.forward(work.sampled, pairs - before, work.sampled)
-    prefilling = work.rollouts * size.forward(work.prompt, before, 0)
+    tokens = prompt + sampled
+    pairs, before = tokens * (tokens + 1) / 2, prompt * (prompt + 1) / 2
+    training = rollouts * (3 + repeated + frozen) * size.forward(tokens, pairs, sampled)
+    sampling = rollouts * size.forward(sampled, pairs - before, sampled)
+    prefilling = rollouts * size.forward(prompt, before, 0)
     passes = (
         "forward and backward"
-        + ", layers computed twice" * work.repeated
-        + f", {work.frozen} passes without a gradient" * (work.frozen > 0)
+        + ", layers computed twice" * repeated
+        + f", {frozen} passes without a gradient" * (frozen > 0)
     )
     found = [
-        Estimate("training_tflop", training / TERA, f"{work.rollouts} rollouts of {tokens:,} tokens; {passes}"),
-        Estimate("sampling_tflop", sampling / TERA, f"{work.sampled:,} sampled tokens of each rollout"),
-        Estimate("prefilling_tflop", prefilling / TERA, f"{work.prompt:,} other tokens; no prefix cached"),
+        Estimate("training_tflop", training / TERA, f"{rollouts} rollouts of {tokens:,} tokens; {passes}"),
+        Estimate("sampling_tflop", sampling / TERA, f"{sampled:,} sampled tokens of each rollout"),
+        Estimate("prefilling_tflop", prefilling / TERA, f"{prompt:,} other tokens; no prefix cached"),
         Estimate("inference_share", (sampling + prefilling) / (training + sampling + prefilling), "of the three above"),
     ]
     if pace is not None:
@@ -74,17 +71,22 @@ def step_estimates(size: ModelSize, work: StepWork, pace: tuple[int, float, floa
         seconds = training / (TERA * peak_tflops * share * devices)
         told = f"your {peak_tflops:g} TFLOP/s and share {share:g}, {devices} devices"
         found.append(Estimate("step_seconds", seconds, told))
-        found.append(Estimate("trained_tokens_per_s", work.rollouts * tokens / seconds, told))
+        found.append(Estimate("trained_tokens_per_s", rollouts * tokens / seconds, told))
     return found
 
 
-def delta_estimates(size: ModelSize, work: StepWork) -> list[Estimate]:
-    """Return the number of elements that one step changes, and the minimum bytes of its delta (`kernels.bounds`)."""
-    if work.density is None:
-        sample = delta_at_rate(work.learning_rate, work.beta)
-        told = f"learning rate {work.learning_rate:g}, gradients that are noise, weights of spread {SPREAD:g}"
+def delta_estimates(size: ModelSize, learning_rate: float, beta: float, density: float | None) -> list[Estimate]:
+    """Return the number of elements that one step changes, and the minimum bytes of its delta (`kernels.bounds`).
+
+    Args:
+        beta: decay of AdamW's first moment.
+        density: share of the elements that change; None: estimated from the learning rate.
+    """
+    if density is None:
+        sample = delta_at_rate(learning_rate, beta)
+        told = f"learning rate {learning_rate:g}, gradients that are noise, weights of spread {SPREAD:g}"
     else:
-        sample, told = delta_at_density(work.density), "your density"
+        sample, told = delta_at_density(density), "your density"
     changed = size.parameters * sample.changed / sample.elements
     each = sample.exponent_class / max(sample.changed, 1)
     return [

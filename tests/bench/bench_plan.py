@@ -125,7 +125,7 @@ def long_group(rollouts: int, tokens: int, vocabulary: int, prompt: int) -> Any:
 
 def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: str, root: Path) -> None:
     """Run a trainer of this many ranks, and print the highest peak of a rank and the plan."""
-    from tidemill.compose.plan.estimates import StepWork, delta_estimates
+    from tidemill.compose.plan.estimates import delta_estimates
     from tidemill.compose.plan.memory import TrainerCase, trainer_bytes
     from tidemill.trainer.model_size import size_of_name
 
@@ -140,8 +140,7 @@ def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: s
         sys.exit(done.stderr[-4000:])
     size, settings = size_of_name(directory), trainer_settings(directory, chosen)
     adam = settings.optimizer
-    work = StepWork(chosen.rows, 1, chosen.row_tokens, chosen.checkpointed, 2, adam.learning_rate, adam.betas[0], None)
-    delta = {each.name: each.value for each in delta_estimates(size, work)}
+    delta = {each.name: each.value for each in delta_estimates(size, adam.learning_rate, adam.betas[0], None)}
     parts = trainer_bytes(
         size,
         TrainerCase(

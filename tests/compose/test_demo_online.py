@@ -213,7 +213,7 @@ def test_the_summary_takes_satisfaction_from_users_and_the_rest_from_the_log():
     assert summary["satisfaction_answers"] == 4
     assert (summary["promotions"], summary["online_batches"], summary["interactions"]) == (1, 1, 4)
     assert summary["rewarded"] + sum(summary["exclusions"].values()) == summary["interactions"]
-    assert (summary["feedback_to_served_s"].p50, summary["feedback_to_everyone_s"].p95) == (5.0, 8.0)
+    assert (summary["feedback_to_served_s"]["p50"], summary["feedback_to_everyone_s"]["p95"]) == (5.0, 8.0)
     nothing = summarise_online(folded([]), before=None, after=None, thumbs_shuffled=True, seconds=0.0)
     assert (nothing["satisfaction_answers"], nothing["promotions"], nothing["thumbs_shuffled"]) == (0, 0, True)
 

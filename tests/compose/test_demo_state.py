@@ -102,7 +102,7 @@ def test_the_numbers():
     summary = summarise(state, seed=3, bound=4, data_dir=__file__)
     assert (summary["held_out_before"], summary["held_out_after"]) == (0.5, 1.0)
     assert (summary["max_policy_lag"], summary["policy_lag_bound"], summary["versions"]) == (1, 4, 1)
-    assert (summary["pause_ms"].p50, summary["step_to_served_s"].p50) == (2.0, 0.5)
+    assert (summary["pause_ms"]["p50"], summary["step_to_served_s"]["p50"]) == (2.0, 0.5)
     assert closing({**summary, "audit": "sound", "seconds": 9.0}, ["q"])
     assert screen(state, steps=1, bound=4, elapsed_s=1.0, stage="running")
 
