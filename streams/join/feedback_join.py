@@ -235,7 +235,7 @@ class FeedbackJoin:
         activity.events += 1
         if activity.events > self._settings.bot_max_events:
             activity.bot_until = at_us + self._bot_window_us
-            for case in self._store.cases_of(user_id):
+            for case in self._store.of_user(user_id, InteractionState):
                 if case.open and not case.bot:
                     case.bot = True
                     self._store.save(case)
@@ -259,10 +259,10 @@ class FeedbackJoin:
         self._store.save(wishes)
         if wish.wish is not UserWish.ERASE:
             return
-        for case in self._store.cases_of(user_id):
+        for case in self._store.of_user(user_id, InteractionState):
             if case.served_at <= wish.at:
                 self._erase_case(case, at_us)
-        for early in self._store.early_of(user_id):
+        for early in self._store.of_user(user_id, EarlyFeedback):
             kept = [h for h in early.held if h.user_id != user_id or h.signal.observed_at > wish.at]
             self.counts["erased_feedback"] += len(early.held) - len(kept)
             self._keep_held(early, kept)

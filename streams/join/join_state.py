@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import field
+from typing import TypeVar
 
 from tidemill.schemas import signals
 from tidemill.schemas.catalogue import Topic, feedback_key
@@ -170,6 +171,7 @@ class JoinHead:
 
 
 Entry = InteractionState | EarlyFeedback | UserRequestState | Activity
+OfUser = TypeVar("OfUser", InteractionState, EarlyFeedback)
 
 
 BYTES: EntryBytes[Entry, JoinHead] = EntryBytes(
@@ -211,13 +213,10 @@ class JoinStore(TimedEntries[Entry, JoinHead]):
         entry = self._entries.get(f"activity/{self._partition}/{user_id}")
         return entry if isinstance(entry, Activity) else Activity(self._partition, user_id, NEVER, at_us)
 
-    def cases_of(self, user_id: str) -> list[InteractionState]:
-        """Return the interactions of a user, sorted by id."""
-        return [entry for entry in self._of(user_id) if isinstance(entry, InteractionState)]
-
-    def early_of(self, user_id: str) -> list[EarlyFeedback]:
-        """Return the entries with waiting feedback of a user, sorted by interaction."""
-        return [entry for entry in self._of(user_id) if isinstance(entry, EarlyFeedback)]
+    def of_user(self, user_id: str, kind: type[OfUser]) -> list[OfUser]:
+        """Return the interactions of a user, or the entries with waiting feedback of theirs, sorted by interaction."""
+        found = (self.get(key) for key in sorted(self._of_user.get(user_id, ())))
+        return [entry for entry in found if isinstance(entry, kind)]
 
     def save(self, entry: Entry) -> None:
         if isinstance(entry, InteractionState):
@@ -243,9 +242,6 @@ class JoinStore(TimedEntries[Entry, JoinHead]):
         keys.discard(entry.key)
         if not keys:
             self._of_user.pop(user_id, None)
-
-    def _of(self, user_id: str) -> list[Entry | None]:
-        return [self.get(key) for key in sorted(self._of_user.get(user_id, ()))]
 
 
 Item = InteractionState | ConsumedRecord | Rejected | None
