@@ -22,10 +22,9 @@ from tidemill.producers.config import FeedSettings, GatewaySettings, RolloutSett
 from tidemill.producers.environments.ledger import LedgerOptions
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, Section, StoreSettings
-from tidemill.streams.config import StreamSettings
+from tidemill.streams.config import BatchSettings, StreamSettings
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.online.config import BatchSettings
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.midtrain_config import MidtrainSettings
 

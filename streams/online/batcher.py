@@ -19,6 +19,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import BatchClose, OnlineBatch, Outcome, Tick, UserRequest, UserWish
+from tidemill.streams.config import BatchSettings
 from tidemill.streams.machine import OneTopicMachine, OutputRecord
 from tidemill.streams.online.batch_state import (
     BYTES,
@@ -35,7 +36,6 @@ from tidemill.streams.online.batch_state import (
     ServedUser,
     within_share,
 )
-from tidemill.streams.online.config import BatchSettings
 from tidemill.streams.state import NEVER, NO_IDENTIFIER, MachineState, TimedEntries
 
 BATCHES_PARTITION = 0

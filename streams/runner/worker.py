@@ -7,12 +7,11 @@ import logging
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.streams.assembly import GroupAssembler
-from tidemill.streams.config import ProcessorName, RunnerName, StreamSettings
+from tidemill.streams.config import BatchSettings, ProcessorName, RunnerName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin
 from tidemill.streams.machine import Processor
 from tidemill.streams.online.batcher import OnlineBatcher
-from tidemill.streams.online.config import BatchSettings
 
 LOG = logging.getLogger("tidemill.streams")
 

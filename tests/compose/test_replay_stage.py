@@ -28,9 +28,8 @@ from tidemill.schemas.log.consumed import HEADER_REPLAY_SOURCE, ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, RewardComponent, Rollout
-from tidemill.streams.config import ProcessorName
+from tidemill.streams.config import BatchSettings, ProcessorName
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.online.config import BatchSettings
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "streams"))
 from join_log import JOIN, batch_oracle, emitted, join_oracle, write_traffic

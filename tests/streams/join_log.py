@@ -15,11 +15,11 @@ from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Feedback, Interaction, SignalKind, Tick, UserRequest, UserWish
+from tidemill.streams.config import BatchSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin
 from tidemill.streams.machine import Output, OutputRecord
 from tidemill.streams.online.batcher import OnlineBatcher
-from tidemill.streams.online.config import BatchSettings
 
 JOIN: dict[str, Any] = {
     "map": {

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.streams.config import ProcessorName, StreamSettings
+from tidemill.streams.config import BatchSettings, ProcessorName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.online.config import BatchSettings
 from tidemill.streams.runner.worker import processor_of, run
 
 

@@ -28,11 +28,11 @@ from tidemill.schemas.records import (
     Tick,
     UserWish,
 )
+from tidemill.streams.config import BatchSettings
 from tidemill.streams.machine import Output, OutputRecord, Rejected
 from tidemill.streams.online import batch_state
 from tidemill.streams.online.batch_state import FeatureSums, PendingMembers, SelectionFeatures, within_share
 from tidemill.streams.online.batcher import OnlineBatcher
-from tidemill.streams.online.config import BatchSettings
 from tidemill.streams.state import MachineState
 
 

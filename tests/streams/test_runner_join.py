@@ -20,10 +20,9 @@ from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import HEADER_OFFSET, HEADER_PARTITION, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Outcome, Tick
-from tidemill.streams.config import ProcessorName, RunnerName
+from tidemill.streams.config import BatchSettings, ProcessorName, RunnerName
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.machine import Output, Rejected
-from tidemill.streams.online.config import BatchSettings
 
 INTERACTIONS = 400
 KILL_AT = (80, 240)
