@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tidemill.compose.output import spinner
+from tidemill.compose.output import JsonOption, print_document, spinner
 
 DIRECTORY = Path("data/models")
 models_app = typer.Typer(no_args_is_help=True, help="Pre-trained models to start a run from.")
@@ -22,7 +21,7 @@ def get(
         str, typer.Argument(help="A short name (smollm2), a directory, or a repository of the Hugging Face hub.")
     ],
     into: Annotated[Path, typer.Option("--into", help="Where model directories are kept.")] = DIRECTORY,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the directory as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Get a model as a Hugging Face directory, and print where it is.
 
@@ -31,7 +30,7 @@ def get(
     Example: `tidemill train --model "$(tidemill models get smollm2)"`
     """
     directory = fetch(name, into, Console(stderr=True))
-    typer.echo(json.dumps({"name": name, "directory": str(directory)}) if as_json else str(directory))
+    print_document({"name": name, "directory": str(directory)}, [str(directory)], as_json)
 
 
 def fetch(name: str, into: Path, console: Console) -> Path:

@@ -265,7 +265,7 @@ Settings come from a TOML file (`--config`), then the environment (`TIDEMILL_RUN
 )
 
 app.add_typer(stack_app, name="stack")
-app.command(rich_help_panel="The log")(topics)
+app.command(rich_help_panel="The log")(with_settings(topics))
 app.command(rich_help_panel="The log")(with_settings(audit))
 app.add_typer(weights_app, name="weights", rich_help_panel="The log")
 app.add_typer(replay_app, name="replay", rich_help_panel="The log")

@@ -11,9 +11,7 @@ import typer
 
 from tidemill.compose.cli.users_command import pseudonym_of
 from tidemill.compose.options import (
-    BootstrapOption,
     ConfigOption,
-    PrefixOption,
     SetOption,
     SettingsOf,
     given,
@@ -31,22 +29,16 @@ if TYPE_CHECKING:
 
 
 def topics(
+    settings_of: SettingsOf,
     create: Annotated[bool, typer.Option("--create", help="Create the topics that are missing.")] = False,
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
-    config: ConfigOption = None,
-    assignments: SetOption = None,
-    bootstrap: BootstrapOption = None,
-    topic_prefix: PrefixOption = None,
 ) -> None:
     """Compare the topics with the catalogue; status 1 if a topic is missing or differs.
 
     Example: `tidemill topics --create --bootstrap kafka:9092`
     """
-    options = {
-        "config": config, "assignments": assignments, "bootstrap": bootstrap, "topic_prefix": topic_prefix
-    }  # fmt: skip
-    kafka = with_reachable_log(settings_from(options)).kafka
+    kafka = with_reachable_log(settings_of({})).kafka
     created = create_topics(kafka) if create else []
     states = check_topics(kafka)
     fine = {name: "created" for name in created}

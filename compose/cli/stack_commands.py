@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ import typer
 
 from tidemill.compose.config import load_settings
 from tidemill.compose.options import ConfigOption
-from tidemill.compose.output import CsvOption, JsonOption, print_rows
+from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows
 from tidemill.compose.stack.kafka import LocalStack, NodeState, StackStatus
 
 stack_app = typer.Typer(
@@ -86,7 +85,7 @@ def _tell(message: str) -> None:
 
 def _show(found: StackStatus, as_json: bool, as_csv: bool) -> None:
     if as_json:
-        typer.echo(json.dumps({"ready": found.ready, **asdict(found)}, indent=2))
+        print_json({"ready": found.ready, **asdict(found)})
         return
     if found.nodes:
         stopped = all(node.state is NodeState.STOPPED for node in found.nodes)
