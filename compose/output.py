@@ -157,7 +157,13 @@ def _show(heads: Sequence[str], rows: Sequence[Sequence[object]], formats: Mappi
     cells = [[_cell(value, formats.get(head, "")) for head, value in zip(heads, row, strict=True)] for row in rows]
     widths = _widths([[head, *column] for head, *column in zip(heads, *cells, strict=True)], console.width)
     if widths is None:
-        _show_downwards(console, heads, cells)
+        width = max(map(cell_len, heads)) + GAP
+        for n, row in enumerate(cells):
+            if n:
+                console.print()
+            for head, cell in zip(heads, row, strict=True):
+                told = cell.replace("\n", "\n" + " " * width)
+                console.print(Text.assemble((set_cell_size(head, width), "bold"), told), soft_wrap=True)
         return
     table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
     for head, width, column in zip(heads, widths, zip(*rows, strict=True), strict=True):
@@ -190,16 +196,6 @@ def _widths(columns: Sequence[Sequence[str]], available: int) -> list[int] | Non
         widths[n] += more
         spare -= more
     return widths
-
-
-def _show_downwards(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    width = max(map(cell_len, heads)) + GAP
-    for n, row in enumerate(rows):
-        if n:
-            console.print()
-        for head, cell in zip(heads, row, strict=True):
-            told = cell.replace("\n", "\n" + " " * width)
-            console.print(Text.assemble((set_cell_size(head, width), "bold"), told), soft_wrap=True)
 
 
 def utc(microseconds: int) -> str:

@@ -156,7 +156,12 @@ class DemoPlan:
         Settings in it are in the files too, where the plan has changed some: a role would prefer those of the
         environment.
         """
-        own = {name: value for name, value in os.environ.items() if not _is_setting(name)}
+        config, own = TidemillSettings.model_config, dict[str, str]()
+        prefix, delimiter = config["env_prefix"].lower(), str(config["env_nested_delimiter"])
+        for name, value in os.environ.items():
+            section = name.lower().removeprefix(prefix).partition(delimiter)[0]
+            if not (name.lower().startswith(prefix) and section in TidemillSettings.model_fields):
+                own[name] = value
         hidden = {name: value for name, value in self.settings.kafka.client_options.items() if name.endswith(PASSWORD)}
         if hidden:
             own["TIDEMILL_KAFKA__CLIENT_OPTIONS"] = json.dumps(hidden)
@@ -222,14 +227,6 @@ class DemoPlan:
 
     def _online(self, *command: str) -> list[str]:
         return [*command, "--config", str(self.directory / ONLINE_CONFIG_NAME)]
-
-
-def _is_setting(variable: str) -> bool:
-    """Whether an environment variable, in upper or lower case, sets a section of the settings or a part of one."""
-    config, name = TidemillSettings.model_config, variable.lower()
-    prefix = config["env_prefix"].lower()
-    section = name.removeprefix(prefix).partition(str(config["env_nested_delimiter"]))[0]
-    return name.startswith(prefix) and section in TidemillSettings.model_fields
 
 
 def _address(port: int) -> str:

@@ -223,9 +223,16 @@ def print_plan(size: ModelSize, devices: Devices, found: FitPlan, estimates: Seq
     """Print the tables on standard output, and the result in words on standard error."""
     experts = f", {size.active / 1e9:.3g} B of them for each token" if size.experts else ""
     typer.echo(f"{size.parameters / 1e9:.4g} B parameters{experts}; {devices}", err=True)
-    for title, parts in (("trainer", found.trainers), ("replica", found.replicas)):
+    for title, every in (("trainer", found.trainers), ("replica", found.replicas)):
+        parts = every[-COLUMNS:]
         if parts:
-            _print_memory(title, devices, parts[-COLUMNS:])
+            # GiB of one device: a row for each content, a column for each number of devices.
+            names = [name for name in parts[0].bytes if any(part.bytes[name] for part in parts)]
+            memory = [(name, *(round(part.bytes[name] / GIB, 3) for part in parts)) for name in names]
+            memory.append(("total", *(round(part.total / GIB, 3) for part in parts)))
+            memory.append(("share_of_device", *(round(part.total / (devices.gib * GIB), 3) for part in parts)))
+            counts = [str(part.devices) for part in parts]
+            print_rows((f"{title}_gib", *counts), memory, formats=dict.fromkeys(counts, ",.2f"))
             typer.echo()
     rows = ((each.name, float(f"{each.value:.4g}"), each.rests_on) for each in estimates)
     print_rows(("estimate", "value", "rests_on"), rows, formats={"value": ",.6g"})
@@ -281,13 +288,3 @@ def document(
         "estimates": [asdict(each) for each in estimates],
         "changes": [asdict(each) for each in found.changes],
     }
-
-
-def _print_memory(title: str, devices: Devices, parts: Sequence[RoleMemory]) -> None:
-    """Print GiB of one device: a row for each content, a column for each number of devices."""
-    names = [name for name in parts[0].bytes if any(part.bytes[name] for part in parts)]
-    rows = [(name, *(round(part.bytes[name] / GIB, 3) for part in parts)) for name in names]
-    rows.append(("total", *(round(part.total / GIB, 3) for part in parts)))
-    rows.append(("share_of_device", *(round(part.total / (devices.gib * GIB), 3) for part in parts)))
-    counts = [str(part.devices) for part in parts]
-    print_rows((f"{title}_gib", *counts), rows, formats=dict.fromkeys(counts, ",.2f"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.codec import Codec
@@ -70,8 +70,16 @@ class GroupConsumer:
             # A member that the brokers refuse would wait for its group without limit.
             check_access(self._kafka)
             self._ask_at = time.monotonic() + METADATA_TIMEOUT_S
-        messages = self._consumer.consume(max_records, timeout_s)
-        found = [located for located in map(self._locate, messages) if located is not None]
+        found: list[ConsumedRecord] = []
+        for message in self._consumer.consume(max_records, timeout_s):
+            place, error = (message.topic() or "", message.partition() or 0), message.error()
+            if error is None:
+                self._next[place] = (message.offset() or 0) + 1
+                found.append(consumed_record(message, self._names, self._codec))
+                continue
+            onward = self._guard.take(error, place, self._next.get(place))
+            if onward is not None:
+                self._next[place] = onward
         if not found:
             self._guard.check()
         if self._paused:
@@ -83,17 +91,6 @@ class GroupConsumer:
             flowing[place] = max(flowing[place], tp.offset)
         self._guard.look(flowing, self._may_have_holes)
         return found
-
-    def _locate(self, message: Message) -> ConsumedRecord | None:
-        place = (message.topic() or "", message.partition() or 0)
-        error = message.error()
-        if error is None:
-            self._next[place] = (message.offset() or 0) + 1
-            return consumed_record(message, self._names, self._codec)
-        onward = self._guard.take(error, place, self._next.get(place))
-        if onward is not None:
-            self._next[place] = onward
-        return None
 
     def commit(self, offsets: Mapping[tuple[Topic, int], int]) -> None:
         """Commit the next offsets to read, by (topic, partition), and wait for the broker."""
