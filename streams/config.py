@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,9 @@ from tidemill.schemas.config import Section
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
+Application = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+"""Name of a processor. Topic prefix, name and run form the names of the consumer group and the state topic: with
+another name, the processor starts from an empty state at the beginning of the log."""
 MOST_MEMBERS = 4_096
 """References of this many members fit into one record."""
 
@@ -41,9 +44,8 @@ class StreamSettings(Section):
     runner: RunnerName = RunnerName.FAUST
     """The runner of all stream workers of a run. A run that started with `transactional` must keep it."""
 
-    application: str = Field(default="group-assembly", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of group assembly. Topic prefix, name and run form the names of the consumer group and the state topic:
-    with another name, the processor starts from an empty state at the beginning of the log."""
+    application: Application = "group-assembly"
+    """Name of group assembly."""
 
     done_ttl_s: float = Field(default=6 * HOUR_S, gt=0)
     """How long, in event time, a closed group is remembered, so that a repeated rollout does not open a new group.
@@ -118,9 +120,7 @@ class StreamSettings(Section):
 class BatchSettings(Section):
     """Settings of online batches: rewarded interactions of one serving version each. All times are event time."""
 
-    application: str = Field(default="online-batches", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the processor. Topic prefix, name and run form the names of the consumer group and the state topic:
-    with another name, the processor starts from an empty state at the beginning of the log."""
+    application: Application = "online-batches"
 
     max_tokens: int = Field(default=16_384, ge=1)
     """A batch closes when its members have this many sampled tokens."""

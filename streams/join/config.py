@@ -9,10 +9,9 @@ from pydantic import Field, model_validator
 
 from tidemill.schemas.config import Section
 from tidemill.schemas.records import SignalKind
+from tidemill.streams.config import DAY_S, HOUR_S, Application
 
 MINUTE_S = 60.0
-HOUR_S = 3600.0
-DAY_S = 24 * HOUR_S
 
 
 class SignalRule(Section):
@@ -165,9 +164,7 @@ class JoinSettings(Section):
     All times are event time, in the order of record timestamps.
     """
 
-    application: str = Field(default="feedback-join", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the processor. Topic prefix, name and run form the names of the consumer group and the state topic:
-    with another name, the processor starts from an empty state at the beginning of the log."""
+    application: Application = "feedback-join"
 
     map: RewardMap = Field(default_factory=RewardMap)
     """The conversion of signals into a reward."""
