@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.gate_decisions import NAMES, BranchDecisions, CanaryTrial, by_gate
@@ -67,21 +66,6 @@ REMEMBERED = 20
 """Number of decisions in a snapshot."""
 
 
-@dataclass(slots=True)
-class Trial:
-    """The current trial of a candidate."""
-
-    canary: CanaryTrial
-    baseline: int
-    comparison: ArmComparison | None = None
-    """None during the bench."""
-
-    @property
-    def version(self) -> int:
-        """The candidate."""
-        return self.canary.version
-
-
 class Branch:
     """One branch of one run; records of others are ignored."""
 
@@ -89,7 +73,12 @@ class Branch:
         self.run, self._gate = run, gate
         self.standing = BranchVersions()
         self.bench = Bench(gate.bench_rollouts)
-        self.trial: Trial | None = None
+        self.trial: CanaryTrial | None = None
+        """The current trial of a candidate."""
+        self.trial_baseline = -1
+        """The version that all users got when the trial began."""
+        self.comparison: ArmComparison | None = None
+        """The comparison of the trial; None during the bench."""
         self.watch: PromotionWatch | None = None
         self.clock = 0
         """The newest record timestamp seen, microseconds."""
@@ -151,8 +140,8 @@ class Branch:
         return [known for known in sorted(standing.versions) if last < known < version]
 
     def _parties(self) -> Iterator[ArmComparison | PromotionWatch]:
-        if self.trial is not None and self.trial.comparison is not None:
-            yield self.trial.comparison
+        if self.comparison is not None:
+            yield self.comparison
         if self.watch is not None:
             yield self.watch
 
@@ -185,16 +174,12 @@ class Branch:
             self.watch = None
 
     def _follow_trial(self, decision: GateDecision) -> None:
-        canary = self.standing.trial
-        if canary is None:
-            self.trial = None
-            return
-        if self.trial is None or self.trial.canary is not canary:
-            self.trial = Trial(canary, self.standing.baseline)
-        trial = self.trial
-        if 0.0 < canary.share < 1.0 and trial.comparison is None:
-            trial.comparison = ArmComparison(
-                self._gate, canary.version, trial.baseline, canary.share, decision.at, self._origin
+        trial = self.standing.trial
+        if trial is not self.trial:
+            self.trial, self.trial_baseline, self.comparison = trial, self.standing.baseline, None
+        if trial is not None and 0.0 < trial.share < 1.0 and self.comparison is None:
+            self.comparison = ArmComparison(
+                self._gate, trial.version, self.trial_baseline, trial.share, decision.at, self._origin
             )
 
 

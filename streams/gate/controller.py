@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from tidemill.schemas.clock import to_s
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.gate_decisions import EVIDENCE, GENERATION
+from tidemill.schemas.gate_decisions import EVIDENCE, GENERATION, CanaryTrial
 from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict, Record
-from tidemill.streams.gate.branch import Branch, Trial
+from tidemill.streams.gate.branch import Branch
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.guardrails import names
 
@@ -98,7 +98,7 @@ class GateController:
         """Return the current state of the branch."""
         branch = self._branch
         standing, trial = branch.standing, branch.trial
-        stage = "idle" if trial is None else "bench" if trial.comparison is None else "comparison"
+        stage = "idle" if trial is None else "bench" if branch.comparison is None else "comparison"
         return Snapshot(
             run_id=branch.run.run_id,
             branch=branch.run.branch,
@@ -147,28 +147,28 @@ class GateController:
             yield self._decision(GateVerdict.ROLL_BACK, older, reason, numbers)
 
     def _in_trial(self) -> Iterator[GateDecision]:
-        trial = self._branch.trial
+        trial, comparison = self._branch.trial, self._branch.comparison
         if trial is None:
             return
-        if trial.comparison is None:
+        if comparison is None:
             yield from self._in_bench(trial)
-        elif trial.comparison.conclusion is not None:
-            done = trial.comparison.conclusion
+        elif comparison.conclusion is not None:
+            done = comparison.conclusion
             holds = done.verdict is GateVerdict.HOLD
-            version = trial.baseline if holds else trial.version
+            version = self._branch.trial_baseline if holds else trial.version
             reason = f"version {trial.version} waits for a person: {done.reason}" if holds else done.reason
             numbers = {**self._trial_numbers(trial), EVIDENCE: float(done.on_evidence)}
             yield self._decision(done.verdict, version, reason, numbers)
-        elif trial.canary.share == 0.0:
+        elif trial.share == 0.0:
             numbers = {**self._trial_numbers(trial), CANARY_SHARE: self._gate.share}
             yield self._decision(GateVerdict.CANARY, trial.version, "the comparison continues", numbers)
 
-    def _in_bench(self, trial: Trial) -> Iterator[GateDecision]:
-        gate, bench = self._gate, self._branch.bench
-        result, baseline = bench.result(trial.version), bench.result(trial.baseline)
+    def _in_bench(self, trial: CanaryTrial) -> Iterator[GateDecision]:
+        gate, bench, against = self._gate, self._branch.bench, self._branch.trial_baseline
+        result, baseline = bench.result(trial.version), bench.result(against)
         if result is None:
             # A candidate without a bench result must not delay newer ones without limit.
-            waited = self._seconds_since(trial.canary.opened_at)
+            waited = self._seconds_since(trial.opened_at)
             if waited >= gate.bench_seconds and self._branch.candidate() not in (None, trial.version):
                 rollouts = f"{bench.tally(trial.version).rollouts} of {gate.bench_rollouts} rollouts"
                 yield from self._open_newest(f"version {trial.version} is skipped: {rollouts} in {waited:g} s")
@@ -182,7 +182,7 @@ class GateController:
             reason = f"success on held-out tasks is {result.rate:.3g}{objection}"
             yield self._decision(GateVerdict.REJECT, trial.version, reason, {**numbers, EVIDENCE: 1.0})
             return
-        reason = f"passed the bench with {result.rate:.3g}; to be compared with {trial.baseline} among users"
+        reason = f"passed the bench with {result.rate:.3g}; to be compared with {against} among users"
         yield self._decision(GateVerdict.CANARY, trial.version, reason, {**numbers, CANARY_SHARE: gate.share})
 
     def _open_newest(self, reason: str) -> Iterator[GateDecision]:
@@ -195,15 +195,16 @@ class GateController:
         numbers = {CANARY_SHARE: 0.0, "skipped": float(len(skipped)), "baseline": float(self._branch.standing.baseline)}
         yield self._decision(GateVerdict.CANARY, version, f"{reason}; the bench comes first", numbers)
 
-    def _trial_numbers(self, trial: Trial) -> dict[str, float]:
-        since = trial.canary.opened_at if trial.comparison is None else trial.comparison.started_at
+    def _trial_numbers(self, trial: CanaryTrial) -> dict[str, float]:
+        comparison, baseline = self._branch.comparison, self._branch.trial_baseline
+        since = trial.opened_at if comparison is None else comparison.started_at
         return {
-            "baseline": float(trial.baseline),
+            "baseline": float(baseline),
             "seconds_in_stage": self._seconds_since(since),
             "replicas": float(sum(serving == trial.version for serving in self._branch.serving.values())),
             **self._bench_numbers("bench", trial.version),
-            **self._bench_numbers("baseline_bench", trial.baseline),
-            **({} if trial.comparison is None else trial.comparison.numbers()),
+            **self._bench_numbers("baseline_bench", baseline),
+            **({} if comparison is None else comparison.numbers()),
         }
 
     def _bench_numbers(self, prefix: str, version: int) -> dict[str, float]:
