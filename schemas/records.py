@@ -516,6 +516,9 @@ class Manifest:
     serving_format: str = ""
     """Format, such as mxfp8, that the values of the linear weights are rounded to. The delta contains these values in
     the dtypes of `tensors`, without codes. Empty if the values are only rounded to the dtype of the tensor."""
+    serving_activations: str = ""
+    """Format, such as mxfp8, to which the inputs of these linear layers are rounded, by rows. A version is sampled
+    with it. Empty if they are not rounded."""
 
 
 @record(frozen=True, slots=True)

@@ -193,7 +193,9 @@ def checkout(
 def print_chain(rows: Sequence[dict[str, Any]], head: int, as_csv: bool) -> None:
     rows_shown = []
     for row in rows:
-        told = ["head" if row["version"] == head else "", row["serving_format"], row["fork"]]
+        inputs = row["serving_activations"]
+        told = ["head" if row["version"] == head else "", row["serving_format"], inputs and f"activations {inputs}"]
+        told.append(row["fork"])
         told += ["delta expired" if row["expired"] else "", *row["decisions"]]
         told += (f"refused by {replica}: {reason}" for replica, reason in row["refused_by"].items())
         fields = "version parent step learning_rate density delta_bytes bytes_per_changed"

@@ -79,6 +79,8 @@ class ReplicaStatus:
     fingerprint: str = ""
     serving_format: str = ""
     """Low-bit format to which its weights are rounded (dequantised values); empty without one."""
+    serving_activations: str = ""
+    """Format to which the inputs of its linear layers are rounded; empty without one."""
     applied: int = 0
     """Versions proved and served by this process, the first one included."""
     refused: int = 0
@@ -112,7 +114,8 @@ class Ledger:
         """Record that `manifest`'s version was proved from the live tensors and is served."""
         now = self.status
         now.version, now.fingerprint = manifest.version, manifest.fingerprint
-        now.serving_format, now.last_pause_ms = manifest.serving_format, cost.pause_ms
+        now.serving_format, now.serving_activations = manifest.serving_format, manifest.serving_activations
+        now.last_pause_ms = cost.pause_ms
         now.applied += 1
         self._say(status, manifest, cost, reason, manifest.fingerprint)
 

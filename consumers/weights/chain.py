@@ -92,7 +92,8 @@ def describe(decision: GateDecision) -> str:
 
 
 OF_MANIFEST = (
-    "version parent step learning_rate n_elements n_changed delta_bytes fingerprint published_at serving_format"
+    "version parent step learning_rate n_elements n_changed delta_bytes fingerprint published_at serving_format "
+    "serving_activations"
 )
 
 

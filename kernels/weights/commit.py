@@ -38,6 +38,8 @@ class VersionMark:
     """Time at which the optimizer step ended, microseconds since the epoch."""
     serving_format: str = ""
     """Same as `Manifest.serving_format`."""
+    serving_activations: str = ""
+    """Same as `Manifest.serving_activations`."""
 
 
 def read_versions(kafka: KafkaSettings, run: RunSettings) -> VersionGraph:
@@ -191,6 +193,7 @@ class VersionLog:
             published_at=published_at,
             incarnation=incarnation,
             serving_format=mark.serving_format,
+            serving_activations=mark.serving_activations,
         )
         manifest = fit_record(made, Codec(), weights_folder(self._store, self._run), CLAIM_CHECK_BYTES)
         self._producer.send_acked(Topic.MANIFESTS, [(self._run.branch, manifest)])

@@ -158,6 +158,7 @@ class WeightPublisher:
         parent: int | None = None,
         trained_at: int | None = None,
         serving_format: str = "",
+        serving_activations: str = "",
     ) -> Manifest:
         """Publish weights as `version`; return its manifest after the log has acknowledged everything.
 
@@ -176,6 +177,7 @@ class WeightPublisher:
             parent: raise VersionError unless the version continues this one; not compared if None.
             trained_at: time at which that step ended, microseconds since the epoch; now if None.
             serving_format: the low-bit format to which the weights are rounded; empty without one.
+            serving_activations: the format to which the inputs of these layers are rounded; empty without one.
 
         All arguments except the tensors are taken from the first rank.
 
@@ -195,6 +197,7 @@ class WeightPublisher:
                 learning_rate=learning_rate,
                 trained_at=now_us() if trained_at is None else trained_at,
                 serving_format=serving_format,
+                serving_activations=serving_activations,
             )
             if version not in self._log.graph.manifests:
                 self._log.require_next(version, mark.parent)
@@ -351,7 +354,15 @@ class WeightPublisher:
         manifest = source.manifests[point.version]
         held = rebuild_whole(lambda: _made_again(self._kafka, source, point.version), self._ranks)
         whole = self._ranks.on_first(lambda: merged_tensors([held.infos])) or []
-        mark = VersionMark(point.version, None, manifest.step, manifest.learning_rate, trained_at=manifest.trained_at)
+        mark = VersionMark(
+            version=point.version,
+            parent=None,
+            step=manifest.step,
+            learning_rate=manifest.learning_rate,
+            trained_at=manifest.trained_at,
+            serving_format=manifest.serving_format,
+            serving_activations=manifest.serving_activations,
+        )
         self._commit(mark, [], whole, self._write_anchor(held))
         # The cuts of the ranks are known only with the first version that they publish.
         self._held = held if self._ranks.size == 1 else None

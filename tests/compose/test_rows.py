@@ -404,6 +404,7 @@ VERSION = dict(
     version=1, parent=0, step=1, learning_rate=1e-5, n_elements=1000, n_changed=12, density=0.012, delta_bytes=12345,
     bytes_per_changed=1028.75, shards=1, anchor=None, skips=[], proved_by=["replica-0", "replica-1"], refused_by={},
     decisions=[], expired=False, fork="", fingerprint="f" * 32, published_at=0, serving_format="",
+    serving_activations="",
 )  # fmt: skip
 
 

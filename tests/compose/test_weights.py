@@ -74,9 +74,11 @@ def test_the_chain_is_listed(log):
 
 def test_a_format_of_few_bits_is_listed(log):
     log.grow(1)
-    log.publish(1, nudged(log.views[0], 1), 0, lies={"serving_format": "mxfp8"})
-    assert [row["serving_format"] for row in answer(ask(log, "log", "--json"))["versions"]] == ["", "mxfp8"]
-    assert ask(log, "log").stdout.splitlines()[-1].endswith("head; mxfp8")
+    log.publish(1, nudged(log.views[0], 1), 0, lies={"serving_format": "mxfp8", "serving_activations": "nvfp4"})
+    versions = answer(ask(log, "log", "--json"))["versions"]
+    assert [row["serving_format"] for row in versions] == ["", "mxfp8"]
+    assert [row["serving_activations"] for row in versions] == ["", "nvfp4"]
+    assert ask(log, "log").stdout.splitlines()[-1].endswith("head; mxfp8; activations nvfp4")
 
 
 def test_an_empty_branch_is_reported(log):

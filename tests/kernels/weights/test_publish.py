@@ -64,7 +64,8 @@ def test_a_follower_holds_every_version_bit_for_bit(publication, open_publisher,
 def test_a_manifest_describes_its_version(publication, open_publisher, views):
     publisher = open_publisher()
     first = publisher.publish(0, views[0])
-    mark = {"learning_rate": 1e-4, "step": 7, "parent": 0, "trained_at": 11, "serving_format": "mxfp8"}
+    mark = {"learning_rate": 1e-4, "step": 7, "parent": 0, "trained_at": 11}
+    mark |= {"serving_format": "mxfp8", "serving_activations": "nvfp4"}
     second = publisher.publish(3, views[1], **mark)
     assert (first.parent, first.shards, first.n_changed, first.delta_bytes) == (None, [], 0, 0)
     assert (second.version, second.parent, second.step, second.learning_rate) == (3, 0, 7, 1e-4)
@@ -76,6 +77,7 @@ def test_a_manifest_describes_its_version(publication, open_publisher, views):
     ]
     assert (second.trained_at, publisher.versions.newest) == (11, second)
     assert (first.serving_format, second.serving_format) == ("", "mxfp8")
+    assert (first.serving_activations, second.serving_activations) == ("", "nvfp4")
     assert first.published_at > 0 and first.trained_at > 0
 
 
