@@ -1,8 +1,9 @@
-"""Weights in formats of few bits: codes with a scale for each block, and the values of codes and scales.
+"""Weights and activations in formats of few bits: codes with a scale for each block, and the values they stand for.
 
-Three formats; the scales make every value exact in bf16:
+Four formats; the scales make every value exact in bf16:
 
-    fp8_blocks  E4M3 codes, an E8M0 scale for 128 x 128 (DeepSeek-V3.1's `ue8m0` scales)
+    fp8_blocks  E4M3 codes, an E8M0 scale for 128 x 128 (DeepSeek-V3.1's `ue8m0` scales), for weights
+    fp8_rows    E4M3 codes, an E8M0 scale for 128 of a row, for activations beside such weights
     mxfp8       E4M3 codes, an E8M0 scale for 32 of a row (OCP Microscaling Formats 1.0)
     nvfp4       E2M1 codes, an E4M3 scale for 16 of a row, and an outer scale for each row: a power of two, in f4
 
@@ -10,7 +11,7 @@ A power-of-two scale is the smallest for which the greatest value of its block i
 (an outer scale: greatest / (6 x 448)), never below 2**-116, so that no value and no scale is subnormal in f4. An E4M3
 scale is greatest / (6 x outer) rounded to nearest, and at least 2**-9, its smallest. A code is the quotient of value
 and scale, by an IEEE division, rounded to nearest, ties to even, saturating. An outer scale belongs to one row, never
-to a tensor: the values of a later row change nothing in an earlier one.
+to a tensor: the values of a later row change nothing in an earlier one. A row of activations is a token.
 
 The functions here run Triton's kernels or torch's operations, which give the same bits (`kernels.backend` chooses).
 """
@@ -66,7 +67,13 @@ class BlockFormat:
 FP8_BLOCKS = BlockFormat("fp8_blocks", E4M3, 128, 128, has_outer=False)
 MXFP8 = BlockFormat("mxfp8", E4M3, 1, 32, has_outer=False)
 NVFP4 = BlockFormat("nvfp4", E2M1, 1, 16, has_outer=True)
+FP8_ROWS = BlockFormat("fp8_rows", E4M3, 1, 128, has_outer=False)
 BLOCK_FORMATS = {form.name: form for form in (FP8_BLOCKS, MXFP8, NVFP4)}
+"""Formats of weights, by name."""
+ROW_FORMATS = {form.name: form for form in (FP8_ROWS, MXFP8, NVFP4)}
+"""Formats of activations, by name: no block spans two rows."""
+CHOOSERS = ("gate", "router")
+"""Ends of the names of linear layers that choose among experts: their weights and inputs are not quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +100,33 @@ def quantise(values: Tensor, form: BlockFormat) -> QuantisedTensor:
     # The negated comparison is true for NaN as well.
     if flat.numel() and not bool(flat.abs().amax() <= LARGEST):
         raise ValueError(f"values that are not finite, or beyond 2**127, have no {form.name} codes")
+    codes, scales, outer = _encode(flat, form)
+    lead = values.shape[:-2]
+    whole = None if outer is None else outer.view(*lead, *outer.shape[-2:])
+    return QuantisedTensor(form, codes.view(values.shape), scales.view(*lead, *scales.shape[-2:]), whole)
+
+
+def round_rows(rows: Tensor, form: BlockFormat) -> Tensor:
+    """Return `rows` (f4 or bf16 [..., C]) with the values of their codes and scales, in the same type; no row depends
+    on another one. `form` is one of `ROW_FORMATS`.
+
+    A row with a value that is not finite, or beyond 2**127, has no codes and is returned unchanged.
+    """
+    flat = rows.detach().reshape(1, -1, rows.shape[-1]).float()
+    # False for NaN as well.
+    have_codes = flat.abs().amax(-1, keepdim=True) <= LARGEST
+    held = QuantisedTensor(form, *_encode(flat.where(have_codes, 0.0), form))
+    return dequantise(held).where(have_codes, flat).to(rows.dtype).view(rows.shape)
+
+
+def _encode(flat: Tensor, form: BlockFormat) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return codes, scales and outer scales of finite values (f4[B, R, C])."""
     outer = _power_of_two(flat.abs().amax(-1, keepdim=True), 6 * 448) if form.has_outer else None
     if runs_triton(flat):
         from tidemill.kernels import triton_quantise
 
-        codes, scales = triton_quantise.quantise(flat, form, outer)
-    else:
-        codes, scales = quantise_by_torch(flat, form, outer)
-    lead = values.shape[:-2]
-    whole = None if outer is None else outer.view(*lead, *outer.shape[-2:])
-    return QuantisedTensor(form, codes.view(values.shape), scales.view(*lead, *scales.shape[-2:]), whole)
+        return *triton_quantise.quantise(flat, form, outer), outer
+    return *quantise_by_torch(flat, form, outer), outer
 
 
 def dequantise(held: QuantisedTensor) -> Tensor:

@@ -80,6 +80,13 @@ class ServingFormat(StrEnum):
     NVFP4 = "nvfp4"
 
 
+class ServingActivations(StrEnum):
+    NONE = "none"
+    FP8_ROWS = "fp8_rows"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+
+
 class Forward(StrEnum):
     MATCHED = "matched"
     MASTERS = "masters"

@@ -25,6 +25,7 @@ from tidemill.trainer.choices import (
     Forward,
     ObjectiveName,
     Routing,
+    ServingActivations,
     ServingFormat,
     StepMachine,
     all_machines,
@@ -225,12 +226,19 @@ class TrainerSettings(Section):
     """Format of the linear weights that replicas serve: `bf16`; `fp8_blocks`, E4M3 with a scale for 128 x 128; `mxfp8`,
     E4M3 with a scale for 32 of a row; `nvfp4`, E2M1 with E4M3 scales for 16 of a row and an outer scale for each row
     (`kernels/quantise.py`). The version contains the values of codes and scales, which bf16 represents exactly.
-    Embeddings, the head, routers, norms and biases stay bf16, and so do activations and the KV cache."""
+    Embeddings, the head, routers, norms and biases stay bf16, and so does the KV cache."""
+
+    serving_activations: ServingActivations = ServingActivations.NONE
+    """Format to which replicas and the trainer round the inputs of the layers whose weights have `serving_format`, each
+    token by itself: `fp8_rows`, E4M3 with a scale for 128 of a row; `mxfp8` and `nvfp4`, as for weights. The products
+    are computed with the values of codes and scales; gradients pass the rounding unchanged (straight-through). Replicas
+    on a GPU refuse it. `none`: inputs are not rounded."""
 
     forward: Forward = Forward.MATCHED
     """Weights that the trainer computes with: `matched`, the served ones, in `serving_format`, with gradients that are
     applied to the master weights unchanged (straight-through); `masters`, to compare, the master weights in bf16: then
-    trainer and sampler differ by the format's rounding error. The KL reference has the same format as the policy."""
+    trainer and sampler differ by the format's rounding error, and activations are not rounded in the trainer. The KL
+    reference has the same format as the policy."""
 
     threads: int = Field(default=1, ge=1)
     """Threads of the tensor library; results are reproducible for a fixed number."""
@@ -309,6 +317,11 @@ class TrainerSettings(Section):
             )
         if self.forward is Forward.MASTERS and self.serving_format is ServingFormat.BF16:
             raise ValueError("the weights served in bf16 are the master weights in bf16: set forward to matched")
+        if self.serving_activations is not ServingActivations.NONE and self.serving_format is ServingFormat.BF16:
+            raise ValueError(
+                "serving_activations rounds the inputs of layers whose weights are quantised, and serving_format bf16 "
+                "has none: set serving_format, or serving_activations to none"
+            )
         if not self.online.enabled:
             return self
         if self.in_order:
@@ -358,6 +371,8 @@ class TrainerSettings(Section):
             fields["routing"] = [self.routing.value, self.routing_plausible]
         if self.serving_format is not ServingFormat.BF16:
             fields["serving_format"] = [self.serving_format.value, self.forward.value]
+        if self.serving_activations is not ServingActivations.NONE:
+            fields["serving_activations"] = self.serving_activations.value
         return fields
 
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from tidemill.kernels.quantise import BLOCK_FORMATS, BlockFormat, dequantise, quantise
+from tidemill.kernels.quantise import BLOCK_FORMATS, CHOOSERS, BlockFormat, dequantise, quantise
 from tidemill.kernels.weights.ranks import Ranks
 from tidemill.trainer.batch import PackedRow, Trajectory, sampled_versions
 from tidemill.trainer.choices import Forward, ServingFormat
@@ -205,7 +205,7 @@ def quantised_weights(model: torch.nn.Module) -> frozenset[str]:
     get_head = getattr(model, "get_output_embeddings", None)
     head, found = get_head() if get_head else None, set()
     for prefix, module in model.named_modules():
-        linear = isinstance(module, torch.nn.Linear) and module is not head and not prefix.endswith(("gate", "router"))
+        linear = isinstance(module, torch.nn.Linear) and module is not head and not prefix.endswith(CHOOSERS)
         for name, parameter in module.named_parameters(prefix, recurse=False):
             # Experts are a stack of matrices.
             if (linear and parameter.dim() == 2) or parameter.dim() == 3:

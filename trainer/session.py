@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from tidemill.kernels.weights.graph import VersionGraph
+from tidemill.kernels.weights.graph import VersionError, VersionGraph
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
@@ -32,7 +32,7 @@ from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.trainer.batch import Trajectory
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointState
-from tidemill.trainer.choices import ObjectiveName
+from tidemill.trainer.choices import ObjectiveName, ServingActivations
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError
 from tidemill.trainer.metrics import staleness_records
@@ -95,8 +95,15 @@ class Session:
     def publish_start(self) -> None:
         """Publish the weights that the run starts from as version 0, an anchor; compare later ones with the log.
 
-        Raises VersionError if the log has other weights under their version.
+        Raises VersionError if the log has other weights under their version, or the run's newest version is sampled
+        with other activations.
         """
+        newest, rounded = self._versions.newest, self._settings.serving_activations.value
+        if newest is not None and (held := newest.serving_activations or ServingActivations.NONE.value) != rounded:
+            raise VersionError(
+                f"version {newest.version} is sampled with trainer.serving_activations {held}, now it is {rounded}: "
+                "start with the run's own, which cannot change"
+            )
         if not self.place.step or self.place.version in self._versions.manifests:
             self.weights.publish(self.place.version, step=self.place.step)
             self.wait_published()

@@ -26,6 +26,7 @@ from tidemill.kernels.weights.ranks import Ranks
 from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
+from tidemill.trainer.activations import quantise_activations
 from tidemill.trainer.advantages import ADVANTAGES, Rewards, batch_advantages, penalise
 from tidemill.trainer.batch import InvalidRoutingError, PackedRow, Trajectory, pack
 from tidemill.trainer.choices import AdvantageKind, Routing, ServingFormat
@@ -172,6 +173,8 @@ class Learner:
         if reference is not None:
             # Otherwise the rounding error would separate the policy from its reference before any step.
             round_as_policy(reference, settings.serving_format, settings.forward)
+        for network in networks:
+            quantise_activations(network, settings)
         self.model = model
         self.masters = MasterWeights(
             model,

@@ -17,7 +17,7 @@ from tidemill.kernels.weights.bits import total_fingerprint
 from tidemill.kernels.weights.tensor_parts import Parts, merged_tensors, part_info
 from tidemill.trainer.batch import RoutedShape
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
-from tidemill.trainer.choices import ServingFormat, StepMachine
+from tidemill.trainer.choices import ServingActivations, ServingFormat, StepMachine
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.job import SINGLE, Job, machine_of
 from tidemill.trainer.model import load_model
@@ -161,7 +161,7 @@ class TrainedWeights:
         if self._publish is None:
             return
         self._wait()
-        form = self._settings.serving_format
+        form, activations = self._settings.serving_format, self._settings.serving_activations
         publish = partial(
             self._publish,
             version,
@@ -171,6 +171,7 @@ class TrainedWeights:
             parent=parent,
             trained_at=trained_at,
             serving_format="" if form is ServingFormat.BF16 else form.value,
+            serving_activations="" if activations is ServingActivations.NONE else activations.value,
         )
         if self._beside is None:
             seconds = _timed(publish)

@@ -16,11 +16,15 @@ from tidemill.kernels.quantise import (
     FP8_BLOCKS,
     MXFP8,
     NVFP4,
+    ROW_FORMATS,
     BlockFormat,
     MiniFloat,
     QuantisedTensor,
     dequantise,
+    dequantise_by_torch,
     quantise,
+    quantise_by_torch,
+    round_rows,
 )
 
 TINY = Fraction(2) ** -116
@@ -196,3 +200,66 @@ def test_zeros_and_empty_matrices_have_codes(form):
     assert dequantise(quantise(torch.zeros(3, 40), form)).unique().tolist() == [0.0]
     assert dequantise(quantise(torch.zeros(0, 40), form)).shape == (0, 40)
     assert dequantise(quantise(torch.full((2, 33), 1e-45), form)).unique().tolist() == [0.0]
+
+
+@pytest.fixture(params=ROW_FORMATS.values(), ids=lambda form: form.name)
+def row_form(request) -> BlockFormat:
+    return request.param
+
+
+def tokens() -> torch.Tensor:
+    """Return activations of 16 tokens, some of them with outliers, in rows that do not end with a block."""
+    rows = torch.randn(16, 200, generator=torch.Generator().manual_seed(6))
+    rows[3, 7], rows[9] = 80.0, rows[9] * 2.0**20
+    return rows
+
+
+def test_rows_are_rounded_to_the_values_of_codes_and_scales(row_form):
+    rows = tokens().view(2, 8, 200)
+    made = round_rows(rows, row_form)
+    assert torch.equal(made, dequantise(quantise(rows, row_form))) and not torch.equal(made, rows)
+    narrow = rows.bfloat16()
+    assert torch.equal(round_rows(narrow, row_form), round_rows(narrow.float(), row_form).bfloat16())
+    assert round_rows(rows[:0], row_form).shape == (0, 8, 200)
+
+
+def test_a_token_does_not_depend_on_its_batch(row_form):
+    rows = tokens()
+    whole = round_rows(rows, row_form)
+    for one in range(len(rows)):
+        assert torch.equal(round_rows(rows[one], row_form), whole[one])
+
+
+def test_a_louder_last_token_does_not_change_earlier_ones(row_form):
+    louder = tokens()
+    louder[-1] *= 50
+    assert torch.equal(round_rows(tokens(), row_form)[:-1], round_rows(louder, row_form)[:-1])
+
+
+def test_a_louder_last_token_would_change_earlier_ones_with_an_outer_scale_of_the_tensor():
+    """Control of the test above: published NVFP4 has one outer scale for a tensor, which is not a power of two."""
+
+    def per_tensor(rows: torch.Tensor) -> torch.Tensor:
+        outer = (rows.abs().max() / (6 * 448)).expand(1, len(rows), 1)
+        return dequantise_by_torch(*quantise_by_torch(rows[None], NVFP4, outer), outer, NVFP4)[0, :-1]
+
+    rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(6))
+    louder = rows.clone()
+    louder[-1] *= 50
+    assert float((per_tensor(rows) != per_tensor(louder)).float().mean()) > 0.5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**127 * 1.5])
+def test_a_token_without_codes_is_returned_unchanged_and_no_other_one_is(row_form, value):
+    bad = tokens()
+    bad[5, 11] = value
+    made, expected = round_rows(bad, row_form), round_rows(tokens(), row_form)
+    others = [place for place in range(16) if place != 5]
+    assert torch.equal(made[others], expected[others])
+    assert torch.equal(made[5].view(torch.int32), bad[5].view(torch.int32))
+
+
+def test_tokens_of_zeros_and_subnormal_numbers_become_zeros(row_form):
+    rows = torch.stack([torch.zeros(40), torch.full((40,), 1e-42), torch.ones(40)])
+    made = round_rows(rows, row_form)
+    assert made[:2].unique().tolist() == [0.0] and made[2].unique().tolist() == pytest.approx([1.0], rel=0.05)

@@ -14,7 +14,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Manifest, TrainStep
-from tidemill.trainer.choices import ServingFormat
+from tidemill.trainer.choices import ServingActivations, ServingFormat
 from tidemill.trainer.config import KlSettings, TrainerSettings
 from tidemill.trainer.history import NotRepeatableError
 from tidemill.trainer.run import run
@@ -78,6 +78,19 @@ def test_a_run_keeps_its_serving_format(log, settings, train) -> None:
         train("kept", changed, 3)
     manifests = written(log, Manifest, "kept")
     assert [(m.version, m.serving_format) for m in manifests] == [(0, ""), (1, ""), (2, "")]
+
+
+def test_a_run_keeps_its_serving_activations(log, settings, train) -> None:
+    """They change no weight, but replicas would refuse the next version."""
+    settings = settings.model_copy(update={"serving_format": ServingFormat.NVFP4})
+    changed = settings.model_copy(update={"serving_activations": ServingActivations.NVFP4})
+    train("rounded", changed, 1)
+    with pytest.raises(
+        VersionError, match=r"version 1 is sampled with trainer\.serving_activations nvfp4, now it is no"
+    ):
+        train("rounded", settings, 2)
+    train("rounded", changed, 2)
+    assert [m.serving_activations for m in written(log, Manifest, "rounded")] == ["nvfp4"] * 3
 
 
 def test_a_run_is_not_restarted_from_another_checkpoint(log, settings, train, tmp_path) -> None:

@@ -117,13 +117,21 @@ class NotedPublisher:
         self.said = said
 
 
-@pytest.mark.parametrize(("form", "said"), [("nvfp4", "nvfp4"), ("bf16", "")])
-def test_a_manifest_names_the_format(form, said, tmp_path):
+@pytest.mark.parametrize(
+    ("form", "activations", "said"),
+    [
+        ("nvfp4", "none", ("nvfp4", "")),
+        ("bf16", "none", ("", "")),
+        ("fp8_blocks", "fp8_rows", ("fp8_blocks", "fp8_rows")),
+    ],
+)
+def test_a_manifest_names_the_formats(form, activations, said, tmp_path):
     publisher, store = NotedPublisher(), CheckpointStore(str(tmp_path), "run", "main", 1)
-    weights = TrainedWeights(settings_of(serving_format=form), learner_of(form), store, publisher.publish)
+    settings = settings_of(serving_format=form, serving_activations=activations)
+    weights = TrainedWeights(settings, learner_of(form), store, publisher.publish)
     weights.snapshot()
     weights.publish(0)
-    assert publisher.said["serving_format"] == said
+    assert (publisher.said["serving_format"], publisher.said["serving_activations"]) == said
 
 
 def test_a_checkpoint_restores_the_same_view(tmp_path):
