@@ -27,6 +27,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from tidemill.consumers.replica.activations import activation_format, apply_rounded
+from tidemill.consumers.replica.plugin import plain_product
 from tidemill.consumers.replica.weight_map import Indices, UnsupportedModelError
 
 _PACKED = ("w13_weight", "w2_weight")
@@ -57,7 +59,7 @@ def orders_of_experts(model: torch.nn.Module) -> dict[str, Indices]:
             )
         for name in _PACKED:
             known.add(f"{prefix}.{name}")
-            if kind != _AS_LOADED and not experts._use_zentorch:
+            if kind != _AS_LOADED and not experts._use_zentorch and activation_format() is None:
                 weight = getattr(layer, name)
                 if not weight.is_contiguous() or weight.storage_offset():
                     raise UnsupportedModelError(
@@ -108,7 +110,16 @@ def apply_held(experts: CPUUnquantizedExperts, /, **given: Any) -> None:  # noqa
         ids = held.to(torch.int64)[given["topk_ids"].to(torch.int64)]
         given["topk_ids"] = ids.clamp(min=0).to(given["topk_ids"].dtype)
         given["topk_weights"] = torch.where(ids < 0, 0.0, given["topk_weights"]).to(given["topk_weights"].dtype)
-    _vllm_apply(experts, **given)
+    if (form := activation_format()) is None:
+        _vllm_apply(experts, **given)
+    else:
+        apply_rounded(experts, form, plain_product(), given)
+
+
+def pack_held(experts: CPUUnquantizedExperts, layer: torch.nn.Module) -> None:
+    """Pack weights for vLLM's kernel (`process_weights_after_loading`), unless `apply_rounded` replaces the kernel."""
+    if activation_format() is None:
+        _vllm_pack(experts, layer)
 
 
 def gather_rows(group: CpuCommunicator, given: list[torch.Tensor], dim: int, sizes: list[int]) -> list[torch.Tensor]:
@@ -134,7 +145,7 @@ def scatter_sums(group: CpuCommunicator, given: torch.Tensor, dim: int, sizes: l
     return summed.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
 
-_vllm_apply = CPUUnquantizedExperts.apply
+_vllm_apply, _vllm_pack = CPUUnquantizedExperts.apply, CPUUnquantizedExperts.process_weights_after_loading
 
 
 class TokenwiseBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]  # vLLM is read without its types

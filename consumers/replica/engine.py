@@ -31,10 +31,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tidemill.consumers.replica.config import KvPolicy
+from tidemill.consumers.replica.environment import ACTIVATIONS_VARIABLE
 from tidemill.consumers.replica.ledger import Applied, Proof, WriteRefusedError
 from tidemill.consumers.replica.plugin import hide_llvmlite_from_kernel_search, register, tell_spans_before_the_end
 from tidemill.consumers.replica.ranks import RankCoverage, handed_over, told
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
+from tidemill.kernels.quantise import ROW_FORMATS
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange
 
@@ -64,15 +66,18 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         version: int,
         kv_policy: KvPolicy,
         expert_ids: bool = False,
+        activations: str = "",
     ) -> ReplicaEngine:
         """Load the checkpoint that `arguments` name, map its tensors and call it `version`.
 
         Args:
             expert_ids: return the expert ids of its tokens with each answer; on a GPU an argument of vLLM does it.
+            activations: the manifest's `serving_activations`.
 
         Raises:
             RuntimeError: the engine did not start, or its form of the model cannot be mapped.
         """
+        require_rounding(activations)
         options = AsyncEngineArgs.from_cli_args(arguments)
         config = options.create_engine_config()
         if config.model_config.quantization:
@@ -93,6 +98,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         # On a CPU vLLM would spawn, which imports everything a second time; a fork is safe here because no compute
         # thread has run and no client of the log is open yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        os.environ[ACTIVATIONS_VARIABLE] = activations
         engine: ReplicaEngine = cls.from_vllm_config(config, disable_log_stats=options.disable_log_stats)
         engine.version, engine.kv_policy = version, kv_policy
         try:
@@ -254,6 +260,19 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         salted = {**prompt, "cache_salt": salt}
         outputs: AsyncGenerator[RequestOutput, None] = super().generate(salted, sampling_params, *rest, **options)
         return outputs
+
+
+def require_rounding(activations: str) -> None:
+    """Raise UnsupportedModelError unless an engine on this device can round its inputs to a format; empty: none."""
+    if activations and activations not in ROW_FORMATS:
+        raise UnsupportedModelError(
+            f"the version has serving_activations {activations}, and this replica knows {', '.join(ROW_FORMATS)}"
+        )
+    if activations and not current_platform.is_cpu():
+        raise UnsupportedModelError(
+            f"the version has serving_activations {activations}, which only a replica on a CPU can compute: serve it "
+            "on one, or train a new run with trainer.serving_activations none"
+        )
 
 
 def _accepted(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ PARENT_VARIABLE = "TIDEMILL_ENGINE_PARENT"
 """Process id of the server, so that its engine core ends with it."""
 INVARIANT_VARIABLE = "TIDEMILL_BATCH_INVARIANT"
 """1 if a token's result must not depend on the rest of the batch."""
+ACTIVATIONS_VARIABLE = "TIDEMILL_SERVING_ACTIVATIONS"
+"""Format to which the engine rounds the inputs of its linear layers; empty, or not set, for none."""
 PLUGIN = "tidemill"
 """Name of the entry point of `plugin.register` in the group `vllm.general_plugins`."""
 

@@ -27,10 +27,12 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
+from tidemill.consumers.replica.activations import require_rounding_layers
 from tidemill.consumers.replica.cpu_layers import (
     apply_held,
     gather_rows,
     orders_of_experts,
+    pack_held,
     require_tokenwise,
     scatter_sums,
 )
@@ -50,6 +52,7 @@ P = ParamSpec("P")
 # A spawned worker has not loaded its model yet, so this call keeps its linear layers unpacked too.
 register()
 CPUUnquantizedExperts.apply = apply_held
+CPUUnquantizedExperts.process_weights_after_loading = pack_held
 CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_sums
 
 
@@ -183,6 +186,7 @@ class ReplicaExtension:
         model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
         if fixed_shapes():
             require_tokenwise(model)
+        require_rounding_layers(model)
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in tensors]
         live = LiveWeights(model, record_map(model, specs, orders_of_experts(model)), specs)
         live.warm()

@@ -9,6 +9,7 @@ A plugin of vLLM (entry point `vllm.general_plugins`), which vLLM loads in each 
   every rank stores its elements and which then sets the version, is atomic for every request without a pause of the
   scheduler (engine cores that compute together are still paused, by `engine`). It needs an engine without asynchronous
   scheduling, and checks this;
+- rounds the inputs of linear layers and experts on a CPU, if the version asks for it (`activations`);
 - with `replica.batch_invariant`, computes linear layers and attention on a CPU in shapes that do not depend on the
   number of tokens;
 - adds to each answer that a step ended the experts to which its tokens were sent, if requested;
@@ -44,6 +45,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCore
 
+from tidemill.consumers.replica.activations import Product, product_of
 from tidemill.consumers.replica.environment import INVARIANT_VARIABLE, PARENT_VARIABLE
 from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
@@ -243,7 +245,12 @@ def die_with(parent: int) -> None:
 
 
 def _plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - vLLM's linear layers
-    layer.cpu_linear = tiled_linear if fixed_shapes() else unpacked_linear
+    layer.cpu_linear = product_of(layer, plain_product())
+
+
+def plain_product() -> Product:
+    """Return the product of linear layers and experts of this process's engine."""
+    return tiled_linear if fixed_shapes() else unpacked_linear
 
 
 def fixed_shapes() -> bool:

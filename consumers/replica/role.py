@@ -94,7 +94,8 @@ async def running_replica(
     )
     async with AsyncExitStack() as stack:
         version, expert_ids = joined.manifest.version, settings.expert_ids
-        engine = await ReplicaEngine.start(arguments, tensors, version, settings.kv_policy, expert_ids)
+        activations = joined.manifest.serving_activations
+        engine = await ReplicaEngine.start(arguments, tensors, version, settings.kv_policy, expert_ids, activations)
         stack.callback(engine.shutdown)
         if settings.batch_invariant:
             await engine.require_invariance()
@@ -167,8 +168,9 @@ class Replica:
                 client_id = f"{name}-{FOLLOWED[0].value}"
                 records = stack.enter_context(LogReader(kafka, FOLLOWED, start=joined.offsets, client_id=client_id))
                 host, port = listener.getsockname()[:2]
-                form = joined.manifest.serving_format
+                form, inputs = joined.manifest.serving_format, joined.manifest.serving_activations
                 values = f" (values of {form}, dequantised)" if form else ""
+                values += f" (inputs rounded to {inputs})" if inputs else ""
                 logger.warning("serving version %d%s on http://%s:%d", joined.manifest.version, values, host, port)
                 await self._until_stopped(running, listener, records, letters)
 

@@ -8,7 +8,8 @@ for the next update (`plan`), does it and reports `proved`, `delta_refused` or `
 - the target is an older version only after a roll-back or a rejection;
 - a repeated record changes nothing; a version published twice with different contents is refused, not followed;
 - every version that is seen but not chosen is refused once, with the reason;
-- while no version can be reached, the last proved version is still served.
+- while no version can be reached, the last proved version is still served;
+- a version with other `serving_activations` than the served one is refused: the engine would have to be started again.
 
 In a pool (`PoolGate`) the gate names the served version; these replace the first, second and fourth invariant:
 
@@ -157,18 +158,35 @@ class ReplicaState:
                 # An older version only if the served one must be left.
                 if not notice and serving is not None and version <= serving:
                     return
-                if version != serving and not self._gate.objection(version):
+                if version != serving and not self._objection(version):
                     yield version
             return
         for version in self._gate.preferred(serving):
-            if version in self._graph.manifests:
+            if version in self._graph.manifests and not self._other_inputs(version):
                 yield version
             elif serving is not None and version > self.head and not notice:
                 # The decision was read before its version: the two topics are read independently.
                 yield serving
-        oldest = next((v for v in sorted(self._graph.manifests) if self._graph.path(v, serving) is not None), None)
+        served_alike = (v for v in sorted(self._graph.manifests) if not self._other_inputs(v))
+        oldest = next((v for v in served_alike if self._graph.path(v, serving) is not None), None)
         if oldest is not None and not self._gate.forbidden(oldest):
             yield oldest
+
+    def _objection(self, version: int) -> str:
+        """Return why the replica may not change to `version`; empty if it may."""
+        return self._other_inputs(version) or self._gate.objection(version)
+
+    def _other_inputs(self, version: int) -> str:
+        """Return why the engine cannot compute `version`: the rounding of inputs is fixed when it starts."""
+        if self.serving is None:
+            return ""
+        wanted, own = (self._graph.manifests[v].serving_activations or "none" for v in (version, self.serving))
+        if wanted == own:
+            return ""
+        return (
+            f"version {version} has serving_activations {wanted}, and this engine computes version {self.serving} with "
+            f"{own}: start the replica again"
+        )
 
     def refusals(self) -> list[tuple[Manifest, str]]:
         """Return refused versions with the reasons, each once, for the log; call it while `plan` returns None.
@@ -191,7 +209,7 @@ class ReplicaState:
                 f"version {version} has parent {manifests[version].parent}, {served} is served, and no usable delta or "
                 "anchor leads to it"
             )
-            told.append((manifests[version], self._gate.objection(version) or unreached))
+            told.append((manifests[version], self._objection(version) or unreached))
         self._answered |= passed_over
         return told
 

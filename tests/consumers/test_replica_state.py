@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import build
+from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.state import ReplicaState, UpdateAction
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph
 from tidemill.schemas.records import Anchor, GateDecision, GateVerdict, Manifest, SkipDelta
@@ -63,6 +64,30 @@ def test_a_child_of_the_served_version_is_applied():
     state = serving(3, manifest(4))
     assert way(state) == (None, [(3, 4)])
     assert state.plan().reason == ""
+
+
+def rounded(version: int, **changes) -> Manifest:
+    return replace(manifest(version, **changes), serving_activations="mxfp8")
+
+
+def test_a_version_with_other_activations_is_no_target_and_the_ones_after_it_are():
+    state = serving(3, rounded(4), manifest(5))
+    assert way(state) == (None, [(3, 4), (4, 5)]), "weights may be made over it"
+    state.proved(5)
+    assert refused(state) == []
+    (told,) = serving(3, rounded(4, anchor=True)).refusals()
+    assert told[1].startswith("version 4 has serving_activations mxfp8, and this engine computes version 3 with none")
+
+
+@pytest.mark.parametrize("pool", ["stable", "canary"])
+def test_a_pool_keeps_its_version_if_the_promoted_one_has_other_activations(pool):
+    state = ReplicaState("r", "main", Pool(pool))
+    for record in (first(), decision("promote", 0), rounded(1)):
+        state.observe(record)
+    state.proved(0)
+    state.observe(decision("promote", 1))
+    assert state.plan() is None
+    assert [reason.partition(",")[0] for _, reason in state.refusals()] == ["version 1 has serving_activations mxfp8"]
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -78,6 +78,13 @@ def test_the_status_reports_the_serving_format(harness):
         assert (harness.ledger.status.version, harness.ledger.status.serving_format) == (version, form)
 
 
+def test_a_version_with_other_activations_is_refused_with_the_reason(harness):
+    assert harness.observe(replace(harness.next(), serving_activations="nvfp4")) == [(REFUSED, 1, 0)]
+    assert harness.acks[-1].reason == (
+        "version 1 has serving_activations nvfp4, and this engine computes version 0 with none: start the replica again"
+    )
+
+
 def test_a_version_that_changes_nothing_is_proved_too(harness):
     same = driver.publish(harness.log, 1, harness.view, harness.view)
     assert harness.observe(same) == [(PROVED, 1, 1)] and harness.engine.holds(harness.view)

@@ -1,0 +1,151 @@
+"""Engines whose version names a format of activations, and the trainer's logprobs of the tokens that they sample.
+
+    python -m tests.consumers.activations_driver DIR [FAMILY...]     prints the results as one JSON line
+
+It is a separate process because vLLM reads its environment at import.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.consumers import engine_driver as engines
+
+FAMILIES = ("Qwen3Moe", "Qwen3")
+"""The one with experts first: vLLM's process groups are made once, and only then for experts too."""
+FORM = "nvfp4"
+"""Format of the weights, and of activations where they are rounded."""
+ENGINES = {"": False, FORM: False, f"{FORM} invariant": True}
+"""Engines by the format of their activations; whether they are batch-invariant."""
+
+_kept: list[engines.InProcess] = []
+"""The engines so far: the end of one ends the process groups that all of them use."""
+
+
+def answers(engine: engines.InProcess, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
+    """Return sampled answers to prompts that are sent at once: tokens with their logprobs."""
+    for number, prompt in enumerate(prompts):
+        engine.begin(str(number), prompt, temperature=1.0, max_tokens=16, logprobs=0, ignore_eos=True)
+    done = engine.end()
+    engine.engine.reset_prefix_cache()
+    return [engines.chosen(done[str(number)]) for number in range(len(prompts))]
+
+
+def rounded_layers(engine: engines.InProcess) -> list[str]:
+    """Return the names of the engine's linear layers with rounded inputs, without its layers of experts."""
+    named = engine.model.named_modules()
+    return [name for name, layer in named if "rounded" in str(getattr(layer, "cpu_linear", ""))]
+
+
+def logprobs(directory: Path, activations: str, row: Any) -> np.ndarray:
+    """Return the trainer's logprobs of the sampled tokens of a row."""
+    from tidemill.trainer.activations import quantise_activations
+    from tidemill.trainer.config import TrainerSettings
+    from tidemill.trainer.model import load_model, use_packed_attention
+    from tidemill.trainer.policy import frozen_logprobs
+
+    model = load_model(str(directory)).eval()
+    use_packed_attention(model)
+    quantise_activations(model, TrainerSettings(serving_format=FORM, serving_activations=activations or "none"))
+    return frozen_logprobs(model, row).double().numpy()
+
+
+def greedy(engine: engines.InProcess, prompts: list[list[int]]) -> list[tuple[int, float]]:
+    """Return the greedy answer to the first of some prompts that are sent at once."""
+    for number, prompt in enumerate(prompts):
+        engine.begin(str(number), prompt, max_tokens=8, logprobs=0, ignore_eos=True)
+    done = engine.end()
+    engine.engine.reset_prefix_cache()
+    return engines.chosen(done["0"])
+
+
+def unfit(engine: engines.InProcess) -> str:
+    """Return the error for an engine one of whose layers computes by a product of its own."""
+    from tidemill.consumers.replica.activations import require_rounding_layers
+    from tidemill.consumers.replica.weight_map import UnsupportedModelError
+
+    layer = engine.model.get_submodule("model.layers.1.self_attn.o_proj")
+    rounded, layer.cpu_linear = layer.cpu_linear, torch.nn.functional.linear
+    try:
+        require_rounding_layers(engine.model)
+    except UnsupportedModelError as error:
+        return str(error)
+    finally:
+        layer.cpu_linear = rounded
+    return ""
+
+
+def refused() -> dict[str, str]:
+    """Return the errors for engines that cannot round to a format, on a device of a kind."""
+    from pytest import MonkeyPatch
+
+    from tidemill.consumers.replica import engine
+    from tidemill.consumers.replica.weight_map import UnsupportedModelError
+
+    found = {}
+    for form, device in (("int3", "cpu"), (FORM, "cuda"), (FORM, "cpu")):
+        with MonkeyPatch.context() as patched:
+            patched.setattr(engine, "current_platform", SimpleNamespace(is_cpu=lambda device=device: device == "cpu"))
+            try:
+                engine.require_rounding(form)
+            except UnsupportedModelError as error:
+                found[f"{form} {device}"] = str(error)
+    return found
+
+
+def compare(family: str, root: Path) -> dict[str, Any]:
+    """Compare engines with the trainer, each with and without rounded activations: the mean absolute difference."""
+    from tests.consumers.invariance_driver import switch
+    from tests.trainer import families
+    from tidemill.consumers.replica.environment import ACTIVATIONS_VARIABLE
+    from tidemill.trainer.batch import pack
+    from tidemill.trainer.choices import ServingFormat
+    from tidemill.trainer.config import OptimizerSettings
+    from tidemill.trainer.master import MasterWeights
+
+    model = families.make_model(family)
+    MasterWeights(model, OptimizerSettings(), ServingFormat(FORM))
+    model.bfloat16().save_pretrained(root / family)
+    found: dict[str, Any] = {"apart": {}, "layers": {}, "proved": {}}
+    for name, invariant in ENGINES.items():
+        activations = name.partition(" ")[0]
+        os.environ[ACTIVATIONS_VARIABLE] = activations
+        switch(invariant)
+        engine = engines.InProcess(root / family, "float32", skip_tokenizer_init=True)
+        _kept.append(engine)
+        prompts = 4 * families.prompts()
+        given = answers(engine, prompts)
+        found["layers"][name] = rounded_layers(engine)
+        found["proved"][name] = engine.prove()["damage"]
+        rollouts = [
+            families.OneSegment(families.segment_of(prompt, [t for t, _ in answer], [p for _, p in answer]))
+            for prompt, answer in zip(prompts, given, strict=True)
+        ]
+        (row,) = pack(rollouts, 10_000, families.VOCAB)
+        for trainer in ("", FORM):
+            apart = np.abs(logprobs(root / family, trainer, row) - row.sampler_logprobs.double().numpy())
+            found["apart"][f"{name}/{trainer}"] = [float(apart.mean()), float(apart.max())]
+        if invariant:
+            found["unfit"] = unfit(engine)
+            found["alone"], found["beside"] = greedy(engine, prompts[:1]), greedy(engine, prompts)
+    return found
+
+
+def main() -> None:
+    """See the module's docstring."""
+    root, *chosen = sys.argv[1:]
+    engines.prepare()
+    found = {family: compare(family, Path(root)) for family in chosen or FAMILIES}
+    print(json.dumps({**found, "refused": refused()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
