@@ -13,7 +13,8 @@ scale is greatest / (6 x outer) rounded to nearest, and at least 2**-9, its smal
 and scale, by an IEEE division, rounded to nearest, ties to even, saturating. An outer scale belongs to one row, never
 to a tensor: the values of a later row change nothing in an earlier one. A row of activations is a token.
 
-The functions here run Triton's kernels or torch's operations, which give the same bits (`kernels.backend` chooses).
+The functions here run Triton's kernels or torch's operations, which give the same bits (`kernels.backend` chooses);
+`round_rows` runs a compiled loop on the CPU (`row_rounding`), also with the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tidemill.kernels.backend import runs_triton
+from tidemill.kernels.backend import is_on_host, runs_triton
 
 EXPONENT_BIAS = 127
 """The bias of f4 and of E8M0."""
@@ -113,6 +114,11 @@ def round_rows(rows: Tensor, form: BlockFormat) -> Tensor:
     A row with a value that is not finite, or beyond 2**127, has no codes and is returned unchanged.
     """
     flat = rows.detach().reshape(1, -1, rows.shape[-1]).float()
+    if is_on_host(flat) and not runs_triton(flat):
+        from tidemill.kernels.row_rounding import round_on_host
+
+        made = torch.from_numpy(round_on_host(flat[0].contiguous().numpy(), form))
+        return made.to(rows.dtype).view(rows.shape)
     # False for NaN as well.
     have_codes = flat.abs().amax(-1, keepdim=True) <= LARGEST
     held = QuantisedTensor(form, *_encode(flat.where(have_codes, 0.0), form))

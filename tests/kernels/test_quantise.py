@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidemill.kernels import quantise as quantise_module
 from tidemill.kernels.quantise import (
     BLOCK_FORMATS,
     E4M3,
@@ -202,9 +203,14 @@ def test_zeros_and_empty_matrices_have_codes(form):
     assert dequantise(quantise(torch.full((2, 33), 1e-45), form)).unique().tolist() == [0.0]
 
 
-@pytest.fixture(params=ROW_FORMATS.values(), ids=lambda form: form.name)
-def row_form(request) -> BlockFormat:
-    return request.param
+@pytest.fixture(params=[(form, way) for form in ROW_FORMATS.values() for way in ("loop", "operations")],
+                ids=lambda given: f"{given[0].name} {given[1]}")  # fmt: skip
+def row_form(request, monkeypatch) -> BlockFormat:
+    """A format of activations, rounded by the compiled loop, or by torch's operations as on a GPU without Triton."""
+    form, way = request.param
+    if way == "operations":
+        monkeypatch.setattr(quantise_module, "is_on_host", lambda _: False)
+    return form
 
 
 def tokens() -> torch.Tensor:
@@ -221,6 +227,18 @@ def test_rows_are_rounded_to_the_values_of_codes_and_scales(row_form):
     narrow = rows.bfloat16()
     assert torch.equal(round_rows(narrow, row_form), round_rows(narrow.float(), row_form).bfloat16())
     assert round_rows(rows[:0], row_form).shape == (0, 8, 200)
+
+
+def test_rows_of_any_size_are_rounded_to_the_same_bits(row_form):
+    generator = torch.Generator().manual_seed(7)
+    sizes = torch.exp2(torch.randint(-140, 110, (60, 333), generator=generator).float())
+    rows = torch.randn(60, 333, generator=generator) * torch.where(
+        torch.arange(60)[:, None] % 2 == 0, sizes, sizes[:, :1]
+    )
+    ties = torch.arange(-4000, 4000).view(-1, 320) / 64
+    for values in (rows, ties, rows.bfloat16().float()):
+        bits = dequantise(quantise(values, row_form)).view(torch.int32)
+        assert torch.equal(round_rows(values, row_form).view(torch.int32), bits)
 
 
 def test_a_token_does_not_depend_on_its_batch(row_form):
