@@ -7,12 +7,13 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.brokers import PLAIN, SECURED, directory_of_brokers
 from tests.secured_log import SecuredLog, secured_log
-from tidemill.compose.processes import ChildGuard
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.catalogue import Names, Topic
@@ -75,22 +76,22 @@ def vllm() -> None:
 
 
 @pytest.fixture(scope="session")
-def kafka(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Kafka]:
-    """The Kafka of TIDEMILL_KAFKA__BOOTSTRAP, or one broker of the local stack for the whole session."""
-    external = os.environ.get(EXTERNAL)
-    if external:
-        yield Kafka(external)
+def brokers(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The directory of the brokers of the test run."""
+    of_all_workers = getattr(request.config, "workerinput", {}).get("brokers")
+    if of_all_workers:
+        yield Path(of_all_workers)
         return
-    directory = tmp_path_factory.mktemp("stack")
-    stack = LocalStack(StackSettings(data_dir=directory, heap_mb=320))
-    # The guard stops the broker of a test run that is killed.
-    with ChildGuard(directory):
-        try:
-            yield Kafka(stack.up(print).bootstrap)
-        finally:
-            # A client that a test no longer uses lives until it is collected, and would log that the broker is gone.
-            gc.collect()
-            stack.down(print)
+    with directory_of_brokers() as directory:
+        yield directory
+
+
+@pytest.fixture(scope="session")
+def kafka(brokers: Path, broker: None) -> Kafka:
+    """The Kafka of TIDEMILL_KAFKA__BOOTSTRAP, or one broker of the local stack for the whole test run."""
+    if external := os.environ.get(EXTERNAL):
+        return Kafka(external)
+    return Kafka(LocalStack(StackSettings(data_dir=brokers / PLAIN, heap_mb=384)).up(print).bootstrap)
 
 
 @pytest.fixture
@@ -100,8 +101,6 @@ def topic_prefix() -> str:
 
 
 @pytest.fixture(scope="session")
-def secured(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[SecuredLog]:
-    """A broker that requires TLS and SASL, for the whole session."""
-    with secured_log(tmp_path_factory.mktemp("secured")) as log:
-        yield log
-        gc.collect()
+def secured(brokers: Path, broker: None) -> SecuredLog:
+    """A broker that requires TLS and SASL, for the whole test run."""
+    return secured_log(brokers / SECURED)

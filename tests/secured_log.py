@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-from collections.abc import Iterator
-from contextlib import contextmanager
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +19,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tidemill.compose.processes import ChildGuard
 from tidemill.compose.stack.config import HOST, StackError, StackSettings
 from tidemill.compose.stack.kafka import LocalStack
-from tidemill.compose.stack.process import check_free, pick_ports
+from tidemill.compose.stack.process import check_free, exclusive, pick_ports
 from tidemill.schemas.config import KafkaSettings
 
 USER, PASSWORD = "tidemill", 'a "quoted" pass;word=1'
@@ -131,9 +129,18 @@ class SecuredLog:
         )
 
 
-@contextmanager
-def secured_log(directory: Path) -> Iterator[SecuredLog]:
-    """Run a broker of the local stack with secured listeners; the plain one is to create its users."""
+def secured_log(directory: Path) -> SecuredLog:
+    """Return the broker of a directory with secured listeners; the first call starts it."""
+    made = directory / "log.pickle"
+    with exclusive(directory / "log.lock", DEADLINE_S, print):
+        if not made.exists():
+            made.write_bytes(pickle.dumps(_start(directory)))
+        found: SecuredLog = pickle.loads(made.read_bytes())
+    return found
+
+
+def _start(directory: Path) -> SecuredLog:
+    """Start a broker of the local stack with secured listeners; the plain one is to create its users."""
     ours, stranger = Authority(directory, "ours"), Authority(directory, "stranger")
     server = ours.issue("server", x509.IPAddress(ipaddress.ip_address(HOST)))
     other = ours.issue("other", x509.DNSName("kafka.elsewhere.example"))
@@ -141,44 +148,38 @@ def secured_log(directory: Path) -> Iterator[SecuredLog]:
     secured = ("SECURED", "MUTUAL", "MISNAMED", "NAMED")
     addresses = {name: f"{HOST}:{port + 2 + place}" for place, name in enumerate(secured)}
     clients = {"PLAINTEXT": f"{HOST}:{port}", **addresses}
-    stack = LocalStack(
-        StackSettings(
-            data_dir=directory / "stack",
-            heap_mb=320,
-            base_port=port,
-            properties={
-                "listeners": _listeners({**clients, "CONTROLLER": f"{HOST}:{port + 1}"}),
-                "advertised.listeners": _listeners(clients),
-                "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SECURED:SASL_SSL,"
-                "MUTUAL:SSL,MISNAMED:SASL_SSL,NAMED:SASL_PLAINTEXT",
-                **_tls("secured", server),
-                **_tls("misnamed", other),
-                **_tls("mutual", server),
-                **_sasl("secured"),
-                **_sasl("misnamed"),
-                **_sasl("named"),
-                "listener.name.mutual.ssl.client.auth": "required",
-                "listener.name.mutual.ssl.truststore.type": "PEM",
-                "listener.name.mutual.ssl.truststore.location": str(ours.certificate),
-            },
-        )
+    settings = StackSettings(
+        data_dir=directory,
+        heap_mb=320,
+        base_port=port,
+        properties={
+            "listeners": _listeners({**clients, "CONTROLLER": f"{HOST}:{port + 1}"}),
+            "advertised.listeners": _listeners(clients),
+            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SECURED:SASL_SSL,"
+            "MUTUAL:SSL,MISNAMED:SASL_SSL,NAMED:SASL_PLAINTEXT",
+            **_tls("secured", server),
+            **_tls("misnamed", other),
+            **_tls("mutual", server),
+            **_sasl("secured"),
+            **_sasl("misnamed"),
+            **_sasl("named"),
+            "listener.name.mutual.ssl.client.auth": "required",
+            "listener.name.mutual.ssl.truststore.type": "PEM",
+            "listener.name.mutual.ssl.truststore.location": str(ours.certificate),
+        },
     )
-    with ChildGuard(directory / "stack"):
-        try:
-            plain = stack.up(print).bootstrap
-            _create_users(plain)
-            yield SecuredLog(
-                plain=plain,
-                sasl=addresses["SECURED"],
-                mutual=addresses["MUTUAL"],
-                named=addresses["NAMED"],
-                misnamed=addresses["MISNAMED"],
-                ca=ours.certificate,
-                stranger=stranger.certificate,
-                client=ours.issue("client", password=KEY_PASSWORD),
-            )
-        finally:
-            stack.down(print)
+    plain = LocalStack(settings).up(print).bootstrap
+    _create_users(plain)
+    return SecuredLog(
+        plain=plain,
+        sasl=addresses["SECURED"],
+        mutual=addresses["MUTUAL"],
+        named=addresses["NAMED"],
+        misnamed=addresses["MISNAMED"],
+        ca=ours.certificate,
+        stranger=stranger.certificate,
+        client=ours.issue("client", password=KEY_PASSWORD),
+    )
 
 
 def _free_ports() -> int:

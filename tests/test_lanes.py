@@ -13,7 +13,7 @@ from tests.workers import UNIT, WHOLE_LOOP, unit_of
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = """
 import os, pytest, subprocess, sys
-from tests.conftest import broker, kafka, vllm
+from tests.conftest import broker, brokers, kafka, vllm
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 
@@ -65,7 +65,10 @@ def test_files_that_share_a_demonstration_are_one_unit_and_each_other_file_is_a_
 
 def test_one_worker_runs_the_whole_loop_first_and_long_files_run_next(tmp_path: Path):
     """Two workers, and a copy of the folder names with four units: the unit that remains to the end is a short one."""
-    test = "import os\ndef test_{0}(): print(os.environ['PYTEST_XDIST_WORKER'], __file__, file=open('ran', 'a'))\n"
+    test = (
+        "import os\ndef test_{0}(request): print(os.environ['PYTEST_XDIST_WORKER'], __file__, "
+        "request.config.workerinput['brokers'], file=open('ran', 'a'))\n"
+    )
     broker = "import pytest\n@pytest.fixture(autouse=True)\ndef broker(): ...\n"
     short, long = ("tests/compose/test_one.py", "tests/compose/test_other.py"), "tests/compose/test_with_a_broker.py"
     for file in (*short, long, *WHOLE_LOOP):
@@ -79,9 +82,12 @@ def test_one_worker_runs_the_whole_loop_first_and_long_files_run_next(tmp_path: 
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     by_worker: dict[str, list[str]] = {}
+    brokers = set()
     for line in (tmp_path / "ran").read_text().splitlines():
-        worker, file = line.split()
+        worker, file, directory = line.split()
         by_worker.setdefault(worker, []).append(Path(file).relative_to(tmp_path).as_posix())
+        brokers.add(directory)
     files, others = sorted(by_worker.values(), key=lambda files: not WHOLE_LOOP & set(files))
     loop = 3 * len(WHOLE_LOOP)
     assert set(files[:loop]) == WHOLE_LOOP and others[0] == long and len(files) + len(others) == loop + 9
+    assert len(brokers) == 1 and not Path(*brokers).exists()

@@ -10,18 +10,25 @@ A worker runs one file at a time. The files of `WHOLE_LOOP` are one unit of work
 finished demonstration. This unit is first: it takes longest, and waits for other processes half of the time, while the
 other workers use the cores. Then come the files with tests that the fast lane leaves out, which take long, and
 then the other files, so that no worker ends with a long file while the others are idle.
+
+All workers use the same brokers (tests/brokers.py), which this process stops.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
+from tests.brokers import directory_of_brokers
 from tests.fast_lane import is_left_out
 
 WHOLE_LOOP = frozenset(f"tests/system/test_{name}.py" for name in ("chaos", "demo", "real_time", "replay"))
 UNIT = "tests/system"
+BROKERS, OPEN = pytest.StashKey[str](), pytest.StashKey[ExitStack]()
 
 
 def unit_of(node: str) -> str:
@@ -45,6 +52,22 @@ def pytest_configure(config: pytest.Config) -> None:
         parts = sorted(path for path in tests.iterdir() if path.is_dir() or path.match("test_*.py"))
         first = len(parts) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
         config.args = [str(path) for path in (*parts[first:], *parts[:first])]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """Give a worker the directory of the brokers."""
+    stash = node.config.stash
+    if BROKERS not in stash:
+        stash[OPEN] = ExitStack()
+        stash[BROKERS] = str(stash[OPEN].enter_context(directory_of_brokers()))
+    node.workerinput["brokers"] = stash[BROKERS]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the brokers, if this process has distributed tests."""
+    if OPEN in config.stash:
+        config.stash[OPEN].close()
 
 
 @pytest.hookimpl(optionalhook=True)
