@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from typing import TYPE_CHECKING
 
 import httpx
@@ -14,9 +13,7 @@ from tests.consumers.view.run_records import HOSTILE
 from tidemill.consumers.sink.query import ask, named_queries
 
 if TYPE_CHECKING:
-    from tests.consumers.view.conftest import Look, View
-
-FOUR = "() => document.querySelectorAll('#answer .scroll tbody tr').length === 4"
+    from tests.consumers.view.conftest import View
 
 
 @pytest.mark.parametrize("name", ["gate", "arms", "log_topics", "weight_versions"])
@@ -81,32 +78,6 @@ def test_rows_past_the_bound_are_cut_and_the_cut_is_reported(view: View):
 def test_an_unknown_name_is_reported(view: View):
     reply = view.get("/ask?name=%3Cb%3Eno")
     assert reply.status_code == 404 and "no named query &lt;b&gt;no" in reply.text
-
-
-def test_the_address_keeps_the_question_and_the_plot(view: View, look: Look):
-    page = look.open(f"{view.url}/ask?name=held_out_by_version")
-    page.wait_for_selector("#answer canvas")
-    page.select_option("#answer select[name=kind]", "bars")
-    assert "name=held_out_by_version" in page.url and "kind=bars" in page.url
-    page.fill("#q", "SELECT step, tokens FROM train_steps WHERE step > {least:Int64} ORDER BY step")
-    page.fill("input[name=param_least]", "3")
-    page.press("#q", "Control+Enter")
-    page.wait_for_function(FOUR)
-    assert re.search(r"[?&]q=SELECT.*&param_least=3", page.url) and "name=" not in page.url
-    page.reload()
-    page.wait_for_function(FOUR)
-    assert page.input_value("input[name=param_least]") == "3"
-    page.select_option("#answer select[name=x]", "step")
-    page.select_option("#answer select[name=y]", "tokens")
-    page.wait_for_selector("#answer canvas")
-    page.fill("#q", "SELECT nothing")
-    page.press("#q", "Control+Enter")
-    page.wait_for_selector("#answer [role=alert]")
-    page.go_back()
-    page.wait_for_function(FOUR)
-    with page.expect_download() as download:
-        page.click("text=CSV >> nth=0")
-    assert download.value.suggested_filename == "answer.csv"
 
 
 def test_a_form_from_another_site_reads_nothing(view: View):

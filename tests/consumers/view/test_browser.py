@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, Route, expect
 
 from tests.consumers.view.conftest import LiveView, Look, View, serving, tables_process
+from tests.consumers.view.run_records import ONLINE_STEP
 from tests.waiting import until
 from tidemill.consumers.view.panels import PAGES
 
@@ -20,11 +20,14 @@ PHONE = {"viewport": {"width": 400, "height": 800}, "device_scale_factor": 1, "i
 MOST_BYTES = 300_000
 """Limit of a first load, in transferred bytes."""
 SERIOUS = {"serious", "critical"}
-VIEWS = [page.path for page in PAGES]
+VIEWS = ["run", "rollouts", "weights"]
+"""Views whose panels are of every kind: plots and numbers, a part of a page, and a graph and tables."""
+ROWS = "() => document.querySelectorAll('#answer .scroll tbody tr').length === {}"
 
 
-def assert_accessible(page: Page) -> None:
-    found = Axe().run(page).response["violations"]
+def assert_accessible(page: Page, *rules: str) -> None:
+    """Check a page by the rules with these names; by default, by all."""
+    found = Axe().run(page, options={"runOnly": rules} if rules else None).response["violations"]
     bad = [
         (rule["id"], rule["help"], [node["target"] for node in rule["nodes"]][:3])
         for rule in found
@@ -46,19 +49,20 @@ def assert_whole(page: Page, name: str) -> None:
     expect(page.locator(".failed:visible")).to_have_count(0)
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_a_view_of_a_run_that_is_over(view: View, look_as: Callable[..., Look], name: str):
-    for style, options in {"light": {"color_scheme": "light"}, "phone": PHONE}.items():
-        look = look_as(**options)
-        page = look.open(f"{view.url}/{name}")
-        assert_whole(page, name)
-        assert_fits(page)
-        look.shoot(f"{name}-{style}")
-        if style == "light":  # A phone has the same colours and names.
-            assert_accessible(page)
-            page.emulate_media(color_scheme="dark")
-            assert_accessible(page)
-            look.shoot(f"{name}-dark")
+@pytest.mark.parametrize("name", [page.path for page in PAGES])
+def test_a_view_of_a_run_that_is_over(view: View, look: Look, name: str):
+    page = look.open(f"{view.url}/{name}")
+    assert_whole(page, name)
+    assert_fits(page)
+    assert_accessible(page)
+    look.shoot(f"{name}-light")
+    page.emulate_media(color_scheme="dark")
+    assert_accessible(page, "color-contrast")
+    look.shoot(f"{name}-dark")
+    page.set_viewport_size(PHONE["viewport"])
+    look.settle()
+    assert_fits(page)
+    look.shoot(f"{name}-phone")
 
 
 def test_dark_is_dark(view: View, look_as: Callable[..., Look]):
@@ -136,13 +140,12 @@ def test_the_keyboard_alone_is_enough(view: View, look: Look):
     assert page.evaluate(inside)
     outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline != "none"
-    for here, there in pairwise(PAGES):
-        page.goto(f"{view.url}/{here.path}")
-        link = page.get_by_role("navigation").get_by_role("link", name=there.title)
-        until(lambda link=link: page.keyboard.press("Tab") or link.evaluate("one => one === document.activeElement"))
-        page.keyboard.press("Enter")
-        page.wait_for_url(re.compile(f"/{there.path}$"))
-        look.settle()
+    page.goto(f"{view.url}/run")
+    link = page.get_by_role("navigation").get_by_role("link", name=PAGES[-1].title)
+    until(lambda: page.keyboard.press("Tab") or link.evaluate("one => one === document.activeElement"))
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile(f"/{PAGES[-1].path}$"))
+    look.settle()
     page.goto(f"{view.url}/run")
     look.settle()
     numbers = page.locator("details:not([open]) > summary").first
@@ -215,3 +218,78 @@ def test_a_first_look_reads_the_panels_in_sight_and_the_next_one_comes_with_them
         assert not {path for path in first if "/panel/" in path} & set(second)
         for context in page.context.browser.contexts:
             context.close()  # before the server ends, whose absence they would note
+
+
+def test_the_address_keeps_the_question_and_the_plot(view: View, look: Look):
+    page = look.open(f"{view.url}/ask?name=held_out_by_version")
+    page.wait_for_selector("#answer canvas")
+    page.select_option("#answer select[name=kind]", "bars")
+    assert "name=held_out_by_version" in page.url and "kind=bars" in page.url
+    page.fill("#q", "SELECT step, tokens FROM train_steps WHERE step > {least:Int64} ORDER BY step")
+    page.fill("input[name=param_least]", "3")
+    page.press("#q", "Control+Enter")
+    page.wait_for_function(ROWS.format(4))
+    assert re.search(r"[?&]q=SELECT.*&param_least=3", page.url) and "name=" not in page.url
+    page.reload()
+    page.wait_for_function(ROWS.format(4))
+    assert page.input_value("input[name=param_least]") == "3"
+    page.select_option("#answer select[name=x]", "step")
+    page.select_option("#answer select[name=y]", "tokens")
+    page.wait_for_selector("#answer canvas")
+    page.fill("#q", "SELECT nothing")
+    page.press("#q", "Control+Enter")
+    page.wait_for_selector("#answer [role=alert]")
+    page.go_back()
+    page.wait_for_function(ROWS.format(4))
+    with page.expect_download() as download:
+        page.click("text=CSV >> nth=0")
+    assert download.value.suggested_filename == "answer.csv"
+
+
+def test_from_a_topic_to_a_record_in_clicks(view: View, look: Look):
+    page = look.open(f"{view.url}/log")
+    page.click("section[aria-label=Topics] tr:has-text('tidemill.groups') >> text=records")
+    page.click("#answer tr:has-text('tidemill.groups') >> text=records")
+    page.click("#answer tbody tr:last-child a")
+    page.click("text=members", trial=True)
+    assert page.url.endswith("/log/record?topic=tidemill.groups&partition=0&offset=0")
+
+
+def test_from_the_list_to_a_conversation_and_its_colours_in_clicks(view: View, look: Look):
+    page = look.open(f"{view.url}/rollouts")
+    page.get_by_label("group").fill("g5-0")
+    page.get_by_role("button", name="Search").click()
+    look.settle()
+    assert "group=g5-0" in page.url
+    page.get_by_role("link", name="g5-0-1").click()
+    look.settle()
+    page.get_by_role("link", name="weight version").click()
+    look.settle()
+    assert page.locator("article .hue0").count() > 0
+    assert page.title().startswith("Rollout g5-0-1")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    look.shoot("rollout")
+
+
+def test_a_thumb_is_followed_in_clicks_to_the_step_and_to_the_version(view: View, look: Look):
+    page = look.open(f"{view.url}/run")
+    page.get_by_role("navigation").get_by_role("link", name="Users").click()
+    look.settle()
+    page.locator("[data-panel^='/panel/interaction_list']").scroll_into_view_if_needed()
+    page.get_by_role("link", name="i0", exact=True).first.click()
+    page.wait_for_url(re.compile("/users/i0"))
+    look.settle()
+    rows = page.locator("[data-panel^='/panel/interaction_path?'] tbody tr")
+    stages = rows.locator("td:first-child").all_inner_texts()
+    assert stages == [row["stage"] for row in view.get("/panel/interaction_path.json?interaction=i0").json()]
+    assert set(stages) == {"served", "feedback", "outcome", "batch", "step", "version", "replica", "decision"}
+    look.shoot("interaction")
+    for stage, told in {"step": ["train_steps"], "version": ["weights.manifests", f"f{ONLINE_STEP}"]}.items():
+        rows.nth(stages.index(stage)).get_by_role("link").last.click()
+        page.wait_for_url(re.compile("/log/record"))
+        look.settle()
+        for text in told:
+            expect(page.locator("main")).to_contain_text(text)
+        look.shoot(f"record-of-a-{stage}")
+        page.go_back()
+        look.settle()

@@ -15,7 +15,7 @@ from tidemill.consumers.view.log import topic_of
 from tidemill.schemas.catalogue import Names, Topic
 
 if TYPE_CHECKING:
-    from tests.consumers.view.conftest import Look, View
+    from tests.consumers.view.conftest import View
 
 RECORD = "/log/record?topic={}&partition={}&offset={}"
 
@@ -119,12 +119,3 @@ def test_long_values_come_in_parts(view: View):
 def test_a_wrong_position_is_reported(view: View, query: str, status: int, said: str):
     reply = view.get(f"/log/record?{query}")
     assert (reply.status_code, said in reply.text) == (status, True)
-
-
-def test_from_a_topic_to_a_record_in_clicks(view: View, look: Look):
-    page = look.open(f"{view.url}/log")
-    page.click("section[aria-label=Topics] tr:has-text('tidemill.groups') >> text=records")
-    page.click("#answer tr:has-text('tidemill.groups') >> text=records")
-    page.click("#answer tbody tr:last-child a")
-    page.click("text=members", trial=True)
-    assert page.url.endswith(RECORD.format("tidemill.groups", 0, 0))

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tests.consumers.view.conftest import Look
-
 TEXTS = TokenTexts(TOKENIZER)
 ENDINGS = ("trained", "excluded: stale", "excluded: eval", "failed", "open: in a group", "open: in no group")
 
@@ -227,22 +225,6 @@ def test_without_a_tokenizer_ids_are_numbers_and_the_setting_is_named():
     assert "tidemill view --set view.model=DIRECTORY" in told
     assert "8 9" in told
     assert "not sampled" in told
-
-
-def test_from_the_list_to_a_conversation_and_its_colours_in_clicks(view: View, look: Look):
-    page = look.open(f"{view.url}/rollouts")
-    page.get_by_label("group").fill("g5-0")
-    page.get_by_role("button", name="Search").click()
-    look.settle()
-    assert "group=g5-0" in page.url
-    page.get_by_role("link", name="g5-0-1").click()
-    look.settle()
-    page.get_by_role("link", name="weight version").click()
-    look.settle()
-    assert page.locator("article .hue0").count() > 0
-    assert page.title().startswith("Rollout g5-0-1")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    look.shoot("rollout")
 
 
 def test_messages_begin_at_marks_and_where_the_mask_changes():

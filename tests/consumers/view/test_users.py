@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 
 if TYPE_CHECKING:
-    from tests.consumers.view.conftest import Look, View
-
-STAGES = {"served", "feedback", "outcome", "batch", "step", "version", "replica", "decision"}
+    from tests.consumers.view.conftest import View
 
 
 @cache
@@ -111,29 +108,3 @@ def test_users_appear_by_pseudonym_and_their_text_is_data(view: View):
     assert page.status_code == 200 and "&lt;script&gt;alert(1)" in page.text and "<script>alert" not in page.text
     panel = view.get("/panel/interaction_path", params={"interaction": "' OR 1 --"})
     assert "No rows yet" in panel.text
-
-
-def test_a_thumb_is_followed_in_clicks_to_the_step_and_to_the_version(view: View, look: Look):
-    from playwright.sync_api import expect
-
-    page = look.open(f"{view.url}/run")
-    page.get_by_role("navigation").get_by_role("link", name="Users").click()
-    look.settle()
-    page.locator("[data-panel^='/panel/interaction_list']").scroll_into_view_if_needed()
-    page.get_by_role("link", name="i0", exact=True).first.click()
-    page.wait_for_url(re.compile("/users/i0"))
-    look.settle()
-    rows = page.locator("[data-panel^='/panel/interaction_path?'] tbody tr")
-    stages = rows.locator("td:first-child").all_inner_texts()
-    assert stages == [row["stage"] for row in view.get("/panel/interaction_path.json?interaction=i0").json()]
-    assert set(stages) == STAGES
-    look.shoot("interaction")
-    for stage, told in {"step": ["train_steps"], "version": ["weights.manifests", f"f{ONLINE_STEP}"]}.items():
-        rows.nth(stages.index(stage)).get_by_role("link").last.click()
-        page.wait_for_url(re.compile("/log/record"))
-        look.settle()
-        for text in told:
-            expect(page.locator("main")).to_contain_text(text)
-        look.shoot(f"record-of-a-{stage}")
-        page.go_back()
-        look.settle()
