@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.fast_lane import SLOW
-from tests.workers import UNIT, WHOLE_LOOP, unit_of
+from tests.workers import UNITS, unit_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = """
@@ -55,23 +56,26 @@ def test_slow_tests_exist():
         assert not test or f"def {test[0]}(" in (ROOT / "tests" / file).read_text("utf-8"), name
 
 
-def test_files_that_share_a_demonstration_are_one_unit_and_each_other_file_is_a_unit():
-    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "system").glob("test_*.py")]
-    sharing = {file for file in files if "finished" in (ROOT / file).read_text("utf-8")}
-    assert sharing == WHOLE_LOOP
-    assert {unit_of(f"{file}::test_it") for file in sharing} == {UNIT}
-    assert all(unit_of(f"{file}::test_it") == file for file in {*files, "tests/test_lanes.py"} - sharing)
+def test_files_that_share_a_fixture_are_one_unit_and_each_other_file_is_a_unit():
+    tests = ROOT / "tests"
+    files = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in tests.rglob("test_*.py")}
+    del files["tests/test_lanes.py"]
+    for fixture in UNITS:
+        argument = {"view": "view: View"}.get(fixture, fixture)
+        using = {file for file, text in files.items() if re.search(rf"def \w+\((.*\W)?{argument}\b", text)}
+        assert using and {unit_of(f"{file}::test_it") for file in using} == {fixture}
+    alone = {file for file in files if unit_of(f"{file}::test_it") not in UNITS}
+    assert alone and all(unit_of(f"{file}::test_it") == file for file in alone)
 
 
 def test_one_worker_runs_the_whole_loop_first_and_long_files_run_next(tmp_path: Path):
     """Two workers, and a copy of the folder names with four units: the unit that remains to the end is a short one."""
-    test = (
-        "import os\ndef test_{0}(request): print(os.environ['PYTEST_XDIST_WORKER'], __file__, "
-        "request.config.workerinput['brokers'], file=open('ran', 'a'))\n"
-    )
+    test = "import os\ndef test_{0}(request): print(os.environ['PYTEST_XDIST_WORKER'], __file__, " \
+        "request.config.workerinput['brokers'], file=open('ran', 'a'))\n"  # fmt: skip
     broker = "import pytest\n@pytest.fixture(autouse=True)\ndef broker(): ...\n"
+    whole_loop = UNITS["finished"]
     short, long = ("tests/compose/test_one.py", "tests/compose/test_other.py"), "tests/compose/test_with_a_broker.py"
-    for file in (*short, long, *WHOLE_LOOP):
+    for file in (*short, long, *whole_loop):
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(broker * (file == long) + "".join(test.format(number) for number in range(3)))
@@ -87,7 +91,7 @@ def test_one_worker_runs_the_whole_loop_first_and_long_files_run_next(tmp_path: 
         worker, file, directory = line.split()
         by_worker.setdefault(worker, []).append(Path(file).relative_to(tmp_path).as_posix())
         brokers.add(directory)
-    files, others = sorted(by_worker.values(), key=lambda files: not WHOLE_LOOP & set(files))
-    loop = 3 * len(WHOLE_LOOP)
-    assert set(files[:loop]) == WHOLE_LOOP and others[0] == long and len(files) + len(others) == loop + 9
+    files, others = sorted(by_worker.values(), key=lambda files: not {*whole_loop} & set(files))
+    loop = 3 * len(whole_loop)
+    assert set(files[:loop]) == {*whole_loop} and others[0] == long and len(files) + len(others) == loop + 9
     assert len(brokers) == 1 and not Path(*brokers).exists()

@@ -6,10 +6,11 @@ Each worker imports every test file, and pytest rewrites the assertions of each 
 takes half of the time. So each worker begins with other folders, and later finds the bytecode of the folders that the
 others have imported; the order of the tests is the same for all.
 
-A worker runs one file at a time. The files of `WHOLE_LOOP` are one unit of work, since their tests examine the same
-finished demonstration. This unit is first: it takes longest, and waits for other processes half of the time, while the
-other workers use the cores. Then come the files with tests that the fast lane leaves out, which take long, and
-then the other files, so that no worker ends with a long file while the others are idle.
+A worker runs one file at a time. Files that use the same finished demonstration, process with vLLM or page are one
+unit of work, so that this is made once. These units are first, the longest before the others; the whole loop waits for
+other processes half of the time, while the other workers use the cores. Then come the files with tests that the fast
+lane leaves out, which take long, and then the other files, so that no worker ends with a long file while the others are
+idle.
 
 All workers use the same brokers (tests/brokers.py), which this process stops.
 """
@@ -17,6 +18,7 @@ All workers use the same brokers (tests/brokers.py), which this process stops.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
@@ -26,15 +28,20 @@ from xdist.workermanage import WorkerController
 from tests.brokers import directory_of_brokers
 from tests.fast_lane import is_left_out
 
-WHOLE_LOOP = frozenset(f"tests/system/test_{name}.py" for name in ("chaos", "demo", "real_time", "replay"))
-UNIT = "tests/system"
+DRIVERS = ("engine", "expert_ids", "invariance", "ranks")
+UNITS = {
+    "finished": tuple(f"tests/system/test_{name}.py" for name in ("chaos", "demo", "real_time", "replay")),
+    "driven": tuple(f"tests/consumers/test_replica_{name}.py" for name in DRIVERS),
+    "view": ("tests/consumers/view/",),
+}
+"""By the fixture that they share: the files of a unit, or their folder. The longest unit is first."""
 BROKERS, OPEN = pytest.StashKey[str](), pytest.StashKey[ExitStack]()
 
 
 def unit_of(node: str) -> str:
     """Return the unit of work of a test, by its node id."""
     file = node.partition("::")[0]
-    return UNIT if file in WHOLE_LOOP else file
+    return next((unit for unit, files in UNITS.items() if file.startswith(files)), file)
 
 
 class Units(LoadFileScheduling):
@@ -77,6 +84,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Units:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files of the whole loop first, then the files with long tests; the order is the same for all workers."""
+    """Put the units of several files first, then the files with long tests; the order is the same for all workers."""
     long = {item.path for item in items if is_left_out(item)}
-    items.sort(key=lambda item: (unit_of(item.nodeid) != UNIT, item.path not in long, item.path.parent, item.path.name))
+    first = {unit: place for place, unit in enumerate(UNITS)}
+
+    def order(item: pytest.Item) -> tuple[int, bool, Path, str]:
+        return first.get(unit_of(item.nodeid), len(first)), item.path not in long, item.path.parent, item.path.name
+
+    items.sort(key=order)

@@ -1,16 +1,10 @@
-"""Real vLLM engines driven in this process, and the results that the tests compare.
-
-    python -m tests.consumers.engine_driver DIR [KIND...]     updates engines of every kind from version A to version
-                                                              B and prints the results as one JSON line
-
-It is a separate process because vLLM reads its environment at import.
+"""Real vLLM engines driven in this process, and the results that the tests compare: engines of every kind are updated
+from version A to version B. `drivers.py` runs it.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -331,16 +325,9 @@ def experts_of(kind: str) -> str:
         return str(error)
 
 
-def main() -> None:
-    """See the module's docstring."""
-    prepare()
-    root = Path(sys.argv[1])
-    wanted = sys.argv[2:] or list(KINDS)
-    results: dict[str, Any] = {name: compare(KINDS[name], root / name.replace(" ", "-")) for name in wanted}
+def drive(root: Path) -> dict[str, Any]:
+    """Return the comparison of each kind, and refusals."""
+    results: dict[str, Any] = {name: compare(kind, root / name.replace(" ", "-")) for name, kind in KINDS.items()}
     results["refusal"] = refusal(root / "refusal")
     results["kernels"] = {kind: experts_of(kind) for kind in ("TritonExperts", "FlashInferExperts")}
-    print(json.dumps(results), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return results

@@ -1,14 +1,7 @@
-"""Expert ids of a real engine, driven in this process, compared with those of transformers.
-
-    python -m tests.consumers.expert_driver DIR     prints the results as one JSON line
-
-It is a separate process because vLLM reads its environment at import.
-"""
+"""Expert ids of a real engine, driven in this process, compared with those of transformers. `drivers.py` runs it."""
 
 from __future__ import annotations
 
-import json
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,10 +89,8 @@ def changed_under_way(engine: Routed, a: Path, prompt: list[int]) -> dict[str, A
             "after": float(alike[before:].mean())}  # fmt: skip
 
 
-def main() -> None:
-    """See the module's docstring."""
-    engines.prepare()
-    root = Path(sys.argv[1])
+def drive(root: Path) -> dict[str, Any]:
+    """Return the ids of prompts of different lengths, of cached prefixes, and of an answer over two versions."""
     kind = engines.Kind("float32", intermediate=64)
     a = engines.make_model(kind, root / "a")
     # The longest prompt takes several steps, in which the other requests decode.
@@ -126,8 +117,4 @@ def main() -> None:
         Routed(dense, "float32")
     except UnsupportedModelError as error:
         found["dense"] = str(error)
-    print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,16 +1,11 @@
 """One prompt together with different other requests, with and without `batch_invariant`: its answers and their speed.
-
-    python -m tests.consumers.invariance_driver DIR [KIND...]     prints the results as one JSON line
-
-It is a separate process because vLLM reads its environment at import.
+`drivers.py` runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -147,18 +142,13 @@ async def refusal(directory: Path, on: bool) -> str:
     return ""
 
 
-def main() -> None:
-    """See the module's docstring."""
-    engines.prepare()
-    root, found = Path(sys.argv[1]), {}
+def drive(root: Path) -> dict[str, Any]:
+    """Return the comparison of each model, and the refusal."""
+    found: dict[str, Any] = {}
     kinds = {"dense": engines.Kind("float32", tied=True), "experts": engines.Kind("float32", intermediate=64)}
     made = {name: engines.make_model(kind, root / name) for name, kind in kinds.items()}
     # This is first: a server forks its engine, which is only possible before this process has computed anything.
     found["refusal"] = {way: asyncio.run(refusal(made["dense"], on)) for way, on in WAYS.items()}
     for name, runs in {"dense": RUNS, "experts": RUNS // 2}.items():
         found[name] = compare(made[name], "float32", words=190, length=40, tokens=8, runs=runs)
-    print(json.dumps(found), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,12 +1,7 @@
 """A replica's engine of several ranks, and the results that the tests compare.
 
-    python -m tests.consumers.ranks_driver DIR
-        applies versions A, B, A ... under load and damages single ranks, for each of SCENARIOS; kills a server with a
-        coordinator; prints one JSON line
-
-vLLM is imported once, and each part runs in a fork of this process. The fork is the server's part of the engine; engine
-cores and workers are forks of it, so that they inherit the patches of `install`. All this is in a separate process
-because vLLM reads its environment at import.
+For each of SCENARIOS, versions A, B, A ... are applied under load and single ranks are damaged; then a server with a
+coordinator is killed. `drivers.py` runs it. Each part is in a fork, which is the server's part of the engine.
 """
 
 from __future__ import annotations
@@ -15,7 +10,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +20,8 @@ import psutil
 
 from tests.consumers import engine_driver as engines
 from tests.consumers.bit_flip import flip_on_rank
+from tests.consumers.drivers import forked
 from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
-from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.consumers.replica.ledger import WriteRefusedError
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of
@@ -362,48 +356,27 @@ def coordinate(found: Path) -> None:
 
     from tidemill.consumers.replica.plugin import register
 
-    # The reader of this program's output would wait for a coordinator that goes on.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     register()
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     found.write_text(str(DPCoordinator(ParallelConfig(data_parallel_size=2)).proc.pid))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def play(found: Path, drive: Callable[..., Any], intermediate: int, given: dict[str, Any]) -> None:
-    """Play one of SCENARIOS and write its results."""
+def play(root: Path, scenario: Callable[..., Any], intermediate: int, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of one of SCENARIOS."""
     settings = ReplicaSettings(kv_cache_mb=16, max_model_len=256, max_num_seqs=16, **given)
     kind = engines.Kind("float32", tied=True, intermediate=intermediate)
-    found.write_text(json.dumps(asyncio.run(drive(found.parent, settings, kind))))
+    found: dict[str, Any] = asyncio.run(scenario(root, settings, kind))
+    return found
 
 
-def forked(work: Callable[..., None], found: Path, *arguments: Any) -> int:
-    """Let a function write what it finds in a fork of this process, a server's; return the status."""
-    found.parent.mkdir(exist_ok=True)
-    pid = os.fork()
-    if pid == 0:
-        # The engine cores end with the process that the environment names.
-        prepare_environment(1)
-        work(found, *arguments)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def main() -> None:
-    """See the module's docstring."""
-    engines.prepare()
-    import tidemill.consumers.replica.server  # noqa: F401 - once, before the forks
-
+def drive(root: Path) -> dict[str, Any]:
+    """Return the results of each scenario, and the process id of the coordinator."""
     results = {}
     for name, scenario in SCENARIOS.items():
-        found = Path(sys.argv[1], name, "found.json")
-        assert forked(play, found, *scenario) == 0, f"scenario {name} failed"
+        found = root / name / "found.json"
+        assert forked(play, found, found.parent, *scenario) == 0, f"scenario {name} failed"
         results[name] = json.loads(found.read_text())
-    found = Path(sys.argv[1], "coordinator")
-    assert forked(coordinate, found) == -signal.SIGKILL
-    print(json.dumps({**results, "coordinator": int(found.read_text())}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    pid = root / "coordinator"
+    assert forked(coordinate, root / "none", pid) == -signal.SIGKILL
+    return {**results, "coordinator": int(pid.read_text())}

@@ -1,14 +1,10 @@
-"""Helpers of the replica's tests: programs with real engines, and a subscriber with an engine of plain arrays."""
+"""Helpers of the replica's tests: a subscriber with an engine of plain arrays."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,17 +17,6 @@ from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.schemas.records import Manifest, WeightAck
-
-ROOT = Path(__file__).parents[2]
-
-
-def driven(program: str, *arguments: object) -> Any:
-    """Run a program of this folder in its own process, as vLLM requires, and return its last line, parsed as JSON."""
-    command = [sys.executable, "-m", f"tests.consumers.{program}", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
 
 SHAPES = {"a.weight": (40, 30), "b.weight": (500,)}
 

@@ -7,16 +7,15 @@ for the computed logprobs.
 import pytest
 
 from tests.consumers.engine_driver import KINDS
-from tests.consumers.replica_support import driven
 
 EXPERTS = [name for name, kind in KINDS.items() if kind.intermediate]
 NO_PADDING = [name for name in EXPERTS if KINDS[name].intermediate % 32 == 0]
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory, vllm):
+def compared(driven):
     """The driver's results for each kind of engine."""
-    return driven("engine_driver", tmp_path_factory.mktemp("engines"))
+    return driven("engine_driver")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.consumers import expert_driver
-from tests.consumers.replica_support import driven
 from tests.consumers.test_replica_server import Served
 from tidemill.consumers.replica.config import refusal
 from tidemill.producers.config import RolloutSettings
@@ -18,9 +17,9 @@ LAYERS, TOP_K = 2, 2
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory, vllm):
+def seen(driven):
     """The driver's results for an engine."""
-    return driven("expert_driver", tmp_path_factory.mktemp("experts"))
+    return driven("expert_driver")
 
 
 @pytest.mark.parametrize("when", ["first", "again", "fork"])

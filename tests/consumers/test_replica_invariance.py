@@ -7,16 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.consumers.replica_support import driven
 from tidemill.consumers.replica import linear
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory, vllm):
+def seen(driven):
     """The driver's results for engines with and without `batch_invariant`."""
-    return driven("invariance_driver", tmp_path_factory.mktemp("invariance"))
+    return driven("invariance_driver")
 
 
 @pytest.mark.parametrize(("model", "runs"), [("dense", 40), ("experts", 20)])

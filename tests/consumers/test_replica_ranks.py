@@ -6,13 +6,12 @@ import psutil
 import pytest
 
 from tests.consumers import ranks_driver
-from tests.consumers.replica_support import driven
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, vllm):
+def results(driven):
     """The driver's results, by scenario."""
-    return driven("ranks_driver", tmp_path_factory.mktemp("ranks"))
+    return driven("ranks_driver")
 
 
 @pytest.fixture(scope="module", params=["dense", "experts"])

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.consumers import replica_driver as driver
-from tests.consumers.replica_support import ROOT
+from tests.consumers.conftest import ROOT
 from tests.records import build
 from tests.waiting import until
 from tidemill.producers.config import RolloutSettings
