@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from typing import Any, get_args, get_origin, get_type_hints
@@ -23,24 +23,32 @@ PLAIN = {
 }
 
 
-def values_of(hint: Any) -> st.SearchStrategy:
-    """Return a strategy for values of a type."""
+Own = Callable[[str, Any], st.SearchStrategy | None]
+"""Returns a strategy for a field's name and type, or None for the usual one."""
+KEY, VALUE = "a map's key", "a map's value"
+"""The names by which `Own` is asked for the strategies of a map."""
+
+
+def values_of(hint: Any, own: Own = lambda _name, _hint: None, name: str = "") -> st.SearchStrategy:
+    """Return a strategy for values of a type; `name` is that of a field with this type."""
+    if (chosen := own(name, hint)) is not None:
+        return chosen
     origin, parts = get_origin(hint), get_args(hint)
     if origin is types.UnionType:
-        return st.none() | values_of(parts[0])
+        return st.none() | values_of(parts[0], own, name)
     if origin in (list, tuple):
-        return st.lists(values_of(parts[0]), max_size=3).map(origin)
+        return st.lists(values_of(parts[0], own), max_size=3).map(origin)
     if origin in (dict, Mapping):
-        return st.dictionaries(TEXT, values_of(parts[1]), max_size=3)
+        return st.dictionaries(values_of(str, own, KEY), values_of(parts[1], own, VALUE), max_size=3)
     if issubclass(hint, StrEnum):
         return st.sampled_from(hint)
-    return records_of(hint) if is_dataclass(hint) else PLAIN[hint]
+    return records_of(hint, own) if is_dataclass(hint) else PLAIN[hint]
 
 
-def records_of(kind: type) -> st.SearchStrategy:
+def records_of(kind: type, own: Own = lambda _name, _hint: None) -> st.SearchStrategy:
     """Return a strategy for records of a class."""
     hints = get_type_hints(kind)
-    return st.builds(kind, **{each.name: values_of(hints[each.name]) for each in fields(kind)})
+    return st.builds(kind, **{each.name: values_of(hints[each.name], own, each.name) for each in fields(kind)})
 
 
 def damaged(data: st.DataObject, body: bytes) -> bytes:

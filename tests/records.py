@@ -15,12 +15,13 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from enum import Enum
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tidemill.kernels.fingerprint import TensorKey, fingerprint
-from tidemill.kernels.weights.bits import WeightLike, as_weight
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Group, GroupMember, Manifest, Rollout, Task, TensorInfo, TrainStep, WeightAck
+
+if TYPE_CHECKING:
+    from tidemill.kernels.weights.bits import WeightLike
 
 R = TypeVar("R")
 
@@ -105,6 +106,10 @@ def member_of(played: Rollout, partition: int = 0, offset: int = 0, **given: Any
 
 def tensor_infos(weights: Mapping[str, WeightLike]) -> list[TensorInfo]:
     """Return name, type, shape and fingerprint of each weight, in order."""
+    # Not imported with this module: torch takes seconds, and processes that only make records do not need it.
+    from tidemill.kernels.fingerprint import TensorKey, fingerprint
+    from tidemill.kernels.weights.bits import as_weight
+
     typed = {name: as_weight(name, value) for name, value in weights.items()}
     return [
         TensorInfo(name, dtype, list(bits.shape), fingerprint(bits, TensorKey.of(name)).hex())

@@ -1,13 +1,11 @@
-"""Helpers of the sink's tests: generated records of every type, and a small run whose numbers are known."""
+"""Helpers of the sink's tests: records as rows of the tables, and a small run whose numbers are known."""
 
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
 
 from tests.records import build, member_of
 from tidemill.consumers.sink.config import SinkSettings
@@ -19,54 +17,6 @@ from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 
 PREFIX = "tidemill."
 START_US = 1_700_000_000_000_000
-TIMES = st.integers(0, 4_000_000_000_000_000)
-INTEGERS = st.integers(-(2**62), 2**62)
-FLOATS = st.floats(allow_nan=False, allow_infinity=False)
-TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
-PACKED = {"token_ids": "<u4", "loss_mask": "u1", "logprobs": "<f4"}
-SCALARS: dict[Any, st.SearchStrategy[Any]] = {int: INTEGERS, float: FLOATS, str: TEXTS}
-
-
-@st.composite
-def segments(draw: st.DrawFn) -> r.Segment:
-    n = draw(st.integers(0, 40))
-    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
-    return r.Segment(
-        n_tokens=n,
-        token_ids=generator.integers(0, 2**32, n, dtype=np.uint32).astype("<u4").tobytes(),
-        loss_mask=generator.integers(0, 2, n, dtype=np.uint8).tobytes(),
-        logprobs=generator.normal(size=n).astype("<f4").tobytes(),
-        spans=draw(st.lists(generated(r.VersionSpan), max_size=3)),
-    )
-
-
-def strategy_of(name: str, hint: Any) -> st.SearchStrategy[Any]:
-    if name in PACKED and hint is bytes:
-        # Arbitrary bytes would sometimes be a NaN, which is not equal to itself.
-        return st.lists(st.integers(0, 2**20), max_size=20).map(lambda n: np.array(n, PACKED[name]).tobytes())
-    if name == "at" or name.endswith("_at"):
-        return TIMES
-    if hint in SCALARS:
-        return SCALARS[hint]
-    if hint is r.Segment:
-        return segments()
-    if getattr(hint, "__origin__", None) is list:
-        return st.lists(strategy_of("", hint.__args__[0]), max_size=4)
-    if type(None) in getattr(hint, "__args__", ()):
-        return st.none() | strategy_of(name, hint.__args__[0])
-    if hasattr(hint, "__dataclass_fields__"):
-        return generated(hint)
-    return st.from_type(hint).filter(_storable)
-
-
-def _storable(value: Any) -> bool:
-    entries = value.items() if isinstance(value, dict) else []
-    return all(name.isascii() and abs(number) < 2.0**62 for name, number in entries)
-
-
-def generated(cls: type) -> st.SearchStrategy[Any]:
-    hints = get_type_hints(cls)
-    return st.builds(cls, **{f.name: strategy_of(f.name, hints[f.name]) for f in fields(cls)})
 
 
 def topic_of(record: object) -> Topic:
