@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.conftest import create_some
 from tests.documents import write
 from tests.waiting import until
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.reader import LogReader
 
 
@@ -35,7 +35,7 @@ def stack(tmp_path, broker: None) -> Iterator[tuple[KafkaSettings, int]]:
 
 def test_a_broker_that_is_stopped_is_named_and_nothing_is_lost_when_it_goes_on(stack, caplog):
     settings, broker = stack
-    create_topics(settings)
+    create_some(settings, [Topic.DOCUMENTS])
     write(settings, range(20))
     found: list[str] = []
 
