@@ -18,9 +18,10 @@ from pathlib import Path
 
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.state import ReplicaState, UpdateAction
-from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, Pieces, open_fetcher
+from tidemill.kernels.weights.delta_fetch import Pieces, open_fetcher
+from tidemill.kernels.weights.graph import Delta
 from tidemill.kernels.weights.mirror import Draft, ElementChange, Mirror
-from tidemill.kernels.weights.rebuild import Rebuilder, RefusedAnchorError, RefusedDeltaError
+from tidemill.kernels.weights.rebuild import Rebuilder, RefusedStepError
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -107,17 +108,13 @@ class UpdateStaging:
         """Change the mirror to the target version, with a check of each step, and return the changes.
 
         Raises:
-            RefusedAnchorError: the anchor cannot be used.
-            RefusedDeltaError: a delta's bytes are wrong or do not match the weights.
-            FetchTimeoutError: bytes did not arrive in time.
+            RefusedStepError: the anchor, or a delta, cannot be used.
+            TimeoutError, StoreUnavailableError: bytes did not arrive in time.
             StoppedError: the replica is stopping. After every error the mirror is unchanged.
         """
         begun = time.monotonic()
         draft = Draft(mirror)
-        try:
-            anchor, fetch_ms = self._rebuilder.follow(move.path, draft)
-        except StoreUnavailableError as error:
-            raise FetchTimeoutError(str(error)) from error
+        anchor, fetch_ms = self._rebuilder.follow(move.path, draft)
         try:
             changes = () if draft.fresh else draft.changes()
         except BaseException:
@@ -208,13 +205,11 @@ def _build(
         mirror = Mirror()
         try:
             prepared = staging.prepare(move, mirror)
-        except RefusedAnchorError as error:
-            logger.warning("anchor of version %d cannot be used: %s", error.manifest.version, error)
-            state.anchor_refused(error.manifest.version)
-        except RefusedDeltaError as error:
-            logger.warning("delta to version %d cannot be used: %s", error.delta.version, error)
-            state.delta_refused(error.delta)
-        except FetchTimeoutError as error:
+        except RefusedStepError as error:
+            what = "delta to" if isinstance(error.step, Delta) else "anchor of"
+            logger.warning("%s version %d cannot be used: %s", what, error.step.version, error)
+            state.refused(error.step)
+        except (TimeoutError, StoreUnavailableError) as error:
             logger.warning("version %d cannot be reached yet: %s", move.target.version, error)
             patience.failed(time.monotonic())
             return None

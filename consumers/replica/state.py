@@ -2,7 +2,7 @@
 weights.
 
 It contains the version graph of a branch, the gate's decisions and the served version. The caller passes records, asks
-for the next update (`plan`), does it and reports `proved`, `delta_refused` or `anchor_refused`. Invariants:
+for the next update (`plan`), does it and reports `proved` or `refused`. Invariants:
 
 - the target is the newest reachable version that the gate permits, over the path with the fewest bytes;
 - the target is an older version only after a roll-back or a rejection;
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from tidemill.consumers.replica.config import Pool
-from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph
+from tidemill.kernels.weights.graph import Delta, PathStep, UpdatePath, VersionGraph
 from tidemill.schemas.gate_decisions import LIMITS, NAMES, BranchDecisions
 from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, SkipDelta
 
@@ -219,11 +219,8 @@ class ReplicaState:
         self._answered.add(version)
         self._graph.forget_tensors(version)
 
-    def delta_refused(self, delta: Delta) -> None:
-        """Exclude a wrong delta, for which a retry cannot help."""
-        self._graph.refuse_delta(delta.base, delta.version)
-        self._answered.add(delta.version)
-
-    def anchor_refused(self, version: int) -> None:
-        """Exclude an anchor that cannot be read or does not match its manifest."""
-        self._graph.refuse_anchor(version)
+    def refused(self, step: PathStep) -> None:
+        """Exclude a step that cannot be used, for which a retry cannot help."""
+        self._graph.refuse(step)
+        if isinstance(step, Delta):
+            self._answered.add(step.version)

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING
 from tidemill.consumers.replica.ledger import Applied, Ledger, WriteRefusedError
 from tidemill.consumers.replica.staging import Backoff, PreparedUpdate, StoppedError, UpdateStaging
 from tidemill.consumers.replica.state import ReplicaState, Said, UpdateAction
-from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
+from tidemill.kernels.weights.graph import Delta
 from tidemill.kernels.weights.mirror import Mirror
-from tidemill.kernels.weights.rebuild import RefusedAnchorError, RefusedDeltaError
+from tidemill.kernels.weights.rebuild import RefusedStepError
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import AckStatus, GateDecision, Manifest, SkipDelta
+from tidemill.schemas.stored_object import StoreUnavailableError
 
 if TYPE_CHECKING:
     from tidemill.consumers.replica.engine import ReplicaEngine
@@ -110,13 +111,10 @@ class Subscriber:
         loop = asyncio.get_running_loop()
         try:
             prepared = await loop.run_in_executor(self._worker, self._staging.prepare, move, self._mirror)
-        except RefusedAnchorError as error:
-            self._state.anchor_refused(error.manifest.version)
-            self._refuse(error.manifest, str(error))
-        except RefusedDeltaError as error:
-            self._state.delta_refused(error.delta)
-            self._refuse(error.delta.manifest, str(error))
-        except FetchTimeoutError as error:
+        except RefusedStepError as error:
+            self._state.refused(error.step)
+            self._refuse(error.step.manifest if isinstance(error.step, Delta) else error.step, str(error))
+        except (TimeoutError, StoreUnavailableError) as error:
             self._late = move
             self._patience.failed(time.monotonic())
             self._refuse(move.target, str(error))

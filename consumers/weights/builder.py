@@ -25,10 +25,10 @@ from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.anchor import discard_copy, fetch_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
-from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, Pieces, open_fetcher
-from tidemill.kernels.weights.graph import Delta, Unreachable, UpdatePath, VersionGraph
+from tidemill.kernels.weights.delta_fetch import Pieces, open_fetcher
+from tidemill.kernels.weights.graph import Delta, PathStep, Unreachable, UpdatePath, VersionGraph
 from tidemill.kernels.weights.mirror import Draft, Mirror
-from tidemill.kernels.weights.rebuild import PathStep, Rebuilder, RefusedAnchorError, RefusedDeltaError
+from tidemill.kernels.weights.rebuild import Rebuilder, RefusedStepError
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import Manifest
@@ -118,12 +118,11 @@ class Builder:
                 return mirror, path, anchor
             except UnusableWeights as error:
                 step = begun[-1]
+                graph.refuse(step)
+                name = f"anchor of version {step.version}"
                 if isinstance(step, Delta):
-                    graph.refuse_delta(step.base, step.version)
-                    reasons.append(f"the delta from {step.base} to {step.version}: {error}")
-                else:
-                    graph.refuse_anchor(step.version)
-                    reasons.append(f"the anchor of version {step.version}: {error}")
+                    name = f"delta from {step.base} to {step.version}"
+                reasons.append(f"the {name}: {error}")
 
 
 @contextmanager
@@ -170,9 +169,9 @@ def fingerprint_objection(tensors: Mapping[str, Weight], manifest: Manifest) -> 
 def _as_unusable() -> Iterator[None]:
     try:
         yield
-    except (RefusedAnchorError, RefusedDeltaError, WeightFilesError, StoredObjectError) as error:
+    except (RefusedStepError, WeightFilesError, StoredObjectError) as error:
         raise UnusableWeights(str(error)) from error
-    except (StoreUnavailableError, FetchTimeoutError) as error:
+    except (StoreUnavailableError, TimeoutError) as error:
         raise UnusableWeights(f"it cannot be read now: {error}") from error
 
 

@@ -22,13 +22,14 @@ from threading import Condition
 
 import xxhash
 
+from tidemill.kernels.wire import DeltaError
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Claim, DeltaChunk, Manifest, ShardPosition
-from tidemill.schemas.stored_object import StoredObjectError, StoreUnavailableError, object_pieces
+from tidemill.schemas.stored_object import object_pieces
 
 Place = tuple[int, int]
 """Partition and offset in `weights.deltas`."""
@@ -41,14 +42,6 @@ FAR_AHEAD = 16
 client's prefetched records, which is useful only if most of them are not wanted."""
 
 _POLL_S = 0.2
-
-
-class CorruptDeltaError(ValueError):
-    """Error for bytes that are not the delta that the record names, or are deleted: a retry cannot help."""
-
-
-class FetchTimeoutError(TimeoutError):
-    """Error for bytes that did not arrive in time; a retry may help."""
 
 
 Pieces = Callable[[Manifest, ShardPosition], Generator[bytes, None, None]]
@@ -85,24 +78,23 @@ class ChunkFetcher:
         """Yield the bytes of one shard of a delta that makes `manifest`'s version, in order; all, unless it raises.
 
         Raises:
-            CorruptDeltaError: the bytes do not match the record, or are deleted; possibly after some were yielded.
-            FetchTimeoutError: the bytes did not arrive in time.
+            DeltaError, StoredObjectError: the bytes do not match the record, or are deleted; possibly after some were
+                yielded. A retry cannot help.
+            TimeoutError, StoreUnavailableError: the bytes did not arrive in time; a retry may help.
         """
-        source, digest, n_bytes = self._logged(manifest, shard), xxhash.xxh3_128(), 0
         if shard.uri is not None:
-            source = object_pieces(Claim(shard.uri, shard.n_bytes, shard.digest))
-        try:
-            for piece in source:
+            for piece in object_pieces(Claim(shard.uri, shard.n_bytes, shard.digest)):
                 self._interrupt()
-                digest.update(piece)
-                n_bytes += len(piece)
                 yield piece
-        except StoredObjectError as error:
-            raise CorruptDeltaError(str(error)) from error
-        except StoreUnavailableError as error:
-            raise FetchTimeoutError(str(error)) from error
+            return
+        digest, n_bytes = xxhash.xxh3_128(), 0
+        for piece in self._logged(manifest, shard):
+            self._interrupt()
+            digest.update(piece)
+            n_bytes += len(piece)
+            yield piece
         if digest.hexdigest() != shard.digest or n_bytes != shard.n_bytes:
-            raise CorruptDeltaError(f"shard {shard.shard} of version {manifest.version} does not match its record")
+            raise DeltaError(f"shard {shard.shard} of version {manifest.version} does not match its record")
 
     def _logged(self, manifest: Manifest, shard: ShardPosition) -> Iterator[bytes]:
         places = [(shard.partition, offset) for offset in shard.offsets]
@@ -132,9 +124,7 @@ class ChunkFetcher:
                 self._read()
                 waited = time.monotonic() - max(began, self._arrived)
             if waited > self._timeout_s:
-                raise FetchTimeoutError(
-                    f"the chunk at {place[0]}:{place[1]} did not arrive within {self._timeout_s:g} s"
-                )
+                raise TimeoutError(f"the chunk at {place[0]}:{place[1]} did not arrive within {self._timeout_s:g} s")
 
     def _seek(self, place: Place, sought: bool) -> bool:
         """Seek to a chunk that is before the reader or far after it; return whether it sought."""
@@ -143,7 +133,7 @@ class ChunkFetcher:
         if at is not None and at <= offset <= at + FAR_AHEAD:
             return False
         if at is not None and sought and offset < at:
-            raise CorruptDeltaError(f"the log no longer keeps the chunk at {partition}:{offset}: only an anchor helps")
+            raise DeltaError(f"the log no longer keeps the chunk at {partition}:{offset}: only an anchor helps")
         self._log.seek(Topic.DELTAS, partition, offset)
         self._read_to[partition] = offset
         return True
@@ -182,14 +172,14 @@ def _payload(manifest: Manifest, shard: ShardPosition, sequence: int, located: C
     where = f"chunk {sequence} of version {manifest.version} at {located.partition}:{located.offset}"
     chunk = located.record
     if not isinstance(chunk, DeltaChunk):
-        raise CorruptDeltaError(f"{where} is not a delta chunk: {located.error or type(chunk).__name__}")
+        raise DeltaError(f"{where} is not a delta chunk: {located.error or type(chunk).__name__}")
     named = (manifest.run_id, manifest.branch, manifest.version, shard.shard, sequence, len(shard.offsets))
     if (chunk.run_id, chunk.branch, chunk.version, chunk.shard, chunk.sequence, chunk.total) != named:
-        raise CorruptDeltaError(
+        raise DeltaError(
             f"{where} is chunk {chunk.sequence} of {chunk.total} of shard {chunk.shard} of version {chunk.version}"
         )
     if xxhash.xxh3_128_hexdigest(chunk.payload) != chunk.digest:
-        raise CorruptDeltaError(f"{where} does not have the digest in its record")
+        raise DeltaError(f"{where} does not have the digest in its record")
     return chunk.payload
 
 

@@ -46,12 +46,20 @@ class Delta:
         return self.base != self.manifest.parent
 
 
+PathStep = Manifest | Delta
+"""A step of an update path: the manifest of its first anchor, or a delta."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpdatePath:
     """Path to a version: an anchor (None if the held version is the start), then deltas in order."""
 
     anchor: Manifest | None
     deltas: tuple[Delta, ...]
+
+    @property
+    def steps(self) -> tuple[PathStep, ...]:
+        return self.deltas if self.anchor is None else (self.anchor, *self.deltas)
 
     @property
     def n_bytes(self) -> int:
@@ -140,13 +148,12 @@ class VersionGraph:
             if version < below and manifest.anchor is None and manifest.tensors:
                 self.manifests[version] = replace(manifest, tensors=[])
 
-    def refuse_delta(self, base: int, version: int) -> None:
-        """Exclude the delta from `base` to `version`, which is wrong, from all paths."""
-        self._bad_deltas.add((base, version))
-
-    def refuse_anchor(self, version: int) -> None:
-        """Exclude a version's anchor, which cannot be read or does not match its manifest, from all paths."""
-        self._bad_anchors.add(version)
+    def refuse(self, step: PathStep) -> None:
+        """Exclude a wrong delta, or an anchor that cannot be read or does not match its manifest, from all paths."""
+        if isinstance(step, Delta):
+            self._bad_deltas.add((step.base, step.version))
+        else:
+            self._bad_anchors.add(step.version)
 
     def manifest(self, version: int) -> Manifest:
         """Return a version's manifest. Raises VersionError, which names the nearest versions."""
@@ -229,7 +236,7 @@ class VersionGraph:
             assert path.anchor is not None
             if anchor_exists(path.anchor):
                 return path
-            self.refuse_anchor(path.anchor.version)
+            self.refuse(path.anchor)
         raise Unreachable(f"version {version} cannot be built: {self._obstacle(version)}")
 
     def ancestor(self, version: int, steps: int) -> Manifest | None:

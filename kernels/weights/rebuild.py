@@ -15,7 +15,7 @@ operator's commands. Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -26,8 +26,8 @@ from tidemill.kernels.delta import BlockChange, decode_delta
 from tidemill.kernels.weights.anchor import anchor_weights, discard_copy, fetch_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
-from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, Pieces, open_fetcher
-from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionError
+from tidemill.kernels.weights.delta_fetch import Pieces, open_fetcher
+from tidemill.kernels.weights.graph import Delta, PathStep, UpdatePath, VersionError
 from tidemill.kernels.weights.held import HeldVersion
 from tidemill.kernels.weights.mirror import Draft, Mirror
 from tidemill.kernels.weights.tensor_parts import TensorPart
@@ -109,24 +109,15 @@ def _timed(source: Iterator[bytes], waited: list[float]) -> Iterator[bytes]:
 CHUNK_WAIT_S = 60.0
 """Longest wait of a publisher for one chunk that is in the log, in seconds."""
 
-PathStep = Manifest | Delta
-"""A step of an update path: the manifest of its first anchor, or a delta."""
 
+class RefusedStepError(ValueError):
+    """Error for a step of a path that cannot be used, for which a retry cannot help: an anchor that is missing, damaged
+    or not the version that its manifest names; a delta whose bytes are wrong, deleted, or do not lead from its base to
+    its version."""
 
-class RefusedDeltaError(ValueError):
-    """Error for a delta whose bytes are wrong or do not lead from its base to its version."""
-
-    def __init__(self, delta: Delta, reason: str) -> None:
+    def __init__(self, step: PathStep, reason: str) -> None:
         super().__init__(reason)
-        self.delta = delta
-
-
-class RefusedAnchorError(ValueError):
-    """Error for an anchor that cannot be read or is not the version that its manifest names."""
-
-    def __init__(self, manifest: Manifest, reason: str) -> None:
-        super().__init__(reason)
-        self.manifest = manifest
+        self.step = step
 
 
 class Rebuilder:
@@ -171,25 +162,30 @@ class Rebuilder:
             progress: called before each step.
 
         Raises:
-            RefusedAnchorError: the anchor cannot be used.
-            RefusedDeltaError: a delta's bytes are wrong, deleted, or do not match the weights.
-            FetchTimeoutError, StoreUnavailableError: the log or the store does not answer. The draft is reverted after
+            RefusedStepError: a step cannot be used.
+            TimeoutError, StoreUnavailableError: the log or the store does not answer. The draft is reverted after
                 every error.
         """
-        anchor, fetch_ms = None, 0.0
+        anchor, fetch_ms, kept = None, 0.0, False
         try:
-            if path.anchor is not None:
-                progress(path.anchor)
-                anchor = self._load(path.anchor, draft, outline)
-            for delta in path.deltas:
-                progress(delta)
-                fetch_ms += self._advance(delta, draft, compare=recount or delta is path.deltas[-1], recount=recount)
+            for step in path.steps:
+                progress(step)
+                try:
+                    if isinstance(step, Delta):
+                        compare = recount or step is path.deltas[-1]
+                        fetch_ms += self._advance(step, draft, compare=compare, recount=recount)
+                    else:
+                        anchor = self._load(step, draft, outline)
+                except (WeightFilesError, DeltaError, StoredObjectError) as error:
+                    raise RefusedStepError(step, str(error)) from error
+            # An engine that starts with the version reads the anchor's files.
+            kept = draft.fresh
         except BaseException:
             draft.revert()
-            self._discard_copy(path.anchor)
             raise
-        if not draft.fresh:
-            self._discard_copy(path.anchor)
+        finally:
+            if not kept and self._directory and path.anchor is not None and path.anchor.anchor is not None:
+                discard_copy(path.anchor.anchor.uri, self._directory)
         return anchor, fetch_ms
 
     def close(self) -> None:
@@ -197,40 +193,29 @@ class Rebuilder:
 
     def _load(self, manifest: Manifest, draft: Draft, outline: Sequence[TensorInfo]) -> Path | None:
         if manifest.anchor is None:
-            raise RefusedAnchorError(manifest, f"version {manifest.version} has no anchor")
-        uri = manifest.anchor.uri
-        try:
-            if self._directory is None:
-                draft.load(anchor_weights(uri), uri, with_tensors(manifest), outline)
-                return None
+            raise WeightFilesError(f"version {manifest.version} has no anchor")
+        uri, files = manifest.anchor.uri, None
+        if self._directory is not None:
             files = fetch_anchor(uri, self._directory, self._interrupt)
-            weights = self._interruptible(map_checkpoint(files))
-            draft.load(weights, uri, with_tensors(manifest), outline)
-        except (WeightFilesError, StoredObjectError) as error:
-            raise RefusedAnchorError(manifest, str(error)) from error
+        weights = anchor_weights(uri) if files is None else map_checkpoint(files).items()
+
+        def interruptible() -> Iterator[tuple[str, Weight]]:
+            for named in weights:
+                self._interrupt()
+                yield named
+
+        draft.load(interruptible(), uri, with_tensors(manifest), outline)
         return files
 
-    def _interruptible(self, weights: Mapping[str, Weight]) -> Iterator[tuple[str, Weight]]:
-        for named in weights.items():
-            self._interrupt()
-            yield named
-
-    def _discard_copy(self, manifest: Manifest | None) -> None:
-        if manifest is not None and manifest.anchor is not None and self._directory is not None:
-            discard_copy(manifest.anchor.uri, self._directory)
-
     def _advance(self, delta: Delta, draft: Draft, *, compare: bool, recount: bool) -> float:
-        try:
-            if draft.mirror.version != delta.base:
-                raise DeltaError(f"it starts from version {delta.base}, version {draft.mirror.version} is held")
-            changes, fetch_ms = self._decoder.decode(delta, self._pieces, draft.resolve)
-            draft.advance(changes, delta.manifest)
-            if compare:
-                draft.check(with_tensors(delta.manifest))
-            if recount:
-                draft.recount(change.name for change in changes)
-        except (CorruptDeltaError, DeltaError, StoredObjectError) as error:
-            raise RefusedDeltaError(delta, str(error)) from error
+        if draft.mirror.version != delta.base:
+            raise DeltaError(f"it starts from version {delta.base}, version {draft.mirror.version} is held")
+        changes, fetch_ms = self._decoder.decode(delta, self._pieces, draft.resolve)
+        draft.advance(changes, delta.manifest)
+        if compare:
+            draft.check(with_tensors(delta.manifest))
+        if recount:
+            draft.recount(change.name for change in changes)
         return fetch_ms
 
 
@@ -254,7 +239,7 @@ def rebuild(kafka: KafkaSettings, path: UpdatePath, tensors: Sequence[TensorInfo
     ):
         try:
             rebuilder.follow(path, Draft(mirror), outline=tensors)
-        except (RefusedAnchorError, RefusedDeltaError) as error:
+        except RefusedStepError as error:
             raise VersionError(
                 f"version {last.version} of run {last.run_id}, branch {last.branch}, cannot be rebuilt: {error}"
             ) from error

@@ -115,7 +115,7 @@ def test_a_promoted_version_that_cannot_be_reached_is_refused_once():
 
 def test_a_missing_path_back_is_reported_once():
     state = in_pool(Pool.STABLE, *versions(4), decision("promote", 3))
-    state.anchor_refused(0)
+    state.refused(first())
     assert then(state, decision("promote", 2)) == 3
     (stuck, reason), (unreachable, _) = state.refusals()
     assert stuck.version == 3 and "promoted no further than version 2" in reason

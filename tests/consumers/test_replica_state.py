@@ -133,7 +133,7 @@ def test_a_version_with_an_older_parent_is_reached_over_its_own_chain():
 
 def test_only_a_newer_anchor_leads_past_a_refused_delta():
     state = serving(3, manifest(4))
-    state.delta_refused(state.plan().path.deltas[0])
+    state.refused(state.plan().path.deltas[0])
     assert state.plan() is None
     state.observe(manifest(5))
     assert state.plan() is None and refused(state) == [5]
@@ -143,7 +143,7 @@ def test_only_a_newer_anchor_leads_past_a_refused_delta():
 
 def test_the_refused_delta_of_a_version_with_an_anchor_is_healed_by_it():
     state = serving(3, manifest(4, anchor=True))
-    state.delta_refused(state.plan().path.deltas[0])
+    state.refused(state.plan().path.deltas[0])
     assert way(state) == (4, [])
 
 
@@ -152,9 +152,9 @@ def test_a_bad_anchor_is_replaced_by_an_older_one():
     for one in (first(), manifest(1, n_bytes=2000), manifest(2, anchor=True), manifest(3)):
         state.observe(one)
     assert way(state) == (2, [(2, 3)])
-    state.anchor_refused(2)
+    state.refused(manifest(2))
     assert way(state) == (0, [(0, 1), (1, 2), (2, 3)])
-    state.delta_refused(state.plan().path.deltas[1])
+    state.refused(state.plan().path.deltas[1])
     assert way(state) == (0, [(0, 1)])
 
 
@@ -170,7 +170,7 @@ def test_a_replica_that_is_behind_takes_the_path_with_the_fewest_bytes():
 
 def test_a_bad_skip_delta_is_avoided():
     state = serving(0, *[manifest(version) for version in range(1, 5)], skip(0, 4))
-    state.delta_refused(state.plan().path.deltas[0])
+    state.refused(state.plan().path.deltas[0])
     assert way(state) == (None, [(0, 1), (1, 2), (2, 3), (3, 4)])
 
 
@@ -215,7 +215,7 @@ def test_a_roll_back_leads_to_an_older_version_and_no_further():
 
 def test_a_roll_back_that_cannot_be_carried_out_is_reported_once_and_the_version_stays():
     state = serving(5, decision("roll_back", 2))
-    state.anchor_refused(0)
+    state.refused(first())
     assert state.plan() is None
     ((manifest, reason),) = state.refusals()
     assert manifest.version == 5 and "rolled back" in reason and state.refusals() == []
@@ -285,10 +285,10 @@ def test_for_any_log_the_served_version_only_follows_paths_and_the_gate(log):
             if fits:
                 state.proved(move.target.version)
             elif move.path.anchor is not None:
-                state.anchor_refused(move.path.anchor.version)
+                state.refused(move.path.anchor)
                 refusals.add(("anchor", move.path.anchor.version))
             else:
-                state.delta_refused(move.path.deltas[0])
+                state.refused(move.path.deltas[0])
                 refusals.add(("delta", move.path.deltas[0].base, move.path.deltas[0].version))
         said = state.refusals()
         assert state.refusals() == [] and len({manifest.version for manifest, _ in said}) == len(said)

@@ -20,10 +20,10 @@ from tidemill.kernels.block import CodecSettings
 from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.kernels.weights.bits import total_fingerprint
-from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph
 from tidemill.kernels.weights.mirror import Draft, Mirror
-from tidemill.kernels.weights.rebuild import Rebuilder, RefusedAnchorError, RefusedDeltaError
+from tidemill.kernels.weights.rebuild import Rebuilder, RefusedStepError
+from tidemill.kernels.wire import DeltaError
 from tidemill.schemas.records import Manifest, ShardPosition, SkipDelta
 
 SHAPES = {"embed": (20, 16), "up": (48, 16), "norm": (16,)}
@@ -61,9 +61,9 @@ class Streams:
         (offset,) = shard.offsets
         yield from self.streams[offset]
         if self.faults.get(offset) == "damaged":
-            raise CorruptDeltaError("it does not match its record")
+            raise DeltaError("it does not match its record")
         if self.faults.get(offset) == "late":
-            raise FetchTimeoutError("did not arrive")
+            raise TimeoutError("did not arrive")
 
 
 def manifest_of(version, parent, view, shards, anchor=None):
@@ -136,13 +136,13 @@ class Histories(RuleBasedStateMachine):
     def first_fault(self, path, recount):
         """Return the step at which a path fails, and the error; None if it leads to its version."""
         if path.anchor is not None and path.anchor.version in self.bad_anchors | self.lies:
-            return path.anchor, RefusedAnchorError
+            return path.anchor, RefusedStepError
         for delta in path.deltas:
             if self.deltas.faults.get(delta.shards[0].offsets[0]) == "late":
-                return delta, FetchTimeoutError
+                return delta, TimeoutError
             listed = recount or delta is path.deltas[-1]
             if self.deltas.faults.get(delta.shards[0].offsets[0]) or (listed and delta.version in self.lies):
-                return delta, RefusedDeltaError
+                return delta, RefusedStepError
         return None
 
     @rule(seed=SEEDS, fresh=st.booleans(), recount=st.booleans(), copies=st.booleans(), keep=st.booleans())
@@ -157,13 +157,12 @@ class Histories(RuleBasedStateMachine):
         draft, steps, fault = Draft(mirror), [], self.first_fault(path, recount)
         try:
             self.rebuilders[copies].follow(path, draft, recount=recount, progress=steps.append)
-        except (RefusedAnchorError, RefusedDeltaError, FetchTimeoutError) as error:
+        except (RefusedStepError, TimeoutError) as error:
             assert fault is not None and (steps[-1], type(error)) == fault
             assert same(mirror, before) and mirror.version == (-1 if held is None else held)
-            if isinstance(error, RefusedAnchorError):
-                self.graph.refuse_anchor(error.manifest.version)
-            elif isinstance(error, RefusedDeltaError):
-                self.graph.refuse_delta(error.delta.base, error.delta.version)
+            if isinstance(error, RefusedStepError):
+                assert error.step is steps[-1]
+                self.graph.refuse(error.step)
             return
         assert fault is None and steps == [*([path.anchor] if path.anchor else []), *path.deltas]
         assert same(mirror, self.views[target]) and mirror.version == target
@@ -257,10 +256,10 @@ def test_the_tensors_of_an_anchor_without_a_list_come_from_the_chain(long_path):
     rebuilder.follow(UpdatePath(unlisted, ()), Draft(mirror), outline=tensor_infos(new))
     assert mirror.fingerprint.hex() == anchor.fingerprint
     wrong = replace(unlisted, fingerprint="0" * 32)
-    with pytest.raises(RefusedAnchorError, match="do not add up to version 0"):
+    with pytest.raises(RefusedStepError, match="do not add up to version 0"):
         rebuilder.follow(UpdatePath(wrong, ()), Draft(Mirror()), outline=tensor_infos(new))
-    with pytest.raises(RefusedAnchorError, match="does not name the tensors of version 0"):
+    with pytest.raises(RefusedStepError, match="does not name the tensors of version 0"):
         rebuilder.follow(UpdatePath(unlisted, ()), Draft(Mirror()), outline=tensor_infos(first_view()))
-    with pytest.raises(RefusedAnchorError, match="version 0 has no anchor"):
+    with pytest.raises(RefusedStepError, match="version 0 has no anchor"):
         rebuilder.follow(UpdatePath(replace(anchor, anchor=None), ()), Draft(Mirror()))
     rebuilder.close()
