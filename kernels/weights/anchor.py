@@ -19,7 +19,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import (
     COMPUTE_TYPES,
     INDEX,
-    AnchorError,
+    WeightFilesError,
     data_pieces,
     file_header,
     file_names,
@@ -43,7 +42,7 @@ from tidemill.kernels.weights.checkpoint import (
 )
 from tidemill.kernels.weights.ranks import Ranks
 from tidemill.kernels.weights.tensor_parts import Parts, Span, TensorLike, as_part, balanced, exchange, spans_of_all
-from tidemill.schemas.records import Anchor
+from tidemill.schemas.records import Anchor, Claim
 from tidemill.schemas.stored_object import StoreUnavailableError, put_object
 
 MARKER = "anchor.json"
@@ -64,14 +63,8 @@ COPIED = (
 READ_BYTES = 1 << 22
 
 
-@dataclass(frozen=True, slots=True)
-class AnchorFile:
-    """One file of an anchor, as its marker lists it."""
-
-    name: str
-    n_bytes: int
-    digest: str
-    """xxh3-128, hexadecimal."""
+Files = Mapping[str, Claim]
+"""The files of an anchor by name, with size and digest, as its marker lists them."""
 
 
 def anchor_uri(root: str, run_id: str, branch: str, version: int) -> str:
@@ -79,19 +72,19 @@ def anchor_uri(root: str, run_id: str, branch: str, version: int) -> str:
     return f"{root.rstrip('/')}/{run_id}/anchors/{branch}/v{version}"
 
 
-def begin_anchor(uri: str, base_model: Path, dtype: str | None = "bfloat16") -> list[AnchorFile]:
+def begin_anchor(uri: str, base_model: Path, dtype: str | None) -> Files:
     """Empty the directory `uri` and write the files that an anchor copies from `base_model`; no weights, no marker.
 
     Args:
         dtype: element type to write into the configuration; None keeps the base model's.
 
-    Raises AnchorError if `base_model` has no readable configuration, before anything is removed, StoreUnavailableError
-    if the store fails.
+    Raises WeightFilesError if `base_model` has no readable configuration, before anything is removed,
+    StoreUnavailableError if the store fails.
     """
     try:
         config = json.loads((base_model / CONFIG).read_text())
     except (OSError, ValueError) as error:
-        raise AnchorError(f"{base_model} is not a Hugging Face model directory: {error}") from error
+        raise WeightFilesError(f"{base_model} is not a Hugging Face model directory: {error}") from error
     if dtype is not None:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
@@ -104,37 +97,31 @@ def begin_anchor(uri: str, base_model: Path, dtype: str | None = "bfloat16") -> 
         # The weights of an unfinished anchor may be split over files with other names than the new ones.
         if filesystem.exists(path):
             filesystem.rm(path, recursive=True)
-    return [put_file(uri, name, [content]) for name, content in sorted(taken_over.items())]
+    return {name: put_object(f"{uri}/{name}", [content]) for name, content in sorted(taken_over.items())}
 
 
-def put_file(uri: str, name: str, pieces: Iterator[bytes | memoryview] | Sequence[bytes]) -> AnchorFile:
-    """Write one file of the anchor at `uri`. Raises StoreUnavailableError if the store fails."""
-    stored = put_object(f"{uri}/{name}", pieces)
-    return AnchorFile(name, stored.n_bytes, stored.digest)
-
-
-def finish_anchor(uri: str, files: Sequence[AnchorFile]) -> Anchor:
+def finish_anchor(uri: str, files: Files) -> Anchor:
     """Write the marker, which turns the files at `uri` into an anchor.
 
     Raises StoreUnavailableError if the store fails.
     """
-    listed = {file.name: {"n_bytes": file.n_bytes, "digest": file.digest} for file in files}
+    listed = {name: {"n_bytes": file.n_bytes, "digest": file.digest} for name, file in files.items()}
     marker = json.dumps({"format": MARKER_FORMAT, "files": listed}, indent=2).encode()
     with _anchor_errors(uri):
         filesystem, path = fsspec.core.url_to_fs(uri)
         filesystem.pipe_file(f"{path}/{MARKER}", marker)
-    return Anchor(uri=filesystem.unstrip_protocol(path), n_bytes=sum(file.n_bytes for file in files))
+    return Anchor(uri=filesystem.unstrip_protocol(path), n_bytes=sum(file.n_bytes for file in files.values()))
 
 
 def anchor_weights(uri: str) -> Iterator[tuple[str, Weight]]:
     """Yield the weights of an anchor, read-only, one by one; at most one file of a remote anchor is on the local disk.
 
-    Raises AnchorError if the anchor is missing, unfinished or damaged, StoreUnavailableError if the store fails.
+    Raises WeightFilesError if the anchor is missing, unfinished or damaged, StoreUnavailableError if the store fails.
     """
-    for file in _read_marker(uri):
-        if file.name.endswith(".safetensors"):
+    for name, file in _read_marker(uri).items():
+        if name.endswith(".safetensors"):
             with tempfile.TemporaryDirectory(prefix="tidemill-anchor-") as scratch:
-                yield from map_checkpoint(_checked(uri, file, Path(scratch))).items()
+                yield from map_checkpoint(_checked(uri, name, file, Path(scratch))).items()
 
 
 def fetch_anchor(uri: str, staging: Path, interrupt: Callable[[], None] = lambda: None) -> Path:
@@ -154,8 +141,8 @@ def fetch_anchor(uri: str, staging: Path, interrupt: Callable[[], None] = lambda
     if not local:
         discard_copy(uri, staging)
         directory.mkdir(parents=True)
-    for file in files:
-        _checked(uri, file, directory, interrupt)
+    for name, file in files.items():
+        _checked(uri, name, file, directory, interrupt)
     return directory
 
 
@@ -178,15 +165,15 @@ def compute_type(weights: Mapping[str, Weight]) -> str | None:
     return sizes.most_common(1)[0][0] if sizes and not quantised else None
 
 
-def _checked(uri: str, file: AnchorFile, directory: Path, interrupt: Callable[[], None] = lambda: None) -> Path:
+def _checked(uri: str, name: str, file: Claim, directory: Path, interrupt: Callable[[], None] = lambda: None) -> Path:
     """Return the local path of an anchor's file, in place or copied to `directory`, checked against the marker."""
     with _anchor_errors(uri):
         filesystem, path = fsspec.core.url_to_fs(uri)
-        local = Path(path) / file.name if isinstance(filesystem, LocalFileSystem) else directory / file.name
+        local = Path(path) / name if isinstance(filesystem, LocalFileSystem) else directory / name
         try:
             if not isinstance(filesystem, LocalFileSystem):
                 copied = fsspec.Callback(hooks={"interrupt": lambda *_, **__: interrupt()})
-                filesystem.get_file(f"{path}/{file.name}", str(local), callback=copied)
+                filesystem.get_file(f"{path}/{name}", str(local), callback=copied)
             state, n_bytes = xxhash.xxh3_128(), 0
             with local.open("rb") as opened:
                 while piece := opened.read(READ_BYTES):
@@ -194,9 +181,9 @@ def _checked(uri: str, file: AnchorFile, directory: Path, interrupt: Callable[[]
                     state.update(piece)
                     n_bytes += len(piece)
         except FileNotFoundError as error:
-            raise AnchorError(f"anchor {uri} has no file {file.name}, which its marker lists") from error
-    if AnchorFile(file.name, n_bytes, state.hexdigest()) != file:
-        raise AnchorError(f"{file.name} of anchor {uri} was changed after it was written")
+            raise WeightFilesError(f"anchor {uri} has no file {name}, which its marker lists") from error
+    if (n_bytes, state.hexdigest()) != (file.n_bytes, file.digest):
+        raise WeightFilesError(f"{name} of anchor {uri} was changed after it was written")
     return local
 
 
@@ -204,33 +191,35 @@ def _checked(uri: str, file: AnchorFile, directory: Path, interrupt: Callable[[]
 def _anchor_errors(uri: str) -> Iterator[None]:
     try:
         yield
-    except AnchorError:
+    except WeightFilesError:
         raise
     except (ImportError, ValueError) as error:
-        raise AnchorError(f"anchor {uri} cannot be accessed: {error}") from error
+        raise WeightFilesError(f"anchor {uri} cannot be accessed: {error}") from error
     except OSError as error:
         raise StoreUnavailableError(f"anchor {uri}: the store failed: {error}") from error
 
 
-def _read_marker(uri: str) -> list[AnchorFile]:
+def _read_marker(uri: str) -> Files:
     with _anchor_errors(uri):
         filesystem, path = fsspec.core.url_to_fs(uri)
         try:
             written = filesystem.cat_file(f"{path}/{MARKER}")
         except FileNotFoundError as error:
             if not filesystem.isdir(path):
-                raise AnchorError(
+                raise WeightFilesError(
                     f"no finished anchor at {uri}: it does not exist; is the store's root the one that the trainer "
                     "writes to?"
                 ) from error
-            raise AnchorError(f"no finished anchor at {uri}: it has no {MARKER}, which is written last") from error
+            raise WeightFilesError(f"no finished anchor at {uri}: it has no {MARKER}, which is written last") from error
     try:
         marker = json.loads(written)
-        files = [AnchorFile(name, int(of["n_bytes"]), str(of["digest"])) for name, of in marker["files"].items()]
+        files = {
+            name: Claim(f"{uri}/{name}", int(of["n_bytes"]), str(of["digest"])) for name, of in marker["files"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AnchorError(f"the marker of anchor {uri} cannot be read: {error!r}") from error
-    if marker.get("format") != MARKER_FORMAT or any(file.name != Path(file.name).name for file in files):
-        raise AnchorError(f"the marker of anchor {uri} is not of format {MARKER_FORMAT}")
+        raise WeightFilesError(f"the marker of anchor {uri} cannot be read: {error!r}") from error
+    if marker.get("format") != MARKER_FORMAT or any(name != Path(name).name for name in files):
+        raise WeightFilesError(f"the marker of anchor {uri} is not of format {MARKER_FORMAT}")
     return files
 
 
@@ -254,7 +243,7 @@ def write_anchor(
         file_bytes: limit above which a rank's weights are split over several files.
         ranks: the ranks that write together, each with its own call; None for this process alone.
 
-    Raises AnchorError if `base_model` has no readable configuration, StoreUnavailableError if the store fails;
+    Raises WeightFilesError if `base_model` has no readable configuration, StoreUnavailableError if the store fails;
     every rank raises the error of the rank that failed; RanksLostError.
     """
     ranks = ranks or Ranks()
@@ -264,7 +253,7 @@ def write_anchor(
     taken_over = ranks.from_first(lambda: begin_anchor(uri, base_model, compute_type(whole)))
     spans = spans_of_all({name: (part.start, part.n) for name, part in parts.items()}, ranks)
 
-    def write_own() -> list[AnchorFile]:
+    def write_own() -> Files:
         wholes = _wholes(parts, files, spans, ranks)
 
         def pieces(names: Sequence[str]) -> Iterator[bytes | memoryview]:
@@ -273,7 +262,7 @@ def write_anchor(
                 yield from data_pieces(bits)
 
         try:
-            return [put_file(uri, file, pieces(names)) for file, names in files[ranks.rank].items()]
+            return {file: put_object(f"{uri}/{file}", pieces(names)) for file, names in files[ranks.rank].items()}
         finally:
             # The other ranks need the parts of this rank, even if writing its own files fails.
             for _ in wholes:
@@ -283,8 +272,12 @@ def write_anchor(
 
     def finish() -> Anchor:
         split_over = {file: names for of_rank in files for file, names in of_rank.items()}
-        index = [put_file(uri, INDEX, [index_of(whole, split_over)])] if len(split_over) > 1 else []
-        return finish_anchor(uri, [*taken_over, *chain.from_iterable(written), *index])
+        listed = dict(taken_over)
+        for of_rank in written:
+            listed.update(of_rank)
+        if len(split_over) > 1:
+            listed[INDEX] = put_object(f"{uri}/{INDEX}", [index_of(whole, split_over)])
+        return finish_anchor(uri, listed)
 
     return ranks.from_first(finish)
 

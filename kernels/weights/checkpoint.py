@@ -41,11 +41,8 @@ LENGTH_SIZE = 8
 
 
 class WeightFilesError(ValueError):
-    """Error for files of weights that are missing or damaged, or two sets of files with different tensors."""
-
-
-class AnchorError(WeightFilesError):
-    """Error for an anchor that is missing, unfinished or damaged, or cannot be made: a retry cannot help."""
+    """Error for files of weights, such as an anchor's, that are missing, unfinished or damaged, cannot be made, or have
+    other tensors than expected: a retry cannot help."""
 
 
 def map_checkpoint(path: Path) -> dict[str, Weight]:

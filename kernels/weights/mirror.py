@@ -25,7 +25,7 @@ from tidemill.kernels.delta import BlockChange, apply_change, resolve_all
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights.anchor import MARKER
 from tidemill.kernels.weights.bits import Weight
-from tidemill.kernels.weights.checkpoint import AnchorError, save_checkpoint
+from tidemill.kernels.weights.checkpoint import WeightFilesError, save_checkpoint
 from tidemill.kernels.wire import DeltaError
 from tidemill.schemas.records import Manifest, TensorInfo
 
@@ -117,24 +117,26 @@ class Draft:
             manifest: the version's manifest.
             outline: names, types and shapes of the tensors, for a manifest that does not list them.
 
-        Raises AnchorError unless the tensors are those of the mirror, each has the fingerprint that the manifest lists,
+        Raises WeightFilesError unless the tensors are those of the mirror, each has the fingerprint in the manifest,
         and their sum is the version's fingerprint.
         """
         mirror, missing = self.mirror, {tensor.name: tensor for tensor in manifest.tensors or outline}
         if mirror.weights and missing.keys() != mirror.weights.keys():
-            raise AnchorError(f"version {manifest.version} has other tensors than the version that is served")
+            raise WeightFilesError(f"version {manifest.version} has other tensors than the version that is served")
         for name, weight in weights:
             if name not in missing:
-                raise AnchorError(f"anchor {uri} does not name the tensors of version {manifest.version}")
+                raise WeightFilesError(f"anchor {uri} does not name the tensors of version {manifest.version}")
             expected, bits = missing.pop(name), np.array(weight.bits, copy=True).reshape(-1)
             made = fingerprint(bits, TensorKey.of(name))
             if manifest.tensors and made.hex() != expected.fingerprint:
-                raise AnchorError(f"{name} of the anchor has fingerprint {made.hex()}, not {expected.fingerprint}")
+                raise WeightFilesError(f"{name} of the anchor has fingerprint {made.hex()}, not {expected.fingerprint}")
             if bits.size != prod(expected.shape):
-                raise AnchorError(f"{name} of the anchor has {bits.size} elements, its manifest says {expected.shape}")
+                raise WeightFilesError(
+                    f"{name} of the anchor has {bits.size} elements, its manifest says {expected.shape}"
+                )
             served = mirror.weights.get(name)
             if served is not None and (served.dtype, served.bits.size) != (expected.dtype, bits.size):
-                raise AnchorError(f"{name} of the anchor has another shape or dtype than the one that is served")
+                raise WeightFilesError(f"{name} of the anchor has another shape or dtype than the one that is served")
             held = bits[:0] if served is None else served.bits.reshape(-1)
             if served is not None and SPARSE * (differing := np.flatnonzero(held != bits)).size < bits.size:
                 self._write(name, differing, held[differing], bits[differing])
@@ -144,9 +146,9 @@ class Draft:
             mirror.weights[name] = Weight(expected.dtype, bits.reshape(expected.shape))
             mirror._fingerprints[name] = made
         if missing:
-            raise AnchorError(f"anchor {uri} does not name the tensors of version {manifest.version}")
+            raise WeightFilesError(f"anchor {uri} does not name the tensors of version {manifest.version}")
         if mirror.fingerprint.hex() != manifest.fingerprint:
-            raise AnchorError(f"the tensors of anchor {uri} do not add up to version {manifest.version}")
+            raise WeightFilesError(f"the tensors of anchor {uri} do not add up to version {manifest.version}")
         mirror.version = manifest.version
         self._steps += 1
 

@@ -16,7 +16,7 @@ import xxhash
 from tests.kernels.encoding import encode_delta
 from tests.records import build, tensor_infos
 from tidemill.kernels.elements import TensorChange
-from tidemill.kernels.weights.anchor import finish_anchor, put_file
+from tidemill.kernels.weights.anchor import finish_anchor
 from tidemill.kernels.weights.bits import Weight, total_fingerprint
 from tidemill.kernels.weights.checkpoint import save_checkpoint
 from tidemill.schemas.catalogue import Topic
@@ -31,6 +31,7 @@ from tidemill.schemas.records import (
     SkipDelta,
     WeightAck,
 )
+from tidemill.schemas.stored_object import put_object
 
 SHAPES = {
     "model.embed_tokens.weight": (64, 16),
@@ -60,7 +61,9 @@ def write_checkpoint(directory: Path, view: View) -> Path:
     save_checkpoint(directory, {name: Weight("bfloat16", bits) for name, bits in view.items()})
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (directory / "tokenizer.json").write_text("{}")
-    finish_anchor(str(directory), [put_file(str(directory), f.name, [f.read_bytes()]) for f in directory.iterdir()])
+    finish_anchor(
+        str(directory), {file.name: put_object(str(file), [file.read_bytes()]) for file in directory.iterdir()}
+    )
     return directory
 
 

@@ -277,17 +277,17 @@ class Worker:
 
     def _full_disk(self, publisher: WeightPublisher, model: nn.Module) -> list[Any]:
         """Rank 1 cannot write its file of the anchor."""
-        put_file = anchor.put_file
+        put_object = anchor.put_object
 
-        def full(uri: str, name: str, pieces: Any) -> Any:
+        def full(uri: str, pieces: Any) -> Any:
             next(pieces)
             raise OSError("no space left on device")
 
-        anchor.put_file = full if self.rank == 1 else put_file
+        anchor.put_object = full if self.rank == 1 else put_object
         try:
             return self._failure(publisher, 3, model)
         finally:
-            anchor.put_file = put_file
+            anchor.put_object = put_object
 
     def going_back(self) -> dict[str, Any]:
         """Go back to an older version and continue from there; then a new publisher must rebuild the head."""

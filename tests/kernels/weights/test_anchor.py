@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from tests.kernels.weights.conftest import read_anchor
 from tidemill.kernels.weights.anchor import MARKER, anchor_uri, anchor_weights, fetch_anchor, write_anchor
 from tidemill.kernels.weights.bits import Weight
-from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS, AnchorError
+from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS, WeightFilesError
 from tidemill.schemas.stored_object import StoreUnavailableError
 from tidemill.trainer.serving_view import serving_view
 
@@ -218,7 +218,7 @@ def test_a_store_that_fails_during_an_overwrite_leaves_no_anchor(base, uri, monk
     if operation == "rm_file":  # nothing was changed
         assert filesystem.exists(f"{path}/{MARKER}")
         return
-    with pytest.raises(AnchorError, match="no finished anchor"):
+    with pytest.raises(WeightFilesError, match="no finished anchor"):
         read_anchor(uri)
 
 
@@ -240,15 +240,15 @@ def test_an_anchor_that_is_damaged_unfinished_or_missing_is_refused(base, uri, t
     damaged = bytearray(filesystem.cat_file(f"{path}/{name}"))
     damaged[-1] ^= 1
     filesystem.pipe_file(f"{path}/{name}", bytes(damaged))
-    with pytest.raises(AnchorError, match=f"{name} of anchor .* was changed after it was written"):
+    with pytest.raises(WeightFilesError, match=f"{name} of anchor .* was changed after it was written"):
         read(uri)
     filesystem.rm_file(f"{path}/{name}")
-    with pytest.raises(AnchorError, match=f"has no file {name}"):
+    with pytest.raises(WeightFilesError, match=f"has no file {name}"):
         read(uri)
     filesystem.rm_file(f"{path}/{MARKER}")
-    with pytest.raises(AnchorError, match=f"no finished anchor .* it has no {MARKER}, which is written last"):
+    with pytest.raises(WeightFilesError, match=f"no finished anchor .* it has no {MARKER}, which is written last"):
         read(uri)
-    with pytest.raises(AnchorError, match=r"no finished anchor .* does not exist; is the store's root the one"):
+    with pytest.raises(WeightFilesError, match=r"no finished anchor .* does not exist; is the store's root the one"):
         read(f"{uri}-other")
 
 
@@ -266,10 +266,10 @@ def test_a_damaged_marker_is_refused(base, uri, marker):
     write_anchor(uri, base, VIEW)
     filesystem, path = fsspec.core.url_to_fs(uri)
     filesystem.pipe_file(f"{path}/{MARKER}", marker)
-    with pytest.raises(AnchorError, match="marker"):
+    with pytest.raises(WeightFilesError, match="marker"):
         read_anchor(uri)
 
 
 def test_a_base_without_a_model_is_refused(tmp_path, uri):
-    with pytest.raises(AnchorError, match="not a Hugging Face model directory"):
+    with pytest.raises(WeightFilesError, match="not a Hugging Face model directory"):
         write_anchor(uri, tmp_path, {"w": np.zeros(4, np.uint16)})

@@ -16,7 +16,7 @@ from tests.records import build
 from tidemill.kernels.elements import TensorChange
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights import delta_fetch, delta_shard
-from tidemill.kernels.weights.checkpoint import AnchorError, bits_in_memory, map_checkpoint
+from tidemill.kernels.weights.checkpoint import WeightFilesError, bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.weights.graph import Delta
 from tidemill.kernels.weights.mirror import Draft
@@ -175,7 +175,7 @@ def test_an_anchor_that_is_not_its_manifests_version_is_refused(mirror, tmp_path
         view["int8"] = view["int8"][:5]
         manifest = manifest_of(1, view)
     draft = Draft(mirror)
-    with pytest.raises(AnchorError, match=reason):
+    with pytest.raises(WeightFilesError, match=reason):
         load(draft, save(view, tmp_path / "bad"), manifest)
     draft.revert()
     assert same(mirror, any_view(0))

@@ -19,7 +19,7 @@ from tests.records import tensor_infos
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.kernels.weights.bits import Weight
-from tidemill.kernels.weights.checkpoint import AnchorError
+from tidemill.kernels.weights.checkpoint import WeightFilesError
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.tensor_parts import (
@@ -235,7 +235,7 @@ def test_an_anchor_of_one_rank_has_the_same_bytes_as_that_of_one_process(ranks, 
 
 def test_a_base_without_a_model_is_an_error_on_every_rank(ranks, tmp_path):
     (parts,) = cut(VIEW, ())
-    with pytest.raises(AnchorError, match="rank 0: AnchorError") as raised:
+    with pytest.raises(WeightFilesError, match="rank 0: WeightFilesError") as raised:
         write_anchor(str(tmp_path / "v1"), tmp_path, parts, ranks=ranks)
-    assert isinstance(raised.value.__cause__, AnchorError)
+    assert isinstance(raised.value.__cause__, WeightFilesError)
     assert not (tmp_path / "v1").exists()
