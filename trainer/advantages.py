@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.trainer.choices import AdvantageKind, BaselineKind
+from tidemill.trainer.choices import BaselineKind
 from tidemill.trainer.trainable import TrainableBatch
 
 Rewards = npt.NDArray[np.float64]
@@ -27,11 +27,10 @@ STANDARD_DEVIATION_FLOOR = 1e-6
 """Added to the standard deviation, so that for nearly equal rewards the divisor is not almost zero."""
 
 
-class GroupTooSmallError(ValueError):
-    """A group-relative advantage was requested for a group with fewer than two completed members."""
-
-    def __init__(self, kind: str, size: int) -> None:
-        super().__init__(
+def require_two(kind: str, size: int) -> None:
+    """Raise ValueError for a group-relative advantage of a group with fewer than two completed members."""
+    if size < 2:
+        raise ValueError(
             f"a {kind} advantage compares a rollout with the others of its group, and this group has {size} completed: "
             "use groups of two or more, or the objective `reinforce`, which has no baseline"
         )
@@ -39,8 +38,7 @@ class GroupTooSmallError(ValueError):
 
 def centred(rewards: Rewards) -> Rewards:
     """r_i - mean(r): Dr. GRPO (arXiv 2503.20783) and the Composer 2 report, section 4.1."""
-    if len(rewards) < 2:
-        raise GroupTooSmallError("centred", len(rewards))
+    require_two("centred", len(rewards))
     return np.zeros_like(rewards) if rewards.max() == rewards.min() else rewards - rewards.mean()
 
 
@@ -57,14 +55,6 @@ def leave_one_out(rewards: Rewards) -> Rewards:
 def raw(rewards: Rewards) -> Rewards:
     """r_i: REINFORCE without a baseline."""
     return rewards.copy()
-
-
-ADVANTAGES: dict[AdvantageKind, Callable[[Rewards], Rewards]] = {
-    AdvantageKind.CENTRED: centred,
-    AdvantageKind.STANDARDISED: standardised,
-    AdvantageKind.LEAVE_ONE_OUT: leave_one_out,
-    AdvantageKind.RAW: raw,
-}
 
 
 def penalise(rewards: Rewards, divergence: Rewards, coefficient: float) -> Rewards:
@@ -109,7 +99,7 @@ def advantages(
     """Return f8[n]: rewards minus their baseline; for a correction, the change of the reward, without a baseline: it
     was subtracted when the reward was first trained.
 
-    Raises GroupTooSmallError if a baseline has fewer than two rewards to compare.
+    Raises ValueError if a baseline has fewer than two rewards to compare.
     """
     found = rewards.copy()
     plain = ~corrections

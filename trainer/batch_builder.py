@@ -31,10 +31,9 @@ from functools import cached_property
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import CloseReason, Exclusion, Group, Mode, StepExclusion, StepInput
-from tidemill.trainer.advantages import GroupTooSmallError
-from tidemill.trainer.choices import AdvantageKind
+from tidemill.trainer.advantages import raw, require_two
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.objectives import OBJECTIVES
+from tidemill.trainer.objectives import OBJECTIVES, Advantage
 from tidemill.trainer.trainable import (
     MOST_EXCLUSIONS,
     InputQueue,
@@ -112,7 +111,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
     Args:
         incarnation: the incarnation of the run's versions; None if incarnations are not compared.
 
-    Raises GroupTooSmallError as `advantage_of` does.
+    Raises ValueError as `advantage_of` does.
     """
 
     def __init__(
@@ -158,14 +157,14 @@ class BatchBuilder(InputQueue[TrainableGroup]):
 
         A group that is not trainable is excluded here; one that has ended before, or is of another run, is ignored.
 
-        Raises GroupTooSmallError for a run with one rollout per group if the objective compares rollouts: it would
-        exclude every group.
+        Raises ValueError for a run with one rollout per group if the objective compares rollouts: it would exclude
+        every group.
         """
         group, place = read.record, read.place
         if not self.is_new(place) or group.run_id != self._run.run_id:
             return False
-        if group.mode is Mode.TRAIN and group.expected_size < 2 and self._advantage is not AdvantageKind.RAW:
-            raise GroupTooSmallError(self._advantage.value, group.expected_size)
+        if group.mode is Mode.TRAIN and self._advantage is not raw:
+            require_two(self._advantage.__name__, group.expected_size)
         version -= -(-self._trained_behind(place) // self._run.groups_per_step)
         checks = (
             (Exclusion.REPLAYED, self.refuses(read.replay_id)),
@@ -252,10 +251,10 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         return Exclusion.STALE if lag_of(group, version) > self._run.max_policy_lag else None
 
 
-def advantage_of(run: RunSettings, settings: TrainerSettings) -> AdvantageKind:
-    """Return how a group's rewards become advantages. Most kinds compare its rollouts: for these, raises
-    GroupTooSmallError if the settings allow groups with one completed rollout."""
+def advantage_of(run: RunSettings, settings: TrainerSettings) -> Advantage:
+    """Return how a group's rewards become advantages. Most functions compare its rollouts: for these, raises ValueError
+    if the settings allow groups with one completed rollout."""
     advantage = OBJECTIVES[settings.objective].advantage
-    if run.min_completed < 2 and advantage is not AdvantageKind.RAW:
-        raise GroupTooSmallError(advantage.value, run.min_completed)
+    if advantage is not raw:
+        require_two(advantage.__name__, run.min_completed)
     return advantage

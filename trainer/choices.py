@@ -23,13 +23,6 @@ class ObjectiveName(StrEnum):
     DECOUPLED_PPO = "decoupled_ppo"
 
 
-class AdvantageKind(StrEnum):
-    CENTRED = "centred"
-    STANDARDISED = "standardised"
-    LEAVE_ONE_OUT = "leave_one_out"
-    RAW = "raw"
-
-
 class BaselineKind(StrEnum):
     """Name of the baseline that is subtracted from the rewards of an online batch."""
 

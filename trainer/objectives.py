@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tidemill.trainer.choices import AdvantageKind, Estimator, ObjectiveName
+from tidemill.trainer.advantages import Rewards, centred, leave_one_out, raw, standardised
+from tidemill.trainer.choices import Estimator, ObjectiveName
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import ESTIMATORS, sequence_lengths, sequence_sum
 
@@ -63,6 +64,7 @@ class Options:
     kl_estimator: Estimator = Estimator.K3
 
 
+Advantage = Callable[[Rewards], Rewards]
 Ratio = Callable[[Tokens], Tensor]
 Surrogate = Callable[[Tokens, Options], Tensor]
 Average = Callable[[Tensor, Tokens, Options], Tensor]
@@ -137,7 +139,7 @@ def sequence_total(values: Tensor, tokens: Tokens, options: Options) -> Tensor:
 class Recipe:
     """One objective: advantages, surrogate, average, and the clip range from its paper."""
 
-    advantage: AdvantageKind
+    advantage: Advantage
     surrogate: Surrogate
     average: Average
     clip_low: float = 0.2
@@ -147,24 +149,22 @@ class Recipe:
 
 
 OBJECTIVES: dict[ObjectiveName, Recipe] = {
-    ObjectiveName.COMPOSER2: Recipe(AdvantageKind.CENTRED, policy_gradient, constant_mean),
-    ObjectiveName.GRPO: Recipe(AdvantageKind.STANDARDISED, clipped, sequence_mean, clips=token_ratio),
-    ObjectiveName.DR_GRPO: Recipe(AdvantageKind.CENTRED, clipped, constant_mean, clips=token_ratio),
-    ObjectiveName.DAPO: Recipe(AdvantageKind.STANDARDISED, clipped, token_mean, clip_high=0.28, clips=token_ratio),
+    ObjectiveName.COMPOSER2: Recipe(centred, policy_gradient, constant_mean),
+    ObjectiveName.GRPO: Recipe(standardised, clipped, sequence_mean, clips=token_ratio),
+    ObjectiveName.DR_GRPO: Recipe(centred, clipped, constant_mean, clips=token_ratio),
+    ObjectiveName.DAPO: Recipe(standardised, clipped, token_mean, clip_high=0.28, clips=token_ratio),
     ObjectiveName.GSPO: Recipe(
-        AdvantageKind.STANDARDISED,
+        standardised,
         sequence_clipped,
         sequence_mean,
         clip_low=3e-4,
         clip_high=4e-4,
         clips=sequence_ratio,
     ),
-    ObjectiveName.CISPO: Recipe(
-        AdvantageKind.STANDARDISED, truncated_policy_gradient, token_mean, clip_low=1.0, clip_high=4.0
-    ),
-    ObjectiveName.RLOO: Recipe(AdvantageKind.LEAVE_ONE_OUT, policy_gradient, sequence_total),
-    ObjectiveName.REINFORCE: Recipe(AdvantageKind.RAW, policy_gradient, sequence_total),
-    ObjectiveName.DECOUPLED_PPO: Recipe(AdvantageKind.STANDARDISED, decoupled, token_mean, clips=token_ratio),
+    ObjectiveName.CISPO: Recipe(standardised, truncated_policy_gradient, token_mean, clip_low=1.0, clip_high=4.0),
+    ObjectiveName.RLOO: Recipe(leave_one_out, policy_gradient, sequence_total),
+    ObjectiveName.REINFORCE: Recipe(raw, policy_gradient, sequence_total),
+    ObjectiveName.DECOUPLED_PPO: Recipe(standardised, decoupled, token_mean, clips=token_ratio),
 }
 """CISPO's upper bound of 5 on the ratio is ScaleRL's (arXiv 2510.13786); it has no lower bound."""
 

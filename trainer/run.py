@@ -72,11 +72,11 @@ def run(
 
     Under torchrun every rank calls this; all other ranks follow the commands of the first.
 
-    Raises FileNotFoundError without a starting checkpoint, NotRepeatableError or VersionError if the
-    log does not fit the checkpoint and the settings, GroupTooSmallError for groups of one under an objective that
-    compares rollouts, ValueError if the groups in the log are not in one order, RuntimeError if the gate rejected
-    every version, FencedError if another trainer took over the run, DeliveryError or KafkaException for errors of
-    the log, RanksLostError if another rank failed or is lost.
+    Raises FileNotFoundError without a starting checkpoint, NotRepeatableError or VersionError if the log does not fit
+    the checkpoint and the settings, ValueError for groups of one under an objective that compares rollouts and if the
+    groups in the log are not in one order, RuntimeError if the gate rejected every version, FencedError if another
+    trainer took over the run, DeliveryError or KafkaException for errors of the log, RanksLostError if another rank
+    failed or is lost.
     """
     stop = stop or stop_on_signals()
     checkpoints = CheckpointStore(store.root, run.run_id, run.branch, trainer.keep_checkpoints)
@@ -225,7 +225,7 @@ def open_session(
     `versions` are the versions in the log.
 
     Raises NotRepeatableError or VersionError if the log, the checkpoint and the settings do not fit each other,
-    GroupTooSmallError as `advantage_of` does.
+    ValueError as `advantage_of` does.
     """
     advantage_of(run, settings)  # before anything is published
     steps, begun = read_history(kafka, run.run_id)

@@ -27,9 +27,9 @@ from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
 from tidemill.trainer.activations import quantise_activations
-from tidemill.trainer.advantages import ADVANTAGES, Rewards, batch_advantages, penalise
+from tidemill.trainer.advantages import Rewards, batch_advantages, penalise, raw
 from tidemill.trainer.batch import InvalidRoutingError, PackedRow, Trajectory, pack
-from tidemill.trainer.choices import AdvantageKind, Routing, ServingFormat
+from tidemill.trainer.choices import Routing, ServingFormat
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import bounded, correction_weights, sequence_sum
 from tidemill.trainer.job import (
@@ -67,7 +67,7 @@ from tidemill.trainer.trainable import TrainableBatch, TrainableGroup, rewards_o
 
 _log = logging.getLogger(__name__)
 
-ONLINE = Recipe(AdvantageKind.RAW, policy_gradient, constant_mean)
+ONLINE = Recipe(raw, policy_gradient, constant_mean)
 """REINFORCE with a correction weight; a token has the same weight in a short and in a long answer. The advantages are
 computed by `advantages.batch_advantages`."""
 
@@ -192,8 +192,8 @@ class Learner:
         """Train step `step` on `groups` and on `online`, if given. The weights before the step are version `version`.
 
         Raises InvalidRolloutError for malformed rollouts, and for groups without the expert ids that the routing
-        needs, GroupTooSmallError for a group of one if the objective compares rollouts, RuntimeError for a gradient
-        that is not finite. After the first two errors the weights are unchanged.
+        needs, ValueError for a group of one if the objective compares rollouts, RuntimeError for a gradient that is
+        not finite. After the first two errors the weights are unchanged.
         """
         torch.manual_seed(seed)
         self._older.begin(step, version)
@@ -268,7 +268,7 @@ class Learner:
             rewards = rewards_of(group.group)
             if kl.coefficient and not kl.in_loss:
                 rewards = penalise(rewards, divergence[start : start + len(rewards)], kl.coefficient)
-            values.append(ADVANTAGES[self._recipe.advantage](rewards))
+            values.append(self._recipe.advantage(rewards))
             start += len(rewards)
         return self._part(packed, rows, np.concatenate(values), self._recipe, weight)
 

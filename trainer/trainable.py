@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ class TopicProgress:
 
 
 R = TypeVar("R")
+W = TypeVar("W", bound="Reference[Any] | TrainableGroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,6 @@ class Reference(Generic[R]):
     replay_id: str = ""
     """Id of the replay that wrote it; empty if none did."""
 
-
-class _Placed(Protocol):
-    @property
-    def place(self) -> StepInput: ...
-
-
-W = TypeVar("W", bound=_Placed)
 
 MOST_EXCLUSIONS = 4_096
 """Maximum number of exclusions that fit into one record."""

@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from tidemill.trainer import advantages as formulas
 from tidemill.trainer import corrections
-from tidemill.trainer.advantages import ADVANTAGES, AdvantageKind, GroupTooSmallError, penalise
+from tidemill.trainer.advantages import penalise
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
 from tidemill.trainer.config import CorrectionSettings, KlSettings, TrainerSettings
 from tidemill.trainer.corrections import correction_weights
 from tidemill.trainer.objectives import (
     OBJECTIVES,
+    Advantage,
     ObjectiveName,
     Options,
     Tokens,
@@ -147,7 +149,7 @@ def golden_gspo() -> tuple[float, list[float]]:
 
 @pytest.mark.parametrize("name", list(ObjectiveName))
 def test_objective_equals_its_formula(name: ObjectiveName) -> None:
-    advantages = ADVANTAGES[OBJECTIVES[name].advantage](REWARDS)
+    advantages = OBJECTIVES[name].advantage(REWARDS)
     weights = np.ones_like(WEIGHTS) if name in CORRECT_THEMSELVES else WEIGHTS
     value, gradient = value_and_gradient(name, advantages, weights)
     expected_value, expected_gradient = golden_gspo() if name is ObjectiveName.GSPO else golden(name)
@@ -161,7 +163,7 @@ def test_composer2_numbers_worked_out_on_paper() -> None:
         logprobs=torch.tensor([-1.0, -2.0], requires_grad=True),
         old_logprobs=torch.tensor([-1.0, -2.0]),
         sampler_logprobs=torch.tensor([-1.0 - math.log(3), -2.0 + math.log(2)]),
-        advantages=torch.tensor(ADVANTAGES[AdvantageKind.CENTRED](np.array([1.0, 0.0])), dtype=torch.float32),
+        advantages=torch.tensor(formulas.centred(np.array([1.0, 0.0])), dtype=torch.float32),
         weights=torch.tensor([2.0, 0.5]),
         sequence=torch.tensor([0, 1]),
         n_sequences=2,
@@ -181,7 +183,7 @@ def test_composer2_numbers_worked_out_on_paper() -> None:
 @given(reward=st.floats(-100, 100), size=st.integers(2, 16))
 @settings(max_examples=30)
 def test_equal_rewards_give_exactly_zero_gradient(name: ObjectiveName, reward: float, size: int) -> None:
-    advantages = ADVANTAGES[OBJECTIVES[name].advantage](np.full(size, reward))
+    advantages = OBJECTIVES[name].advantage(np.full(size, reward))
     assert not advantages.any()
     _, gradient = value_and_gradient(name, np.resize(advantages, 4), np.ones_like(WEIGHTS))
     assert not gradient.any()
@@ -193,29 +195,29 @@ def test_equal_rewards_give_exactly_zero_gradient(name: ObjectiveName, reward: f
 def test_without_deviation_gradients_scale_with_rewards(
     name: ObjectiveName, rewards: np.ndarray, factor: float
 ) -> None:
-    advantage = ADVANTAGES[OBJECTIVES[name].advantage]
+    advantage = OBJECTIVES[name].advantage
     _, gradient = value_and_gradient(name, advantage(rewards), WEIGHTS)
     _, scaled = value_and_gradient(name, advantage(rewards * factor), WEIGHTS)
     np.testing.assert_allclose(scaled, gradient * factor, rtol=1e-6, atol=1e-9)
 
 
 def test_standardised_gradients_do_not_scale_with_rewards() -> None:
-    advantage = ADVANTAGES[AdvantageKind.STANDARDISED]
+    advantage = formulas.standardised
     np.testing.assert_allclose(advantage(REWARDS * 7), advantage(REWARDS), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [k for k in AdvantageKind if k is not AdvantageKind.RAW])
-def test_group_of_one_is_refused_with_advice(kind: AdvantageKind) -> None:
-    with pytest.raises(GroupTooSmallError, match=r"1 completed.*reinforce"):
-        ADVANTAGES[kind](np.array([1.0]))
+@pytest.mark.parametrize("advantage", [formulas.centred, formulas.standardised, formulas.leave_one_out])
+def test_group_of_one_is_refused_with_advice(advantage: Advantage) -> None:
+    with pytest.raises(ValueError, match=r"1 completed.*reinforce"):
+        advantage(np.array([1.0]))
 
 
 def test_reinforce_takes_a_group_of_one() -> None:
-    assert ADVANTAGES[AdvantageKind.RAW](np.array([0.7])) == pytest.approx([0.7])
+    assert formulas.raw(np.array([0.7])) == pytest.approx([0.7])
 
 
 def test_losses_of_rows_add_up_to_the_loss_of_the_batch() -> None:
-    advantages = ADVANTAGES[AdvantageKind.CENTRED](REWARDS)
+    advantages = formulas.centred(REWARDS)
     whole = tokens_of(advantages)
     for name in ObjectiveName:
         parts = 0.0
@@ -229,7 +231,7 @@ def test_losses_of_rows_add_up_to_the_loss_of_the_batch() -> None:
 
 @pytest.mark.parametrize("name", ObjectiveName)
 def test_clipped_tokens_are_those_without_gradient(name: ObjectiveName) -> None:
-    advantages, recipe = ADVANTAGES[AdvantageKind.CENTRED](REWARDS), OBJECTIVES[name]
+    advantages, recipe = formulas.centred(REWARDS), OBJECTIVES[name]
     _, gradient = value_and_gradient(name, advantages, np.ones_like(WEIGHTS))
     clipped = int(clipped_tokens(recipe, tokens_of(advantages), options_of(name)))
     assert clipped == int((gradient == 0).sum())
@@ -319,7 +321,7 @@ def train_toy_policy(place: str, steps: int = 300) -> tuple[float, float]:
         chosen = log_p[actions]
         k1 = (chosen.detach() - reference[actions]).double().numpy()
         rewards = penalise(np.zeros(group), k1, 0.5 if place == "reward" else 0.0)
-        advantages = torch.from_numpy(ADVANTAGES[recipe.advantage](rewards)).float()
+        advantages = torch.from_numpy(recipe.advantage(rewards)).float()
         tokens = Tokens(
             chosen,
             chosen.detach(),
