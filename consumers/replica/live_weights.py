@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.consumers.replica.places import Box, DeviceStorage, Elements, HostStorage, Indices, Layout
-from tidemill.consumers.replica.weight_map import Bits, UnsupportedModelError
+from tidemill.consumers.replica.places import Box, DeviceStorage, Elements, HostStorage, Layout
+from tidemill.consumers.replica.weight_map import UnsupportedModelError
+from tidemill.kernels.compiled import Bits, Indices
 from tidemill.kernels.elements import AnyArray
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange

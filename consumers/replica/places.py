@@ -21,12 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidemill.kernels.compiled import compiled
+from tidemill.kernels.compiled import Indices, compiled
 
 Elements = npt.NDArray[np.unsignedinteger[Any]]
 """Elements of the engine's storage as bit patterns: u1, u2 or u4."""
-
-Indices = npt.NDArray[np.int64]
 
 Places = npt.NDArray[np.unsignedinteger[Any]]
 """Places in a storage: u4, or u8 if the storage is too long for u4."""

@@ -25,9 +25,6 @@ import torch
 from tidemill.consumers.replica.places import Box, Layout
 from tidemill.kernels.weights.bits import TensorSpec
 
-Bits = npt.NDArray[np.unsignedinteger[Any]]
-"""Bit patterns of the checkpoint's type: u1, u2 or u4."""
-
 Indices = npt.NDArray[np.int64]
 
 _SHIFTS = {("bfloat16", "float32"): 16}
