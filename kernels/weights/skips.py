@@ -14,10 +14,11 @@ shard of its parts, in the same order; the first rank decides which to drop, and
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cached_property
 
 from tidemill.kernels.block import CodecSettings
 from tidemill.kernels.elements import TensorChange
@@ -80,11 +81,11 @@ class SkipPublisher:
         self._ranks = ranks
         # The thread's calls run at the same time as the publisher's.
         self._beside = ranks.sibling() if settings.skips else ranks
-        self._jobs: queue.Queue[tuple[HeldVersion, list[Skip], tuple[int, ...]] | None] = queue.Queue()
-        """Weights, the skip-deltas that lead to them, and the lengths for which they are the next base."""
+        self._worker = ThreadPoolExecutor(1, "tidemill-skip-deltas")
+        self._jobs: list[Future[None]] = []
+        """One for each version that gets skip-deltas; some that have ended."""
         self._bases: dict[int, HeldVersion] = {}
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
         self.published = 0
         """Skip-deltas in the log."""
         self.dropped = 0
@@ -99,50 +100,46 @@ class SkipPublisher:
         skips, lengths = skips_due(graph, self._settings.skips), bases_due(graph, self._settings.skips)
         if not skips and not (keep and lengths):
             return
-        if self._ranks.from_first(lambda: self._jobs.qsize() >= self._settings.skip_backlog):
+        self._jobs = [job for job in self._jobs if not job.done()]
+        waiting = sum(not job.running() for job in self._jobs)
+        if self._ranks.from_first(lambda: waiting >= self._settings.skip_backlog):
             self.dropped += len(skips)
-            _log.warning("version %d gets no skip-deltas: %d versions wait", held.version, self._jobs.qsize())
+            _log.warning("version %d gets no skip-deltas: %d versions wait", held.version, waiting)
             return
-        self._jobs.put((held.snapshot(), skips, lengths if keep else ()))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run_jobs, name="tidemill-skip-deltas", daemon=True)
-            self._thread.start()
+        self._jobs.append(self._worker.submit(self._make, held.snapshot(), skips, lengths if keep else ()))
 
     def wait(self) -> None:
         """Wait until everything that was offered is published or dropped."""
-        self._jobs.join()
+        wait(self._jobs)
 
     def close(self) -> None:
         """End the thread: finish the version in progress, drop and count those that wait."""
         self._stop.set()
-        if self._thread is not None and self._thread.is_alive():
-            self._jobs.put(None)
-            self._thread.join()
+        self._worker.shutdown()
 
-    def _run_jobs(self) -> None:
-        producer = RecordProducer(self._kafka, "tidemill-publisher-skips")
-        while (job := self._jobs.get()) is not None:
-            weights, skips, lengths = job
-            try:
-                # Every rank reads every job, so that none waits for another that is being closed.
-                if self._beside.from_first(self._stop.is_set):
-                    self.dropped += len(skips)
-                    continue
-                for skip in skips:
-                    try:
-                        self._publish(weights, skip, producer)
-                    except Exception:  # noqa: BLE001 - after any error the version is whole without its skip-delta
-                        self.dropped += 1
-                        _log.exception("version %d gets no skip-delta from version %d", weights.version, skip.base)
-                self._bases.update(dict.fromkeys(lengths, weights))
-            except RanksLostError:
+    @cached_property
+    def _producer(self) -> RecordProducer:
+        return RecordProducer(self._kafka, "tidemill-publisher-skips")
+
+    def _make(self, weights: HeldVersion, skips: list[Skip], lengths: tuple[int, ...]) -> None:
+        """Publish the skip-deltas that lead to `weights`, which are the next base for `lengths`."""
+        try:
+            # Every rank takes up every job, so that none waits for another that is being closed.
+            if self._beside.from_first(self._stop.is_set):
                 self.dropped += len(skips)
-                _log.exception("version %d gets no skip-deltas", weights.version)
-            finally:
-                self._jobs.task_done()
-        self._jobs.task_done()
+                return
+            for skip in skips:
+                try:
+                    self._publish(weights, skip)
+                except Exception:  # noqa: BLE001 - after any error the version is whole without its skip-delta
+                    self.dropped += 1
+                    _log.exception("version %d gets no skip-delta from version %d", weights.version, skip.base)
+            self._bases.update(dict.fromkeys(lengths, weights))
+        except RanksLostError:
+            self.dropped += len(skips)
+            _log.exception("version %d gets no skip-deltas", weights.version)
 
-    def _publish(self, new: HeldVersion, skip: Skip, producer: RecordProducer) -> None:
+    def _publish(self, new: HeldVersion, skip: Skip) -> None:
         base = self._base(skip, new)
         changes = (
             TensorChange(name, part.dtype, base.parts[name].bits, part.bits, part.start, part.total)
@@ -151,7 +148,7 @@ class SkipPublisher:
 
         def send() -> ShardReport:
             with DeltaShard(new.version, base.version, changes, self._beside.rank, self._codec) as shard:
-                return shard.send(producer, self._run, self._folder, limit_bytes=0)
+                return shard.send(self._producer, self._run, self._folder, limit_bytes=0)
 
         shards = self._beside.gather(send)
 
@@ -166,7 +163,7 @@ class SkipPublisher:
                 shards=[shard.position for shard in shards],
                 published_at=now_us(),
             )
-            producer.send_acked(Topic.MANIFESTS, [(self._run.branch, record)])
+            self._producer.send_acked(Topic.MANIFESTS, [(self._run.branch, record)])
 
         self._beside.on_first(write)
         self.published += 1

@@ -80,7 +80,7 @@ def test_a_restarted_trainer_continues_with_skip_deltas(publication, open_publis
 def test_no_skip_delta_is_made_if_none_is_configured(publication, open_publisher, views):
     publisher = open_publisher(PublishSettings(skips=()))
     publish_all(publisher, views[:3])
-    assert publication.skips() == [] and publisher.skips._thread is None
+    assert publication.skips() == [] and publisher.skips._jobs == []
 
 
 def test_skip_deltas_beyond_a_full_backlog_are_dropped_and_counted(publication, open_publisher, views, held_back):
@@ -138,7 +138,7 @@ def test_close_finishes_the_skip_delta_in_progress_and_counts_the_others(publica
     publisher.skips.wait()
     assert leads(publication.skips())[0] == (2, 0)
     assert publisher.skips.published + publisher.skips.dropped == 3
-    assert not publisher.skips._thread.is_alive()
+    assert all(job.done() for job in publisher.skips._jobs)
 
 
 def test_a_record_contains_its_run_and_branch(publication, open_publisher, views):
