@@ -108,9 +108,6 @@ class StepBatch:
 class BatchBuilder(InputQueue[TrainableGroup]):
     """The builder of batches from groups, which it receives in the order in which they are read.
 
-    Args:
-        incarnation: the incarnation of the run's versions; None if incarnations are not compared.
-
     Raises ValueError as `advantage_of` does.
     """
 
@@ -121,8 +118,7 @@ class BatchBuilder(InputQueue[TrainableGroup]):
         progress: TopicProgress | None = None,
         incarnation: str | None = None,
     ) -> None:
-        super().__init__(Topic.GROUPS, progress, settings.remembered_groups, settings.accept_replays)
-        self._run, self._settings, self._incarnation = run, settings, incarnation
+        super().__init__(Topic.GROUPS, run, settings, progress, incarnation)
         self._advantage = advantage_of(run, settings)
         self._abandoned: frozenset[int] = frozenset()
         self._set_aside = ExclusionCounts()

@@ -97,11 +97,7 @@ class WeightLine(BranchDecisions):
 
 
 class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
-    """The queue of online batches, which it receives in the order in which they are read.
-
-    Args:
-        incarnation: the incarnation of the run's versions; None if incarnations are not compared.
-    """
+    """The queue of online batches, which it receives in the order in which they are read."""
 
     def __init__(
         self,
@@ -111,8 +107,8 @@ class OnlineQueue(InputQueue[Reference[OnlineBatch]]):
         progress: TopicProgress | None = None,
         incarnation: str | None = None,
     ) -> None:
-        super().__init__(Topic.ONLINE_BATCHES, progress, settings.remembered_groups, settings.accept_replays)
-        self._run, self._settings, self._line, self._incarnation = run, settings, line, incarnation
+        super().__init__(Topic.ONLINE_BATCHES, run, settings, progress, incarnation)
+        self._line = line
         weighted = settings.correction.kind is not CorrectionKind.NONE
         self._correction_lag = run.max_policy_lag if weighted else 0
         """Maximum policy lag of a correction's tokens."""

@@ -8,7 +8,7 @@ or excluded it. Records are identified by their position; duplicates are recogni
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import RunSettings
 from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.records import (
     SECOND_RECORDS,
@@ -32,6 +33,7 @@ from tidemill.schemas.records import (
     StepPlan,
     TrainStep,
 )
+from tidemill.trainer.config import TrainerSettings
 
 DecidedStep = TrainStep | StepPlan
 """A step whose inputs and exclusions are decided, even if it is not taken yet."""
@@ -71,15 +73,20 @@ class InputQueue(Generic[W]):
     """The waiting and the ended records of one topic.
 
     Args:
-        remembered: number of ids of ended records that are kept from step to step.
-        accept_replays: replays whose records are trained.
+        progress: the position from which to continue; None for the beginning.
+        incarnation: the incarnation of the run's versions; None if incarnations are not compared.
     """
 
     def __init__(
-        self, topic: Topic, progress: TopicProgress | None, remembered: int, accept_replays: Collection[str]
+        self,
+        topic: Topic,
+        run: RunSettings,
+        settings: TrainerSettings,
+        progress: TopicProgress | None,
+        incarnation: str | None,
     ) -> None:
         progress = progress or TopicProgress()
-        self._topic, self._limit, self._accept_replays = topic, remembered, frozenset(accept_replays)
+        self._topic, self._run, self._settings, self._incarnation = topic, run, settings, incarnation
         self._waiting: dict[str, W] = {}
         """The records that can be trained, by id, oldest first."""
         self._excluded: list[StepExclusion] = []
@@ -129,7 +136,7 @@ class InputQueue(Generic[W]):
         return any(record_id in known for known in (self._waiting, self._remembered, self._excluded_ids))
 
     def refuses(self, replay_id: str) -> bool:
-        return bool(replay_id) and replay_id not in self._accept_replays
+        return bool(replay_id) and replay_id not in self._settings.accept_replays
 
     def name_exclusions(self, trained: Iterable[StepInput], most: int) -> list[StepExclusion]:
         """End the records at `trained`. Return the oldest exclusions, at most `most`, for the record of the step; the
@@ -148,7 +155,7 @@ class InputQueue(Generic[W]):
             if isinstance(ending, StepInput) or ending.reason not in SECOND_RECORDS:
                 self._remembered[ending.group_id] = None
                 self._remembered.move_to_end(ending.group_id)
-        while len(self._remembered) > self._limit:
+        while len(self._remembered) > self._settings.remembered_groups:
             self._remembered.popitem(last=False)
 
 
