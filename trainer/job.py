@@ -43,18 +43,7 @@ _FIXED_ON_A_GPU = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "N
 differ in their last bits from one call to the next. A value that is already set is kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """The position of this process among the processes of the job on its machine."""
-
-    local_rank: int = 0
-    ranks_here: int = 1
-
-
-ALONE = RankPlace()
-
-
-def device_of(settings: TrainerSettings, place: RankPlace) -> torch.device:
+def device_of(settings: TrainerSettings, job: Job) -> torch.device:
     """Return the device of this process.
 
     Raises ValueError for a GPU that does not exist, or one GPU for several processes.
@@ -63,12 +52,12 @@ def device_of(settings: TrainerSettings, place: RankPlace) -> torch.device:
     there = torch.cuda.device_count()
     if name == "cpu" or (name == "auto" and not there):
         return torch.device("cpu")
-    if number and place.ranks_here > 1:
+    if number and job.ranks_here > 1:
         raise ValueError(
-            f"trainer.device {settings.device} is one GPU for the {place.ranks_here} ranks of this machine: set it to "
+            f"trainer.device {settings.device} is one GPU for the {job.ranks_here} ranks of this machine: set it to "
             "cuda, and each rank takes its own"
         )
-    wanted = int(number or place.local_rank)
+    wanted = int(number or job.local_rank)
     if wanted >= there:
         raise ValueError(
             f"trainer.device is {settings.device} and torch sees {there} CUDA devices here, not number {wanted}: set "
@@ -84,10 +73,10 @@ def compute_dtype(settings: TrainerSettings, device: torch.device) -> torch.dtyp
     return torch.float32 if settings.compute is Compute.FLOAT32 else torch.bfloat16
 
 
-def machine_of(settings: TrainerSettings, place: RankPlace, ranks: int) -> StepMachine:
-    """Return the machine on which a job of `ranks` ranks computes its steps. Raises ValueError."""
-    device = device_of(settings, place)
-    return StepMachine(device.type, str(compute_dtype(settings, device)).removeprefix("torch."), ranks)
+def machine_of(settings: TrainerSettings, job: Job) -> StepMachine:
+    """Return the machine on which a job computes its steps. Raises ValueError."""
+    device = device_of(settings, job)
+    return StepMachine(device.type, str(compute_dtype(settings, device)).removeprefix("torch."), job.ranks.size)
 
 
 def backend() -> str:
@@ -142,7 +131,9 @@ class Job:
 
     ranks: Ranks
     """Channel for work that all ranks do together, with bounded waits."""
-    place: RankPlace = ALONE
+    local_rank: int = 0
+    ranks_here: int = 1
+    """The number of this process among those on its machine, and their number."""
     _calls: Ranks = field(default_factory=Ranks)
     """Channel for the calls that the first rank sends to the others."""
     _store: Any = None
@@ -234,6 +225,6 @@ def open_job(timeout_s: float) -> Iterator[Job]:
     if rank:
         for number in STOPS:
             signal.signal(number, signal.SIG_IGN)
-    place = RankPlace(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    yield Job(open_ranks(timeout_s), place, open_ranks(AWAITED_S), store)
+    local_rank, ranks_here = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    yield Job(open_ranks(timeout_s), local_rank, ranks_here, open_ranks(AWAITED_S), store)
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 
 import numpy as np
@@ -33,10 +33,10 @@ from tidemill.trainer.choices import Routing, ServingFormat
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import bounded, correction_weights, sequence_sum
 from tidemill.trainer.job import (
-    ALONE,
     KEPT_BLOCK,
     KEPT_BLOCK_SHARDED,
-    RankPlace,
+    SINGLE,
+    Job,
     compute_dtype,
     device_of,
     keep_freed_memory,
@@ -99,7 +99,7 @@ class _AnchoredRow:
     reference: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _UpdatePart:
     """The rows of one part of an optimizer update, with the advantage of each of its n rollouts (f4[n])."""
 
@@ -114,10 +114,12 @@ class _UpdatePart:
     options: Options
     weight: float
     """Weight of its loss."""
+    traces: list[metrics.TokenTrace] = field(default_factory=list)
+    """Of the rows of all ranks, after the update; on the first rank only."""
 
-
-_Seen = tuple[list[list[metrics.TokenTrace]], float]
-"""Result of an update: for each part the traces of all ranks' rows (on the first rank only); the gradient norm."""
+    @property
+    def loss(self) -> float:
+        return sum(trace.loss for trace in self.traces)
 
 
 class Learner:
@@ -136,11 +138,10 @@ class Learner:
         model: PreTrainedModel,
         settings: TrainerSettings,
         reference: PreTrainedModel | None,
-        ranks: Ranks | None = None,
-        place: RankPlace = ALONE,
+        job: Job = SINGLE,
         stored: StoredModel | None = None,
     ) -> None:
-        self._device = device_of(settings, place)
+        self._device = device_of(settings, job)
         make_deterministic(settings.threads, self._device)
         if settings.kl.coefficient and reference is None:
             raise ValueError("kl.coefficient is above 0, so a reference model is needed")
@@ -151,8 +152,8 @@ class Learner:
             _log.warning("FLOPs are not counted: %s", error)
             self._size = None
         self._recipe = OBJECTIVES[settings.objective]
-        self._ranks = ranks or Ranks()
-        self.machine = machine_of(settings, place, self._ranks.size)
+        self._ranks = job.ranks
+        self.machine = machine_of(settings, job)
         require_divisible(model, settings.expert_parallel, self._ranks.size)
         keep_freed_memory(KEPT_BLOCK_SHARDED if self.machine.is_sharded else KEPT_BLOCK)
         routed = settings.routing is not Routing.OFF
@@ -204,26 +205,28 @@ class Learner:
             learning_rate *= self._settings.online.learning_rate_scale
             simulated = [self._simulated(groups, self._settings.online.simulated_weight)] if groups else []
             updates = [[self._online(online), *simulated]]
-        seen = [self._update(parts, learning_rate) for parts in updates]
+        norms = [self._update(parts, learning_rate) for parts in updates]
         sampled: list[Trajectory] = [*(online.interactions if online else ()), *_rollouts(groups)]
         lag = metrics.lag_counts(sampled, version)
-        first, found, trained = updates[0][0], {}, None
+        parts = [part for of_update in updates for part in of_update]
+        first, found, trained = parts[0], {}, None
         older = self._older.score(first.packed, first.rows[0].row, sampled)
         if self._ranks.is_first:
-            found = self._metrics(groups, online, lag, updates, seen)
+            found = self._metrics(groups, online, lag, updates, norms)
             # The tokens of all parts, in the order of `sampled`, which is the order of the parts.
-            sequences, start = [], 0
-            for part in (part for parts in updates for part in parts):
+            sequences, traces, start = [], [], 0
+            for part in parts:
                 sequences += [row.sequence + start for row in part.packed]
+                traces += part.traces
                 start += len(part.advantages)
-            values = torch.cat([part.advantages for parts in updates for part in parts])
-            trained = trained_tokens(sampled, sequences, _traces(seen), values, older)
+            values = torch.cat([part.advantages for part in parts])
+            trained = trained_tokens(sampled, sequences, traces, values, older)
         return StepOutcome(
             metrics=found,
             lag=lag,
             learning_rate=learning_rate,
             rollouts=len(sampled),
-            tokens=sum(part.tokens for parts in updates for part in parts),
+            tokens=sum(part.tokens for part in parts),
             trained=trained,
         )
 
@@ -233,12 +236,13 @@ class Learner:
         online: TrainableBatch | None,
         lag: list[LagCount],
         updates: Sequence[Sequence[_UpdatePart]],
-        seen: Sequence[_Seen],
+        norms: Sequence[float],
     ) -> dict[str, float]:
-        traces, parts = _traces(seen), [part for parts in updates for part in parts]
+        parts = [part for of_update in updates for part in of_update]
+        traces = [trace for part in parts for trace in part.traces]
         found = {
-            "loss": float(np.mean([sum(map(_loss, of_parts)) for of_parts, _ in seen])),
-            "grad_norm": float(np.mean([norm for _, norm in seen])),
+            "loss": float(np.mean([sum(part.loss for part in of_update) for of_update in updates])),
+            "grad_norm": float(np.mean(norms)),
             **metrics.trace_metrics(traces),
             **metrics.reward_metrics(groups),
             **metrics.lag_metrics(lag),
@@ -251,12 +255,12 @@ class Learner:
             rows = [(row, passes) for part, passes in zip(parts, frozen, strict=True) for row in part.packed]
             found |= metrics.flop_metrics(self._size, rows, layers_twice=self._settings.checkpoint_activations)
         if online is not None:
-            users, *simulated = seen[0][0]
-            found |= metrics.online_metrics(online, parts[0].advantages, users)
-            found |= {"online/loss": _loss(users), "online/tokens": float(parts[0].tokens)}
+            users, *simulated = parts
+            found |= metrics.online_metrics(online, users.advantages, users.traces)
+            found |= {"online/loss": users.loss, "online/tokens": float(users.tokens)}
             for one in simulated:
-                found |= metrics.simulated_metrics(groups, one)
-                found |= {"simulated/loss": _loss(one), "simulated/tokens": float(parts[1].tokens)}
+                found |= metrics.simulated_metrics(groups, one.traces)
+                found |= {"simulated/loss": one.loss, "simulated/tokens": float(one.tokens)}
         return found
 
     def _simulated(self, groups: Sequence[TrainableGroup], weight: float) -> _UpdatePart:
@@ -310,15 +314,14 @@ class Learner:
         tokens, values = sum(len(row.targets) for row in packed), torch.from_numpy(advantages).float()
         return _UpdatePart(packed, rows, values, tokens, recipe, options_of(self._settings, recipe), weight)
 
-    def _update(self, parts: Sequence[_UpdatePart], learning_rate: float) -> _Seen:
-        """Sum the gradients of all parts and apply them."""
-        found = []
+    def _update(self, parts: Sequence[_UpdatePart], learning_rate: float) -> float:
+        """Sum the gradients of all parts and apply them; return their norm."""
         for part in parts:
             seen = [(row.counts, self._accumulate(row, part)) for row in part.rows]
             own = [one for counts, one in seen if counts]
             hands = self._ranks.gather(lambda own=own: own)  # type: ignore[misc]
-            found.append([one for dealt in zip_longest(*hands) for one in dealt if one is not None])
-        return found, self.masters.update(learning_rate)
+            part.traces = [one for dealt in zip_longest(*hands) for one in dealt if one is not None]
+        return self.masters.update(learning_rate)
 
     def _accumulate(self, anchored: _AnchoredRow, part: _UpdatePart) -> metrics.TokenTrace:
         row, reference, correction = anchored.row, anchored.reference, self._settings.correction
@@ -381,11 +384,3 @@ def deal_rows(packed: Sequence[PackedRow], ranks: Ranks) -> list[tuple[PackedRow
 
 def _rollouts(groups: Sequence[TrainableGroup]) -> list[Trajectory]:
     return [rollout for group in groups for rollout in group.rollouts]
-
-
-def _traces(seen: Sequence[_Seen]) -> list[metrics.TokenTrace]:
-    return [trace for of_parts, _ in seen for traces in of_parts for trace in traces]
-
-
-def _loss(traces: Sequence[metrics.TokenTrace]) -> float:
-    return sum(trace.loss for trace in traces)

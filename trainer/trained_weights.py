@@ -76,9 +76,9 @@ class TrainedWeights:
         job: Job = SINGLE,
         beside: Executor | None = None,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._learner = learner
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self._publish, self._go_back = publish, go_back
         self.job = job
         self.machine = learner.machine
@@ -119,7 +119,7 @@ class TrainedWeights:
         # The previous copy is released first; while it is published, the publisher keeps it.
         self._parts = {}
         with self._learner.masters.as_served():
-            on_device = self._settings.publish.on_device
+            on_device = self.settings.publish.on_device
             self._parts = local_parts(self._learner.model, first=ranks.is_first, on_device=on_device)
         reports = ranks.gather(lambda: {name: part_info(part) for name, part in self._parts.items()})
         return total_fingerprint(merged_tensors(reports)).hex() if ranks.is_first else ""
@@ -131,14 +131,14 @@ class TrainedWeights:
         Raises RuntimeError if it is damaged.
         """
         if step == 0:
-            stored = _open_stored(self._settings, self._learner.machine, self.job)
+            stored = _open_stored(self.settings, self._learner.machine, self.job)
             if stored is None:
-                self._learner.masters.restart(load_model(self._settings.model))
+                self._learner.masters.restart(load_model(self.settings.model))
             else:
                 rows = stored.rows(self._learner.model)
                 self._learner.masters.load({f"master/{name}": own for name, own in rows.items()})
             return None
-        state, tensors = self._checkpoints.read(step, self._learner.masters.rows)
+        state, tensors = self.checkpoints.read(step, self._learner.masters.rows)
         self._learner.masters.load(tensors)
         return state
 
@@ -146,7 +146,7 @@ class TrainedWeights:
     def save(self, state: CheckpointState, keep: Collection[int]) -> None:
         """Store the weights and moments; the checkpoints of the steps in `keep` are not deleted."""
         masters = self._learner.masters
-        self._checkpoints.write(state, masters.state(), keep, self.job.ranks, masters.rows)
+        self.checkpoints.write(state, masters.state(), keep, self.job.ranks, masters.rows)
 
     @_on_every_rank
     def publish(
@@ -161,7 +161,7 @@ class TrainedWeights:
         if self._publish is None:
             return
         self._wait()
-        form, activations = self._settings.serving_format, self._settings.serving_activations
+        form, activations = self.settings.serving_format, self.settings.serving_activations
         publish = partial(
             self._publish,
             version,
@@ -221,10 +221,10 @@ def _timed(work: Callable[[], object]) -> float:
 
 def make_learner(settings: TrainerSettings, job: Job = SINGLE) -> Learner:
     """Return a learner at the starting checkpoint, on every rank. Raises FileNotFoundError if there is none."""
-    stored = _open_stored(settings, machine_of(settings, job.place, job.ranks.size), job)
+    stored = _open_stored(settings, machine_of(settings, job), job)
     make = partial(load_model, settings.model, settings.experts) if stored is None else stored.outline
     reference = make() if settings.kl.coefficient else None
-    return Learner(make(), settings, reference, job.ranks, job.place, stored)
+    return Learner(make(), settings, reference, job, stored)
 
 
 def _open_stored(settings: TrainerSettings, machine: StepMachine, job: Job) -> StoredModel | None:

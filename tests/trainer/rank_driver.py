@@ -58,7 +58,7 @@ def learner_of(settings: TrainerSettings, job: Job) -> Learner:
     if settings.experts is not None:
         return make_learner(settings, job)
     reference = tiny_model(3) if settings.kl.coefficient else None
-    return Learner(tiny_model(), settings, reference, job.ranks, job.place)
+    return Learner(tiny_model(), settings, reference, job)
 
 
 def weights_of(settings: TrainerSettings, job: Job, store: str) -> TrainedWeights:
@@ -213,14 +213,14 @@ def killed_saving(job: Job, options: Found) -> Found:
     """Kill rank 1 before its checkpoint file has its final name."""
     weights = weights_of(settings_of(), job, options["store"])
     if job.ranks.rank == 1:
-        weights._checkpoints._filesystem.mv = lambda *_names: fail("kill")
+        weights.checkpoints._filesystem.mv = lambda *_names: fail("kill")
     if not job.ranks.is_first:
         weights.follow()
         return {}
     try:
         weights.save(state_of(1, weights.snapshot()), ())
     except RuntimeError as error:
-        return {"error": str(error), "steps": weights._checkpoints.steps()}
+        return {"error": str(error), "steps": weights.checkpoints.steps()}
     raise AssertionError("a checkpoint was written without a rank that was killed")
 
 

@@ -8,12 +8,13 @@ from transformers import PretrainedConfig
 
 from tests.trainer.conftest import make_rollout
 from tests.trainer.families import make_model
+from tidemill.kernels.weights.ranks import Ranks
 from tidemill.trainer import attention
 from tidemill.trainer.attention import TreeAttention, tree_calls
 from tidemill.trainer.batch import pack
 from tidemill.trainer.choices import StepMachine
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.job import ALONE, RankPlace, compute_dtype, device_of
+from tidemill.trainer.job import SINGLE, Job, compute_dtype, device_of
 from tidemill.trainer.policy import SampledLogprobs
 from tidemill.trainer.sharding import layers_of, require_divisible
 from tidemill.trainer.step import Learner
@@ -28,34 +29,34 @@ def gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "there", "place", "expected"),
+    ("device", "there", "job", "expected"),
     [
-        ("auto", 0, ALONE, "cpu"),
-        ("auto", 2, ALONE, "cuda:0"),
-        ("auto", 2, RankPlace(1, 2), "cuda:1"),
-        ("cpu", 2, ALONE, "cpu"),
-        ("cuda", 2, RankPlace(1, 2), "cuda:1"),
-        ("cuda:1", 2, ALONE, "cuda:1"),
+        ("auto", 0, SINGLE, "cpu"),
+        ("auto", 2, SINGLE, "cuda:0"),
+        ("auto", 2, Job(Ranks(), 1, 2), "cuda:1"),
+        ("cpu", 2, SINGLE, "cpu"),
+        ("cuda", 2, Job(Ranks(), 1, 2), "cuda:1"),
+        ("cuda:1", 2, SINGLE, "cuda:1"),
     ],
 )
-def test_the_device_is_chosen(gpus, device, there, place, expected):
+def test_the_device_is_chosen(gpus, device, there, job, expected):
     gpus(there)
-    assert device_of(TrainerSettings(device=device), place) == torch.device(expected)
+    assert device_of(TrainerSettings(device=device), job) == torch.device(expected)
 
 
 @pytest.mark.parametrize(
-    ("device", "there", "place", "message"),
+    ("device", "there", "job", "message"),
     [
-        ("cuda", 0, ALONE, "trainer.device is cuda and torch sees 0 CUDA devices here, not number 0: set"),
-        ("cuda:3", 2, ALONE, "sees 2 CUDA devices here, not number 3"),
-        ("auto", 2, RankPlace(2, 3), "not number 2: set trainer.device to cpu, start fewer ranks"),
-        ("cuda:1", 2, RankPlace(0, 2), "cuda:1 is one GPU for the 2 ranks of this machine: set it to cuda"),
+        ("cuda", 0, SINGLE, "trainer.device is cuda and torch sees 0 CUDA devices here, not number 0: set"),
+        ("cuda:3", 2, SINGLE, "sees 2 CUDA devices here, not number 3"),
+        ("auto", 2, Job(Ranks(), 2, 3), "not number 2: set trainer.device to cpu, start fewer ranks"),
+        ("cuda:1", 2, Job(Ranks(), 0, 2), "cuda:1 is one GPU for the 2 ranks of this machine: set it to cuda"),
     ],
 )
-def test_a_missing_device_is_refused(gpus, device, there, place, message):
+def test_a_missing_device_is_refused(gpus, device, there, job, message):
     gpus(there)
     with pytest.raises(ValueError, match=message):
-        device_of(TrainerSettings(device=device), place)
+        device_of(TrainerSettings(device=device), job)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "mps"])
