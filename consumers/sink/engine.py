@@ -25,7 +25,7 @@ import clickhouse_connect
 from clickhouse_connect.driver.exceptions import ClickHouseError
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.query import escaped
+from tidemill.consumers.sink.query import UNKNOWN_CODE, QueryFailed, escaped
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -34,8 +34,6 @@ KNOWN_STATEMENTS = 128
 """Number of checked statements that are remembered, so that they are not checked again."""
 KNOWN_LENGTH = 2**14
 """Maximum characters of such a statement."""
-UNKNOWN_CODE = 1002
-"""ClickHouse's UNKNOWN_EXCEPTION, for a message without a code."""
 READONLY_CODE = 164
 """ClickHouse's READONLY."""
 
@@ -52,18 +50,6 @@ ALLOCATOR = "JE_MALLOC_CONF"
 """Environment variable from which the embedded engine's allocator reads its settings when it is loaded."""
 
 
-class EngineBusy(RuntimeError):
-    """Another process owns the directory of the embedded engine."""
-
-
-class QueryError(RuntimeError):
-    """A query that ClickHouse refused. `code` is ClickHouse's."""
-
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     body: bytes
@@ -74,7 +60,8 @@ class Answer:
 
 
 def connect(settings: SinkSettings) -> Client:
-    """Return a client that may write. Raises EngineBusy, or ClickHouse's own error if the server is unreachable."""
+    """Return a client that may write. Raises QueryFailed if another process has the embedded engine's directory
+    open, or ClickHouse's own error if the server is unreachable."""
     if not settings.embedded:
         return clickhouse_connect.get_client(
             host=settings.host,
@@ -91,7 +78,7 @@ def connect(settings: SinkSettings) -> Client:
     try:
         return clickhouse_connect.get_client(interface="chdb", path=str(directory), chdb_options=options)
     except ClickHouseError as error:
-        raise EngineBusy(
+        raise QueryFailed(
             f"the tables in {directory} cannot be opened: another process has them open (a running sink: ask it with "
             f"`tidemill query`), or this process has opened another directory. The engine says: {error}"
         ) from error
@@ -141,7 +128,7 @@ class Reader:
             bounds: lower limits, by ClickHouse's names; rows beyond `max_result_rows` or `limit` are omitted.
 
         Raises:
-            QueryError: refused, not parsed, failed, or beyond a limit.
+            QueryFailed: refused, not parsed, failed, or beyond a limit.
         """
         statement, own_format = self._known(sql) if len(sql) <= KNOWN_LENGTH else self.check(sql)
         chosen = own_format or default_format
@@ -156,7 +143,7 @@ class Reader:
 
     def check(self, sql: str) -> tuple[str, str]:
         """Return the statement as the engine's parser prints it, if it may be run, and its format, empty if it names
-        none. Raises QueryError."""
+        none. Raises QueryFailed."""
         formatting, values = "SELECT formatQuerySingleLine({statement:String})", {"statement": escaped(sql)}
         printed = self._run(formatting, "RawBLOB", values, None).body.decode()
         return printed, check(printed, self._refused)
@@ -186,7 +173,7 @@ class Reader:
             return Answer(result.bytes(), output_format, rows, n_bytes, result.elapsed())
         except RuntimeError as error:
             found = re.search(r"Code: (\d+)", str(error))
-            raise QueryError(int(found[1]) if found else UNKNOWN_CODE, str(error).strip()) from error
+            raise QueryFailed(str(error).strip(), int(found[1]) if found else UNKNOWN_CODE) from error
         finally:
             connection.close()
 
@@ -213,11 +200,11 @@ def refused_functions(table_functions: Iterable[str]) -> frozenset[str]:
 def check(normalized: str, refused: frozenset[str]) -> str:
     """Check that a statement, as the engine's parser prints it, only reads the engine's tables.
 
-    Returns its format, empty if it names none. Raises QueryError with the refused part and an alternative.
+    Returns its format, empty if it names none. Raises QueryFailed with the refused part and an alternative.
     """
 
-    def refused_for(reason: str) -> QueryError:
-        return QueryError(READONLY_CODE, f"Code: {READONLY_CODE}. DB::Exception: {reason}. (READONLY)")
+    def refused_for(reason: str) -> QueryFailed:
+        return QueryFailed(f"Code: {READONLY_CODE}. DB::Exception: {reason}. (READONLY)", READONLY_CODE)
 
     parts = _TOKEN.findall(normalized)  # strings, quoted names, words and single signs
     phrases = set(pairwise(part.upper() for part in parts))

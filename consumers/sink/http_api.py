@@ -24,7 +24,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.engine import READONLY_CODE, QueryError, Reader
+from tidemill.consumers.sink.engine import READONLY_CODE, Reader
+from tidemill.consumers.sink.query import QueryFailed
 from tidemill.schemas.http_connections import bind
 from tidemill.schemas.http_server import BoundedConfig, ThreadServer
 
@@ -62,34 +63,36 @@ def _headers(request: Request) -> dict[str, str]:
     }
 
 
+def malformed(reason: str) -> QueryFailed:
+    return QueryFailed(f"Code: {SYNTAX_ERROR}. {reason}", SYNTAX_ERROR)
+
+
 async def _statement(request: Request) -> str:
-    """Return the query parameter followed by the body. Raises QueryError if both are empty or they are too long."""
+    """Return the query parameter followed by the body. Raises QueryFailed if both are empty or they are too long."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_QUERY_BYTES:
-            raise QueryError(SYNTAX_ERROR, f"Code: {SYNTAX_ERROR}. The query is longer than {MAX_QUERY_BYTES} bytes")
+            raise malformed(f"The query is longer than {MAX_QUERY_BYTES} bytes")
     try:
         sql = "\n".join(part for part in (request.query_params.get("query", ""), body.decode()) if part.strip())
     except UnicodeDecodeError as error:
-        raise QueryError(SYNTAX_ERROR, f"Code: {SYNTAX_ERROR}. The query is not UTF-8: {error}") from error
+        raise malformed(f"The query is not UTF-8: {error}") from error
     if not sql:
-        raise QueryError(SYNTAX_ERROR, f"Code: {SYNTAX_ERROR}. Empty query: send SQL as ?query= or as the body")
+        raise malformed("Empty query: send SQL as ?query= or as the body")
     return sql
 
 
 def _bounds(request: Request) -> dict[str, float]:
-    """Return the lower limits of a request. Raises QueryError for a limit that is not a positive number."""
+    """Return the lower limits of a request. Raises QueryFailed for a limit that is not a positive number."""
     given = {name: request.query_params[name] for name in BOUNDS if name in request.query_params}
     try:
         bounds = {name: float(value) if name == "max_execution_time" else int(value) for name, value in given.items()}
     except ValueError as error:
-        raise QueryError(SYNTAX_ERROR, f"Code: {SYNTAX_ERROR}. A limit is no number: {given}") from error
+        raise malformed(f"A limit is no number: {given}") from error
     shortest = bounds.get("max_execution_time", MIN_SECONDS)
     if any(not 0 < value < math.inf for value in bounds.values()) or shortest < MIN_SECONDS:
-        raise QueryError(
-            SYNTAX_ERROR, f"Code: {SYNTAX_ERROR}. A limit must be above 0, and a time at least {MIN_SECONDS} s: {given}"
-        )
+        raise malformed(f"A limit must be above 0, and a time at least {MIN_SECONDS} s: {given}")
     return bounds
 
 
@@ -112,7 +115,7 @@ def application(reader: Reader, executor: Executor) -> Starlette:
                 bounds=_bounds(request),
             )
             answer = await asyncio.get_running_loop().run_in_executor(executor, ask)
-        except QueryError as error:
+        except QueryFailed as error:
             headers = {**_headers(request), EXCEPTION_CODE: str(error.code)}
             return PlainTextResponse(f"{error}\n", STATUS_OF_CODE.get(error.code, 400), headers)
         elapsed = int(answer.elapsed_s * 1e9)

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
@@ -30,8 +31,19 @@ EXTRA_S = 10.0
 """Seconds that an answer may take to arrive beyond the query's own limit."""
 
 
+UNKNOWN_CODE = 1002
+"""ClickHouse's UNKNOWN_EXCEPTION, for a message without a code."""
+
+
 class QueryFailed(RuntimeError):
-    """The query was refused or failed, or no engine could answer it; the message says which and what to do."""
+    """The query was refused or failed, or no engine could answer it; the message says which and what to do.
+
+    `code` is ClickHouse's.
+    """
+
+    def __init__(self, message: str, code: int = UNKNOWN_CODE) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +179,12 @@ def _from_disk(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> Query
     if not sink.directory.is_dir():
         raise QueryFailed(f"there are no tables in {sink.directory}: start `tidemill sink`, or name its directory")
     # Imported here, since most queries go over HTTP and do not need the engine.
-    from tidemill.consumers.sink.engine import EngineBusy, QueryError, Reader, connect
+    from tidemill.consumers.sink.engine import Reader, connect
 
-    try:
-        client = connect(sink)
-    except EngineBusy as error:
-        raise QueryFailed(str(error)) from error
-    try:
+    with closing(connect(sink)) as client:
         client.command(f"CREATE DATABASE IF NOT EXISTS `{sink.database}`")
         given = {name: escaped(value) for name, value in values.items()}
         answer = Reader(sink).ask(sql, default_format=FORMAT, parameters=given)
-    except QueryError as error:
-        raise QueryFailed(str(error)) from error
-    finally:
-        client.close()
     return _parsed(answer.body, answer.format)
 
 

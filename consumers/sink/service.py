@@ -100,7 +100,7 @@ def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
     Every run of the prefix is stored; `run` is the one that the log lines name.
 
     Raises:
-        EngineBusy: another process has the embedded engine's directory open.
+        QueryFailed: another process has the embedded engine's directory open.
         OSError: the HTTP port cannot be bound.
         LookupError: a topic does not exist, or the log lost the offset to continue from (see `sink.accept_gaps`).
     """
@@ -145,7 +145,7 @@ def open_tables(sink: SinkSettings, erasures: Erasures | None = None) -> Iterato
     """Open the tables; yield their only writer, and the address that answers queries, which is in the state file.
 
     Tables of an older release get the new columns and topics, since the named queries refer to all of them.
-    Raises EngineBusy, OSError.
+    Raises QueryFailed, OSError.
     """
     client = connect(sink)
     with ExitStack() as stack:

@@ -185,7 +185,7 @@ def run(sink: SinkSettings, view: ViewSettings, *, open_tables: bool) -> None:
 
     Raises:
         OSError: the address cannot be bound.
-        EngineBusy: another process that is not a sink has the tables open.
+        QueryFailed: another process that is not a sink has the tables open.
         RuntimeError: the server stopped unexpectedly.
     """
     stop = stop_on_signals()

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.engine import QueryError, check, refused_functions
+from tidemill.consumers.sink.engine import check, refused_functions
 from tidemill.consumers.sink.query import FORMAT, QueryFailed, asked, read_state
 from tidemill.consumers.view.config import ViewSettings
 
@@ -171,10 +171,7 @@ class Tables:
             self._refused = refused_functions(row[0] for row in known.rows)
         printed = await self.ask("SELECT formatQuerySingleLine({statement:String})", {"statement": sql})
         statement: str = printed.rows[0][0]
-        try:
-            check(statement, self._refused)
-        except QueryError as error:
-            raise QueryFailed(str(error)) from error
+        check(statement, self._refused)
         return statement
 
     async def ask(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:

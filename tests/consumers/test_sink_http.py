@@ -16,8 +16,6 @@ from clickhouse_connect.driver.exceptions import DatabaseError
 from tests.consumers.sink_support import rows_of, small_run
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import (
-    EngineBusy,
-    QueryError,
     Reader,
     check,
     connect,
@@ -25,6 +23,7 @@ from tidemill.consumers.sink.engine import (
     refused_functions,
 )
 from tidemill.consumers.sink.http_api import query_server
+from tidemill.consumers.sink.query import QueryFailed
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.config import HttpSettings
 
@@ -220,10 +219,10 @@ def test_each_layer_refuses_by_itself(sink: SinkSettings):
         "TRUNCATE TABLE tasks",
         "SELECT * FROM url('http://127.0.0.1:1/', 'CSV', 'a Int8')",
     ):
-        with pytest.raises(QueryError) as by_engine:
+        with pytest.raises(QueryFailed) as by_engine:
             reader._run(sql, "CSV", {}, None)
         assert by_engine.value.code == 164
-        with pytest.raises(QueryError):
+        with pytest.raises(QueryFailed):
             check(sql, refused_functions(["url", "numbers"]))
 
 
@@ -257,7 +256,7 @@ def test_an_empty_native_block_names_its_columns():
 
 
 def test_a_second_directory_in_one_process_is_a_clear_error(sink: SinkSettings, tmp_path):
-    with pytest.raises(EngineBusy, match="another process"):
+    with pytest.raises(QueryFailed, match="another process"):
         connect(SinkSettings(path=str(tmp_path)))
 
 
