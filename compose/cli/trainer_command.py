@@ -247,8 +247,8 @@ def _run_to_end(check: str, trial: TrainerTrial) -> None:
 
 
 def _verified(check: str, chain: Chain, kafka: KafkaSettings) -> str:
-    from tidemill.consumers.weights.builder import open_builder
-    from tidemill.consumers.weights.verify import default_start, verify_chain
+    from tidemill.consumers.weights.builder import open_builder, verify_chain
+    from tidemill.consumers.weights.chain import default_start
 
     with open_builder(kafka, FETCH_TIMEOUT_S) as builder:
         report = verify_chain(chain, builder, default_start(chain))

@@ -134,8 +134,8 @@ def verify(
     Example: `tidemill weights verify --from 32`
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    from tidemill.consumers.weights.builder import open_builder
-    from tidemill.consumers.weights.verify import default_start, verify_chain
+    from tidemill.consumers.weights.builder import open_builder, verify_chain
+    from tidemill.consumers.weights.chain import default_start
 
     chain = read_chain(settings.kafka, settings.run)
     first = default_start(chain) if start is None else start

@@ -1,4 +1,4 @@
-"""Builder of versions from the log and the object store, over any usable path of the graph, in memory and as files.
+"""Versions built from the log and the object store, without an engine: as files, and to verify a chain.
 
 Invariants: a built version has the fingerprints of its manifest; after each delta the fingerprints of the changed
 tensors are computed again from the weights; an unusable delta or anchor raises `UnusableWeights` with the reason. The
@@ -12,27 +12,25 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
 from tidemill.consumers.replica.config import FETCH_BYTES
-from tidemill.consumers.weights.chain import Chain
-from tidemill.kernels.fingerprint import TensorKey, fingerprint
-from tidemill.kernels.weights.anchor import discard_copy, fetch_anchor
-from tidemill.kernels.weights.bits import Weight
+from tidemill.consumers.weights.chain import Chain, default_start
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
 from tidemill.kernels.weights.delta_fetch import Pieces, open_fetcher
-from tidemill.kernels.weights.graph import Delta, PathStep, Unreachable, UpdatePath, VersionGraph
+from tidemill.kernels.weights.graph import Delta, PathStep, Unreachable, UpdatePath, VersionError, VersionGraph
 from tidemill.kernels.weights.mirror import Draft, Mirror
 from tidemill.kernels.weights.rebuild import Rebuilder, RefusedStepError
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import Manifest
-from tidemill.schemas.stored_object import StoredObjectError, StoreUnavailableError
+from tidemill.schemas.stored_object import StoreUnavailableError
 
 CONNECTIONS = 4
 """Connections to the log over which deltas are read."""
@@ -51,47 +49,38 @@ class Builder:
     """
 
     def __init__(self, pieces: Pieces, directory: Path, progress: Callable[[str], None] = lambda _: None) -> None:
-        self._directory, self._progress = directory, progress
+        self._progress = progress
         self._rebuilder = Rebuilder(pieces, os.cpu_count() or 1, directory)
 
     def close(self) -> None:
         self._rebuilder.close()
 
-    def with_tensors(self, manifest: Manifest) -> Manifest:
-        """Return the manifest with its list of tensors. Raises UnusableWeights."""
-        with _as_unusable():
-            return with_tensors(manifest)
+    def change(
+        self,
+        mirror: Mirror,
+        path: UpdatePath,
+        *,
+        keep: bool = True,
+        progress: Callable[[PathStep], None] = lambda _: None,
+    ) -> Path | None:
+        """Change a mirror to the last version of a path, with a check of every tensor of every version on it.
 
-    def from_anchor(self, manifest: Manifest) -> Mirror:
-        """Build a version from its anchor, with a check of every tensor. Raises UnusableWeights."""
-        mirror = Mirror()
-        with _as_unusable():
-            self._rebuilder.follow(UpdatePath(manifest, ()), Draft(mirror))
-        return mirror
+        Args:
+            keep: otherwise the mirror is changed back after the check.
+            progress: called before each step.
 
-    def check_anchor(self, manifest: Manifest) -> None:
-        """Compare an anchor with its manifest, one tensor in memory at a time. Raises UnusableWeights."""
-        if manifest.anchor is None:
-            raise UnusableWeights(f"version {manifest.version} has no anchor")
-        with _as_unusable():
-            try:
-                files = fetch_anchor(manifest.anchor.uri, self._directory)
-                objection = fingerprint_objection(map_checkpoint(files), with_tensors(manifest))
-            finally:
-                # A chain may have more anchors than fit on the disk.
-                discard_copy(manifest.anchor.uri, self._directory)
-        if objection:
-            raise UnusableWeights(f"it is not version {manifest.version}: {objection}")
-
-    def apply(self, delta: Delta, mirror: Mirror, *, keep: bool = True) -> None:
-        """Apply a delta to a mirror and compare the resulting weights; then `keep` them or revert.
-
-        Raises UnusableWeights; the mirror is then unchanged.
+        Returns the local directory of the path's anchor, if the mirror was empty. Raises UnusableWeights; the mirror is
+        then unchanged.
         """
         draft = Draft(mirror)
-        with _as_unusable():
-            self._rebuilder.follow(UpdatePath(None, (delta,)), draft, recount=True)
+        try:
+            anchor, _ = self._rebuilder.follow(path, draft, recount=True, progress=progress)
+        except RefusedStepError as error:
+            raise UnusableWeights(str(error)) from error
+        except (StoreUnavailableError, TimeoutError) as error:
+            raise UnusableWeights(f"it cannot be read now: {error}") from error
         (draft.keep if keep else draft.revert)()
+        return anchor
 
     def build(self, graph: VersionGraph, version: int) -> tuple[Mirror, UpdatePath, Path]:
         """Build a version over the best usable path; an unusable delta or anchor is on no later path of `graph`.
@@ -112,8 +101,7 @@ class Builder:
                 self._progress(f"{'version' if isinstance(step, Delta) else 'anchor'} {step.version}")
 
             try:
-                with _as_unusable():
-                    anchor, _ = self._rebuilder.follow(path, Draft(mirror), recount=True, progress=begin)
+                anchor = self.change(mirror, path, progress=begin)
                 assert anchor is not None
                 return mirror, path, anchor
             except UnusableWeights as error:
@@ -152,29 +140,6 @@ def anchor_exists(manifest: Manifest) -> bool:
         return False
 
 
-def fingerprint_objection(tensors: Mapping[str, Weight], manifest: Manifest) -> str:
-    """Return why a checkpoint does not contain a version; empty if it does."""
-    expected = {tensor.name: tensor.fingerprint for tensor in manifest.tensors}
-    odd = sorted(set(tensors) ^ set(expected))
-    if odd:
-        return f"{odd[0]} is in one of checkpoint and manifest only"
-    for name, weight in tensors.items():
-        made = fingerprint(weight.bits, TensorKey.of(name)).hex()
-        if made != expected[name]:
-            return f"{name} has fingerprint {made}, its manifest says {expected[name]}"
-    return ""
-
-
-@contextmanager
-def _as_unusable() -> Iterator[None]:
-    try:
-        yield
-    except (RefusedStepError, WeightFilesError, StoredObjectError) as error:
-        raise UnusableWeights(str(error)) from error
-    except (StoreUnavailableError, TimeoutError) as error:
-        raise UnusableWeights(f"it cannot be read now: {error}") from error
-
-
 def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> dict[str, Any]:
     """Write `version` to `directory`, which must not exist or be empty.
 
@@ -183,18 +148,15 @@ def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> d
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} exists and is not an empty directory: name another")
-    chain.manifest(version)
+    manifest = chain.manifest(version)
     mirror, path, anchor = builder.build(chain, version)
     staged = directory.absolute().parent / f".{directory.name}.{uuid.uuid4().hex[:12]}"
     try:
         mirror.save_whole(staged, anchor)
-        manifest = builder.with_tensors(chain.manifest(version))
         try:
-            objection = fingerprint_objection(map_checkpoint(staged), manifest)
+            Draft(mirror).load(map_checkpoint(staged).items(), str(staged), with_tensors(manifest))
         except WeightFilesError as error:
-            raise ValueError(f"what was written cannot be read back: {error}") from error
-        if objection:
-            raise ValueError(f"what was written is not version {version}: {objection}")
+            raise ValueError(f"what was written is not version {version}: {error}") from error
         try:
             # A rename replaces an empty directory, and fails if another process has written files to it.
             os.replace(staged, directory)
@@ -210,3 +172,95 @@ def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> d
         "n_bytes": n_bytes,
         "way": str(path),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFault:
+    version: int
+    part: str
+    """"manifest", "delta", "anchor", or "skip-delta from V"."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the {self.part} of version {self.version}: {self.reason}"
+
+
+@dataclass(slots=True)
+class Verification:
+    """The result of a verification, up to the first fault."""
+
+    start: int
+    end: int
+    """The last version that was verified."""
+    versions: int = 0
+    anchors: int = 0
+    skip_deltas: int = 0
+    n_bytes: int = 0
+    """Bytes of the deltas and skip-deltas that were verified."""
+    expired_before: list[int] = field(default_factory=list)
+    """Versions older than the start whose chunks the log has deleted."""
+    expired_skips: int = 0
+    """Skip-deltas that were not verified because the log has deleted their chunks."""
+    offender: FirstFault | None = None
+
+
+def verify_chain(
+    chain: Chain, builder: Builder, start: int, progress: Callable[[int, str], None] = lambda _done, _next: None
+) -> Verification:
+    """Verify every version from `start`, which must have an anchor, up to the first fault: fetch, decode, check and
+    apply its delta, and compare every tensor.
+
+    Each version is made from its parent in memory. Also verified: the anchors in between, skip-deltas (from the version
+    that they start from), and versions published twice.
+
+    Args:
+        progress: called before each piece of work, with the number of verified versions and the next piece.
+
+    Raises VersionError if `start` is unknown or has no anchor.
+    """
+    if chain.manifest(start).anchor is None:
+        anchors = [version for version, manifest in sorted(chain.manifests.items()) if manifest.anchor]
+        raise VersionError(
+            f"version {start} has no anchor to verify from; these have one: {', '.join(map(str, anchors))}"
+        )
+    before = [v for v, m in sorted(chain.manifests.items()) if v < start and chain.expired(m.shards)]
+    report = Verification(start, start, expired_before=before)
+    mirror, at = Mirror(), (start, "anchor")
+    try:
+        for version in sorted(version for version in chain.manifests if version >= start):
+            manifest, delta = chain.manifests[version], None if version == start else chain.delta(version)
+            progress(report.versions, f"version {version}")
+            at = version, "manifest"
+            if version in chain.forks:
+                raise UnusableWeights(chain.forks[version])
+            if delta is not None:
+                at = version, "delta"
+                if expired := chain.expired(delta.shards):
+                    raise UnusableWeights(f"{expired}; verify from {default_start(chain)} instead")
+                if mirror.version != delta.base:
+                    mirror, _, _ = builder.build(chain, delta.base)
+                builder.change(mirror, UpdatePath(None, (delta,)))
+                report.n_bytes += delta.n_bytes
+            elif manifest.anchor is None:
+                raise UnusableWeights("it has neither a parent nor an anchor")
+            else:
+                # The start, or another version without a parent.
+                mirror = Mirror()
+            if manifest.anchor is not None:
+                at = version, "anchor"
+                progress(report.versions, f"anchor {version}")
+                builder.change(mirror, UpdatePath(manifest, ()))
+                report.anchors += 1
+            for skip in (delta for delta in chain.skip_deltas() if delta.base == version):
+                if chain.expired(skip.shards):
+                    report.expired_skips += 1
+                    continue
+                at = skip.version, f"skip-delta from {version}"
+                progress(report.versions, f"skip-delta {version} to {skip.version}")
+                builder.change(mirror, UpdatePath(None, (skip,)), keep=False)
+                report.skip_deltas += 1
+                report.n_bytes += skip.n_bytes
+            report.versions, report.end = report.versions + 1, version
+    except (UnusableWeights, VersionError) as error:
+        report.offender = FirstFault(*at, str(error))
+    return report

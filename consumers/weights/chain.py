@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.consumers.operate import picked
-from tidemill.kernels.weights.graph import VersionError, VersionGraph
+from tidemill.kernels.weights.graph import Unreachable, VersionError, VersionGraph
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.gate_decisions import BranchDecisions, followed
@@ -84,6 +84,18 @@ def kept_from(kafka: KafkaSettings) -> dict[int, int]:
     """Return the first offset of the deltas that the log still has, by partition."""
     with LogReader(kafka, [Topic.DELTAS], client_id=CLIENT_ID) as reader:
         return {partition: offset for (_, partition), offset in reader.next_offsets().items()}
+
+
+def default_start(chain: Chain) -> int:
+    """Return the oldest anchor after which the log has every delta; if there is none, the newest anchor.
+
+    Raises Unreachable for a chain without an anchor.
+    """
+    anchors = [version for version, manifest in sorted(chain.manifests.items()) if manifest.anchor is not None]
+    if not anchors:
+        raise Unreachable(f"branch {chain.branch} of run {chain.run_id} has no anchor to verify from")
+    last_expired = max((v for v, manifest in chain.manifests.items() if chain.expired(manifest.shards)), default=-1)
+    return next((version for version in anchors if version >= last_expired), anchors[-1])
 
 
 def describe(decision: GateDecision) -> str:

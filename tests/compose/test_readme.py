@@ -98,7 +98,7 @@ SCRIPTS = {
 import sys
 assert "vllm" not in sys.modules
 sys.modules["vllm"] = None
-import tidemill.consumers.weights.verify, tidemill.consumers.weights.builder, tidemill.consumers.weights.chain
+import tidemill.consumers.weights.builder, tidemill.consumers.weights.chain
 """,
 }
 """A script that cannot start, and one that imports what the commands `tidemill weights` use."""

@@ -12,9 +12,10 @@ import pytest
 from tests.consumers.weight_log import acknowledgement, first_view, write_checkpoint
 from tests.records import build, tensor_infos
 from tidemill.consumers.weights.builder import Builder
-from tidemill.consumers.weights.chain import Chain, DecisionFollowers, decision, rows
-from tidemill.consumers.weights.verify import default_start
-from tidemill.kernels.weights.graph import Unreachable, VersionError
+from tidemill.consumers.weights.chain import Chain, DecisionFollowers, decision, default_start, rows
+from tidemill.kernels.weights.bits import total_fingerprint
+from tidemill.kernels.weights.graph import Unreachable, UpdatePath, VersionError
+from tidemill.kernels.weights.mirror import Mirror
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     AckStatus,
@@ -215,6 +216,11 @@ def test_a_checked_anchor_leaves_no_copy_of_its_files(tmp_path: Path):
     fsspec.filesystem("memory").put(str(write_checkpoint(tmp_path / "v4", view)), "/checked/v4", recursive=True)
     copies = tmp_path / "copies"
     copies.mkdir()
+    tensors, mirror = tensor_infos(view), Mirror()
+    of_anchor = {"tensors": tensors, "fingerprint": total_fingerprint(tensors).hex()}
     with closing(Builder(lambda *_: iter(()), copies)) as builder:
-        builder.check_anchor(replace(manifest(4), tensors=tensor_infos(view), anchor=Anchor("memory://checked/v4", 1)))
+        for _ in range(2):  # from an empty mirror, then as a check
+            builder.change(
+                mirror, UpdatePath(replace(manifest(4), anchor=Anchor("memory://checked/v4", 1), **of_anchor), ())
+            )
     assert list(copies.iterdir()) == []
