@@ -23,7 +23,7 @@ from tidemill.compose.options import (
     with_settings,
 )
 from tidemill.compose.output import CsvOption, JsonOption, print_document, print_json, print_rows, working
-from tidemill.consumers.weights.chain import describe, read_chain, rows
+from tidemill.consumers.weights.chain import default_start, describe, read_chain, rows
 from tidemill.schemas.records import GateVerdict
 
 if TYPE_CHECKING:
@@ -135,7 +135,6 @@ def verify(
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
     from tidemill.consumers.weights.builder import open_builder, verify_chain
-    from tidemill.consumers.weights.chain import default_start
 
     chain = read_chain(settings.kafka, settings.run)
     first = default_start(chain) if start is None else start
