@@ -1,20 +1,28 @@
-"""The recorded steps of a run, and their inputs from the log."""
+"""The recorded steps of a run, their inputs from the log, and how they are computed again."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, Interaction, OnlineBatch, StepInput, StepPlan, TrainStep
-from tidemill.trainer.batch import RoutedShape
 from tidemill.trainer.batch_builder import StepBatch
+from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.log_input import CLIENT, ReferenceLog, RolloutLog, trainable
+from tidemill.trainer.mismatch import TrainedTokens
 from tidemill.trainer.online_input import InteractionLog
 from tidemill.trainer.online_queue import repeated
+from tidemill.trainer.step import StepOutcome
 from tidemill.trainer.trainable import DecidedStep, Reference, TrainableBatch
+from tidemill.trainer.trained_weights import TrainedWeights
+
+_log = logging.getLogger(__name__)
 
 
 class NotRepeatableError(RuntimeError):
@@ -47,32 +55,16 @@ def read_history(kafka: KafkaSettings, run_id: str) -> tuple[list[TrainStep], St
     return steps, plans[-1] if plans else None
 
 
-def path_back(version: int, steps: dict[int, TrainStep], saved: set[int]) -> tuple[int, list[TrainStep]]:
-    """Return the nearest ancestor of `version` (or itself) in `saved`, otherwise 0, and the steps from it on, in order.
-
-    `steps` maps each version to the step that made it.
-    """
-    path: list[TrainStep] = []
-    while version and version not in saved:
-        path.append(steps[version])
-        version = steps[version].parent_version
-    return version, path[::-1]
-
-
 class RecordedInputs(ExitStack):
     """The inputs of recorded steps and of plans, read again from the log; a context manager."""
 
-    def __init__(
-        self, kafka: KafkaSettings, limit_bytes: int, vocab_size: int, routed: RoutedShape | None = None
-    ) -> None:
+    def __init__(self, kafka: KafkaSettings, settings: TrainerSettings, weights: TrainedWeights) -> None:
         super().__init__()
-        self._vocab_size = vocab_size
-        self.routed = routed
-        """The shape of the model's expert ids, if tokens are routed by them."""
+        self._weights = weights
         self._groups = self.enter_context(ReferenceLog(kafka, Group, "end"))
-        self._rollouts = self.enter_context(RolloutLog(kafka, limit_bytes))
+        self._rollouts = self.enter_context(RolloutLog(kafka, settings.read_ahead_bytes))
         self._batches = self.enter_context(ReferenceLog(kafka, OnlineBatch, "end"))
-        self._interactions = self.enter_context(InteractionLog(kafka, vocab_size))
+        self._interactions = self.enter_context(InteractionLog(kafka, weights.vocab_size))
 
     def of(self, record: DecidedStep) -> StepBatch:
         """Return the inputs of a step, without those that were excluded when it was planned.
@@ -80,8 +72,9 @@ class RecordedInputs(ExitStack):
         Raises MissingRolloutError, InvalidRolloutError or LookupError if the log no longer has an input,
         NotRepeatableError if it no longer has an interaction.
         """
+        vocab_size, routed = self._weights.vocab_size, self._weights.routed
         groups = [
-            trainable(Reference(place, self._groups.at(place)), self._rollouts, self._vocab_size, self.routed)
+            trainable(Reference(place, self._groups.at(place)), self._rollouts, vocab_size, routed)
             for place in record.inputs
             if place.topic == Topic.GROUPS
         ]
@@ -102,3 +95,108 @@ class RecordedInputs(ExitStack):
             )
         excluded = tuple(entry for entry in record.exclusions if entry.topic == Topic.INTERACTIONS)
         return TrainableBatch(place, batch, tuple(members), whole, excluded)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPosition:
+    """The position of the weights in the run."""
+
+    step: int
+    """The last step taken; the weights may be older ones if the session went back."""
+    version: int
+    fingerprint: str
+    """Fingerprint of the serving weights, hexadecimal."""
+
+
+class RepeatableRun:
+    """The weights of a run at one of its versions: makes recorded steps again, from their recorded inputs.
+
+    Args:
+        step: the recorded step that made `weights`; 0 for the weights that the run starts from.
+        remedy: for a step that was trained with other settings.
+    """
+
+    def __init__(self, weights: TrainedWeights, step: int, remedy: str) -> None:
+        self.weights, self._remedy = weights, remedy
+        self.config_hash = weights.settings.arithmetic_hash(weights.machine)
+        self.place = self._snapshot(step)
+
+    def difference(self, recorded: str) -> str:
+        """Describe how a step with the configuration hash `recorded` was trained, and how it would be trained now."""
+        return self.weights.settings.difference(recorded, self.weights.machine)
+
+    def go_to(self, version: int, steps: Iterable[TrainStep], inputs: RecordedInputs) -> None:
+        """Make the weights and optimizer moments of `version`: load those of the nearest checkpoint among its
+        ancestors, or of the model that the run started with, and repeat the steps after it.
+
+        Raises RuntimeError for a checkpoint or a starting model that differs from the log, NotRepeatableError as
+        `make_again`, LookupError if the log no longer has an input of these steps.
+        """
+        made_by, saved = {record.version: record for record in steps}, set(self.weights.checkpoints.steps())
+        begin, path = version, list[TrainStep]()
+        while begin and begin not in saved:
+            path.insert(0, made_by[begin])
+            begin = made_by[begin].parent_version
+        _log.info("going to version %d: from the weights of version %d over %d steps", version, begin, len(path))
+        self.weights.restore(begin)
+        self.place = self._snapshot(begin)
+        if begin:
+            self.require_recorded(made_by[begin])
+        started = {record.parent_fingerprint for record in made_by.values() if record.parent_version == 0}
+        if not begin and started - {self.place.fingerprint}:
+            raise RuntimeError(
+                f"trainer.model {self.weights.settings.model} holds weights {self.place.fingerprint}, the run started "
+                f"from {', '.join(started)}: name the checkpoint that it started from"
+            )
+        for record in path:
+            self.make_again(record, inputs.of(record), on_the_way_to=version)
+
+    def require_recorded(self, record: TrainStep) -> None:
+        """Raise RuntimeError unless the weights, which were loaded from a checkpoint, are those that a step made."""
+        if self.place.fingerprint == record.fingerprint:
+            return
+        found = (
+            f"the checkpoint of step {record.step} holds weights {self.place.fingerprint}, the log recorded "
+            f"{record.fingerprint}"
+        )
+        if self.config_hash != record.config_hash:
+            # The serving format is the only setting that changes the weights loaded from a checkpoint.
+            raise RuntimeError(
+                f"{found}, trained {self.difference(record.config_hash)}: start with the run's "
+                "trainer.serving_format, which cannot change. If it has not changed, the checkpoint is damaged"
+            )
+        raise RuntimeError(f"{found}: it is damaged or of another run; delete it, and an older one is used")
+
+    def require_same_settings(self, record: TrainStep) -> None:
+        """Raise NotRepeatableError if a step was trained with other settings or on another machine."""
+        if record.config_hash != self.config_hash:
+            raise NotRepeatableError(
+                f"step {record.step} was trained {self.difference(record.config_hash)}: {self._remedy}"
+            )
+
+    def make_again(self, record: TrainStep, batch: StepBatch, on_the_way_to: int | None = None) -> TrainedTokens | None:
+        """Compute a recorded step again from its inputs, and check it; return the trained tokens.
+
+        Raises NotRepeatableError if the settings have changed or the resulting weights differ.
+        """
+        self.require_same_settings(record)
+        outcome = self.compute(record, batch)
+        if self.place.fingerprint != record.fingerprint:
+            way = "" if on_the_way_to is None else f", on the way to version {on_the_way_to},"
+            raise NotRepeatableError(
+                f"step {record.step}{way} gave weights {self.place.fingerprint} and is recorded with "
+                f"{record.fingerprint}: run it on the original machine type and library versions, or start a new run"
+            )
+        return outcome.trained
+
+    def compute(self, step: DecidedStep, batch: StepBatch) -> StepOutcome:
+        """Compute a step from its inputs. Raises ValueError if it starts from another version."""
+        if self.place.version != step.parent_version:
+            raise ValueError(f"step {step.step} starts from version {step.parent_version}, not {self.place.version}")
+        outcome = self.weights.train(batch.groups, step.step, step.parent_version, step.seed, batch.online)
+        self.place = self._snapshot(step.step)
+        return outcome
+
+    def _snapshot(self, step: int) -> TrainerPosition:
+        # Each step makes one version, and the run starts from version 0.
+        return TrainerPosition(step=step, version=step, fingerprint=self.weights.snapshot())

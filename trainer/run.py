@@ -33,7 +33,7 @@ from tidemill.trainer.batch import InvalidRolloutError
 from tidemill.trainer.batch_builder import BatchBuilder, StepBatch, advantage_of
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.history import NotRepeatableError, RecordedInputs, path_back, read_history, read_steps
+from tidemill.trainer.history import NotRepeatableError, RecordedInputs, TrainerPosition, read_history, read_steps
 from tidemill.trainer.job import open_job
 from tidemill.trainer.log_input import CLIENT, LogInput
 from tidemill.trainer.online_input import OnlineInput
@@ -103,21 +103,9 @@ def run(
         commits = FencedProducer(kafka, CLIENT, commit_name(kafka, run))
         publisher = stack.enter_context(open_publisher(manifests=commits))
         weights = open_weights(publisher)
-        opened = open_session(kafka, run, trainer, producer, publisher.versions, checkpoints, commits, weights)
-        place, vocab_size, routed = opened.session.place, weights.vocab_size, weights.routed
-        _log.info("trainer at step %d of %d, version %d", place.step, run.max_steps, place.version)
-        groups = stack.enter_context(LogInput(kafka, trainer, opened.builder, producer, vocab_size, routed))
-        online = None
-        if trainer.online.enabled:
-            online = OnlineInput(kafka, trainer, opened.queue, opened.line, producer, vocab_size)
-            stack.enter_context(online)
-        liveness = stack.enter_context(Liveness("the trainer", kafka.stall_timeout_s))
-        loop = _Loop(opened, groups, online, stop, liveness)
-        liveness.beat("the step that was begun before", trainer.step_timeout_s)
-        if opened.begun is not None and opened.begun.step <= run.max_steps and not stop.is_set():
-            loop.took(opened.take_begun(opened.begun))
-        loop.run(run.max_steps)
-        opened.session.wait_published()
+        resumed = resume(kafka, run, producer, publisher.versions, commits, weights)
+        _log.info("trainer at step %d of %d, version %d", resumed.place.step, run.max_steps, resumed.place.version)
+        resumed.train(producer, stop, run.max_steps)
         weights.let_go()
 
 
@@ -127,14 +115,13 @@ def commit_name(kafka: KafkaSettings, run: RunSettings) -> str:
     return f"{kafka.topic_prefix}{CLIENT}.{run.run_id}"
 
 
-@dataclass(frozen=True, slots=True)
-class ResumedRun:
-    """A run after its last recorded step; everything up to this step is published."""
+@dataclass(slots=True)
+class TrainingRun:
+    """A run after its last recorded step, with everything up to it published; `train` takes the steps after it."""
 
     kafka: KafkaSettings
     run_id: str
     settings: TrainerSettings
-    checkpoints: CheckpointStore
     session: Session
     builder: BatchBuilder
     """Queue of the groups that have not ended."""
@@ -144,39 +131,44 @@ class ResumedRun:
     """The versions made so far; the gate's decisions have not been read yet."""
     begun: StepPlan | None
     """The plan of the next step, if it was written."""
+    _liveness: Liveness = field(init=False)
+    _not_before: float = 0.0
+    """Earliest start of the next step, on the monotonic clock."""
+
+    @property
+    def place(self) -> TrainerPosition:
+        return self.session.place
+
+    def train(self, producer: RecordProducer, stop: threading.Event, max_steps: int) -> None:
+        """Take the steps up to `max_steps`, or until stopped; write a checkpoint. `producer` writes dead letters."""
+        weights = self.session.weights
+        with ExitStack() as stack:
+            reader = LogInput(self.kafka, self.settings, self.builder, producer, weights.vocab_size, weights.routed)
+            groups, online = stack.enter_context(reader), None
+            if self.settings.online.enabled:
+                users = OnlineInput(self.kafka, self.settings, self.queue, self.line, producer, weights.vocab_size)
+                online = stack.enter_context(users)
+            self._liveness = stack.enter_context(Liveness("the trainer", self.kafka.stall_timeout_s))
+            self._beat("the step that was begun before")
+            if self.begun is not None and self.begun.step <= max_steps and not stop.is_set():
+                self._took(self._take_begun(self.begun))
+            while self.place.step < max_steps and (batch := self._next_batch(groups, online, stop)) is not None:
+                self._not_before = time.monotonic() + self.settings.min_step_seconds
+                self._beat(f"step {self.place.step + 1}")
+                self._took(self.session.train(batch, None if online is None else self.line.decisions))
+            self._checkpoint()
+            self.session.wait_published()
 
     def made(self, record: TrainStep) -> None:
         """Register the version that a step made."""
         self.line.made(record.version, record.parent_version, int(record.metrics.get(DECISIONS, 0)))
 
-    def recorded_inputs(self) -> RecordedInputs:
-        """Return the inputs of recorded or planned steps; a context manager."""
-        weights = self.session.weights
-        return RecordedInputs(self.kafka, self.settings.read_ahead_bytes, weights.vocab_size, weights.routed)
-
     def go_back(self, version: int, step: int) -> None:
-        """Continue training from `version`, with its weights and optimizer moments; the next step is `step` + 1.
+        """Continue training from `version`; the next step is `step` + 1. Raises as `Session.go_back`."""
+        with RecordedInputs(self.kafka, self.settings, self.session.weights) as inputs:
+            self.session.go_back(version, step, read_steps(self.kafka, self.run_id), inputs)
 
-        They are loaded from the nearest checkpoint among the version's ancestors, or from the model that the run
-        started with; the steps after it are computed again from their recorded inputs and checked. Nothing is
-        published: the version is in the log.
-
-        Raises RuntimeError for a checkpoint that differs from the log, NotRepeatableError or
-        LookupError if the steps after the nearest checkpoint cannot be computed again.
-        """
-        steps = {record.version: record for record in read_steps(self.kafka, self.run_id)}
-        begin, path = path_back(version, steps, set(self.checkpoints.steps()))
-        _log.info("going back to version %d: from the weights of version %d over %d steps", version, begin, len(path))
-        self.session.go_back(begin)
-        if begin:
-            _require_recorded(self.session, steps[begin])
-        if path:
-            with self.recorded_inputs() as inputs:
-                for record in path:
-                    self.session.make_again(record, inputs.of(record))
-        self.session.continue_from_here(step)
-
-    def take_begun(self, plan: StepPlan) -> TrainStep | None:
+    def _take_begun(self, plan: StepPlan) -> TrainStep | None:
         """Take the planned step before reading more of the run; return None if it must be planned again.
 
         It must be planned again, with a newer plan in the log, if the gate rejected its parent, its inputs can no
@@ -192,7 +184,7 @@ class ResumedRun:
             outdated = f"the gate abandoned version {plan.parent_version}, from which it starts"
         else:
             try:
-                with self.recorded_inputs() as inputs:
+                with RecordedInputs(self.kafka, self.settings, self.session.weights) as inputs:
                     batch = inputs.of(plan)
             except (LookupError, InvalidRolloutError, NotRepeatableError) as error:
                 outdated = f"its inputs can no longer be read ({error})"
@@ -208,18 +200,58 @@ class ResumedRun:
         self.queue.observe_step(plan)
         return session.take(plan, batch)
 
+    def _took(self, record: TrainStep | None) -> None:
+        """Process the record of a step that was taken, if any, and write a checkpoint if one is due."""
+        if record is None:
+            return
+        _log.info("train %s", json.dumps(summary(record)))
+        self.made(record)
+        if record.step % self.settings.checkpoint_every == 0:
+            self._checkpoint()
 
-def open_session(
+    def _next_batch(self, groups: LogInput, online: OnlineInput | None, stop: threading.Event) -> StepBatch | None:
+        """Return the next batch, or None if stopped before it is complete."""
+        while not stop.is_set():
+            # A publication is part of its step: the step's timeout continues until it has ended.
+            if not self.session.is_publishing():
+                self._beat("reading on for the next batch")
+            version, builder = self.place.version, self.builder
+            if online is not None:
+                online.poll()
+                builder.abandon(self.line.abandoned)
+            groups.poll(POLL_S, version)
+            if online is not None and (start := self.line.start()) != version:
+                _log.warning("the gate abandoned version %d: training continues from version %d", version, start)
+                self.go_back(start, self.place.step)
+                version = start
+            if (now := time.monotonic()) < self._not_before:
+                continue
+            batch = builder.close(version) if online is None else online.next_batch(builder, version, now)
+            if batch is not None:
+                return batch
+        return None
+
+    def _beat(self, activity: str) -> None:
+        self._liveness.beat(activity, self.settings.step_timeout_s)
+
+    def _checkpoint(self) -> None:
+        self._beat("a checkpoint")
+        place = self.place
+        # After `go_back` there is nothing new to store until the next step; the log is enough to reach this state.
+        if place.step and place.version == place.step and place.step not in self.session.weights.checkpoints.steps():
+            kept = self.line.milestones(self.settings.keep_checkpoints)
+            self.session.checkpoint(self.builder.progress(), self.queue.progress(), kept)
+
+
+def resume(
     kafka: KafkaSettings,
     run: RunSettings,
-    settings: TrainerSettings,
     producer: RecordProducer,
     versions: VersionGraph,
-    checkpoints: CheckpointStore,
     commits: AckedWriter,
     weights: TrainedWeights,
-) -> ResumedRun:
-    """Return a session after the last recorded step, with everything up to it published, and its input queues.
+) -> TrainingRun:
+    """Return the run after its last recorded step, with everything up to it published.
 
     `weights` are the weights that the run starts from; `commits` writes `train.steps` and fences other trainers;
     `versions` are the versions in the log.
@@ -227,20 +259,20 @@ def open_session(
     Raises NotRepeatableError or VersionError if the log, the checkpoint and the settings do not fit each other,
     ValueError as `advantage_of` does.
     """
+    settings = weights.settings
     advantage_of(run, settings)  # before anything is published
     steps, begun = read_history(kafka, run.run_id)
-    newest = checkpoints.newest(len(steps))
+    newest = weights.checkpoints.newest(len(steps))
     saved = weights.restore(newest) if newest else None
-    session = Session(run, settings, weights, producer, versions, steps=commits, step=saved.step if saved else 0)
+    session = Session(run, weights, producer, versions, steps=commits, step=saved.step if saved else 0)
     if saved is not None:
-        _require_recorded(session, steps[saved.step - 1])
+        session.require_recorded(steps[saved.step - 1])
     session.publish_start()
     line = WeightLine(run.run_id, run.branch)
-    opened = ResumedRun(
+    resumed = TrainingRun(
         kafka=kafka,
         run_id=run.run_id,
         settings=settings,
-        checkpoints=checkpoints,
         session=session,
         builder=BatchBuilder(run, settings, saved.progress if saved else None, versions.incarnation),
         queue=OnlineQueue(run, settings, line, saved.online if saved else None, versions.incarnation),
@@ -248,98 +280,17 @@ def open_session(
         begun=begun,
     )
     for record in steps:
-        opened.made(record)
+        resumed.made(record)
     missing = steps[session.place.step :]
     if missing:
-        with opened.recorded_inputs() as inputs:
+        with RecordedInputs(kafka, settings, weights) as inputs:
             for record in missing:
                 if session.place.version != record.parent_version:
-                    opened.go_back(record.parent_version, record.step - 1)
+                    resumed.go_back(record.parent_version, record.step - 1)
                 session.repeat(record, inputs.of(record))
-                opened.builder.observe_step(record)
-                opened.queue.observe_step(record)
-    return opened
-
-
-def _require_recorded(session: Session, record: TrainStep) -> None:
-    """Raise RuntimeError unless the session has the weights that a step made."""
-    if session.place.fingerprint == record.fingerprint:
-        return
-    found = (
-        f"the checkpoint of step {record.step} holds weights {session.place.fingerprint}, the log recorded "
-        f"{record.fingerprint}"
-    )
-    if session.config_hash != record.config_hash:
-        # The serving format is the only setting that changes the weights loaded from a checkpoint.
-        raise RuntimeError(
-            f"{found}, trained {session.difference(record.config_hash)}: start with the run's "
-            "trainer.serving_format, which cannot change. If it has not changed, the checkpoint is damaged"
-        )
-    raise RuntimeError(f"{found}: it is damaged or of another run; delete it, and an older one is used")
-
-
-@dataclass(slots=True)
-class _Loop:
-    """Training from the resumed run on."""
-
-    _run: ResumedRun
-    _groups: LogInput
-    _online: OnlineInput | None
-    _stop: threading.Event
-    _liveness: Liveness
-    _not_before: float = field(default_factory=time.monotonic)
-    """Earliest start of the next step, on the monotonic clock."""
-
-    def run(self, max_steps: int) -> None:
-        """Train up to step `max_steps`, or until stopped, and write a checkpoint."""
-        while self._run.session.place.step < max_steps and (batch := self._next_batch()) is not None:
-            self._not_before = time.monotonic() + self._run.settings.min_step_seconds
-            self._beat(f"step {self._run.session.place.step + 1}")
-            decisions = None if self._online is None else self._run.line.decisions
-            self.took(self._run.session.train(batch, decisions))
-        self._checkpoint()
-
-    def took(self, record: TrainStep | None) -> None:
-        """Process the record of a step that was taken, if any, and write a checkpoint if one is due."""
-        if record is None:
-            return
-        _log.info("train %s", json.dumps(summary(record)))
-        self._run.made(record)
-        if record.step % self._run.settings.checkpoint_every == 0:
-            self._checkpoint()
-
-    def _next_batch(self) -> StepBatch | None:
-        """Return the next batch, or None if stopped before it is complete."""
-        while not self._stop.is_set():
-            # A publication is part of its step: the step's timeout continues until it has ended.
-            if not self._run.session.is_publishing():
-                self._beat("reading on for the next batch")
-            version, builder = self._run.session.place.version, self._run.builder
-            if self._online is not None:
-                self._online.poll()
-                builder.abandon(self._run.line.abandoned)
-            self._groups.poll(POLL_S, version)
-            if self._online is not None and (start := self._run.line.start()) != version:
-                _log.warning("the gate abandoned version %d: training continues from version %d", version, start)
-                self._run.go_back(start, self._run.session.place.step)
-                version = start
-            if (now := time.monotonic()) < self._not_before:
-                continue
-            batch = builder.close(version) if self._online is None else self._online.next_batch(builder, version, now)
-            if batch is not None:
-                return batch
-        return None
-
-    def _beat(self, activity: str) -> None:
-        self._liveness.beat(activity, self._run.settings.step_timeout_s)
-
-    def _checkpoint(self) -> None:
-        self._beat("a checkpoint")
-        place = self._run.session.place
-        # After `go_back` there is nothing new to store until the next step; the log is enough to reach this state.
-        if place.step and place.version == place.step and place.step not in self._run.checkpoints.steps():
-            kept = self._run.line.milestones(self._run.settings.keep_checkpoints)
-            self._run.session.checkpoint(self._run.builder.progress(), self._run.queue.progress(), kept)
+                resumed.builder.observe_step(record)
+                resumed.queue.observe_step(record)
+    return resumed
 
 
 def summary(record: TrainStep) -> dict[str, float]:

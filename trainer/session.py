@@ -20,8 +20,8 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from tidemill.kernels.weights.graph import VersionError, VersionGraph
 from tidemill.schemas.catalogue import Topic
@@ -33,8 +33,7 @@ from tidemill.trainer.batch import Trajectory
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointState
 from tidemill.trainer.choices import ObjectiveName, ServingActivations
-from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.history import NotRepeatableError
+from tidemill.trainer.history import RecordedInputs, RepeatableRun
 from tidemill.trainer.metrics import staleness_records
 from tidemill.trainer.mismatch import TrainedTokens, alarms, mismatch_record, warning
 from tidemill.trainer.trainable import TopicProgress
@@ -42,6 +41,11 @@ from tidemill.trainer.trained_weights import TrainedWeights
 
 DECISIONS = "online/decisions"
 """Metric of a step in online mode: the number of gate decisions that were known when it was planned."""
+REMEDY = (
+    "start once with the original settings, device and number of ranks, and change them after the next checkpoint (the "
+    "step is in the log and has no checkpoint)"
+)
+"""For a step that must be repeated and was trained with other settings."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,18 +54,7 @@ def step_seed(run_seed: int, step: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{run_seed}/{step}".encode()).digest()[:8], "big") >> 1
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerPosition:
-    """The position of the weights in the run."""
-
-    step: int
-    """The last step taken; the weights may be older ones if the session went back."""
-    version: int
-    fingerprint: str
-    """Fingerprint of the serving weights, hexadecimal."""
-
-
-class Session:
+class Session(RepeatableRun):
     """Trains, records and publishes the steps after `step`, from its `weights` on. Used on the first rank only.
 
     Args:
@@ -73,7 +66,6 @@ class Session:
     def __init__(
         self,
         run: RunSettings,
-        settings: TrainerSettings,
         weights: TrainedWeights,
         producer: RecordProducer,
         versions: VersionGraph,
@@ -81,16 +73,10 @@ class Session:
         steps: AckedWriter,
         step: int,
     ) -> None:
-        self._run, self._settings, self.weights, self._producer = run, settings, weights, producer
-        self._steps, self._versions = steps, versions
-        self.config_hash = settings.arithmetic_hash(weights.machine)
+        super().__init__(weights, step, REMEDY)
+        self._run, self._producer, self._steps, self._versions = run, producer, steps, versions
         self._trainer = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._incarnation = ""
-        self.place = self._snapshot(step)
-
-    def difference(self, recorded: str) -> str:
-        """Describe how a step with the configuration hash `recorded` was trained, and how it would be trained now."""
-        return self._settings.difference(recorded, self.weights.machine)
 
     def publish_start(self) -> None:
         """Publish the weights that the run starts from as version 0, an anchor; compare later ones with the log.
@@ -98,7 +84,7 @@ class Session:
         Raises VersionError if the log has other weights under their version, or the run's newest version is sampled
         with other activations.
         """
-        newest, rounded = self._versions.newest, self._settings.serving_activations.value
+        newest, rounded = self._versions.newest, self.weights.settings.serving_activations.value
         if newest is not None and (held := newest.serving_activations or ServingActivations.NONE.value) != rounded:
             raise VersionError(
                 f"version {newest.version} is sampled with trainer.serving_activations {held}, now it is {rounded}: "
@@ -174,7 +160,7 @@ class Session:
         seconds = time.monotonic() - clock - waited
         objectives = [ObjectiveName.REINFORCE.value] if batch.online else []
         if batch.groups or not batch.online:
-            objectives.append(self._settings.objective.value)
+            objectives.append(self.weights.settings.objective.value)
         record = TrainStep(
             run_id=plan.run_id,
             step=plan.step,
@@ -208,41 +194,16 @@ class Session:
         self._finish(record, batch, self.make_again(record, batch))
         self.wait_published()
 
-    def make_again(self, record: TrainStep, batch: StepBatch) -> TrainedTokens | None:
-        """Repeat a step like `repeat`, but publish nothing; return the trained tokens."""
-        if record.config_hash != self.config_hash:
-            raise NotRepeatableError(
-                f"step {record.step} is in the log, has no checkpoint, and was trained "
-                f"{self.difference(record.config_hash)}: start once with the original settings, device and number of "
-                "ranks, and change them after the next checkpoint"
-            )
-        if self.place.version != record.parent_version:
-            raise ValueError(
-                f"step {record.step} starts from version {record.parent_version}, not {self.place.version}"
-            )
-        outcome = self.weights.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
-        self.place = self._snapshot(record.step)
-        if self.place.fingerprint != record.fingerprint:
-            raise NotRepeatableError(
-                f"step {record.step} gave weights {self.place.fingerprint} and is recorded with {record.fingerprint}: "
-                "run it on the original machine type and library versions, or start a new run"
-            )
-        return outcome.trained
+    def go_back(self, version: int, step: int, steps: Iterable[TrainStep], inputs: RecordedInputs) -> None:
+        """Continue from `version`: the step after `step` is the next one, and its version continues this one's weights.
 
-    def go_back(self, version: int) -> None:
-        """Load the weights and moments of an older version from its checkpoint; for version 0, load the weights that
-        the run started from. Raises RuntimeError."""
-        self.wait_published()
-        self.weights.restore(version)
-        self.place = self._snapshot(version)
-
-    def continue_from_here(self, step: int) -> None:
-        """Make the step after `step` the next one; its version continues the present weights.
-
-        Raises VersionError if the log does not contain these weights under their version.
+        Nothing is published: the version is in the log. Raises as `go_to`, and VersionError if the log does not contain
+        the weights under this version.
         """
+        self.wait_published()
+        self.go_to(version, steps, inputs)
         self.place = replace(self.place, step=step)
-        self.weights.go_back(self.place.version)
+        self.weights.go_back(version)
 
     def checkpoint(
         self, progress: TopicProgress, online: TopicProgress | None = None, keep: Collection[int] = ()
@@ -264,10 +225,6 @@ class Session:
             online=online or TopicProgress(),
         )
         self.weights.save(state, keep)
-
-    def _snapshot(self, step: int) -> TrainerPosition:
-        # Each step makes one version, and the run starts from version 0.
-        return TrainerPosition(step=step, version=step, fingerprint=self.weights.snapshot())
 
     def _finish(self, record: TrainStep, batch: StepBatch, trained: TrainedTokens | None) -> None:
         newest = self._versions.newest_version

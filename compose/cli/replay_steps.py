@@ -122,7 +122,7 @@ def staleness(
     """
     settings = with_reachable_log(settings_of({}))
     from tidemill.trainer.history import read_steps
-    from tidemill.trainer.replay.staleness import Moved, judge, places_of, read_groups
+    from tidemill.trainer.replay.staleness import MOVED, judge, places_of, read_groups
 
     with working("judging"):
         recorded = read_steps(settings.kafka, settings.run.run_id)
@@ -130,10 +130,10 @@ def staleness(
         judged = judge(recorded, groups, max_policy_lag)
     first = next((step.step for step in judged if step.moved), None)
     if as_json or as_csv:
-        heads = ("step", "version", "bound", "trained", "stale", "max_lag", *Moved, "unknown")
+        heads = ("step", "version", "bound", "trained", "stale", "max_lag", *MOVED, "unknown")
         rows = (
             (step.step, step.version, step.bound, step.trained, step.stale, step.max_lag,
-             *([group.group_id for group in step.moved if group.moved is way] for way in Moved), step.unknown)
+             *([group.group_id for group in step.moved if group.moved == way] for way in MOVED), step.unknown)
             for step in judged
         )  # fmt: skip
         document = {"bound": max_policy_lag, "first_differing_step": first, "steps": judged}
@@ -189,8 +189,8 @@ def corrections(
             return
         replay, progress = opened
         for made in replay.run(first, last):
-            if made.trained is not None:
-                tokens.append(made.trained)
+            if made.outcome.trained is not None:
+                tokens.append(made.outcome.trained)
             progress(len(tokens), f"step {made.record.step}")
             if not made.same:
                 typer.echo(f"step {made.record.step} has other weights than recorded", err=True)
@@ -256,8 +256,8 @@ def _print_metrics(done: Sequence[ReplayedStep], as_csv: bool) -> None:
     rows = []
     for made in done:
         known = made.record.metrics
-        rate = ("learning_rate", made.record.learning_rate, made.learning_rate)
-        pairs = [rate, *((name, known[name], made.metrics[name]) for name in SHOWN if name in known)]
+        rate = ("learning_rate", made.record.learning_rate, made.outcome.learning_rate)
+        pairs = [rate, *((name, known[name], made.outcome.metrics[name]) for name in SHOWN if name in known)]
         rows += [(made.record.step, name, there, here, here - there) for name, there, here in pairs]
     heads = ("step", "metric", "recorded", "what_if", "difference")
     print_rows(heads, rows, as_csv=as_csv, formats={"recorded": ".6g", "what_if": ".6g", "difference": "+.3g"})

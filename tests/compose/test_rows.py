@@ -538,9 +538,11 @@ def test_a_copy_gives_its_topics(capsysbinary):
 
 def test_replayed_steps_are_rows(monkeypatch):
     from tidemill.trainer.replay.steps import ReplayedStep
+    from tidemill.trainer.step import StepOutcome
 
     recorded = replace(step(3, [], []), metrics={"reward": 0.5, "loss": 1.0}, learning_rate=1e-5)
-    made = ReplayedStep(recorded, recorded.fingerprint, {"reward": 0.75, "loss": 1.0}, 3e-5, 1.25, None)
+    outcome = StepOutcome({"reward": 0.75, "loss": 1.0}, [], 3e-5, 1, 1, None)
+    made = ReplayedStep(recorded, recorded.fingerprint, outcome, 1.25)
 
     class Replay(nullcontext[Any]):
         def __init__(self, *_: object) -> None:
@@ -565,9 +567,9 @@ def test_replayed_steps_are_rows(monkeypatch):
 
 
 def test_judged_steps_are_rows(monkeypatch):
-    from tidemill.trainer.replay.staleness import JudgedStep, Moved, MovedGroup
+    from tidemill.trainer.replay.staleness import JudgedStep, MovedGroup
 
-    moved = [MovedGroup("g6", 0, 1, 3, Moved.EXCLUDED), MovedGroup("g7", 0, 2, 0, Moved.INCLUDED)]
+    moved = [MovedGroup("g6", 0, 1, 3, "excluded"), MovedGroup("g7", 0, 2, 0, "included")]
     monkeypatch.setattr("tidemill.compose.cli.replay_steps.with_reachable_log", lambda settings: settings)
     monkeypatch.setattr("tidemill.trainer.history.read_steps", lambda *_: [])
     monkeypatch.setattr("tidemill.trainer.replay.staleness.read_groups", lambda *_: {})

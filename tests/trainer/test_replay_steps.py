@@ -114,7 +114,7 @@ def test_other_settings_are_refused_or_are_a_counterfactual_from_the_same_start(
         made(trained.replay(optimizer=changed.optimizer), 4, 4)
     other = made(trained.replay(), 4, 5, what_if=changed)
     assert [step.same for step in other] == [False, False]
-    assert other[0].learning_rate == 2e-3
+    assert other[0].outcome.learning_rate == 2e-3
     # The first step begins at the recorded weights: only values after its update differ.
     assert "loss" not in other[0].metric_changes() and "loss" in other[1].metric_changes()
     same = made(trained.replay(), 4, 5, what_if=trained.settings)

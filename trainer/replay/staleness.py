@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
-from enum import StrEnum
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -31,13 +30,8 @@ def read_groups(kafka: KafkaSettings, wanted: Set[Position], silence_s: float) -
     return {position: read.record for position, read in found.items() if isinstance(read.record, Group)}
 
 
-class Moved(StrEnum):
-    """The change of a group under another bound."""
-
-    EXCLUDED = "excluded"
-    """It was trained, and would have been too stale."""
-    INCLUDED = "included"
-    """It was too stale, and would have been included."""
+MOVED = ("excluded", "included")
+"""The change of a group under another bound: it was trained, and would have been too stale; or it was too stale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +42,8 @@ class MovedGroup:
     partition: int
     offset: int
     lag: int
-    moved: Moved
+    moved: str
+    """One of `MOVED`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +72,8 @@ def judge(steps: Iterable[TrainStep], groups: Mapping[Position, Group], bound: i
         version, (trained, stale) = step.parent_version, _judged(step)
         held = {place: groups.get(Position.of(place)) for place in (*trained, *stale)}
         lags = {place: lag_of(group, version) for place, group in held.items() if group is not None}
-        moved = [(p, Moved.EXCLUDED) for p in trained if p in lags and lags[p] > bound]
-        moved += [(p, Moved.INCLUDED) for p in stale if p in lags and lags[p] <= bound]
+        moved = [(p, "excluded") for p in trained if p in lags and lags[p] > bound]
+        moved += [(p, "included") for p in stale if p in lags and lags[p] <= bound]
         told = step.metrics.get("policy_lag_bound")
         judged.append(
             JudgedStep(

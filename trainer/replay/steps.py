@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,11 +21,13 @@ from tidemill.schemas.records import Interaction, Rollout, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.history import NotRepeatableError, RecordedInputs, path_back, read_steps
+from tidemill.trainer.history import RecordedInputs, RepeatableRun, read_steps
 from tidemill.trainer.job import SINGLE, Job
-from tidemill.trainer.mismatch import TrainedTokens
 from tidemill.trainer.serving_view import ServingView
+from tidemill.trainer.step import StepOutcome
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
+
+REMEDY = "give the original --config, device and number of ranks, and the settings to change as --what-if"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,8 @@ class ReplayedStep:
     record: TrainStep
     fingerprint: str
     """Fingerprint of the replayed weights, hexadecimal."""
-    metrics: Mapping[str, float]
-    """The metrics of the replayed step."""
-    learning_rate: float
+    outcome: StepOutcome
     seconds: float
-    trained: TrainedTokens | None
-    """The tokens that it trained on."""
 
     @property
     def same(self) -> bool:
@@ -51,7 +49,7 @@ class ReplayedStep:
         """Return recorded and replayed value of each metric that differs; only of metrics that both have."""
         return {
             name: (self.record.metrics[name], value)
-            for name, value in sorted(self.metrics.items())
+            for name, value in sorted(self.outcome.metrics.items())
             if name in self.record.metrics and repr(self.record.metrics[name]) != repr(value)
         }
 
@@ -77,18 +75,11 @@ class StepReplay:
     def __init__(
         self, kafka: KafkaSettings, run: RunSettings, store: StoreSettings, settings: TrainerSettings, job: Job = SINGLE
     ) -> None:
-        self._settings = replayable(settings, store, run)
-        self._steps = {record.version: record for record in read_steps(kafka, run.run_id)}
-        self._checkpoints = CheckpointStore(store.root, run.run_id, run.branch, settings.keep_checkpoints)
-        self._weights = TrainedWeights(self._settings, make_learner(self._settings, job), self._checkpoints, job=job)
-        weights, limit = self._weights, settings.read_ahead_bytes
-        self._inputs = RecordedInputs(kafka, limit, weights.vocab_size, weights.routed)
-        self._version: int | None = None
-
-    @property
-    def steps(self) -> list[TrainStep]:
+        self._weights = replayed_weights(run, store, settings, job)
+        self._run = RepeatableRun(self._weights, 0, REMEDY)
+        self._inputs = RecordedInputs(kafka, settings, self._weights)
+        self.steps = read_steps(kafka, run.run_id)
         """The recorded steps, in order."""
-        return sorted(self._steps.values(), key=lambda record: record.step)
 
     def run(
         self,
@@ -111,67 +102,27 @@ class StepReplay:
         """
         chosen = [record for record in self.steps if first <= record.step <= last]
         if first > last or [record.step for record in chosen] != list(range(first, last + 1)):
-            there = f"1 to {len(self._steps)}" if self._steps else "none"
+            there = f"1 to {len(self.steps)}" if self.steps else "none"
             raise ValueError(f"steps {first} to {last} are not in the log, which has {there}")
+        model = self._weights.settings.model
         for record in chosen:
             if what_if is None:
-                self._require_same_settings(record)
-            if record is chosen[0]:
-                self._go_to(record.parent_version)
-                if what_if is not None:
-                    self._weights.change_settings(what_if.model_copy(update={"model": self._settings.model}))
-                    self._inputs.routed = self._weights.routed
-            elif self._version != record.parent_version:
-                if what_if is not None:
-                    raise ValueError(
-                        f"step {record.step} starts from version {record.parent_version}, not from the step before "
-                        "it: a counterfactual ends there; replay the steps after it separately"
-                    )
-                self._go_to(record.parent_version)
-            batch = self._inputs.of(record)
-            halt(Halt(record, batch, self._weights.whole, Path(self._settings.model)))
-            yield self._make(record, batch)
-
-    def _go_to(self, version: int) -> None:
-        begin, path = path_back(version, self._steps, set(self._checkpoints.steps()))
-        self._weights.restore(begin)
-        self._version, held = begin, self._weights.snapshot()
-        if begin and held != (recorded := self._steps[begin].fingerprint):
-            raise RuntimeError(
-                f"the checkpoint of step {begin} holds weights {held}, the log recorded {recorded}: it is damaged or "
-                "of another run; delete it, and an older one is used"
-            )
-        started = next(record.parent_fingerprint for record in self.steps if record.parent_version == 0)
-        if not begin and held != started:
-            raise RuntimeError(
-                f"trainer.model {self._settings.model} holds weights {held}, the run started from {started}: name the "
-                "checkpoint that it started from"
-            )
-        for record in path:
-            self._require_same_settings(record)
-            made = self._make(record, self._inputs.of(record))
-            if not made.same:
-                raise NotRepeatableError(
-                    f"step {record.step}, on the way to version {version}, gave weights {made.fingerprint} and is "
-                    f"recorded with {record.fingerprint}: replay from it, on the original machine type and library "
-                    "versions"
+                self._run.require_same_settings(record)
+            begins = record is chosen[0]
+            if what_if is not None and not begins and self._run.place.version != record.parent_version:
+                raise ValueError(
+                    f"step {record.step} starts from version {record.parent_version}, not from the step before it: a "
+                    "counterfactual ends there; replay the steps after it separately"
                 )
-
-    def _make(self, record: TrainStep, batch: StepBatch) -> ReplayedStep:
-        begun = time.monotonic()
-        outcome = self._weights.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
-        seconds = time.monotonic() - begun
-        self._version = record.version
-        fingerprint = self._weights.snapshot()
-        return ReplayedStep(record, fingerprint, outcome.metrics, outcome.learning_rate, seconds, outcome.trained)
-
-    def _require_same_settings(self, record: TrainStep) -> None:
-        machine = self._weights.machine
-        if record.config_hash != self._settings.arithmetic_hash(machine):
-            raise NotRepeatableError(
-                f"step {record.step} was trained {self._settings.difference(record.config_hash, machine)}: give the "
-                "original --config, device and number of ranks, and the settings to change as --what-if"
-            )
+            if begins or self._run.place.version != record.parent_version:
+                self._run.go_to(record.parent_version, self.steps, self._inputs)
+            if begins and what_if is not None:
+                self._weights.change_settings(what_if.model_copy(update={"model": model}))
+            batch = self._inputs.of(record)
+            halt(Halt(record, batch, self._weights.whole, Path(model)))
+            begun = time.monotonic()
+            outcome = self._run.compute(record, batch)
+            yield ReplayedStep(record, self._run.place.fingerprint, outcome, time.monotonic() - begun)
 
     def __enter__(self) -> Self:
         return self
@@ -184,17 +135,17 @@ class StepReplay:
 
 def follow_replay(run: RunSettings, store: StoreSettings, settings: TrainerSettings, job: Job) -> None:
     """Follow the calls of the first rank's `StepReplay` on another rank, until it ends."""
-    checkpoints = CheckpointStore(store.root, run.run_id, run.branch, settings.keep_checkpoints)
-    held = replayable(settings, store, run)
-    TrainedWeights(held, make_learner(held, job), checkpoints, job=job).follow()
+    replayed_weights(run, store, settings, job).follow()
 
 
-def replayable(settings: TrainerSettings, store: StoreSettings, run: RunSettings) -> TrainerSettings:
-    """Return the settings with an existing starting model: the configured one, otherwise the anchor of version 0."""
-    if (Path(settings.model) / "config.json").is_file():
-        return settings
+def replayed_weights(run: RunSettings, store: StoreSettings, settings: TrainerSettings, job: Job) -> TrainedWeights:
+    """Return the weights that the run starts from, on every rank: those of the configured model if it exists, otherwise
+    of the anchor of version 0."""
     anchor = Path(anchor_uri(store.root, run.run_id, run.branch, 0).removeprefix("file://"))
-    return settings.model_copy(update={"model": str(anchor)}) if (anchor / "config.json").is_file() else settings
+    if not (Path(settings.model) / "config.json").is_file() and (anchor / "config.json").is_file():
+        settings = settings.model_copy(update={"model": str(anchor)})
+    checkpoints = CheckpointStore(store.root, run.run_id, run.branch, settings.keep_checkpoints)
+    return TrainedWeights(settings, make_learner(settings, job), checkpoints, job=job)
 
 
 def write_halt(root: Path, halt: Halt) -> Path:
@@ -234,21 +185,12 @@ def write_metrics(folder: Path, made: ReplayedStep) -> None:
     """Write the recorded and the replayed metrics of a step."""
     document = {
         "recorded": {"fingerprint": made.record.fingerprint, **made.record.metrics},
-        "replayed": {"fingerprint": made.fingerprint, **made.metrics},
+        "replayed": {"fingerprint": made.fingerprint, **made.outcome.metrics},
     }
     _write_json(folder / "metrics.json", document)
 
 
 def _trajectory(sampled: Rollout | Interaction) -> dict[str, Any]:
-    fields = {f.name: getattr(sampled, f.name) for f in dataclasses.fields(sampled) if f.name != "segments"}
-    nested = {
-        "rewards": [dataclasses.asdict(part) for part in fields.pop("rewards", [])],
-        **{
-            name: dataclasses.asdict(value)
-            for name, value in fields.items()
-            if dataclasses.is_dataclass(value) and not isinstance(value, type)
-        },
-    }
     segments = [
         {
             "token_ids": segment.ids().tolist(),
@@ -258,7 +200,7 @@ def _trajectory(sampled: Rollout | Interaction) -> dict[str, Any]:
         }
         for segment in sampled.segments
     ]
-    return {**fields, **nested, "segments": segments}
+    return {**dataclasses.asdict(dataclasses.replace(sampled, segments=[])), "segments": segments}
 
 
 def _write_json(path: Path, document: object) -> None:
