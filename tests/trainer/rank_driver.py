@@ -2,8 +2,10 @@
 
     python -m tests.trainer.rank_driver JOBS    JOBS: a file with a list of `{"name", "ranks", "scenario", "options"}`
 
-The ranks of a job connect as those of torchrun do. The results of each rank are written to `<name>-<rank>.json` in the
-directory of JOBS, and the exit statuses of the ranks to `<name>.json`.
+The ranks of a job connect as those of torchrun do. Consecutive jobs for the same number of ranks run in the same
+processes, except those that start or end processes themselves (`APART`). The results of each rank are written to
+`<name>-<rank>.json` in the directory of JOBS, the exit statuses of the ranks to `<name>.json`, and their output to
+`<name>-<rank>.log`, with the name of the first job of the processes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +48,8 @@ from tidemill.trainer.trainable import TopicProgress, TrainableGroup
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
 TIMEOUT_S = 60.0
-STEPS = 3
-GROUPS = ("a", "b", "c", "d", "e")
+STEPS = 2
+GROUPS = ("a", "b", "c")
 Found = dict[str, Any]
 
 
@@ -95,11 +98,11 @@ def led(scenario: Callable[[TrainedWeights, Found], Found]) -> Callable[[Job, Fo
 
     def run(job: Job, options: Found) -> Found:
         settings = settings_of(**{"model": options["model"], **options["settings"]})
-        if options.get("copies"):
-            # As if the gathering did not round: the masters are separate from the model's parameters.
-            monkeypatch = pytest.MonkeyPatch()
-            monkeypatch.setattr(step_module, "MasterWeights", lambda *given, gathered_in_bf16: MasterWeights(*given))
-        weights = weights_of(settings, job, options["store"])
+        with pytest.MonkeyPatch.context() as patch:
+            if options.get("copies"):
+                # As if the gathering did not round: the masters are separate from the model's parameters.
+                patch.setattr(step_module, "MasterWeights", lambda *given, gathered_in_bf16: MasterWeights(*given))
+            weights = weights_of(settings, job, options["store"])
         if not job.ranks.is_first:
             weights.follow()
             return {}
@@ -120,11 +123,10 @@ def trained(weights: TrainedWeights, options: Found) -> Found:
 
 
 def saved(weights: TrainedWeights, options: Found) -> Found:
-    """Take two steps, write a checkpoint, take a third step."""
-    for step in (1, 2):
-        take(weights, step)
-    weights.save(state_of(2, weights.snapshot()), ())
-    return take(weights, 3)
+    """Take a step, write a checkpoint, take a second step."""
+    take(weights, 1)
+    weights.save(state_of(1, weights.snapshot()), ())
+    return take(weights, 2)
 
 
 def saved_first(weights: TrainedWeights, options: Found) -> Found:
@@ -142,7 +144,7 @@ def resaved(weights: TrainedWeights, options: Found) -> Found:
     assert state is not None
     before = weights.snapshot()
     weights.save(state_of(options["save"], before), ())
-    return {"recorded": state.fingerprint, "restored": before, **take(weights, 3)}
+    return {"recorded": state.fingerprint, "restored": before, **take(weights, 2)}
 
 
 def restarted(weights: TrainedWeights, options: Found) -> Found:
@@ -163,7 +165,7 @@ def laid(job: Job, options: Found) -> Found:
         patch.setattr(trained_weights, "StoredModel", refuse)
         whole = make_learner(settings, job)
     held = [state_of_learner(one) for one in (own, whole)]
-    found = {"differing": differing(*held), "names": sorted(held[0]), "local": sum(map(torch.numel, held[0].values()))}
+    found = {"differing": differing(*held), "names": sorted(held[0])}
     outcomes = [one.train([make_trainable(name) for name in GROUPS], 1, 0, 1) for one in (own, whole)]
     assert outcomes[0].metrics == outcomes[1].metrics
     return found | {"differing after a step": differing(*(one.masters.state() for one in (own, whole)))}
@@ -286,29 +288,45 @@ def state_of(step: int, fingerprint: str) -> CheckpointState:
     return CheckpointState("run", "main", step, step, fingerprint, "hash", TopicProgress())
 
 
-def run_rank(job: Found, number: int, out: Path) -> None:
-    """Run the scenario of a job on one rank."""
-    job_module.ANSWERS_S = job["options"].get("answers_s", job_module.ANSWERS_S)
-    paths = {"store": out / "store", "model": out / "model", "result": out / f"{job['name']}-0.json"}
-    options = {"settings": {}, **{name: str(path) for name, path in paths.items()}, **job["options"]}
-    if job["scenario"] == "role":
+APART = ("failing", "killed_saving", "role")
+"""Scenarios that need their own processes."""
+
+
+def run_rank(jobs: Sequence[Found], number: int, out: Path) -> None:
+    """Run the scenarios of some jobs on one rank."""
+    if jobs[0]["scenario"] == "role":
         logging.basicConfig(level=logging.INFO)
-        role(options)
+        role(options_of(jobs[0], out))
         return
     with open_job(TIMEOUT_S) as opened:
-        found = SCENARIOS[job["scenario"]](opened, options)
-        (out / f"{job['name']}-{number}.json").write_text(json.dumps(found))
+        for job in jobs:
+            found = SCENARIOS[job["scenario"]](opened, options_of(job, out))
+            (out / f"{job['name']}-{number}.json").write_text(json.dumps(found))
+
+
+def options_of(job: Found, out: Path) -> Found:
+    """Return the options of a job with those that it does not give, and set the time for answers."""
+    job_module.ANSWERS_S = job["options"].get("answers_s", job_module.ANSWERS_S)
+    paths = {"store": out / "store", "model": out / "model", "result": out / f"{job['name']}-0.json"}
+    return {"settings": {}, **{name: str(path) for name, path in paths.items()}, **job["options"]}
+
+
+def processes(job: Found) -> tuple[int, str]:
+    """Return what jobs that share processes have in common."""
+    return job["ranks"], job["name"] if job["scenario"] in APART else ""
 
 
 def main() -> None:
-    """Run all jobs, one after the other."""
-    jobs = Path(sys.argv[1])
-    out = jobs.parent
+    """Run all jobs in their order."""
+    path = Path(sys.argv[1])
+    out = path.parent
     torch.set_num_threads(1)
-    for job in json.loads(jobs.read_text()):
-        work, log_of = partial(run_rank, job, out=out), lambda number, name=job["name"]: out / f"{name}-{number}.log"
-        ended = run_ranks(job["ranks"], work, log_of)
-        (out / f"{job['name']}.json").write_text(json.dumps(ended))
+    for (ranks, _), together in groupby(json.loads(path.read_text()), key=processes):
+        jobs = list(together)
+        work = partial(run_rank, jobs, out=out)
+        ended = run_ranks(ranks, work, lambda number, name=jobs[0]["name"]: out / f"{name}-{number}.log")
+        for job in jobs:
+            (out / f"{job['name']}.json").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":

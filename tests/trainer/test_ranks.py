@@ -1,6 +1,7 @@
 """Trainers of several ranks: each world size is repeatable bit for bit, and a lost rank ends the job."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from tests.trainer import rank_driver
 from tests.trainer.conftest import tiny_model
@@ -35,55 +37,94 @@ SCORED_IN_FP32 = {
     "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 ONLINE = {"online": {"enabled": True, "simulated_weight": 0.3}}
+HALF = {"compute": "bfloat16"}
+ODD = {"vocab_size": 161, "head_dim": 10, "intermediate_size": 97}
+
+
+def laid(model: str, **settings: object) -> dict[str, object]:
+    """Return the options of a job that reads a model by rows."""
+    return {"model": f"{{root}}/{model}", "settings": settings}
+
+
 SILENT = {"answers_s": 0.2}
 """The lost rank cannot report its failure, so that the others need not wait for it."""
 JOBS = {
-    "one": (1, "trained", {}),
-    "two": (2, "trained", {}),
-    "recomputed": (2, "trained", {"settings": {"checkpoint_activations": True}}),
-    "bf16 one": (1, "trained", {"settings": {"compute": "bfloat16"}}),
-    "bf16 two": (2, "trained", {"settings": {"compute": "bfloat16"}}),
-    "bf16 kl": (3, "trained", {"settings": HALF_KL}),
-    "bf16 kl of copies": (3, "trained", {"settings": HALF_KL, "copies": True}),
-    "grpo one": (1, "trained", {"settings": KL, "groups": ["a", "b"]}),
-    "grpo three": (3, "trained", {"settings": KL, "groups": ["a", "b"]}),
-    "online one": (1, "trained", {"settings": ONLINE, "online": True}),
-    "online two": (2, "trained", {"settings": ONLINE, "online": True}),
-    "experts one": (1, "trained", {"settings": EXPERTS}),
-    "experts two": (2, "trained", {"settings": EXPERTS}),
-    "divided": (2, "trained", {"settings": DIVIDED}),
     "divided of four": (4, "trained", {"settings": DIVIDED}),
-    "experts grpo one": (1, "trained", {"settings": {**KL, **EXPERTS}, "groups": ["a", "b"]}),
     "divided grpo of four": (4, "trained", {"settings": {**KL, **DIVIDED}, "groups": ["a", "b"]}),
-    "scored bf16 two": (2, "trained", {"settings": {**EXPERTS, **SCORED}, "steps": 2}),
-    "scored bf16 divided": (2, "trained", {"settings": {**DIVIDED, **SCORED}, "steps": 2}),
-    "crowded one": (1, "trained", {"settings": {**EXPERTS, "routing": "replayed"}, "routed": [0, 1]}),
-    "crowded divided": (2, "trained", {"settings": {**DIVIDED, "routing": "replayed"}, "routed": [0, 1]}),
-    "clipped one": (1, "saved_first", {"settings": {**EXPERTS, **CLIPPED}, "store": "{root}/clipped one"}),
-    "clipped two": (2, "saved_first", {"settings": {**DIVIDED, **CLIPPED}, "store": "{root}/clipped two"}),
     "clipped four": (4, "saved_first", {"settings": {**DIVIDED, **CLIPPED}, "store": "{root}/clipped four"}),
     "divided saved": (4, "saved", {"settings": DIVIDED_TWICE, "store": "{root}/divided"}),
-    "divided saved by one": (1, "resaved", {"settings": EXPERTS, "store": "{root}/divided", "restore": 2, "save": 4}),
-    "divided saved again": (4, "resaved", {"settings": DIVIDED, "store": "{root}/divided", "restore": 4, "save": 6}),
+    "laid unevenly divided experts": (4, "laid", laid("Six", expert_parallel=2)),
+    "bf16 kl": (3, "trained", {"settings": HALF_KL, "steps": 3}),
+    "bf16 kl of copies": (3, "trained", {"settings": HALF_KL, "steps": 3, "copies": True}),
+    "grpo three": (3, "trained", {"settings": KL, "groups": ["a", "b"]}),
+    "laid odd": (3, "laid", laid("Odd")),
+    "laid on more ranks than experts": (3, "laid", laid("experts")),
+    "two": (2, "trained", {}),
+    "recomputed": (2, "trained", {"settings": {"checkpoint_activations": True}}),
+    "bf16 two": (2, "trained", {"settings": {"compute": "bfloat16"}}),
+    "online two": (2, "trained", {"settings": ONLINE, "online": True}),
+    "experts two": (2, "trained", {"settings": EXPERTS}),
+    "divided": (2, "trained", {"settings": DIVIDED}),
+    "scored bf16 two": (2, "trained", {"settings": {**EXPERTS, **SCORED}}),
+    "scored bf16 divided": (2, "trained", {"settings": {**DIVIDED, **SCORED}}),
+    "crowded divided": (2, "trained", {"settings": {**DIVIDED, "routing": "replayed"}, "routed": [0, 1]}),
+    "clipped two": (2, "saved_first", {"settings": {**DIVIDED, **CLIPPED}, "store": "{root}/clipped two"}),
     "saved": (2, "saved", {}),
-    "saved by one": (1, "resaved", {"restore": 2, "save": 4}),
-    "saved again": (2, "resaved", {"restore": 4, "save": 6}),
     "restarted": (2, "restarted", {}),
-    "blocks one": (1, "restarted", {"settings": {"serving_format": "fp8_blocks"}}),
     "blocks two": (2, "restarted", {"settings": {"serving_format": "fp8_blocks"}}),
     "blocks two of masters": (2, "restarted", {"settings": {"serving_format": "fp8_blocks", "forward": "masters"}}),
-    "rounded one": (1, "trained", {"settings": ROUNDED, "steps": 2}),
     "rounded two": (2, "trained", {"settings": {**ROUNDED, "checkpoint_activations": True}, "steps": 2}),
-    "rounded experts one": (1, "trained", {"settings": {**EXPERTS, **ROUNDED}, "steps": 2}),
     "rounded experts two": (2, "trained", {"settings": {**EXPERTS, **ROUNDED}, "steps": 2}),
     "rounded experts divided": (2, "trained", {"settings": {**DIVIDED, **ROUNDED}, "steps": 2}),
+    "laid experts": (2, "laid", laid("experts", experts="grouped_mm")),
+    "laid untied in half": (2, "laid", laid("Llama", **HALF)),
+    "laid divided experts": (2, "laid", laid("experts", expert_parallel=2, **HALF)),
+    "laid stacked in several files": (2, "laid", laid("Stacked")),
+    "laid tied, with scales over ranks": (2, "laid", laid("Qwen3", serving_format="fp8_blocks")),
+    "Granite": (2, "refused", laid("Granite")),
+    "Mistral": (2, "refused", laid("Mistral")),
+    "different": (2, "different", {}),
+    "one": (1, "trained", {}),
+    "bf16 one": (1, "trained", {"settings": {"compute": "bfloat16"}}),
+    "grpo one": (1, "trained", {"settings": KL, "groups": ["a", "b"]}),
+    "online one": (1, "trained", {"settings": ONLINE, "online": True}),
+    "experts one": (1, "trained", {"settings": EXPERTS}),
+    "experts grpo one": (1, "trained", {"settings": {**KL, **EXPERTS}, "groups": ["a", "b"]}),
+    "crowded one": (1, "trained", {"settings": {**EXPERTS, "routing": "replayed"}, "routed": [0, 1]}),
+    "clipped one": (1, "saved_first", {"settings": {**EXPERTS, **CLIPPED}, "store": "{root}/clipped one"}),
+    "divided saved by one": (1, "resaved", {"settings": EXPERTS, "store": "{root}/divided", "restore": 1, "save": 4}),
+    "saved by one": (1, "resaved", {"restore": 1, "save": 4}),
+    "blocks one": (1, "restarted", {"settings": {"serving_format": "fp8_blocks"}}),
+    "rounded one": (1, "trained", {"settings": ROUNDED, "steps": 2}),
+    "rounded experts one": (1, "trained", {"settings": {**EXPERTS, **ROUNDED}, "steps": 2}),
+    "laid one in half": (1, "laid", laid("Qwen3", **HALF)),
+    "laid experts in half": (1, "laid", laid("experts", **HALF)),
+    "saved again": (2, "resaved", {"restore": 4, "save": 6}),
+    "divided saved again": (4, "resaved", {"settings": DIVIDED, "store": "{root}/divided", "restore": 4, "save": 6}),
     "failing": (2, "failing", {"how": "raise"}),
     "killed": (2, "failing", {"how": "kill", **SILENT}),
     "hanging": (2, "failing", {"settings": {**DIVIDED, "ranks_timeout_s": 4}, "how": "hang", "within": GATE, **SILENT}),
     "killed saving": (2, "killed_saving", {"store": "{root}/store of killed", **SILENT}),
     "first killed": (3, "failing", {"how": "kill", "rank": 0}),
-    "different": (2, "different", {}),
 }
+"""Those for the same number of ranks are together, since they run in the same processes."""
+LAID = [name for name, (_, scenario, _) in JOBS.items() if scenario == "laid"]
+UNTRAINABLE = {
+    "Granite": ({"logits_scaling": 8.0}, "Granite.* cannot be trained: its logits are not the output of its"),
+    "Mistral": ({"sliding_window": 100}, "Mistral.* cannot be trained: layer 0 has a sliding window"),
+}
+
+
+def stacked(directory: Path, model: PreTrainedModel) -> None:
+    """Write a checkpoint as an anchor contains it: with the model's own names, here in two files."""
+    model.config.save_pretrained(directory)
+    tensors = {name: tensor.bfloat16().contiguous() for name, tensor in model.state_dict().items()}
+    names, places = list(tensors), {}
+    for number, own in enumerate((names[::2], names[1::2]), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in own}, directory / file)
+        places |= dict.fromkeys(own, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +138,13 @@ def out(tmp_path_factory) -> Path:
     ]
     make_model("Qwen3Moe").bfloat16().save_pretrained(root / "experts")
     make_model("Glm4Moe", **SCORED_IN_FP32).bfloat16().save_pretrained(root / "scored")
+    for family in ("Qwen3", "Llama"):
+        make_model(family).bfloat16().save_pretrained(root / family)
+    make_model("Llama", **ODD).save_pretrained(root / "Odd")
+    make_model("Qwen3Moe", num_experts=6).bfloat16().save_pretrained(root / "Six")
+    stacked(root / "Stacked", make_model("Qwen3Moe"))
+    for family, (changes, _) in UNTRAINABLE.items():
+        make_model(family, **changes).bfloat16().save_pretrained(root / family)
     (root / "jobs.json").write_text(json.dumps(jobs).replace("{root}", str(root)))
     command = [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
@@ -126,8 +174,8 @@ def differing(out: Path, one: str, other: str) -> tuple[int, int]:
 
 
 def test_a_world_size_is_repeatable(out):
-    """Also its metrics, here of the third step."""
-    assert found(out, "saved") == found(out, "two")["steps"][2]
+    """Also its metrics, here of the second step."""
+    assert found(out, "saved") == found(out, "two")["steps"][1]
     assert len(set(fingerprints(out, "two"))) == STEPS
 
 
@@ -172,7 +220,7 @@ def test_activations_that_are_computed_twice_give_the_same_bits(out):
 
 
 def test_divided_experts_are_repeatable_also_if_activations_are_computed_twice(out):
-    here, again = found(out, "divided of four")["steps"][2], found(out, "divided saved")
+    here, again = found(out, "divided of four")["steps"][1], found(out, "divided saved")
     assert here["fingerprint"] == again["fingerprint"]
     for name in ("loss", "grad_norm", "entropy"):
         assert here["metrics"][name] == again["metrics"][name], name
@@ -211,8 +259,8 @@ def test_a_checkpoint_of_divided_experts_is_read_by_one_process_and_back(out):
     """Its files are not in the order of the rows: ranks 0 to 3 hold the experts 0, 2, 1 and 3."""
     saved, one, again = (found(out, f"divided saved{by}") for by in ("", " by one", " again"))
     assert one["recorded"] == one["restored"] == again["recorded"] == again["restored"]
-    assert saved["fingerprint"] == again["fingerprint"] == fingerprints(out, "divided of four")[2]
-    states = [CheckpointStore(str(out / "divided"), "run", "main", 9).read(step)[1] for step in (2, 4, 6)]
+    assert saved["fingerprint"] == again["fingerprint"] == fingerprints(out, "divided of four")[1]
+    states = [CheckpointStore(str(out / "divided"), "run", "main", 9).read(step)[1] for step in (1, 4, 6)]
     for key, tensor in states[0].items():
         assert torch.equal(states[1][key], tensor) and torch.equal(states[2][key], tensor), key
 
@@ -226,7 +274,7 @@ def test_another_computation_dtype_gives_other_bits(out):
 def test_masters_rounded_by_the_gathering_train_like_masters_with_rounded_copies(out):
     """Also with minibatches, a reference, tokens that are scored at older weights, and ranks with unequal rows."""
     assert found(out, "bf16 kl") == found(out, "bf16 kl of copies")
-    assert len(set(fingerprints(out, "bf16 kl"))) == STEPS
+    assert len(set(fingerprints(out, "bf16 kl"))) == 3
 
 
 def test_the_hash_names_the_machine(out):
@@ -239,10 +287,10 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(out):
     """From 2 ranks to 1 to 2: weights and moments are bit-equal, and the next step equals the uninterrupted one."""
     saved, one, again = (found(out, name) for name in ("saved", "saved by one", "saved again"))
     assert one["recorded"] == one["restored"] == again["recorded"] == again["restored"]
-    assert saved["fingerprint"] == again["fingerprint"] == fingerprints(out, "two")[2]
+    assert saved["fingerprint"] == again["fingerprint"] == fingerprints(out, "two")[1]
     folder = out / "store/run/checkpoints/main"
     whole = load_file(folder / "step-00000004.safetensors")
-    for step in (2, 6):
+    for step in (1, 6):
         first, second = (load_file(folder / f"step-{step:08d}{other}.safetensors") for other in ("", ".rank-1-of-2"))
         assert first.keys() == second.keys() == whole.keys()
         for name, tensor in whole.items():
@@ -303,6 +351,23 @@ def test_ranks_with_different_settings_are_refused(out):
             "rank 1 has trainer.row_tokens 128, rank 0 has 96: start all ranks"
             in found(out, "different", rank)["error"]
         )
+
+
+@pytest.mark.parametrize("name", LAID)
+def test_rows_that_ranks_read_equal_a_whole_load_bit_for_bit(out, name):
+    ranks, _, options = JOBS[name]
+    for rank in (here := [found(out, name, rank) for rank in range(ranks)]):
+        assert (rank["differing"], rank["differing after a step"]) == ([], [])
+        assert "buffer/model.rotary_emb.inv_freq" in rank["names"]
+    tied = options["model"].endswith("Qwen3")
+    assert ("master/lm_head.weight" in here[0]["names"]) == (not tied), "tied weights are one"
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_all_ranks_refuse_a_model_that_packed_rows_compute_wrongly(out, name):
+    assert ended(out, name) == [0, 0]
+    for rank in (0, 1):
+        assert re.match(UNTRAINABLE[name][1], found(out, name, rank)["error"])
 
 
 class TwoInstallations(Ranks):

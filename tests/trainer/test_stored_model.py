@@ -1,18 +1,13 @@
-"""Models of which each rank reads only its own rows: they equal a whole load bit for bit, or are loaded whole."""
+"""Models that cannot be read by rows and are loaded whole; `test_ranks` compares those that each rank reads by rows."""
 
 import copy
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
-from tests.trainer import rank_driver
 from tests.trainer.families import make_model
 from tidemill.trainer import stored_model
 from tidemill.trainer.choices import Routing
@@ -20,79 +15,7 @@ from tidemill.trainer.model import load_model
 from tidemill.trainer.routing import RoutingReplay
 from tidemill.trainer.stored_model import NotByRowsError, StoredModel
 
-ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = "model.safetensors"
-ODD = {"vocab_size": 161, "head_dim": 10, "intermediate_size": 97}
-HALF = {"compute": "bfloat16"}
-JOBS = {
-    "experts": (2, "Qwen3Moe", {"experts": "grouped_mm"}),
-    "one in half": (1, "Qwen3", HALF),
-    "experts in half": (1, "Qwen3Moe", HALF),
-    "untied in half": (2, "Llama", HALF),
-    "odd": (3, "Odd", {}),
-    "divided experts": (2, "Qwen3Moe", {"expert_parallel": 2, **HALF}),
-    "unevenly divided experts": (4, "Six", {"expert_parallel": 2}),
-    "more ranks than experts": (3, "Qwen3Moe", {}),
-    "stacked in several files": (2, "Stacked", {}),
-    "tied, with scales over ranks": (2, "Qwen3", {"serving_format": "fp8_blocks"}),
-}
-
-UNTRAINABLE = {
-    "scaled": ("Granite", {"logits_scaling": 8.0}, "Granite.* cannot be trained: its logits are not the output of its"),
-    "windowed": ("Mistral", {"sliding_window": 100}, "Mistral.* cannot be trained: layer 0 has a sliding window"),
-}
-
-
-def stacked(directory: Path, model: PreTrainedModel) -> None:
-    """Write a checkpoint as an anchor contains it: with the model's own names, here in two files."""
-    model.config.save_pretrained(directory)
-    tensors = {name: tensor.bfloat16().contiguous() for name, tensor in model.state_dict().items()}
-    names, places = list(tensors), {}
-    for number, own in enumerate((names[::2], names[1::2]), 1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in own}, directory / file)
-        places |= dict.fromkeys(own, file)
-    (directory / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-
-
-@pytest.fixture(scope="module")
-def laid(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("laid")
-    for family in ("Qwen3", "Llama", "Qwen3Moe"):
-        make_model(family).bfloat16().save_pretrained(root / family)
-    make_model("Llama", **ODD).save_pretrained(root / "Odd")
-    make_model("Qwen3Moe", num_experts=6).bfloat16().save_pretrained(root / "Six")
-    stacked(root / "Stacked", make_model("Qwen3Moe"))
-    jobs = [
-        {"name": name, "ranks": n, "scenario": "laid", "options": {"model": str(root / model), "settings": settings}}
-        for name, (n, model, settings) in JOBS.items()
-    ]
-    for name, (family, changes, _) in UNTRAINABLE.items():
-        make_model(family, **changes).bfloat16().save_pretrained(root / family)
-        jobs.append({"name": name, "ranks": 2, "scenario": "refused", "options": {"model": str(root / family)}})
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=900)
-    return root
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_rows_that_ranks_read_equal_a_whole_load_bit_for_bit(laid, name):
-    ranks, model, _ = JOBS[name]
-    ended = json.loads((laid / f"{name}.json").read_text())
-    assert not any(ended), "".join((laid / f"{name}-{rank}.log").read_text() for rank in range(ranks))
-    found = [json.loads((laid / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
-    for rank in found:
-        assert (rank["differing"], rank["differing after a step"]) == ([], [])
-        assert "buffer/model.rotary_emb.inv_freq" in rank["names"]
-    assert ("master/lm_head.weight" in found[0]["names"]) == (model != "Qwen3"), "tied weights are one"
-
-
-@pytest.mark.parametrize("name", UNTRAINABLE)
-def test_all_ranks_refuse_a_model_that_packed_rows_compute_wrongly(laid, name):
-    assert json.loads((laid / f"{name}.json").read_text()) == [0, 0]
-    for rank in (0, 1):
-        assert re.match(UNTRAINABLE[name][2], json.loads((laid / f"{name}-{rank}.json").read_text())["error"])
 
 
 def changed(directory: Path, change) -> None:
