@@ -1,6 +1,6 @@
 """A transactional worker that is killed at a point of a transaction, or gets an error at each of several points.
 
-    python killed_worker.py FATE POINT... SETTINGS.json
+    killed_worker FATE POINT... SETTINGS.json
 
 FATE is `kill` or `fail`. A point is `before` or `after` the third call of a producer's method, counted from the
 previous point: `before:flush`.
@@ -66,7 +66,3 @@ def main() -> None:
     runner = TransactionalRunner(KafkaSettings(**sections["kafka"]), settings, stream, group_assembly(settings, stream))
     runner._producer = Doomed(runner._producer, fate, points)  # type: ignore[assignment]
     runner.serve(stop_on_signals())
-
-
-if __name__ == "__main__":
-    main()

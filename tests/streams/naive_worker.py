@@ -51,14 +51,14 @@ def naive_app(kafka: KafkaSettings, stream: StreamSettings) -> Any:
     return app
 
 
-async def main() -> None:
+def main() -> None:
     """Run until killed."""
+    asyncio.run(work())
+
+
+async def work() -> None:
     sections = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     stream = StreamSettings(**sections["stream"])
     Path(stream.data_dir).mkdir(parents=True, exist_ok=True)
     async with faust_app_running(naive_app(KafkaSettings(**sections["kafka"]), stream), stop_timeout=20):
         await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    asyncio.run(main())

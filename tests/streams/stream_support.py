@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +14,7 @@ from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 
 from tests.conftest import Kafka
 from tests.records import build
+from tests.streams import plain_worker
 from tests.waiting import until
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
@@ -78,40 +76,46 @@ def located(record: Record | None, offset: int, *, at_ms: int = 1_000, **changes
     return ConsumedRecord(**{**fields, **changes})
 
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([f"tests.streams.{name}_worker" for name in ("plain", "killed", "naive")])
+"""Workers are forked from a process that has loaded the libraries, which takes longer than most of them run."""
+
+
 @dataclass
 class StreamProcess:
     """A stream worker in a separate process."""
 
     command: list[str]
+    """The name of a module in this folder and its arguments."""
     log: Path
-    process: subprocess.Popen[bytes] | None = field(default=None)
+    process: multiprocessing.Process | None = field(default=None)
 
     def start(self) -> None:
-        """Start the worker; its output is written to `log`."""
-        with self.log.open("ab") as out:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            self.process = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+        """Start the worker; its output is appended to `log`."""
+        made = FORKS.Process(target=plain_worker.work_as, args=(self.command, str(self.log)), daemon=True)
+        made.start()
+        self.process = made
 
     def running(self) -> bool:
         """Whether the process is running."""
-        return self.process is not None and self.process.poll() is None
+        return self.process is not None and self.process.is_alive()
 
     def kill(self) -> None:
         """Send SIGKILL."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(60)
+        self.process.join(60)
 
     def stop(self, timeout_s: float = 30.0) -> int:
         """Send SIGTERM and return the exit status."""
         assert self.process is not None
         if self.running():
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+            self.process.terminate()
+        self.process.join(timeout_s)
+        if self.process.exitcode is None:
             self.kill()
-            raise
+            raise TimeoutError(f"the worker did not stop in {timeout_s:g} s")
+        return self.process.exitcode
 
 
 @contextmanager
@@ -131,12 +135,8 @@ def stream_process(
     sections["stream"].setdefault("data_dir", str(directory / "faust"))
     sections["stream"].setdefault("runner", runner.value)
     settings.write_text(json.dumps(sections), "utf-8")
-    program = [
-        *(command or [str(Path(__file__).with_name("plain_worker.py"))]),
-        str(settings),
-        *([] if command else [processor.value]),
-    ]
-    worker = StreamProcess([sys.executable, *program], directory / "log")
+    program = [*command, str(settings)] if command else ["plain_worker", str(settings), processor.value]
+    worker = StreamProcess(program, directory / "log")
     worker.start()
     try:
         yield worker

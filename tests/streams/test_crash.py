@@ -70,10 +70,9 @@ def test_killed_worker_loses_and_corrupts_nothing(kafka, topic_prefix, tmp_path:
 def test_naive_control_is_corrupted_by_the_same_kills(kafka, topic_prefix, tmp_path: Path):
     settings = fresh_topics(kafka.bootstrap, topic_prefix, 4, ASSEMBLY)
     fill(settings, duplicates=0.0)
-    naive = [str(Path(__file__).with_name("naive_worker.py"))]
     with (
         LogReader(settings, [Topic.GROUPS]) as groups,
-        stream_process(settings, tmp_path, command=naive, **STREAM) as worker,
+        stream_process(settings, tmp_path, command=["naive_worker"], **STREAM) as worker,
     ):
         found = kill_through(groups, worker, KILL_AT, KILL_AT[-1] + 200)
     corrupt = [m for m in (json.loads(f.value or b"") for f in found) if max(Counter(m).values()) > 1]

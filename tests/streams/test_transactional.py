@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
@@ -31,7 +30,7 @@ POINTS = [
     for call in ("begin_transaction", "flush", "send_offsets_to_transaction", "commit_transaction")
     for when in ("before", "after")
 ]
-DOOMED = str(Path(__file__).with_name("killed_worker.py"))
+DOOMED = "killed_worker"
 
 
 def fill(settings: KafkaSettings, groups: Sequence[int], indices: Sequence[int] = range(SIZE)) -> None:
