@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from tests.consumers import bit_flip
 from tests.records import tensor_infos
@@ -188,12 +189,13 @@ def publish(
     )  # fmt: skip
 
 
-def corrupt(log: MemoryLog, offset: int) -> None:
-    """Flip one bit of the payload of a chunk in the log and keep its digest."""
+def corrupt(log: MemoryLog, offset: int, *, sealed: bool = False) -> None:
+    """Flip one bit of the payload of a chunk in the log; keep its digest, or with `sealed` replace it too."""
     located = log.located[offset]
     payload = bytearray(located.record.payload)
     payload[len(payload) // 2] ^= 1
-    broken = replace(located.record, payload=bytes(payload))
+    digest = xxhash.xxh3_128_hexdigest(payload) if sealed else located.record.digest
+    broken = replace(located.record, payload=bytes(payload), digest=digest)
     log.located[offset] = replace(located, record=broken, value=CODEC.encode(broken))
 
 

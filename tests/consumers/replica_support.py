@@ -37,9 +37,7 @@ def base_directory(directory: Path) -> Path:
 class ArrayReplica:
     """A subscriber with an `ArrayEngine` that serves the version of an anchor."""
 
-    def __init__(
-        self, first: Manifest, chunks, directory: Path, timeout_s: float = 0.5, reason="start", pool=Pool.ALL
-    ):  # fmt: skip
+    def __init__(self, first: Manifest, chunks, directory: Path, pool=Pool.ALL):
         self.stopped = threading.Event()
         interrupt = interrupt_if(self.stopped.is_set)
         anchor = Path(first.anchor.uri)
@@ -50,10 +48,10 @@ class ArrayReplica:
         self.state.observe(first)
         status = ReplicaStatus("replica-t", "here", first.run_id, first.branch, "i", 1)
         self.ledger = Ledger(status, self._say, lambda: 0, lambda: self.state.head)
-        self.fetcher = ChunkFetcher(chunks, timeout_s, interrupt=interrupt)
+        self.fetcher = ChunkFetcher(chunks, 0.5, interrupt=interrupt)
         staging = UpdateStaging(self.fetcher.pieces, directory, interrupt=interrupt)
         self.subscriber = Subscriber(self.engine, self.state, mirror, staging, self.ledger)
-        asyncio.run(self.subscriber.begin(first, reason))
+        asyncio.run(self.subscriber.begin(first, "start"))
 
     def _say(self, record):
         (self.acks if isinstance(record, WeightAck) else self.lags).append(record)

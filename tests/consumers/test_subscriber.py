@@ -23,6 +23,7 @@ from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.staging import LONGEST_S, Backoff
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault, follow
+from tidemill.kernels.weights import delta_shard
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.wire import DeltaError
 from tidemill.schemas.catalogue import Topic
@@ -149,6 +150,44 @@ def test_a_corrupt_chunk_is_refused_before_the_engine_changes_and_healed_by_the_
     assert "re-synced from the anchor of version 4" in harness.acks[-1].reason
     assert harness.observe(harness.next()) == [(PROVED, 5, 5)]
     assert harness.engine.loads == 0 and harness.engine.holds(harness.view)
+
+
+def test_a_chunk_with_other_contents_and_their_digest_is_refused(harness):
+    manifest = harness.next(fraction=0.2)
+    driver.corrupt(harness.log, manifest.shards[0].offsets[0], sealed=True)
+    assert harness.observe(manifest) == [(REFUSED, 1, 0)] and harness.engine.holds(harness.views[0])
+    assert harness.observe(harness.next(anchor=True)) == [(ANCHORED, 2, 2)]
+
+
+def test_chunks_that_the_log_holds_twice_change_nothing(harness, monkeypatch):
+    monkeypatch.setattr(delta_shard, "CHUNK_BYTES", 256)
+    append = harness.log.append
+    monkeypatch.setattr(harness.log, "append", lambda record: [append(record), append(record)][0])
+    assert harness.observe(harness.next(fraction=0.2)) == [(PROVED, 1, 1)]
+    assert len(harness.log.located) > 4 and harness.engine.holds(harness.view)
+
+
+@pytest.mark.parametrize(("order", "wrong"), [((0, 0, 1), 1), ((1, 0, 2), 0)], ids=["a chunk twice", "another order"])
+def test_a_manifest_that_misplaces_chunks_is_refused(harness, monkeypatch, order, wrong):
+    monkeypatch.setattr(delta_shard, "CHUNK_BYTES", 256)
+    manifest = harness.next(fraction=0.2)
+    (shard,) = manifest.shards
+    moved = [*(shard.offsets[place] for place in order), *shard.offsets[3:]]
+    assert harness.observe(replace(manifest, shards=[replace(shard, offsets=moved)])) == [(REFUSED, 1, 0)]
+    assert harness.acks[-1].reason.startswith(f"chunk {wrong} of version 1")
+    assert harness.observe(harness.next(anchor=True)) == [(ANCHORED, 2, 2)] and harness.engine.holds(harness.view)
+
+
+def test_a_second_version_of_a_known_number_is_refused_and_a_later_one_of_an_older_parent_served(harness):
+    """Two trainers write a version; then the trainer goes back."""
+    for version in (1, 2):
+        assert harness.observe(harness.next()) == [(PROVED, version, version)]
+    other = driver.nudged(harness.views[1], 99)
+    assert harness.observe(driver.publish(harness.log, 2, harness.views[1], other)) == [(REFUSED, 2, 2)]
+    assert harness.acks[-1].reason.startswith("fork: version 2 was published")
+    back = driver.publish(harness.log, 3, harness.views[1], other, parent=1)
+    assert harness.observe(back) == [(ANCHORED, 3, 3)] and harness.engine.holds(other)
+    assert harness.acks[-1].reason.startswith("re-synced from the anchor of version 0 and 2 deltas")
 
 
 def test_a_backlog_with_a_corrupt_chunk_is_followed_up_to_it(harness):
