@@ -1,17 +1,8 @@
 """The expert ids that an engine reports are those of transformers, also for cached and forked prefixes."""
 
-import asyncio
-
-import numpy as np
 import pytest
 
-from tests.consumers import expert_driver
-from tests.consumers.test_replica_server import Served
 from tidemill.consumers.replica.config import refusal
-from tidemill.producers.config import RolloutSettings
-from tidemill.producers.sampling.completion import Sampling
-from tidemill.producers.sampling.replicas import open_replica_client
-from tidemill.schemas.expert_ids import unpacked_ids
 
 LAYERS, TOP_K = 2, 2
 
@@ -55,25 +46,3 @@ def test_a_dense_model_is_refused(seen):
 
 def test_vllms_own_flag_is_set_by_the_setting():
     assert "other settings of [replica]" in refusal("enable_return_routed_experts")
-
-
-def test_a_rollout_worker_reads_them_over_http(tmp_path_factory, vllm):
-    root = tmp_path_factory.mktemp("served")
-    base = expert_driver.engines.make_model(expert_driver.engines.Kind("float32", intermediate=64), root / "v0")
-    served = Served(root, base, expert_ids=True)
-    address = f"http://127.0.0.1:{served.port}"
-
-    async def two_turns():
-        async with open_replica_client(RolloutSettings(replicas=[address], expert_ids=True)) as client:
-            prompt = [(7 * i) % 190 + 5 for i in range(40)]
-            first = await client.complete(address, prompt, Sampling(6, 1.0, expert_ids_from=0))
-            asked = [*prompt, *first.token_ids, 9, 10]
-            sampling = Sampling(6, 1.0, expert_ids_from=len(asked) - 3)
-            second = await client.complete(address, asked, sampling)
-            return [*asked, *second.token_ids], [unpacked_ids(made.expert_ids) for made in (first, second)]
-
-    try:
-        tokens, parts = asyncio.run(two_turns())
-    finally:
-        served.close()
-    assert np.array_equal(np.sort(np.concatenate(parts), -1), expert_driver.chosen(base, tokens))

@@ -1,4 +1,8 @@
-"""The replica over real HTTP: versions change during requests, and each token is reported with its version."""
+"""The replica over real HTTP: versions change during requests, and each token is reported with its version.
+
+Its model has experts, and it reports them too; the replicas of test_replica_role.py and of
+tests/system/test_serving_updates.py are dense.
+"""
 
 import asyncio
 import base64
@@ -13,25 +17,29 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 
+from tests.consumers import engine_driver, expert_driver
 from tests.consumers import replica_driver as driver
 from tests.consumers.conftest import ROOT
 from tests.records import build
 from tests.waiting import until
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.rollout.policy import RolloutPolicy
-from tidemill.producers.sampling.completion import Completion
-from tidemill.producers.sampling.replicas import ReplicaIdentity
+from tidemill.producers.sampling.completion import Completion, Sampling
+from tidemill.producers.sampling.replicas import ReplicaIdentity, open_replica_client
 from tidemill.schemas.chat.format import load_chat_format
 from tidemill.schemas.chat.messages import checked_messages, checked_tools
 from tidemill.schemas.config import ChatSettings
+from tidemill.schemas.expert_ids import unpacked_ids
 from tidemill.schemas.records import AckStatus, GateDecision, GateVerdict, VersionSpan, WeightAck
 
 BODY = {"model": "tidemill", "prompt": [5, 6, 7, 8], "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
 
 SETTINGS = {
+    "expert_ids": True,
     "vllm_args": {"enable-prompt-tokens-details": True, "allowed_origins": ["http://a.test", "http://b.test"]},
     "http": {"header_timeout_s": 5},
 }
@@ -40,9 +48,9 @@ SETTINGS = {
 class Served:
     """A replica process, the log that feeds it, and its output lines."""
 
-    def __init__(self, root, base=None, **settings):
+    def __init__(self, root):
         self.root, self.version, self.log = root, 0, driver.MemoryLog()
-        self.base = base or driver.make_checkpoint(root / "v0")
+        self.base = engine_driver.make_model(engine_driver.Kind("float32", intermediate=64), root / "v0")
         self.chat = load_chat_format(str(self.base), ChatSettings())
         self.view = driver.view_of(self.base)
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -52,7 +60,7 @@ class Served:
             "manifest": driver.to_line(first),
             "port": self.port,
             "staging": str(root / "s"),
-            "settings": {**SETTINGS, **settings},
+            "settings": SETTINGS,
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.consumers.replica_driver", json.dumps(config)], cwd=ROOT,
@@ -135,6 +143,23 @@ def test_a_completion_reports_its_tokens_logprobs_and_version(served):
     version = served.http.get("/tidemill/status").json()["version"]
     assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == 8
     assert (choice["weight_versions"], choice["weight_incarnation"]) == ([[version, 0, 8]], driver.INCARNATION)
+
+
+def test_a_rollout_worker_reads_the_experts_of_transformers(served, tmp_path):
+    address = f"http://127.0.0.1:{served.port}"
+
+    async def two_turns():
+        async with open_replica_client(RolloutSettings(replicas=[address], expert_ids=True)) as client:
+            prompt = [(7 * i) % 190 + 5 for i in range(40)]
+            first = await client.complete(address, prompt, Sampling(6, 1.0, expert_ids_from=0))
+            asked = [*prompt, *first.token_ids, 9, 10]
+            sampling = Sampling(6, 1.0, expert_ids_from=len(asked) - 3)
+            second = await client.complete(address, asked, sampling)
+            return [*asked, *second.token_ids], [unpacked_ids(made.expert_ids) for made in (first, second)]
+
+    tokens, parts = asyncio.run(two_turns())
+    checkpoint = driver.save_view(served.view, served.base, tmp_path / "served")
+    assert np.array_equal(np.sort(np.concatenate(parts), -1), expert_driver.chosen(checkpoint, tokens))
 
 
 CHAT_PATH = "/v1/chat/completions"
@@ -378,7 +403,7 @@ def test_a_roll_back_reuses_no_prefix_that_newer_weights_computed(served):
 
 @pytest.mark.parametrize("bit", [0, 16], ids=["below bf16", "another bf16 value"])
 def test_one_flipped_bit_of_a_live_tensor_fails_the_next_proof_and_is_healed(served, bit):
-    served.tell(f"flip model.norm.weight 77 {bit}")
+    served.tell(f"flip model.norm.weight 33 {bit}")
     assert served.line() in ("observed", "flipped")
     served.send()
     refused, healed = served.ack(), served.ack()
