@@ -21,7 +21,6 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +44,8 @@ DELETE_SETTINGS = "mutations_sync = 2"
 """When a deletion returns, the parts with the rows have been rewritten: the rows are not just hidden."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deletion:
-    """Rows of one table to delete: a condition in SQL, with its parameters."""
-
-    table: str
-    condition: str
-    parameters: dict[str, Any] = field(default_factory=dict)
+Deletion = tuple[str, str, dict[str, Any]]
+"""Rows to delete: their table, a condition in SQL, and its parameters."""
 
 
 def of_user(request: UserRequest, database: str) -> Iterator[Deletion]:
@@ -66,9 +60,9 @@ def of_user(request: UserRequest, database: str) -> Iterator[Deletion]:
     served_to_user = f"SELECT interaction_id FROM `{database}`.`{served}` WHERE {theirs(Interaction)}"
     for record_type in (Feedback, Outcome):
         condition = f"({theirs(record_type)}) OR interaction_id IN ({served_to_user})"
-        yield Deletion(tables()[record_type].name, condition, parameters)
-    yield Deletion(tables()[DeadLetter].name, f"splitByChar('/', _key)[1] IN ({served_to_user})", parameters)
-    yield Deletion(served, theirs(Interaction), parameters)
+        yield tables()[record_type].name, condition, parameters
+    yield tables()[DeadLetter].name, f"splitByChar('/', _key)[1] IN ({served_to_user})", parameters
+    yield served, theirs(Interaction), parameters
 
 
 def of_tombstones(rows: Iterable[Row]) -> Iterator[Deletion]:
@@ -79,7 +73,7 @@ def of_tombstones(rows: Iterable[Row]) -> Iterator[Deletion]:
             # Keys are arbitrary, untrusted bytes; hexadecimal digits are safe in SQL.
             newest[row.record.topic, (row.topic, row.partition)][row.key.hex().upper()] = row.offset
     for (topic, (full, partition)), ends in newest.items():
-        yield Deletion(
+        yield (
             tables()[CATALOGUE[topic].values[0]].name,
             "_topic = %(topic)s AND _partition = %(partition)s"
             " AND _offset < transform(hex(_key), %(keys)s, %(ends)s, toInt64(-1))",
@@ -189,7 +183,7 @@ class Writer:
         if erased:
             about = "hex(splitByChar('/', _key)[1]) IN %(ids)s"
             ids = [name.hex().upper() for name in erased]
-            self._delete([Deletion(tables()[DeadLetter].name, about, {"ids": ids})])
+            self._delete([(tables()[DeadLetter].name, about, {"ids": ids})])
         moved = {p: o for p, o in next_offsets.items() if self.next_offsets.get(p) != o}
         if moved:
             topics, partitions = zip(*moved, strict=True)
@@ -211,13 +205,13 @@ class Writer:
         self._insert_arrow(GAPS, data)
 
     def _delete(self, deletions: Iterable[Deletion]) -> None:
-        for deletion in deletions:
-            table, where = f"`{self._database}`.`{deletion.table}`", deletion.condition
-            found = self._client.query(f"SELECT count() FROM {table} WHERE {where}", parameters=deletion.parameters)
+        for name, where, parameters in deletions:
+            table = f"`{self._database}`.`{name}`"
+            found = self._client.query(f"SELECT count() FROM {table} WHERE {where}", parameters=parameters)
             # A mutation rewrites parts even if it deletes nothing from them.
             if found.result_rows[0][0]:
                 statement = f"ALTER TABLE {table} DELETE WHERE {where} SETTINGS {DELETE_SETTINGS}"
-                self._client.command(statement, parameters=deletion.parameters)
+                self._client.command(statement, parameters=parameters)
 
     def _insert_arrow(self, table: str, data: pa.Table) -> None:
         settings: dict[str, Any] = {**INSERT_SETTINGS, "max_insert_block_size": max(len(data), 1)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
@@ -16,7 +15,7 @@ from tidemill.consumers.sink.columns import Column
 from tidemill.consumers.sink.query import QueryFailed
 from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.consumers.sink.tables import Table, tables
-from tidemill.consumers.view.drawn import link
+from tidemill.consumers.view.drawn import Named, link
 from tidemill.consumers.view.panels import PAGES
 from tidemill.consumers.view.site import MOST_VALUE, Site
 from tidemill.consumers.view.tables import TableRows
@@ -25,22 +24,6 @@ from tidemill.schemas.catalogue import CATALOGUE, Topic
 PART = {"String": 4_000, "Array": 200}
 """Number of characters of a text, and of elements of an array, in one part."""
 PLACE = "_topic = {topic:String} AND _partition = {partition:Int32}"
-
-
-@dataclass(frozen=True, slots=True)
-class FieldShown:
-    """One field of a record, or all fields of a list of records, side by side."""
-
-    name: str
-    kind: str
-    """ClickHouse's type."""
-    value: Any
-    """None for a list of records and for a map."""
-    address: str
-    """Address of the value's own page; empty if there is none."""
-    table: TableRows | None
-    """The elements of a list of records, or the entries of a map."""
-    parts: int
 
 
 def topic_of(name: str) -> tuple[str, Topic] | None:
@@ -83,30 +66,33 @@ def selection(table: Table, field: str, part: int) -> str:
     return ", ".join(parts)
 
 
-def fields_of(table: Table, found: TableRows, prefix: str) -> list[FieldShown]:
-    """Return the fields of a record's row: lists of records and maps as tables, other fields as single values.
+def fields_of(table: Table, found: TableRows, prefix: str) -> list[Named]:
+    """Return the fields of a record's row, all fields of a list of records side by side as one.
 
     Args:
         found: rows of `selection`.
         prefix: prefix of the record's topic; its references are to topics of the same prefix.
+
+    Returns of each field its `name`, its number of `parts`, and a `table`: the elements of a list of records, or the
+    entries of a map. For any other field the table is None, and there are its `value`, its ClickHouse type (`kind`),
+    and the `address` of the value's own page, empty if there is none.
     """
     values = dict(zip(found.columns, found.rows[0], strict=True))
     own = [column for column in table.all_columns if column.name in values]
     row, columns = [values[column.name] for column in own], tuple(column.name for column in own)
-    fields, lists = [], dict[str, list[Column]]()
+    fields, lists = list[Named](), dict[str, list[Column]]()
     for column in own:
         name, value = column.name, values[column.name]
         parts = math.ceil(int(values.get(f"#{name}") or 0) / PART.get(shape(column.type), 1))
         if "." in name:
             lists.setdefault(name.partition(".")[0], []).append(column)
         elif isinstance(value, dict):
-            entries = TableRows(
-                ("name", "value"), ("String", "Float64"), [list(entry) for entry in value.items()], False, 0
-            )
-            fields.append(FieldShown(name, column.type, None, "", entries, 1))
+            entries = TableRows(("name", "value"), ("String", "Float64"), list(map(list, value.items())))
+            fields.append({"name": name, "parts": 1, "table": entries})
         else:
             address = "" if name == "_offset" else link(name, row, columns)
-            fields.append(FieldShown(name, column.type, value, address, None, parts))
+            shown = {"kind": column.type, "value": value, "address": address}
+            fields.append({"name": name, "parts": parts, "table": None, **shown})
     for name, members in lists.items():
         parts = math.ceil(max(int(values[f"#{member.name}"]) for member in members) / PART["Array"])
         inner = tuple(member.name.partition(".")[2] for member in members)
@@ -115,8 +101,8 @@ def fields_of(table: Table, found: TableRows, prefix: str) -> list[FieldShown]:
         if "topic" in inner:
             place = inner.index("topic")
             beside[place] = [f"{prefix}{topic}" for topic in beside[place]]
-        table_of = TableRows(inner, kinds, [list(each) for each in zip(*beside, strict=True)], False, 0)
-        fields.append(FieldShown(name, "Nested", None, "", table_of, parts))
+        elements = TableRows(inner, kinds, list(map(list, zip(*beside, strict=True))))
+        fields.append({"name": name, "parts": parts, "table": elements})
     return fields
 
 

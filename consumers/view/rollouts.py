@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -56,9 +57,8 @@ def routes(site: Site) -> list[BaseRoute]:
         except (QueryFailed, ValueError) as error:
             return site.html("failed.html", panel=panel, message=str(error))
         next_place = result.rows[-1][-1] if result.rows else ""
-        shown = TableRows(
-            result.columns[:-1], result.types[:-1], [row[:-1] for row in result.rows], result.cut, result.seconds
-        )
+        own_rows = [row[:-1] for row in result.rows]
+        shown = replace(result, columns=result.columns[:-1], types=result.types[:-1], rows=own_rows)
         answer = site.html(
             "rollouts_found.html", panel=panel, result=shown, values=values, asked=own, older=next_place,
             choices=choices.rows, searches_tokens=known is not None,

@@ -42,9 +42,9 @@ class TableRows:
     types: tuple[str, ...]
     """ClickHouse types, by column."""
     rows: list[list[Any]]
-    cut: bool
+    cut: bool = False
     """Whether the engine had more rows than these."""
-    seconds: float
+    seconds: float = 0.0
     asked: float = field(default_factory=time.monotonic)
     """Time of the query, on the monotonic clock."""
 
