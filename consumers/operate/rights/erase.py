@@ -24,7 +24,6 @@ from tidemill.consumers.operate.rights.records import (
     CLIENT_ID,
     COPIED,
     SWEPT,
-    UserRecord,
     UserRecordReader,
     UserRecords,
     copy_request,
@@ -36,8 +35,9 @@ from tidemill.consumers.operate.rights.records import (
 from tidemill.consumers.sink.rows import DeadLetter, DeadLetterReader
 from tidemill.schemas.catalogue import DEAD_LETTER_RETENTION_MS, Names, Topic
 from tidemill.schemas.clock import now_us
-from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, StoreSettings
+from tidemill.schemas.log.consumed import decoded
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Claim, UserRequest, UserWish
 
@@ -147,7 +147,7 @@ def erase(
                 for _ in range(SWEEPS):
                     if not holdings.held:
                         break
-                    _sweep(producer, Names(kafka.topic_prefix), store.root, holdings.held, done)
+                    _sweep(producer, Names(kafka.topic_prefix), store.root, holdings, done)
                     survey.read_on(holdings)
             done.left = holdings.counts
     done.unreadable = holdings.unreadable
@@ -155,16 +155,16 @@ def erase(
     return done
 
 
-def _sweep(producer: RecordProducer, names: Names, root: str, held: list[UserRecord], done: Erasure) -> None:
+def _sweep(producer: RecordProducer, names: Names, root: str, holdings: UserRecords, done: Erasure) -> None:
     """Write a tombstone for each record, interactions last, and wait for the log before and after the claims."""
     for last in (False, True):
-        for one in held:
-            if (one.topic is Topic.INTERACTIONS) is last:
-                producer.send_bytes(names.of(one.topic), None, key=one.key, partition=one.partition)
-                done.tombstones[one.topic.value] = done.tombstones.get(one.topic.value, 0) + 1
+        for topic, partition, key in holdings.held:
+            if (topic is Topic.INTERACTIONS) is last:
+                producer.send_bytes(names.of(topic), None, key=key, partition=partition)
+                done.tombstones[topic.value] = done.tombstones.get(topic.value, 0) + 1
         producer.flush()
         if not last:
-            delete_claims(root, (claim for one in held for claim in one.claims), done.claims)
+            delete_claims(root, (claim for _, claims in holdings.held.values() for claim in claims), done.claims)
 
 
 def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> HeldDeadLetters:
@@ -173,12 +173,9 @@ def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> HeldDeadLetters:
     with DeadLetterReader(kafka, {}, SWEPT) as letters:
         for row in letters.read_to_end():
             assert isinstance(row.record, DeadLetter)
-            try:
-                user = user_of(codec.decode(row.record.value))
-            except DecodeError:
-                # This is the reason of most dead letters; their key may still identify the user.
-                user = None
-            if holdings.owns_key(row.key, user):
+            # Most cannot be decoded, for that is their reason; their key may still identify the user.
+            record, _ = decoded(codec, row.record.value)
+            if holdings.owns_key(row.key, user_of(record)):
                 counts[row.record.source_topic] += 1
                 newest = max(newest, row.timestamp_ms)
     return HeldDeadLetters(dict(counts), newest + DEAD_LETTER_RETENTION_MS if counts else None)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Self
 
 from tidemill.consumers.operate import Progress, no_progress
@@ -109,19 +108,6 @@ SWEPT = (Topic.INTERACTIONS, Topic.OUTCOMES, Topic.FEEDBACK)
 """The topics that hold users' data, in the order of reading."""
 
 
-@dataclass(frozen=True, slots=True)
-class UserRecord:
-    """One record of the user that readers of the log still receive."""
-
-    topic: Topic
-    partition: int
-    key: bytes
-    dated_at: int
-    """Event time, in microseconds."""
-    claims: tuple[Claim, ...]
-    """Its payloads in the object store: those of this value and of the values that it replaced."""
-
-
 Slot = tuple[Topic, int, bytes]
 """Topic, partition and key: the scope of one tombstone."""
 
@@ -129,20 +115,18 @@ Slot = tuple[Topic, int, bytes]
 class UserRecords:
     def __init__(self, user_id: str) -> None:
         self._user_id = user_id
-        self._held: dict[Slot, UserRecord] = {}
+        self.held: dict[Slot, tuple[int, tuple[Claim, ...]]] = {}
+        """The user's records that readers of the log still receive: the event time of each, in microseconds, and its
+        payloads in the object store, those of this value and of the values that it replaced."""
         self._interactions: set[str] = set()
         self.slots: set[Slot] = set()
         """Every slot that ever held a record of the user, including those with a tombstone."""
         self._unreadable: set[Position] = set()
 
     @property
-    def held(self) -> list[UserRecord]:
-        return list(self._held.values())
-
-    @property
     def counts(self) -> dict[str, int]:
         """Number of records by topic; topics without records are omitted."""
-        return dict(Counter(held.topic.value for held in self._held.values()))
+        return dict(Counter(topic.value for topic, _, _ in self.held))
 
     @property
     def interactions(self) -> int:
@@ -158,34 +142,30 @@ class UserRecords:
     @property
     def newest_at(self) -> int:
         """Event time of the newest record; -1 if there is none."""
-        return max((held.dated_at for held in self._held.values()), default=-1)
+        return max((dated_at for dated_at, _ in self.held.values()), default=-1)
 
     def observe(self, located: ConsumedRecord) -> None:
         slot = (located.topic, located.partition, located.key or b"")
         if located.value is None:
-            self._held.pop(slot, None)
+            self.held.pop(slot, None)
             return
         if located.record is None:
             self._unreadable.add(located.position)
             return
-        match located.record:
-            case Interaction(user_id=self._user_id) as record:
-                self._interactions.add(record.interaction_id)
-                dated_at = record.served_at
-            case Outcome() as record if self._is_of_user(record):
-                dated_at = record.served_at
-            case Feedback() as record if self._is_of_user(record):
-                dated_at = record.observed_at
-            case _:
+        record = located.record
+        if not isinstance(record, Interaction | Outcome | Feedback):
+            return
+        if isinstance(record, Interaction):
+            if record.user_id != self._user_id:
                 return
-        claims = self._held[slot].claims if slot in self._held else ()
+            self._interactions.add(record.interaction_id)
+        elif record.user_id != self._user_id and record.interaction_id not in self._interactions:
+            return
+        _, claims = self.held.get(slot, (0, ()))
         if isinstance(record, Interaction) and record.claim is not None:
             claims = tuple(dict.fromkeys([*claims, record.claim]))
-        self._held[slot] = UserRecord(*slot, dated_at, claims)
+        self.held[slot] = record.observed_at if isinstance(record, Feedback) else record.served_at, claims
         self.slots.add(slot)
-
-    def _is_of_user(self, record: Outcome | Feedback) -> bool:
-        return record.user_id == self._user_id or record.interaction_id in self._interactions
 
     def owns_key(self, key: bytes, user_id: str | None) -> bool:
         """Whether a dead letter with this key, or with a value of this user, is about them."""

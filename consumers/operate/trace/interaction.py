@@ -6,6 +6,7 @@ of a replayed or copied log gives the same result.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ class InteractionTrace:
         self._repeated: Counter[str] = Counter()
         self._letters: list[dict[str, Any]] = []
         self._outcomes: list[tuple[Position, Outcome]] = []
+        """In the order of their revisions."""
         self._batches: list[tuple[Position, OnlineBatch]] = []
         self._dropped: list[tuple[Position, OnlineBatch]] = []
 
@@ -68,7 +70,7 @@ class InteractionTrace:
             self._feedback.setdefault(record.event_id, (located.position, record))
         elif isinstance(record, Outcome) and record.interaction_id == self._id:
             if all(record.revision != known.revision for _, known in self._outcomes):
-                self._outcomes.append((located.position, record))
+                insort(self._outcomes, (located.position, record), key=lambda one: one[1].revision)
         elif isinstance(record, OnlineBatch) and all(record.batch_id != known.batch_id for _, known in self._batches):
             if any(member.interaction_id == self._id for member in record.members):
                 self._batches.append((located.position, record))
@@ -121,15 +123,12 @@ class InteractionTrace:
             "letters": self._letters,
             "outcomes": [
                 picked(end, END, place=place, signals={use.event_id: use.contribution for use in end.signals})
-                for place, end in self._ends()
+                for place, end in self._outcomes
             ],
             "batches": batches,
             "versions": made,
             "end": self._explain(batches, made),
         }
-
-    def _ends(self) -> list[tuple[Position, Outcome]]:
-        return sorted(self._outcomes, key=lambda one: one[1].revision)
 
     def _explain(self, batches: Sequence[dict[str, Any]], versions: Sequence[TracedVersion]) -> str:
         if versions:
@@ -151,7 +150,7 @@ class InteractionTrace:
             return f"waits for the trainer in batch {batches[-1]['batch_id']}"
         served = self._served
         if self._outcomes:
-            at, end = self._ends()[-1]
+            at, end = self._outcomes[-1]
             if end.exclusion:
                 return f"excluded: {end.exclusion}, in {at}; it is in no batch"
             # A batch counts the interactions left out of all batches by reason, without their names.
@@ -170,7 +169,7 @@ class InteractionTrace:
     def _use(self, record: Feedback, place: Position) -> str:
         if any(letter["place"] == place for letter in self._letters):
             return "refused: see the dead letters"
-        for _, end in self._ends():
+        for _, end in self._outcomes:
             for use in end.signals:
                 if use.event_id == record.event_id:
                     revision = f" of revision {end.revision}" if end.revision else ""
@@ -182,7 +181,7 @@ class InteractionTrace:
             return "not counted: given by another user than the one who was served"
         if not self._outcomes:
             return "waits for the interaction's end"
-        newest = self._ends()[-1][1]
+        newest = self._outcomes[-1][1]
         if newest.exclusion and newest.exclusion != "no_signal":
             return f"not counted: the interaction is excluded ({newest.exclusion})"
         if record.corrects is not None and record.value is None:
