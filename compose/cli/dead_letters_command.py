@@ -60,21 +60,16 @@ def list_command(
     Example: `tidemill dead-letters list --topic rollouts`
     """
     with _dead_letters(settings_of({})) as letters:
-        from tidemill.consumers.operate.replay.dead_letters import LetterCount
+        from tidemill.consumers.operate.replay.dead_letters import counts
 
-        found: dict[tuple[str, str], LetterCount] = {}
-        for letter in letters.read([topic_of(name).value for name in topic or ()]):
-            key = (letter.source[0], letter.reason)
-            if key in found:
-                found[key].add(letter)
-            else:
-                found[key] = LetterCount(letter)
+        found = counts(letters.read([topic_of(name).value for name in topic or ()]))
     from tidemill.consumers.operate.replay.selection import utc_text
 
     rows = [
-        (source, reason, of.letters, utc_text(of.oldest_ms), utc_text(of.newest_ms), sorted(of.found_by), of.example)
-        for (source, reason), of in sorted(found.items(), key=lambda item: item[1].first)
-    ]
+        (*kind, of["letters"], utc_text(of["oldest_ms"]), utc_text(of["newest_ms"]), sorted(of["found_by"]),
+         of["last"][1])
+        for kind, of in found.items()
+    ]  # fmt: skip
     if rows or as_json or as_csv:
         print_rows(SUMMARY, rows, as_json=as_json, as_csv=as_csv, formats={"letters": ","})
     else:

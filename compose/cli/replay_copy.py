@@ -25,7 +25,6 @@ from tidemill.schemas.config import KafkaSettings
 
 if TYPE_CHECKING:
     from tidemill.consumers.operate.replay.copy import Replay, ReplayOrigin
-    from tidemill.consumers.operate.replay.plan import LaneReport
     from tidemill.consumers.operate.replay.selection import Selection
 
 
@@ -283,12 +282,12 @@ def carry_out(
             again = f"continue with the same options and --resume {made['replay_id']}"
             typer.echo(f"interrupted. Copied records stay; {again}", err=True)
             raise typer.Exit(INTERRUPTED) from None
-        document |= asdict(copied)
+        document |= copied
         if manifest_file is not None:
             manifest_file.write_text(as_json_text(document) + "\n", "utf-8")
-        there = f", {copied.there:,} were there" if copied.there else ""
-        moved = f", {copied.relocated:,} with references to copies" if copied.relocated else ""
-        done = f"replay {made['replay_id']}: {copied.written:,} records copied{there}{moved}"
+        there = f", {copied['there']:,} were there" if copied["there"] else ""
+        moved = f", {copied['relocated']:,} with references to copies" if copied["relocated"] else ""
+        done = f"replay {made['replay_id']}: {copied['written']:,} records copied{there}{moved}"
     typer.echo(as_json_text(document) if as_json else done, err=as_csv)
 
 
@@ -296,20 +295,21 @@ def print_manifest(made: dict[str, Any], as_csv: bool) -> None:
     """Print one row per topic: partitions, how many of them have records, records, bytes, oldest and newest, in UTC;
     then the notes on the selection."""
     prefix: str = made["source_prefix"]
-    lanes_of: dict[str, list[LaneReport]] = {}
+    lanes_of: dict[str, list[dict[str, Any]]] = {}
     for lane in made["lanes"]:
-        lanes_of.setdefault(lane.topic.removeprefix(prefix), []).append(lane)
+        lanes_of.setdefault(lane["topic"].removeprefix(prefix), []).append(lane)
     rows = []
     for topic, lanes in lanes_of.items():
-        filled = [lane for lane in lanes if lane.records]
-        firsts, lasts = [lane.first for lane in filled if lane.first], [lane.last for lane in filled if lane.last]
-        counts = sum(lane.records for lane in lanes), sum(lane.n_bytes for lane in lanes)
-        rows.append((topic, len(lanes), len(filled), *counts, min(firsts, default=None), max(lasts, default=None)))
+        filled = [lane for lane in lanes if lane["records"]]
+        first = min((lane["first"] for lane in filled), default=None)
+        last = max((lane["last"] for lane in filled), default=None)
+        counts = sum(lane["records"] for lane in lanes), sum(lane["n_bytes"] for lane in lanes)
+        rows.append((topic, len(lanes), len(filled), *counts, first, last))
     heads = ("topic", "partitions", "filled", "records", "bytes", "first", "last")
     print_rows(heads, rows, as_csv=as_csv, formats={"records": ",", "bytes": ","})
     for field, note in NOTES.items():
         if made[field]:
             typer.echo(f"{made[field]:,} {note}", err=as_csv)
-    filled_topics = (topic for topic, lanes in lanes_of.items() if any(lane.records for lane in lanes))
+    filled_topics = (topic for topic, lanes in lanes_of.items() if any(lane["records"] for lane in lanes))
     for topic in sorted(topic for topic in filled_topics if CATALOGUE[topic_of(topic)].config == ERASABLE):
         typer.echo(f"{prefix}{topic} {ERASABLE_NOTE}", err=as_csv)

@@ -37,7 +37,6 @@ from tidemill.compose.output import print_document, print_rows
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
 from tidemill.consumers.operate.audit.audit import AuditReport
 from tidemill.consumers.operate.audit.endings import CheckResult, Finding
-from tidemill.consumers.operate.replay.plan import LaneReport
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.writer import Writer
@@ -519,7 +518,8 @@ def test_more_letters_than_memory_holds_are_not_judged(monkeypatch):
 
 
 def test_a_copy_gives_its_topics(capsysbinary):
-    lanes = [LaneReport("t.groups", n, 0, 9, n, 1500 * n, "2026-01-01", "2026-01-02", "s") for n in range(2)]
+    told = {"topic": "t.groups", "first": "2026-01-01", "last": "2026-01-02"}
+    lanes = [{**told, "partition": n, "records": n, "n_bytes": 1500 * n} for n in range(2)]
     made = {"source_prefix": "t.", "into": "new.", "lanes": lanes, "records": 1, "undecodable": 0, "missing": 0,
             "references_outside": 2}  # fmt: skip
     replay: Any = SimpleNamespace(prepare=lambda _progress: made)

@@ -24,9 +24,8 @@ import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from tidemill.consumers.operate import Progress, no_progress, watched
-from tidemill.consumers.operate.replay.copy import ReplayOrigin
-from tidemill.consumers.operate.replay.plan import LanePlan, LaneReport, Plan, lane_reports
-from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, decoded, parts, references
+from tidemill.consumers.operate.replay.plan import LanePlan, LogOrigin, Plan, lane_reports
+from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, parts, references
 from tidemill.consumers.operate.replay.selection import Selection
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import (
@@ -38,6 +37,7 @@ from tidemill.schemas.codec import (
     confluent_frame,
     recorded_schemas,
 )
+from tidemill.schemas.log.consumed import decoded
 
 FORMAT = 1
 MANIFEST = "tidemill.manifest"
@@ -79,7 +79,8 @@ class ArchiveManifest:
     selection: dict[str, Any]
     partitions: dict[str, int]
     """Number of partitions of each topic."""
-    lanes: list[LaneReport]
+    lanes: list[dict[str, Any]]
+    """As `lane_reports` returns them."""
     records: int
     sha256: str
     """Digest of all records."""
@@ -93,7 +94,7 @@ class ArchiveManifest:
 
 
 def export(
-    origin: ReplayOrigin, file: Path, codec: Codec, progress: Progress = no_progress
+    origin: LogOrigin, file: Path, codec: Codec, progress: Progress = no_progress
 ) -> tuple[ArchiveManifest, str]:
     """Write the records that an origin selects to a file, atomically: either the complete file exists or none.
 
@@ -103,7 +104,7 @@ def export(
     and the errors of `LogOrigin.plan`.
     """
     plan = origin.plan(None, progress)
-    schemas, registry_schemas, claims = _named_in(_chosen(origin, plan), codec)
+    schemas, registry_schemas, claims = _named_in((record for _, record in origin.ordered(plan)), codec)
     made = ArchiveManifest(
         format=FORMAT,
         made_at=now_us(),
@@ -121,7 +122,7 @@ def export(
     partial = file.with_name(file.name + ".partial")
 
     def rows() -> Iterator[dict[str, Any]]:
-        for record in watched(_chosen(origin, plan), plan.records, progress):
+        for _, record in watched(origin.ordered(plan), plan.records, progress):
             written.lanes[record.lane].add(record)
             yield {**asdict(record), "headers": [{"name": name, "value": value} for name, value in record.headers]}
 
@@ -188,20 +189,16 @@ class ArchiveOrigin:
                 raise ArchiveError(f"{record} is not in the archive's manifest")
             lane.add(record)
             if record.topic in REFERRING:
-                plan.referred.update(references(decoded(self._reframed(record), codec)))
+                plan.referred.update(references(decoded(codec, self._reframed(record).value)[0]))
         for report in self.manifest.lanes:
-            lane = plan.lanes[report.topic.removeprefix(self.manifest.source_prefix), report.partition]
-            if (len(lane.offsets), lane.sha256) != (report.records, report.sha256):
+            lane = plan.lanes[report["topic"].removeprefix(self.manifest.source_prefix), report["partition"]]
+            if (len(lane.offsets), lane.sha256) != (report["records"], report["sha256"]):
                 raise ArchiveError(
-                    f"{report.topic}[{report.partition}]: {len(lane.offsets)} of {report.records} records, and they "
-                    "are not those that were exported: the file is damaged or was changed"
+                    f"{report['topic']}[{report['partition']}]: {len(lane.offsets)} of {report['records']} records, "
+                    "and they are not those that were exported: the file is damaged or was changed"
                 )
         if plan.sha256() != self.manifest.sha256:
             raise ArchiveError("the records are not those that were exported: the file is damaged or was changed")
-
-
-def _chosen(origin: ReplayOrigin, plan: Plan) -> Iterator[RawRecord]:
-    return (r for _, r in origin.ordered(plan) if plan.rank((*r.lane, r.offset)) is not None)
 
 
 def _manifest_of(file: BinaryIO) -> ArchiveManifest:
@@ -218,13 +215,13 @@ def _manifest_of(file: BinaryIO) -> ArchiveManifest:
     unknown = sorted(set(tree["partitions"]) - set(RANK))
     if unknown:
         raise ArchiveError(f"the archive holds topics that this version does not know: {', '.join(unknown)}")
-    return ArchiveManifest(**{**tree, "lanes": [LaneReport(**lane) for lane in tree["lanes"]]})
+    return ArchiveManifest(**tree)
 
 
 def _empty_plan(made: ArchiveManifest) -> Plan:
     lanes = (
-        LanePlan(report.topic.removeprefix(made.source_prefix), report.partition, report.start, report.end)
-        for report in made.lanes
+        LanePlan(lane["topic"].removeprefix(made.source_prefix), lane["partition"], lane["start"], lane["end"])
+        for lane in made.lanes
     )
     return Plan(lanes, made.partitions)
 
@@ -275,7 +272,7 @@ def _named_in(records: Iterable[RawRecord], codec: Codec) -> tuple[dict[str, Any
             document = codec.registered_schema(record.value or b"")
             if document is not None:
                 registered[str(int.from_bytes(mark[1:CONFLUENT_FRAME_BYTES], "big"))] = document
-        for part in parts(decoded(record, codec)):
+        for part in parts(decoded(codec, record.value)[0]):
             if uri := getattr(part, "uri", None):
                 objects[uri] = int(getattr(part, "n_bytes", 0))
     return schemas, registered, dict(sorted(objects.items()))

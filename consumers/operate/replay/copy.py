@@ -11,53 +11,25 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import Any
 
 from confluent_kafka import KafkaError, Message
 
 from tidemill.consumers.operate import Progress, no_progress
-from tidemill.consumers.operate.replay.plan import Plan, lane_reports
-from tidemill.consumers.operate.replay.records import (
-    CLIENT_ID,
-    REFERRING,
-    Header,
-    Lane,
-    Place,
-    RawRecord,
-    decoded,
-    relocated,
-)
-from tidemill.consumers.operate.replay.selection import Selection
-from tidemill.consumers.operate.replay.target import (
-    MARKS_BYTES,
-    ReplayStart,
-    Target,
-    TargetState,
-    copy_headers,
-)
+from tidemill.consumers.operate.replay.archive import ArchiveOrigin
+from tidemill.consumers.operate.replay.plan import LogOrigin, Plan, lane_reports
+from tidemill.consumers.operate.replay.records import CLIENT_ID, REFERRING, Header, Lane, Place, RawRecord, relocated
+from tidemill.consumers.operate.replay.target import MARKS_BYTES, ReplayStart, Target, TargetState, copy_headers
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES
+from tidemill.schemas.log.consumed import decoded
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 
-
-class ReplayOrigin(Protocol):
-    """The source of a replay's records: a log, or an archive."""
-
-    prefix: str
-    """The prefix of the source topics."""
-    selection: Selection
-
-    def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
-        """Return the plan of the records to copy; `ends` is the end of each partition for a replay that continues."""
-
-    def ordered(self, plan: Plan) -> Iterable[tuple[int, RawRecord]]:
-        """Yield the records of a plan, and possibly others, in the order of a replay, with the time reached."""
-
-    def close(self) -> None:
-        """Release its resources."""
+ReplayOrigin = LogOrigin | ArchiveOrigin
+"""The source of a replay's records."""
 
 
 class Replay:
@@ -121,10 +93,10 @@ class Replay:
             "references_outside": sum(1 for _ in plan.outside()),
         }
 
-    def run(self, speed: float | None = None, progress: Progress = no_progress) -> Copied:
+    def run(self, speed: float | None = None, progress: Progress = no_progress) -> dict[str, int]:
         """Copy the planned records that are not copied yet, `speed` seconds of the log in a second (None: no pacing).
 
-        Raises the errors of `copy_records`, and ValueError if the target topics do not fit the plan.
+        Returns and raises like `copy_records`; also raises ValueError if the target topics do not fit the plan.
         """
         self._target.prepare(self.plan.partitions)
         ends = self._target.ends(self.plan.lanes)
@@ -144,16 +116,6 @@ class Replay:
 
 
 GONE = "{what} were deleted from the source during the copy, by retention or compaction"
-
-
-@dataclass(slots=True)
-class Copied:
-    written: int = 0
-    """Copies that this run wrote."""
-    there: int = 0
-    """Copies that an earlier run wrote."""
-    relocated: int = 0
-    """Copies of this run whose references were changed to point to copies."""
 
 
 def carried_on(plan: Plan, standing: TargetState) -> dict[Lane, int]:
@@ -183,13 +145,16 @@ def copy_records(
     *,
     pacer: Pacer,
     progress: Progress = no_progress,
-) -> Copied:
+) -> dict[str, int]:
     """Copy records of the source, in the order of the replay, each with the time reached; skip those not in the plan.
     When this function returns or is interrupted, all queued copies are in the log.
 
     Args:
         done: number of records of each partition that are copied already.
         base: offset of the first copy in each partition, by (topic, partition).
+
+    Returns the numbers of copies that this run wrote (`written`), that were `there`, and, of the written ones, of those
+    whose references were changed to point to copies (`relocated`).
 
     Raises DeliveryError if the log refuses a copy, ValueError if the source has lost a planned record.
     """
@@ -198,8 +163,8 @@ def copy_records(
         rank = plan.rank(place)
         return None if rank is None else base[place[:2]] + rank
 
-    total, following = plan.records, dict(done)
-    copied = Copied(there=sum(done.values()))
+    following, there = dict(done), sum(done.values())
+    total, copied, n_relocated = plan.records, there, 0
     try:
         for reached_ms, record in ordered:
             rank = plan.rank((*record.lane, record.offset))
@@ -210,25 +175,24 @@ def copy_records(
             if (wait_s := pacer.wait_s(reached_ms)) > 0:
                 time.sleep(wait_s)
             value = record.value
-            original = decoded(record, codec) if record.topic in REFERRING else None
+            original = decoded(codec, record.value)[0] if record.topic in REFERRING else None
             moved = relocated(original, copy_of)
             if moved is not original:
-                copied.relocated += 1
+                n_relocated += 1
                 value = codec.encode(moved)
-            first = copied.there + copied.written == 0
+            first = copied == 0
             writer.send_copy(record, value, copy_headers(record, source_prefix, begun, first), base[record.lane] + rank)
-            copied.written += 1
+            copied += 1
             following[record.lane] += 1
             if first:
                 # The first copy holds the `ReplayStart` for a later continuation: no other copy may be written earlier.
                 writer.flush()
-            progress(copied.there + copied.written, total)
+            progress(copied, total)
     finally:
         writer.flush()
-    left = total - copied.there - copied.written
-    if left:
-        raise ValueError(GONE.format(what=f"{left} of {total} records"))
-    return copied
+    if copied < total:
+        raise ValueError(GONE.format(what=f"{total - copied} of {total} records"))
+    return {"written": copied - there, "there": there, "relocated": n_relocated}
 
 
 def speed_of(text: str) -> float | None:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tidemill.consumers.operate import Progress, no_progress, watched
-from tidemill.consumers.operate.replay.records import RANK, Lane, LogSource, Range, RawRecord, decoded, topic_of
+from tidemill.consumers.operate.replay.records import RANK, Lane, LogSource, Range, RawRecord, topic_of
 from tidemill.consumers.operate.replay.target import header
 from tidemill.consumers.operate.rights.records import user_of
 from tidemill.consumers.sink.erasures import Erasures, erased_interactions
 from tidemill.consumers.sink.rows import dead_letter
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, Topic, is_compacted
-from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.consumed import decoded
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Feedback, Record
 
@@ -90,26 +92,26 @@ def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
     )
 
 
-class LetterCount:
-    """A count of the letters with one source topic and one reason. It keeps no letters: memory may be too small."""
+def counts(letters: Iterable[StoredLetter]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Count letters by source topic and reason, in the order of the first letter of each. Keeps no letters.
 
-    def __init__(self, first: StoredLetter) -> None:
-        self.letters = 0
-        self.oldest_ms = self.newest_ms = first.raw.timestamp_ms
-        self.found_by: set[str] = set()
-        self.first = self.last = first.order
-        self.example = first.name
-        """The name of the last letter."""
-        self.add(first)
-
-    def add(self, letter: StoredLetter) -> None:
-        self.letters += 1
-        self.oldest_ms = min(self.oldest_ms, letter.raw.timestamp_ms)
-        self.newest_ms = max(self.newest_ms, letter.raw.timestamp_ms)
-        self.found_by.add(letter.found_by)
-        self.first = min(self.first, letter.order)
-        if letter.order > self.last:
-            self.last, self.example = letter.order, letter.name
+    Returns of each their number (`letters`), the times of the oldest and the newest (`oldest_ms`, `newest_ms`), the
+    applications that wrote them (`found_by`), and the places of the `first` and of the `last`, this one with its name.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for letter in letters:
+        place, at_ms = letter.order, letter.raw.timestamp_ms
+        count = found.setdefault(
+            (letter.source[0], letter.reason),
+            {"letters": 0, "oldest_ms": at_ms, "newest_ms": at_ms, "found_by": set(), "first": place, "last": ()},
+        )
+        count["letters"] += 1
+        count["oldest_ms"] = min(count["oldest_ms"], at_ms)
+        count["newest_ms"] = max(count["newest_ms"], at_ms)
+        count["found_by"].add(letter.found_by)
+        count["first"] = min(count["first"], place)
+        count["last"] = max(count["last"], (place, letter.name))
+    return dict(sorted(found.items(), key=lambda item: item[1]["first"]))
 
 
 @dataclass(slots=True)
@@ -204,9 +206,8 @@ def judge(
 
 def readable(value: bytes | None, topic: str, codec: Codec) -> tuple[Record | None, str]:
     """Return the record that readers of a topic decode from a value, and the reason if they cannot use it."""
-    try:
-        record = codec.decode(value)
-    except DecodeError as error:
+    record, error = decoded(codec, value)
+    if record is None:
         return None, f"it cannot be read: {error}"
     if not isinstance(record, CATALOGUE[topic_of(topic)].values):
         return record, f"{type(record).__name__} is no record of {topic}"
@@ -267,7 +268,7 @@ class DeadLetters:
         bounds = {lane: self._source.bounds(lane) for lane in oldest}
         sequel = RedriveHistory({lane: bound.start for lane, bound in bounds.items()})
         for raw in self._source.scan(self._source.whole([Topic.USER_REQUESTS.value])):
-            sequel.erasures.observe(decoded(raw, self._codec))
+            sequel.erasures.observe(decoded(self._codec, raw.value)[0])
         feedback = [letter for letter in letters if letter.source[0] == Topic.FEEDBACK.value]
         judged = ((letter.key or b"", letter.source_timestamp_ms) for letter in feedback)
         sequel.erasures.interactions |= erased_interactions(self._kafka, judged, sequel.erasures)

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tidemill.consumers.operate import Progress, picked, watched
 from tidemill.consumers.operate.replay.records import (
@@ -25,7 +26,6 @@ from tidemill.consumers.operate.replay.records import (
     Place,
     Range,
     RawRecord,
-    decoded,
     references,
     topic_of,
 )
@@ -33,6 +33,7 @@ from tidemill.consumers.operate.replay.selection import Filter, Selection, utc_t
 from tidemill.schemas.catalogue import CATALOGUE, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.consumed import decoded
 from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.records import Record, StepPlan, TrainStep
 
@@ -115,34 +116,18 @@ class Plan:
         return total.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class LaneReport:
-    topic: str
-    """Full name."""
-    partition: int
-    start: int
-    end: int
-    """Offsets [start, end) were read."""
-    records: int
-    n_bytes: int
-    first: str | None
-    last: str | None
-    """Oldest and newest record time, UTC."""
-    sha256: str
-    """Digest of the selected records as they are in the source."""
-
-
-def lane_reports(plan: Plan, source_prefix: str) -> list[LaneReport]:
+def lane_reports(plan: Plan, source_prefix: str) -> list[dict[str, Any]]:
+    """Return of each partition its full `topic` and its number (`partition`); the offsets [`start`, `end`) that were
+    read; and of the selected records their number (`records`), `n_bytes`, oldest and newest time in UTC (`first`,
+    `last`), and the digest `sha256`."""
     return [
-        LaneReport(
-            **picked(
-                lane,
-                "partition start end n_bytes sha256",
-                topic=source_prefix + lane.topic,
-                records=len(lane.offsets),
-                first=None if lane.first_ms is None else utc_text(lane.first_ms),
-                last=None if lane.last_ms is None else utc_text(lane.last_ms),
-            )
+        picked(
+            lane,
+            "partition start end n_bytes sha256",
+            topic=source_prefix + lane.topic,
+            records=len(lane.offsets),
+            first=None if lane.first_ms is None else utc_text(lane.first_ms),
+            last=None if lane.last_ms is None else utc_text(lane.last_ms),
         )
         for lane in plan.lanes.values()
     ]
@@ -191,20 +176,21 @@ class LogOrigin:
         self._codec = Codec(kafka.registry_url)
 
     def ordered(self, plan: Plan) -> Iterator[tuple[int, RawRecord]]:
-        """Yield every record from the first to the last selected one of each partition."""
-        return self._source.ordered(
-            {
-                lane: Range(chosen.offsets[0], chosen.offsets[-1] + 1)
-                for lane, chosen in plan.lanes.items()
-                if chosen.offsets
-            }
-        )
+        """Yield the records of a plan in the order of a replay, with the time that the order has reached."""
+        filled = ((lane, chosen.offsets) for lane, chosen in plan.lanes.items() if chosen.offsets)
+        ranges = {lane: Range(offsets[0], offsets[-1] + 1) for lane, offsets in filled}
+        for reached_ms, record in self._source.ordered(ranges):
+            if plan.rank((*record.lane, record.offset)) is not None:
+                yield reached_ms, record
 
     def close(self) -> None:
         self._source.close()
 
     def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
-        """Turn the selection into a plan; `ends` as in `ReplayOrigin`.
+        """Turn the selection into a plan.
+
+        Args:
+            ends: the end of each partition for a replay that continues; None for a new one.
 
         Raises:
             ValueError: its expression cannot be used.
@@ -235,7 +221,7 @@ class LogOrigin:
             plan.missing.discard(place)
             if not selection.within(*place) or not selection.in_times(raw.timestamp_ms):
                 continue
-            record = decoded(raw, self._codec) if reads_all or raw.topic in REFERRING else None
+            record = decoded(self._codec, raw.value)[0] if reads_all or raw.topic in REFERRING else None
             plan.undecodable += reads_all and record is None
             named = place in places or getattr(record, "group_id", None) in selection.groups
             if (selection.names_records and not named) or (where is not None and not where.keeps(raw, record)):
@@ -297,7 +283,7 @@ class LogOrigin:
             return set()
         self._partitions(Topic.STEPS.value)
         steps = self._source.scan(self._source.whole([Topic.STEPS.value]))
-        records = (((*raw.lane, raw.offset), decoded(raw, self._codec)) for raw in steps)
+        records = (((*raw.lane, raw.offset), decoded(self._codec, raw.value)[0]) for raw in steps)
         read = places_of_steps(records, self.selection)
         by_lane: dict[Lane, list[int]] = {}
         for topic, partition, offset in read:
@@ -307,4 +293,4 @@ class LogOrigin:
             if wanted.start < self._source.bounds(of).start:
                 raise self._gone(of, f"offset {wanted.start} is no longer kept")
         found = (raw for raw in self._source.scan(ranges) if (*raw.lane, raw.offset) in read)
-        return read | {place for raw in found for place in references(decoded(raw, self._codec))}
+        return read | {place for raw in found for place in references(decoded(self._codec, raw.value)[0])}

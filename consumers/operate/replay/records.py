@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, cast
 from confluent_kafka import Message
 
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, Topic
-from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S
 from tidemill.schemas.log.reader import PartitionReader
@@ -77,14 +76,6 @@ def raw_record(message: Message, prefix: str) -> RawRecord:
         value=message.value(),
         headers=tuple(cast("list[Header]", message.headers() or [])),
     )
-
-
-def decoded(raw: RawRecord, codec: Codec) -> Record | None:
-    """Return the decoded record; None if it cannot be decoded."""
-    try:
-        return codec.decode(raw.value)
-    except DecodeError:
-        return None
 
 
 def topic_of(name: str) -> Topic:

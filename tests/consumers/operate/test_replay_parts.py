@@ -340,7 +340,7 @@ def test_copies_of_groups_refer_to_copies_of_rollouts():
     }
     log = Log()
     copied = run(plan_of(lanes), lanes, log, ReplayStart("one", 7, "what", {}), TargetState())
-    assert copied.relocated == 1
+    assert copied["relocated"] == 1
     made = Codec().decode(log.lanes["groups", 0][0].value)
     for member in made.members:
         assert Codec().decode(log.lanes["rollouts", 0][member.offset].value).rollout_id == member.rollout_id
