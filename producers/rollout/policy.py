@@ -18,7 +18,7 @@ import logging
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from tidemill.schemas.chat.messages import BadMessage, Message, Tool, Tools, che
 from tidemill.schemas.chat.template import TemplateRefused
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.expert_ids import unpacked_ids
+from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Task, Turn, rollout_id
 from tidemill.schemas.stored_object import digest
 
@@ -41,7 +42,7 @@ OVER = "the episode is over"
 CANCELLED = "a call was cancelled before it was answered"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class RecordedTurn:
     """A turn that was sampled earlier, and may answer a request with the same context."""
 
@@ -148,7 +149,7 @@ class RolloutPolicy(base.AttemptPolicy):
         """It failed because the recorded turns are of an incarnation that the replicas do not serve: it can restart."""
         self.full: Messages = ()
         """The conversation that filled the context, if any."""
-        self.conversation: Messages = ()
+        self.conversation: Messages = []
         self.posted: base.Score | None = None
         self.has_result = asyncio.Event()
 
@@ -204,24 +205,21 @@ class RolloutPolicy(base.AttemptPolicy):
             self.contexts.release(asked)
 
     def _checked(self, messages: Messages) -> list[Message]:
-        """Check messages, except those at the start that equal the last conversation. Raises BadMessage."""
-        known = 0
-        if isinstance(messages, list):
-            for message, checked in zip(messages, self.conversation, strict=False):
-                if message != checked:
-                    break
-                known += 1
-        try:
-            return [*self.conversation[:known], *checked_messages(messages[known:])]
-        except BadMessage:  # also if no message is new
-            return checked_messages(messages)
+        """Check messages, except those of the last conversation if they begin with it. Raises BadMessage."""
+        known = len(self.conversation)
+        if isinstance(messages, list) and len(messages) > known and messages[:known] == self.conversation:
+            try:
+                return [*self.conversation, *checked_messages(messages[known:])]
+            except BadMessage:  # the text must name the place in all messages
+                pass
+        return checked_messages(messages)
 
     def _ask(self, messages: Messages, tools: Tools, trained: bool) -> PendingTurn[Completion]:
         most = self._settings.max_context_tokens * self._chat.longest_token
         if len(messages[-1]["content"]) > most:
             size = len(messages[-1]["content"])
             raise self._failed(f"the last message has {size} characters, more than any context can hold")
-        if sum(len(message["content"]) for message in messages) > most:
+        if sum([len(message["content"]) for message in messages]) > most:
             raise self._no_room(messages, most, trained)
         try:
             if trained:
@@ -252,7 +250,9 @@ class RolloutPolicy(base.AttemptPolicy):
         read = self._chat.read(made.token_ids, tools, asked.context.count)
         if trained:
             self.contexts.add_turn(asked, made.token_ids, read.message, made)
-            self.conversation = [*messages, copy.deepcopy(read.message)]  # the caller may change its own copy
+            # The caller may change its own copy.
+            kept = copy.deepcopy(read.message) if "tool_calls" in read.message else dict(read.message)
+            self.conversation = [*messages, kept]
         finish = "tool_calls" if read.message.get("tool_calls") else made.finish_reason
         counts = (len(asked.ids), len(made.token_ids))
         return Reply(read.message, finish, read.malformed, counts)  # type: ignore[arg-type]  # checked: stop or length

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -19,6 +19,7 @@ import numpy as np
 
 from tidemill.schemas.chat.contexts import Context, SampledTurn
 from tidemill.schemas.expert_ids import packed_ids, unpacked_ids
+from tidemill.schemas.record_class import record
 from tidemill.schemas.records import MOST_LOGPROB, Segment, VersionSpan
 
 Token = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -35,7 +36,7 @@ class ReplicaUnavailable(RuntimeError):
     """The replica did not answer the request; another replica, or the same one later, may answer it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class Sampling:
     max_tokens: int
     temperature: float
@@ -65,7 +66,7 @@ class Sampling:
         return json.dumps(body | {name: value for name, value in optional.items() if value is not None}).encode()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True)
 class Completion:
     token_ids: list[int]
     logprobs: list[float]

@@ -15,7 +15,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Generic, TypeVar
+from operator import is_
+from typing import Generic, NamedTuple, TypeVar
 
 from tidemill.schemas.chat.format import ChatFormat
 from tidemill.schemas.chat.messages import NO_TOOLS, Identity, Message, Tools, identity
@@ -34,8 +35,7 @@ class Origin(StrEnum):
     FRESH = "fresh"
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTurn(Generic[T]):
+class SampledTurn(NamedTuple, Generic[T]):
     """A turn that was sampled in its context."""
 
     start: int
@@ -62,8 +62,7 @@ class Context(Generic[T]):
     """Number of its turns' ends that are cached."""
 
 
-@dataclass(frozen=True, slots=True)
-class _End(Generic[T]):
+class _End(NamedTuple, Generic[T]):
     """The end of a sampled turn, from which a later request may continue."""
 
     context: Context[T]
@@ -71,11 +70,11 @@ class _End(Generic[T]):
     message: Message
     length: int
     """Number of ids of the context up to this end."""
-    count: int
+    turns: int
+    """Number of the assistant's turns up to this end."""
 
 
-@dataclass(frozen=True, slots=True)
-class PendingTurn(Generic[T]):
+class PendingTurn(NamedTuple, Generic[T]):
     """A request with its context: sample after `ids`, then pass the turn to `Contexts.add_turn`."""
 
     context: Context[T]
@@ -100,6 +99,8 @@ class Contexts(Generic[T]):
         """
         self._chat, self._most, self._most_tokens = chat, most, most_tokens
         self._ends: OrderedDict[Hashable, _End[T]] = OrderedDict()
+        self._last: tuple[tuple[Message, ...], tuple[Identity, ...], list[int]] = ((), (), [])
+        """The messages of the last request, their identities, and the hashes up to each message."""
         self._tokens = 0
         """Number of tokens of the contexts with a cached end."""
         self.all: list[Context[T]] = []
@@ -112,10 +113,7 @@ class Contexts(Generic[T]):
 
         `opened`: the result of `ChatFormat.open`, if it is known.
         """
-        identities = tuple(map(identity, messages))
-        keys = [hash(tools.identity)]
-        for each in identities:
-            keys.append(hash((keys[-1], each)))
+        identities, keys = self._identified(messages, tools)
         found = self._longest(messages, identities, keys)
         if found is None:
             turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -130,7 +128,7 @@ class Contexts(Generic[T]):
         if len(shared) == found.length and not context.busy:
             context.busy = True
             return PendingTurn(context, Origin.APPEND, [*shared, *more], identities, keys[-1])
-        fork = Context[T](tools, context.head, [*shared[: found.length], *more], count=found.count, busy=True)
+        fork = Context[T](tools, context.head, [*shared[: found.length], *more], count=found.turns, busy=True)
         return PendingTurn(fork, Origin.FORK, fork.ids, identities, keys[-1])
 
     def add_turn(self, asked: PendingTurn[T], ids: Sequence[int], message: Message, made: T) -> None:
@@ -163,6 +161,22 @@ class Contexts(Generic[T]):
         end.context.ends -= 1
         if not end.context.ends:
             self._tokens -= len(end.context.ids)
+
+    def _identified(self, messages: Sequence[Message], tools: Tools) -> tuple[tuple[Identity, ...], list[int]]:
+        """Return the identity of each message, and the hash of the tools and of the messages up to each one.
+
+        Those of the last request's messages are not computed again if this request begins with the same objects.
+        """
+        before, identities, keys = self._last
+        known, begun = len(before), hash(tools.identity)
+        if not (keys and keys[0] == begun and known <= len(messages) and all(map(is_, before, messages))):
+            known, identities, keys = 0, (), [begun]
+        identities = identities + tuple(map(identity, messages[known:]))
+        keys = keys.copy()
+        for each in identities[known:]:
+            keys.append(hash((keys[-1], each)))
+        self._last = (tuple(messages), identities, keys)
+        return identities, keys
 
     def _longest(
         self, messages: Sequence[Message], identities: tuple[Identity, ...], keys: Sequence[int]

@@ -73,6 +73,8 @@ def checked_tools(given: object) -> Tools:
         return given or NO_TOOLS
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise BadMessage("`tools` must be a list")
+    if not given:
+        return NO_TOOLS
     tools = Tools(_tool(tool, f"tools[{place}]") for place, tool in enumerate(given))
     names = [tool["function"]["name"] for tool in tools]
     twice = sorted({name for name in names if names.count(name) > 1})

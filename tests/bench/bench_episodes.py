@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import resource
 import sys
 import time
@@ -43,7 +44,6 @@ from tidemill.schemas.records import VersionSpan
 IDS = CHAT.encode("ok then" + END)
 SIDE_BY_SIDE = 32
 ASK = [{"role": "system", "content": "You are helpful."}, {"role": "user", "content": "question"}]
-NEXT = {"role": "user", "content": "go on"}
 Episode = Callable[[], Awaitable[object]]
 
 
@@ -58,6 +58,11 @@ def instant(offer: Any = None) -> RolloutPolicy:
     policy = policy_of(lambda _: "", offer)
     policy.session = InstantSession(lambda _: "", CHAT._tokenizer)  # type: ignore[assignment]
     return policy
+
+
+def again(number: int) -> dict[str, str]:
+    """Return the next question, so that no cached text answers for it."""
+    return {"role": "user", "content": f"go on after {number} of {random.randrange(10**6)}"}
 
 
 def used() -> float:
@@ -84,8 +89,8 @@ async def native() -> None:
 
         async def in_process(turns: int = turns) -> None:
             policy, messages = instant(), list(ASK)
-            for _ in range(turns):
-                messages += [(await policy.chat(messages)).message, NEXT]
+            for number in range(turns):
+                messages += [(await policy.chat(messages)).message, again(number)]
 
         say("native", turns=turns, way="in process", episodes_per_s=await rate(in_process, count))
         if turns > 16:
@@ -96,10 +101,10 @@ async def native() -> None:
                 policy = instant(endpoint.open)
                 at, messages = policy.endpoint, list(ASK)
                 headers = {"authorization": f"Bearer {at.api_key}"}
-                for _ in range(turns):
+                for number in range(turns):
                     body = json.dumps({"model": "m", "messages": messages}).encode()
                     async with http.post(f"{at.base_url}/chat/completions", data=body, headers=headers) as answer:
-                        messages += [json.loads(await answer.read())["choices"][0]["message"], NEXT]
+                        messages += [json.loads(await answer.read())["choices"][0]["message"], again(number)]
                 policy.closed = True
                 endpoint.close(policy)
 

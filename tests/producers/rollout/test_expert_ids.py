@@ -138,7 +138,7 @@ def test_inconsistent_answers_leave_a_rollout_without_ids(texts):
     turn = context.turns[-1]
     ids = unpacked_ids(turn.made.expert_ids)
     for other in (ids[1:], ids[:, :1], ids.astype("<u2")):
-        context.turns[-1] = replace(turn, made=replace(turn.made, expert_ids=packed_ids(other)))
+        context.turns[-1] = turn._replace(made=replace(turn.made, expert_ids=packed_ids(other)))
         assert build_expert_ids(policy.contexts.all) == b""
 
 
