@@ -80,8 +80,9 @@ class FeedbackQueue:
         settings = producer_settings(kafka, f"tidemill-feedback-{source}")
         self._producer = Producer({**settings, **own, **kafka.client_options})
         self._process = os.getpid()
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
         """Held while the counts and failures below are read or changed."""
+        self._changed = threading.Condition(self._lock)
         self._draining = 0
         """Number of threads that wait for a change."""
         self._accepted = self._delivered = self._failed = 0
@@ -94,6 +95,8 @@ class FeedbackQueue:
         """Ended records of `deliver` with their reasons, from the poller's thread."""
         self._woken = False
         self._closed = threading.Event()
+        self._on_delivery = self._delivery
+        """One method object: librdkafka keeps the callback of each record in the queue."""
 
         def poll() -> None:
             while not self._closed.is_set():
@@ -105,7 +108,7 @@ class FeedbackQueue:
     @property
     def counts(self) -> FeedbackCounts:
         """Counts of the records so far, by their end."""
-        with self._changed:
+        with self._lock:
             return FeedbackCounts(self._accepted, self._delivered, self._failed)
 
     def put(self, record: Feedback, deadline: float, ended: Ended | None = None) -> None:
@@ -132,8 +135,8 @@ class FeedbackQueue:
         """
         self._check_usable()
         # One callback for all records is much faster; it decodes a failed record from its bytes.
-        told = self._delivery if ended is None else partial(self._told, record, ended)
-        with self._changed:
+        told = self._on_delivery if ended is None else partial(self._told, record, ended)
+        with self._lock:
             self._accepted += 1
         try:
             self._producer.produce(
@@ -257,7 +260,7 @@ class FeedbackQueue:
             return max(0, target - self._delivered - self._failed)
 
     def _raise_failures(self) -> None:
-        with self._changed:
+        with self._lock:
             failed, count = tuple(self._failures), self._unreported
             self._failures.clear()
             self._unreported = 0
@@ -273,7 +276,7 @@ class FeedbackQueue:
 
     def _delivery(self, error: KafkaError | None, message: Message) -> None:
         record = None if error is None else self._codec.decode(message.value())
-        with self._changed:
+        with self._lock:  # entering the condition would take longer
             if record is None:
                 self._delivered += 1
             else:

@@ -9,7 +9,7 @@ indistinguishable from a forged one.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import hashlib
 import hmac
 import re
@@ -21,6 +21,7 @@ from tidemill.producers.product.settings import ProductSettings
 _TOKEN_PURPOSE = b"tidemill/interaction/1\x00"
 _INTERACTION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SIGNATURE_LETTERS = 43
+_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 LONGEST_TOKEN = 64 + 1 + _SIGNATURE_LETTERS
 
 
@@ -73,7 +74,7 @@ class _Keyed:
 
 def _signature(key: _Keyed, interaction_id: str, pseudonym: str) -> bytes:
     signed = _TOKEN_PURPOSE + f"{interaction_id}\x00{pseudonym}".encode()
-    return base64.urlsafe_b64encode(key.digest(signed))[:_SIGNATURE_LETTERS]
+    return binascii.b2a_base64(key.digest(signed), newline=False).translate(_URL_SAFE)[:_SIGNATURE_LETTERS]
 
 
 _PSEUDONYM_PURPOSE = b"tidemill/pseudonym/1\x00"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, Self
 
 from confluent_kafka import KafkaError, Message, Producer
@@ -211,16 +212,25 @@ _POSITIVE = 0x7FFFFFFF
 
 def murmur2(data: bytes) -> int:
     """Return the 32-bit murmur2 hash of Kafka's clients, unsigned (Java prints the same bits signed)."""
-    length = len(data)
+    length, count = len(data), len(data) >> 2
     state = _SEED ^ length
-    whole = length & ~3
-    for (word,) in struct.iter_unpack("<I", data[:whole]):
-        mixed = word * _MULTIPLIER & _MASK
-        state = (state * _MULTIPLIER ^ (mixed ^ mixed >> 24) * _MULTIPLIER) & _MASK
+    # All words are mixed at once, each in 64 bits of one integer: a product of 32 bits has no more.
+    words, wide, low_32, low_8 = _lanes(count)
+    mixed = int.from_bytes(wide.pack(*words.unpack_from(data)), "little") * _MULTIPLIER & low_32
+    mixed = (mixed ^ mixed >> 24 & low_8) * _MULTIPLIER
+    for word in wide.unpack(mixed.to_bytes(8 * count, "little")):
+        state = (state * _MULTIPLIER ^ word) & _MASK
     if length & 3:
-        state = (state ^ int.from_bytes(data[whole:], "little")) * _MULTIPLIER & _MASK
+        state = (state ^ int.from_bytes(data[4 * count :], "little")) * _MULTIPLIER & _MASK
     state = (state ^ (state >> 13)) * _MULTIPLIER & _MASK
     return state ^ (state >> 15)
+
+
+@lru_cache(maxsize=64)
+def _lanes(count: int) -> tuple[struct.Struct, struct.Struct, int, int]:
+    """Return the layouts of `count` words of 32 and of 64 bits, and masks of the low 32 and 8 bits of the latter."""
+    ones = sum(1 << 64 * place for place in range(count))
+    return struct.Struct(f"<{count}I"), struct.Struct(f"<{count}Q"), ones * _MASK, ones * 0xFF
 
 
 def partition_of(key: str, partitions: int) -> int:
