@@ -190,38 +190,60 @@ class NumericsSettings(Section):
 
 
 class TidemillSettings(BaseSettings):
-    """The settings of all roles, in sections; the class of a section says what it sets."""
-
     model_config = SettingsConfigDict(
         env_prefix="TIDEMILL_",
         env_nested_delimiter="__",
         extra="forbid",
+        use_attribute_docstrings=True,
         hide_input_in_errors=True,
     )
 
     kafka: KafkaSettings = Field(default_factory=KafkaSettings)
+    """The connection to the log."""
     store: StoreSettings = Field(default_factory=StoreSettings)
+    """The object store for large payloads."""
     run: RunSettings = Field(default_factory=RunSettings)
+    """The training run."""
     chat: ChatSettings = Field(default_factory=ChatSettings)
+    """The conversion of conversations to tokens."""
     stack: StackSettings = Field(default_factory=StackSettings)
+    """The local Kafka."""
     corpus: CorpusSettings = Field(default_factory=CorpusSettings)
+    """The mid-training documents."""
     numerics: NumericsSettings = Field(default_factory=NumericsSettings)
+    """Arithmetic of replicas and trainer."""
     midtrain: MidtrainSettings = Field(default_factory=MidtrainSettings)
+    """Next-token training that makes the starting checkpoint."""
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    """Reinforcement learning from groups."""
     feed: FeedSettings = Field(default_factory=FeedSettings)
+    """The task feeder and its admission control."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    """Rollout workers."""
     stream: StreamSettings = Field(default_factory=StreamSettings)
+    """Stream workers, and group assembly."""
     join: JoinSettings = Field(default_factory=JoinSettings)
+    """The feedback join: from users' signals to rewards."""
     batches: BatchSettings = Field(default_factory=BatchSettings)
+    """Online batches: from rewards to the inputs of a step."""
     router: RouterSettings = Field(default_factory=RouterSettings)
+    """The OpenAI-compatible router of the product."""
     product: ProductSettings = Field(default_factory=ProductSettings)
+    """The product's keys: for the router and feedback."""
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
+    """The feedback gateway."""
     users: UsersSettings = Field(default_factory=UsersSettings)
+    """Simulated users."""
     replica: ReplicaSettings = Field(default_factory=ReplicaSettings)
+    """The vLLM replica."""
     gate: GateSettings = Field(default_factory=GateSettings)
+    """The gate, which decides which version users get."""
     sink: SinkSettings = Field(default_factory=SinkSettings)
+    """The ClickHouse sink."""
     view: ViewSettings = Field(default_factory=ViewSettings)
+    """The page that shows a run."""
     demo: DemoSettings = Field(default_factory=DemoSettings)
+    """The demonstration."""
 
     @model_validator(mode="after")
     def _numerics_of_roles(self) -> Self:

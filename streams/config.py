@@ -121,6 +121,7 @@ class BatchSettings(Section):
     """Settings of online batches: rewarded interactions of one serving version each. All times are event time."""
 
     application: Application = "online-batches"
+    """Name of the online batcher; the branch is added to it."""
 
     max_tokens: int = Field(default=16_384, ge=1)
     """A batch closes when its members have this many sampled tokens."""

@@ -165,6 +165,7 @@ class JoinSettings(Section):
     """
 
     application: Application = "feedback-join"
+    """Name of the feedback join."""
 
     map: RewardMap = Field(default_factory=RewardMap)
     """The conversion of signals into a reward."""
