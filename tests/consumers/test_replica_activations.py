@@ -58,3 +58,14 @@ def test_a_layer_that_cannot_round_is_named(seen, family):
 )
 def test_an_engine_that_cannot_round_does_not_start(seen, form, device, why):
     assert why in seen["refused"][f"{form} {device}"]
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory, vllm):
+    """The driver's results for engines of two ranks."""
+    return driven("activations_ranks_driver", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_ranks_with_parts_of_a_row_round_it_as_a_whole(divided, kind):
+    assert divided[kind][FORM] < 0.1 * divided[kind][""] and divided[kind][""] > 0.01
