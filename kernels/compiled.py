@@ -1,8 +1,8 @@
 """Compilation of loops, the types of their arrays, and functions over vectors for compiled loops.
 
 Loops are machine code without the interpreter lock, cached next to the module that defines them: they run in parallel
-in plain threads, and a second process on the same machine starts without compiling. They use integer arithmetic only:
-the results do not depend on the processor or on the order of vector lanes.
+in plain threads, and a second process on the same machine starts without compiling. They use integer arithmetic, or
+single operations that IEEE 754 defines: the results do not depend on the processor or on the order of vector lanes.
 
 Loops process elements in words: a word is 64 consecutive elements. A mask is a u8 whose bit i belongs to element i: it
 names some elements of a word. The functions over words use LLVM's vector types, which LLVM lowers to the processor's

@@ -117,8 +117,11 @@ def round_rows(rows: Tensor, form: BlockFormat) -> Tensor:
     if is_on_host(flat) and not runs_triton(flat):
         from tidemill.kernels.row_rounding import round_on_host
 
-        made = torch.from_numpy(round_on_host(flat[0].contiguous().numpy(), form))
-        return made.to(rows.dtype).view(rows.shape)
+        given, codes = flat[0].contiguous().numpy(), form.codes
+        made = round_on_host(
+            given, form.columns, form.has_outer, greatest=codes.greatest, bias=codes.bias, mantissa=codes.mantissa
+        )
+        return torch.from_numpy(made).to(rows.dtype).view(rows.shape)
     # False for NaN as well.
     have_codes = flat.abs().amax(-1, keepdim=True) <= LARGEST
     held = QuantisedTensor(form, *_encode(flat.where(have_codes, 0.0), form))

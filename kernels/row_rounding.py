@@ -8,15 +8,12 @@ a number whose unit in the last place is the distance of that type's neighbourin
 from __future__ import annotations
 
 from math import frexp
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tidemill.kernels.compiled import compiled
-
-if TYPE_CHECKING:
-    from tidemill.kernels.quantise import BlockFormat
 
 Floats = npt.NDArray[np.float32]
 _SIZE, _EXPONENT = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
@@ -72,18 +69,23 @@ def _round(
                 made[row, column] = np.copysign(size * factor, value)
 
 
-def round_on_host(rows: Floats, form: BlockFormat) -> Floats:
-    """Return rows f4[R, C] rounded to a format whose blocks are in one row; those without codes unchanged."""
-    codes, made = form.codes, np.empty_like(rows)
-    fraction, exponent = frexp(6 * 448 if form.has_outer else 448)
+def round_on_host(rows: Floats, columns: int, has_outer: bool, *, greatest: float, bias: int, mantissa: int) -> Floats:
+    """Return rows f4[R, C] rounded to a format whose blocks are `columns` of one row; those without codes unchanged.
+
+    Args:
+        has_outer: as in `quantise.BlockFormat`.
+        greatest, bias, mantissa: those of its codes, as in `quantise.MiniFloat`.
+    """
+    made = np.empty_like(rows)
+    fraction, exponent = frexp(6 * 448 if has_outer else 448)
     _round(
         rows,
         made,
-        form.columns,
-        form.has_outer,
-        np.float32(codes.greatest),
-        np.float32(2.0 ** (1 - codes.bias)),
-        np.float32(1.5 * 2.0 ** (23 - codes.mantissa)),
+        columns,
+        has_outer,
+        np.float32(greatest),
+        np.float32(2.0 ** (1 - bias)),
+        np.float32(1.5 * 2.0 ** (23 - mantissa)),
         np.int32(0x7FFFFF - int((2 * fraction - 1) * 2**23)),
         np.int32(exponent - 1),
     )
