@@ -7,6 +7,7 @@ the rounding unchanged (straight-through); those of the weights are computed fro
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -14,23 +15,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tidemill.kernels.quantise import ROW_FORMATS, BlockFormat, round_rows
+from tidemill.kernels.quantise import BlockFormat, round_rows
 from tidemill.trainer.attention import UntrainableModelError
-from tidemill.trainer.choices import Experts, Forward, ServingActivations
-from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.master import quantised_weights
+from tidemill.trainer.choices import Experts
 
 
-def quantise_activations(model: PreTrainedModel, settings: TrainerSettings) -> None:
-    """Make `model` round its activations as the settings say; call it once, after the model was checked and sharded.
+def quantise_activations(model: PreTrainedModel, quantised: Collection[str], form: BlockFormat) -> None:
+    """Make `model` round its activations to `form`; call it once, after the model was checked and sharded.
 
-    With `trainer.forward` masters nothing is rounded. Raises UntrainableModelError if the model has experts whose
-    second product cannot be reached.
+    Args:
+        quantised: names of the weights whose inputs are rounded (`master.quantised_weights`).
+
+    Raises UntrainableModelError if the model has experts whose second product cannot be reached.
     """
-    if settings.serving_activations is ServingActivations.NONE or settings.forward is Forward.MASTERS:
-        return
-    rounding = InputRounding(ROW_FORMATS[settings.serving_activations.value])
-    for prefix in sorted({name.rpartition(".")[0] for name in quantised_weights(model)}):
+    rounding = InputRounding(form)
+    for prefix in sorted({name.rpartition(".")[0] for name in quantised}):
         layer = model.get_submodule(prefix)
         if not isinstance(layer, nn.Linear):
             _round_inner_rows(prefix, layer, rounding)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tidemill.kernels.quantise import ROW_FORMATS
 from tidemill.kernels.weights.ranks import Ranks
 from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.records import LagCount
@@ -29,7 +30,7 @@ from tidemill.trainer import metrics
 from tidemill.trainer.activations import quantise_activations
 from tidemill.trainer.advantages import Rewards, batch_advantages, penalise, raw
 from tidemill.trainer.batch import InvalidRoutingError, PackedRow, Trajectory, pack
-from tidemill.trainer.choices import Routing, ServingFormat
+from tidemill.trainer.choices import Forward, Routing, ServingActivations, ServingFormat
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import bounded, correction_weights, sequence_sum
 from tidemill.trainer.job import (
@@ -43,7 +44,7 @@ from tidemill.trainer.job import (
     machine_of,
     make_deterministic,
 )
-from tidemill.trainer.master import MasterWeights, OlderWeights, round_as_policy
+from tidemill.trainer.master import MasterWeights, OlderWeights, quantised_weights, round_as_policy
 from tidemill.trainer.mismatch import TrainedTokens, farthest, trained_tokens
 from tidemill.trainer.model import use_packed_attention
 from tidemill.trainer.model_size import ModelSize, UnknownModelError, size_of
@@ -174,8 +175,10 @@ class Learner:
         if reference is not None:
             # Otherwise the rounding error would separate the policy from its reference before any step.
             round_as_policy(reference, settings.serving_format, settings.forward)
-        for network in networks:
-            quantise_activations(network, settings)
+        if settings.serving_activations is not ServingActivations.NONE and settings.forward is Forward.MATCHED:
+            for network in networks:
+                form = ROW_FORMATS[settings.serving_activations.value]
+                quantise_activations(network, quantised_weights(network), form)
         self.model = model
         self.masters = MasterWeights(
             model,

@@ -134,8 +134,9 @@ def rounded_activations(
 
     `plain` contains the samples of the engines without them, whose checkpoints are in `root`.
     """
+    from tidemill.kernels.quantise import ROW_FORMATS
     from tidemill.trainer.activations import quantise_activations
-    from tidemill.trainer.config import TrainerSettings
+    from tidemill.trainer.master import quantised_weights
     from tidemill.trainer.model import use_packed_attention
 
     for form in (form for form in options.formats if form in ACTIVATIONS):
@@ -146,8 +147,8 @@ def rounded_activations(
             for trainer in seen:
                 model = held_in(options.model, form)
                 use_packed_attention(model)
-                settings = TrainerSettings(serving_format=form, serving_activations=trainer)
-                quantise_activations(model, settings)
+                if trainer != "none":
+                    quantise_activations(model, quantised_weights(model), ROW_FORMATS[trainer])
                 for served, (sequences, _) in seen.items():
                     apart = apart_from(sequences, model)
                     say("precision.activations", seed=seed, format=form, served=served, engine=engine, trainer=trainer,

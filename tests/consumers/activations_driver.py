@@ -47,14 +47,16 @@ def rounded_layers(engine: engines.InProcess) -> list[str]:
 
 def logprobs(directory: Path, activations: str, row: Any) -> np.ndarray:
     """Return the trainer's logprobs of the sampled tokens of a row."""
+    from tidemill.kernels.quantise import ROW_FORMATS
     from tidemill.trainer.activations import quantise_activations
-    from tidemill.trainer.config import TrainerSettings
+    from tidemill.trainer.master import quantised_weights
     from tidemill.trainer.model import load_model, use_packed_attention
     from tidemill.trainer.policy import frozen_logprobs
 
     model = load_model(str(directory)).eval()
     use_packed_attention(model)
-    quantise_activations(model, TrainerSettings(serving_format=FORM, serving_activations=activations or "none"))
+    if activations:
+        quantise_activations(model, quantised_weights(model), ROW_FORMATS[activations])
     return frozen_logprobs(model, row).double().numpy()
 
 

@@ -38,7 +38,7 @@ def same_weights(one: Learner, other: Learner) -> bool:
 @pytest.mark.parametrize("form", ROW_FORMATS)
 def test_the_inputs_of_quantised_linear_weights_are_rounded_and_no_others(form):
     model, seen = tiny_model(), {}
-    quantise_activations(model, TrainerSettings(serving_format="mxfp8", serving_activations=form))
+    quantise_activations(model, quantised_weights(model), ROW_FORMATS[form])
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             # After the hook that rounds: it gets what the layer gets.
@@ -90,7 +90,7 @@ def test_shared_prefixes_change_a_logprob_by_no_more_than_codes_do():
 @torch.no_grad()
 def test_both_inputs_of_experts_are_rounded(experts):
     model = make_model("Qwen3Moe", experts_implementation=experts)
-    quantise_activations(model, TrainerSettings(**ROUNDED))
+    quantise_activations(model, quantised_weights(model), NVFP4)
     layer = model.model.layers[0].mlp.experts
     rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     ids, scores = torch.tensor([[0, 1], [1, 2], [3, 0], [2, 1], [1, 3], [0, 2]]), torch.full((6, 2), 0.5)
