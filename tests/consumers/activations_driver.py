@@ -1,15 +1,9 @@
 """Engines whose version names a format of activations, and the trainer's logprobs of the tokens that they sample.
-
-    python -m tests.consumers.activations_driver DIR [FAMILY...]     prints the results as one JSON line
-
-It is a separate process because vLLM reads its environment at import.
-"""
+`drivers.py` runs it."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,13 +135,6 @@ def compare(family: str, root: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """See the module's docstring."""
-    root, *chosen = sys.argv[1:]
-    engines.prepare()
-    found = {family: compare(family, Path(root)) for family in chosen or FAMILIES}
-    print(json.dumps({**found, "refused": refused()}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def drive(root: Path) -> dict[str, Any]:
+    """Return the results for each family, and the errors of engines that cannot round."""
+    return {**{family: compare(family, root) for family in FAMILIES}, "refused": refused()}

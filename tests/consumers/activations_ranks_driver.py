@@ -1,15 +1,13 @@
 """Engines of two ranks that round activations, and the trainer's logprobs of the tokens that they sample.
 
-    python -m tests.consumers.activations_ranks_driver DIR       prints the mean absolute differences as one JSON line
-    python -m tests.consumers.activations_ranks_driver DIR make  only writes the checkpoints
+    python -m tests.consumers.activations_ranks_driver DIR     writes the checkpoints
 
-Checkpoints are written by another process: a process that has computed must not fork an engine.
+`drivers.py` runs the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -79,18 +77,14 @@ def compare(root: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def main() -> None:
-    """See the module's docstring."""
-    root = Path(sys.argv[1])
-    engines.prepare()
-    if sys.argv[2:]:
-        for name, kind in KINDS.items():
-            (root / name).mkdir()
-            write(root / name, kind)
-        return
-    subprocess.run([sys.executable, "-m", "tests.consumers.activations_ranks_driver", str(root), "make"], check=True)
-    print(json.dumps(compare(root)), flush=True)
+def drive(root: Path) -> dict[str, dict[str, float]]:
+    """Return the mean absolute differences for each kind of model, whose checkpoints another process writes: an engine
+    of several ranks forks, which is safe only before this process computes."""
+    subprocess.run([sys.executable, "-m", "tests.consumers.activations_ranks_driver", str(root)], check=True)
+    return compare(root)
 
 
 if __name__ == "__main__":
-    main()
+    for name, kind in KINDS.items():
+        (Path(sys.argv[1]) / name).mkdir()
+        write(Path(sys.argv[1]) / name, kind)

@@ -37,7 +37,7 @@ def base_directory(directory: Path) -> Path:
 class ArrayReplica:
     """A subscriber with an `ArrayEngine` that serves the version of an anchor."""
 
-    def __init__(self, first: Manifest, chunks, directory: Path, pool=Pool.ALL):
+    def __init__(self, first: Manifest, chunks, directory: Path, pool=Pool.ALL, timeout_s: float = 0.5):
         self.stopped = threading.Event()
         interrupt = interrupt_if(self.stopped.is_set)
         anchor = Path(first.anchor.uri)
@@ -48,7 +48,7 @@ class ArrayReplica:
         self.state.observe(first)
         status = ReplicaStatus("replica-t", "here", first.run_id, first.branch, "i", 1)
         self.ledger = Ledger(status, self._say, lambda: 0, lambda: self.state.head)
-        self.fetcher = ChunkFetcher(chunks, 0.5, interrupt=interrupt)
+        self.fetcher = ChunkFetcher(chunks, timeout_s, interrupt=interrupt)
         staging = UpdateStaging(self.fetcher.pieces, directory, interrupt=interrupt)
         self.subscriber = Subscriber(self.engine, self.state, mirror, staging, self.ledger)
         asyncio.run(self.subscriber.begin(first, "start"))

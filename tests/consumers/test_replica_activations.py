@@ -3,7 +3,6 @@
 import pytest
 
 from tests.consumers.activations_driver import ENGINES, FAMILIES, FORM
-from tests.consumers.replica_support import driven
 from tests.trainer.families import make_model
 from tidemill.trainer.master import quantised_weights
 
@@ -11,9 +10,9 @@ INVARIANT = f"{FORM} invariant"
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory, vllm):
+def seen(driven):
     """The driver's results for a dense model and a mixture of experts."""
-    return driven("activations_driver", tmp_path_factory.mktemp("activations"))
+    return driven("activations_driver")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,9 +60,9 @@ def test_an_engine_that_cannot_round_does_not_start(seen, form, device, why):
 
 
 @pytest.fixture(scope="module")
-def divided(tmp_path_factory, vllm):
+def divided(driven):
     """The driver's results for engines of two ranks."""
-    return driven("activations_ranks_driver", tmp_path_factory.mktemp("ranks"))
+    return driven("activations_ranks_driver")
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
