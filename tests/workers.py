@@ -28,7 +28,7 @@ from xdist.workermanage import WorkerController
 from tests.brokers import directory_of_brokers
 from tests.fast_lane import is_left_out
 
-DRIVERS = ("engine", "expert_ids", "invariance", "ranks")
+DRIVERS = ("activations", "engine", "expert_ids", "invariance", "ranks")
 UNITS = {
     "finished": tuple(f"tests/system/test_{name}.py" for name in ("chaos", "demo", "real_time", "replay")),
     "driven": tuple(f"tests/consumers/test_replica_{name}.py" for name in DRIVERS),
