@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 from collections.abc import Callable
@@ -132,6 +133,7 @@ def test_a_breakpoint_shows_the_data_of_a_step(trained, tmp_path):
 
     (third,) = made(trained.replay(), 3, 3, halt=write)
     (folder,) = folders
+    third.outcome.metrics["not finite"] = math.nan
     write_metrics(folder, third)
     assert json.loads((folder / "step.json").read_text())["step"] == 3
     groups = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
@@ -140,6 +142,7 @@ def test_a_breakpoint_shows_the_data_of_a_step(trained, tmp_path):
     assert len(segment["token_ids"]) == len(segment["logprobs"]) == len(segment["loss_mask"]) > 0
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["recorded"]["fingerprint"] == metrics["replayed"]["fingerprint"] == third.fingerprint
+    assert metrics["replayed"]["not finite"] is None, "a NaN is no JSON"
     model = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.bfloat16)
     stored = load_file(folder / "weights" / "model.safetensors")
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in stored.items())

@@ -8,12 +8,13 @@ requested steps. It publishes nothing and writes nothing to the log.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+import msgspec
 
 from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
@@ -173,7 +174,7 @@ def write_halt(root: Path, halt: Halt) -> Path:
         }
         for group in halt.batch.groups
     ]
-    (folder / "groups.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
+    (folder / "groups.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(lines))
     if (online := halt.batch.online) is not None:
         members = [_trajectory(interaction) for interaction in online.interactions]
         _write_json(folder / "online.json", {**dataclasses.asdict(online.batch), "interactions": members})
@@ -204,4 +205,5 @@ def _trajectory(sampled: Rollout | Interaction) -> dict[str, Any]:
 
 
 def _write_json(path: Path, document: object) -> None:
-    path.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+    """Write a document; JSON has no NaN and no infinity, which become null."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
