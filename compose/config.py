@@ -194,7 +194,6 @@ class TidemillSettings(BaseSettings):
         env_prefix="TIDEMILL_",
         env_nested_delimiter="__",
         extra="forbid",
-        use_attribute_docstrings=True,
         hide_input_in_errors=True,
     )
 

@@ -18,7 +18,7 @@ HELD_OUT_ONE_IN = 8
 class Section(BaseModel):
     """Base class of all settings sections: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class KafkaSettings(Section):

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tidemill.compose.cli.env_policies import EndpointModel, LocalModel
 from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.options import key_values
 from tidemill.compose.output import CsvOption, JsonOption, harmless, json_values, print_rows
@@ -148,6 +147,8 @@ async def try_environment(
 
     Example: `tidemill env try ledger --model smollm2 --n 2`
     """
+    from tidemill.compose.cli.env_policies import EndpointModel, LocalModel
+
     if (model is None) == (endpoint is None):
         raise typer.BadParameter("give one of --model and --endpoint")
     sampler: EndpointModel | LocalModel

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import quantiles
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import aiohttp
 import typer
 
 from tidemill.compose.output import CsvOption, JsonOption, print_rows, working
+
+if TYPE_CHECKING:
+    import aiohttp
 
 tune_app = typer.Typer(no_args_is_help=True, help="Find settings by measuring.")
 
@@ -122,6 +124,8 @@ class LoadLevel:
 
 def client(api_key: str | None, timeout_s: float) -> aiohttp.ClientSession:
     """Return a client that opens one connection per request, and waits `timeout_s` for an answer."""
+    import aiohttp
+
     # Otherwise the answers of a router would be learnt from.
     headers = {"x-tidemill-consent": "no"}
     if api_key:
@@ -191,6 +195,8 @@ def enough(levels: Sequence[LoadLevel], gain: float) -> LoadLevel | None:
 async def _exchange(
     session: aiohttp.ClientSession, method: str, url: str, body: Mapping[str, Any] | None
 ) -> dict[str, Any]:
+    import aiohttp
+
     try:
         async with session.request(method, url, json=body) as reply:
             text = await reply.text()

@@ -15,7 +15,6 @@ import typer
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.demo.people import UserActivity, questions
-from tidemill.compose.demo.users import run
 from tidemill.compose.options import SettingsOf, begin_role, with_reachable_log, with_settings
 from tidemill.compose.output import JsonOption, json_values, print_document, utc, working
 from tidemill.consumers.operate.rights.records import checked_pseudonym, choose
@@ -185,6 +184,8 @@ def simulate(
 
     Example: `tidemill users simulate --router http://127.0.0.1:8200 --measure 200 --json`
     """
+    from tidemill.compose.demo.users import run
+
     settings = begin_role(settings_of, users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
     asked = questions(settings.users, held_out_only=measure is not None, one_in=settings.run.held_out_one_in)
 
