@@ -36,24 +36,22 @@ class ToolBox:
         For a turn without calls, there are no messages and the number is 0.
         """
         messages: list[Message] = []
-        faults = 0
+        failed = len(reply.malformed)
         for call in reply.message.get("tool_calls") or ():
-            said, fault = self._execute(call["function"]["name"], call["function"]["arguments"])
-            messages.append({"role": "tool", "content": said, "tool_call_id": call["id"]})
-            faults += fault
-        return messages + unreadable(reply), faults + len(reply.malformed)
-
-    def _execute(self, name: str, arguments: str) -> tuple[str, bool]:
-        function = self._functions.get(name)
-        if function is None:
-            return f"error: there is no tool {name[:64]!r}; there are {', '.join(self._functions)}", True
-        try:
-            given = _ARGUMENTS.validate_json(arguments)
-            return str(function(**given)), False
-        except ValidationError as error:
-            return f"error: {faults(error, 'arguments', most=3)}", True
-        except Exception as error:  # noqa: BLE001 - any error of a tool is an answer to the model
-            return f"error: {type(error).__name__}: {error}", True
+            name, said, fault = call["function"]["name"], "", ""
+            try:
+                if name in self._functions:
+                    said = str(self._functions[name](**_ARGUMENTS.validate_json(call["function"]["arguments"])))
+                else:
+                    fault = f"there is no tool {name[:64]!r}; there are {', '.join(self._functions)}"
+            except ValidationError as error:
+                fault = faults(error, "arguments", most=3)
+            except Exception as error:  # noqa: BLE001 - any error of a tool is an answer to the model
+                fault = f"{type(error).__name__}: {error}"
+            failed += bool(fault)
+            content = f"error: {fault}" if fault else said
+            messages.append({"role": "tool", "content": content, "tool_call_id": call["id"]})
+        return messages + unreadable(reply), failed
 
 
 def unreadable(reply: Reply) -> list[Message]:
