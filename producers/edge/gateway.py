@@ -202,17 +202,10 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(request.app.state.metrics), media_type=CONTENT_TYPE_LATEST)
 
 
-class CountedRequests:
-    """ASGI middleware that counts each answer of the application."""
+def counted_requests(app: ASGIApp) -> ASGIApp:
+    """Return an ASGI application that counts each answer of `app`."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
+    async def counting(scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 # The route's own path, not the path of the request, which the client chooses.
@@ -221,7 +214,9 @@ class CountedRequests:
                 metrics.requests.labels(route, str(message["status"])).inc()
             await send(message)
 
-        await self._app(scope, receive, counted)
+        await app(scope, receive, counted if scope["type"] == "http" else send)
+
+    return counting
 
 
 def application(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> FastAPI:
@@ -269,7 +264,7 @@ def application(kafka: KafkaSettings, product: ProductSettings, settings: Gatewa
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     app.state.settings = settings
     app.include_router(_routes)
-    app.add_middleware(CountedRequests)
+    app.add_middleware(counted_requests)
     for kind in (events.Problem, HTTPException, Exception):
         app.add_exception_handler(kind, events.answer)
     return app

@@ -24,7 +24,7 @@ from starlette.types import Send
 
 from tidemill.producers.config import LogFailure, OtherSampling, RouterSettings
 from tidemill.producers.edge.completion_request import CollectedChoice, CompletionRequest, Refusal, sampling_of, shown
-from tidemill.producers.edge.routing import ArmAssignment, NoReplicaAvailable
+from tidemill.producers.edge.routing import NoReplicaAvailable
 from tidemill.producers.outbox import Outbox, SegmentClaims
 from tidemill.producers.sampling.completion import BadResponse, ReplicaUnavailable
 from tidemill.producers.sampling.replicas import ReplicaIdentity, RequestRefused
@@ -105,8 +105,10 @@ class RequestHandler:
         self._id = uuid.uuid4().hex
         self._user = router.pseudonyms.of(ask.user)
         unit = self._user or ask.session_id or self._id
-        canary = router.canary.assign(unit, router.settings.experiment_salt)
-        self._lot = canary if router.settings.pools.canary else ArmAssignment(Arm.STABLE, 1.0)
+        self._assigned, self._propensity = Arm.STABLE, 1.0
+        """The user's arm, and the probability with which it was chosen."""
+        if router.settings.pools.canary:
+            self._assigned, self._propensity = router.canary.assign(unit, router.settings.experiment_salt)
         self._token = router.signer.sign(self._id, self._user)
         self._turn: ChatTurn | None = None
         self._collected = CollectedChoice()
@@ -228,8 +230,8 @@ class RequestHandler:
             branch=self._router.run.branch,
             user_id=self._user,
             session_id=self._ask.session_id,
-            arm=(self._lot.arm if self._lot.arm is self._arm else Arm.FALLBACK).value,
-            propensity=self._lot.propensity,
+            arm=(self._arm if self._arm is self._assigned else Arm.FALLBACK).value,
+            propensity=self._propensity,
             consent=self._consent,
             segments=[segment],
             claim=None,
@@ -265,7 +267,7 @@ class RequestHandler:
 
     async def _ask_replicas(self, body: bytes, stack: AsyncExitStack) -> AsyncIterator[dict[str, Any]]:
         """Return the answer of the first replica that begins one: of the user's arm, then of the stable pool."""
-        self._arm = self._lot.arm
+        self._arm = self._assigned
         while True:
             try:
                 answer = self._router.replicas.ask(self._arm, body, stream=self._ask.stream)

@@ -14,7 +14,6 @@ import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -34,12 +33,6 @@ from tidemill.schemas.records import CANARY_SHARE, Arm, GateDecision, GateVerdic
 
 MODELS_PATH = "/v1/models"
 _ABORTED = ("abort", "error")
-
-
-@dataclass(frozen=True, slots=True)
-class ArmAssignment:
-    arm: Arm
-    propensity: float
 
 
 class CanaryShare:
@@ -65,16 +58,16 @@ class CanaryShare:
             return f"a canary needs {wanted}, not {decision.version} and {said:g}"
         return objection
 
-    def assign(self, unit: str, salt: str) -> ArmAssignment:
-        """Return the arm of a unit that keeps its arm: a pseudonym; without one, a conversation or a single request.
+    def assign(self, unit: str, salt: str) -> tuple[Arm, float]:
+        """Return the arm of a unit that keeps its arm, and its propensity.
 
-        `salt` is the experiment's.
+        A unit is a pseudonym; without one, a conversation or a single request. `salt` is the experiment's.
         """
         digest = hashlib.sha256(f"{salt}\x00{self.version}\x00{unit}".encode()).digest()
         drawn = int.from_bytes(digest[:7]) / 2**56  # uniform in [0, 1)
         if drawn < self.share:
-            return ArmAssignment(Arm.CANARY, self.share)
-        return ArmAssignment(Arm.STABLE, 1.0 - self.share)
+            return Arm.CANARY, self.share
+        return Arm.STABLE, 1.0 - self.share
 
 
 class NoReplicaAvailable(ReplicaUnavailable):

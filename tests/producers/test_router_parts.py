@@ -27,7 +27,7 @@ def after(*decisions) -> CanaryShare:
 
 
 def arms(canary: CanaryShare, count: int = 4000, salt: str = "s") -> list[Arm]:
-    return [canary.assign(f"user {number}", salt).arm for number in range(count)]
+    return [canary.assign(f"user {number}", salt)[0] for number in range(count)]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
@@ -35,7 +35,7 @@ def test_the_share_of_the_users_is_in_the_canary_arm_and_stays_there(share):
     canary = after(decision("canary", 7, share))
     found = arms(canary)
     assert abs(found.count(Arm.CANARY) / 4000 - share) < 0.02 and found == arms(canary)
-    assert {canary.assign(f"user {n}", "s").propensity for n in range(50)} <= {share, 1 - share}
+    assert {canary.assign(f"user {n}", "s")[1] for n in range(50)} <= {share, 1 - share}
 
 
 def test_a_larger_share_keeps_the_users_and_another_candidate_draws_others():
