@@ -93,17 +93,6 @@ def _row(pieces: Sequence[Sequence[int]]) -> DocumentRow:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class MidtrainResult:
-    """A trained model with its tokenizer and the losses of all steps."""
-
-    model: PreTrainedModel
-    tokenizer: Tokenizer
-    losses: list[float]
-    """Mean negative log-likelihood of a token, in nats, one for each step."""
-    tokens: int
-
-
 def run(kafka: KafkaSettings, run: RunSettings, settings: MidtrainSettings, chat: ChatSettings) -> None:
     """Read the documents, train, and write the checkpoint to `settings.output`.
 
@@ -111,22 +100,22 @@ def run(kafka: KafkaSettings, run: RunSettings, settings: MidtrainSettings, chat
     """
     texts, until = read_corpus(kafka, settings)
     _log.info("%d documents to train on", len(texts))
-    result = midtrain(texts, settings, run.seed)
+    model, tokenizer, losses, tokens = midtrain(texts, settings, run.seed)
     # Everything that is needed to make the checkpoint again, and the result.
     record = {
         "seed": run.seed,
         "settings": settings.model_dump(mode="json"),
         "until": until,
         "documents": len(texts),
-        "tokens": result.tokens,
-        "first_loss": result.losses[0],
-        "last_loss": result.losses[-1],
+        "tokens": tokens,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
     }
     template = chat_template_source("", {}, chat.model_copy(update={"template": chat.template or CHATML}))
     save_checkpoint(
         settings.output,
-        result.model,
-        result.tokenizer,
+        model,
+        tokenizer,
         settings.tokenizer.special_tokens[-1],
         template,
         files={RECORD_FILE: json.dumps(record, indent=2) + "\n"},
@@ -165,8 +154,14 @@ def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> tuple[list[
     return texts, until
 
 
-def midtrain(texts: Sequence[str], settings: MidtrainSettings, seed: int) -> MidtrainResult:
-    """Train a tokenizer, then a model from random weights. Deterministic in its arguments; sets torch's threads."""
+def midtrain(
+    texts: Sequence[str], settings: MidtrainSettings, seed: int
+) -> tuple[PreTrainedModel, Tokenizer, list[float], int]:
+    """Train a tokenizer, then a model from random weights. Deterministic in its arguments; sets torch's threads.
+
+    Returns the model, the tokenizer, the mean negative log-likelihood of a token in nats for each step, and the number
+    of tokens of all steps.
+    """
     torch.set_num_threads(settings.threads)
     tokenizer = train_tokenizer(texts[: settings.tokenizer.training_documents], settings.tokenizer)
     model = build_model(settings.model, tokenizer, settings.tokenizer.special_tokens[-1], seed)
@@ -192,7 +187,7 @@ def midtrain(texts: Sequence[str], settings: MidtrainSettings, seed: int) -> Mid
                 "seconds": round(time.monotonic() - began, 4),
             }
             _log.info("midtrain %s", json.dumps(progress))
-    return MidtrainResult(model, tokenizer, losses, tokens)
+    return model, tokenizer, losses, tokens
 
 
 def learning_rate(step: int, settings: MidtrainSettings) -> float:

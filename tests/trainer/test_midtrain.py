@@ -18,7 +18,6 @@ from tidemill.schemas.config import ChatSettings, RunSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.trainer.midtrain import (
     DocumentRow,
-    MidtrainResult,
     epochs,
     learning_rate,
     loss_of,
@@ -46,8 +45,8 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 9), max_size=30), min_size=1, max_s
 
 
 @pytest.fixture(scope="module")
-def trained() -> MidtrainResult:
-    """The result with seed 1."""
+def trained():
+    """The model, tokenizer, losses and number of tokens with seed 1."""
     return midtrain(TEXTS, TINY, 1)
 
 
@@ -79,7 +78,7 @@ def test_documents_without_a_token_to_predict_are_refused():
 
 
 def test_a_document_is_not_influenced_by_its_neighbours_in_the_row(trained):
-    model = build_model(TINY.model, trained.tokenizer, "<|im_end|>", 0)
+    model = build_model(TINY.model, trained[1], "<|im_end|>", 0)
     use_packed_attention(model)
     (first,) = islice(epochs([[5, 6, 7, 8]], 16, 0), 1)
     alone = loss_of(model, first)
@@ -102,7 +101,7 @@ def test_orthogonal_keeps_directions_and_evens_out_sizes(rows, columns, seed):
 
 
 def test_every_parameter_has_an_optimizer_and_muon_has_only_matrices(trained):
-    model = trained.model
+    model = trained[0]
     inner, outer = split_parameters(model)
     assert {id(p) for p in inner} | {id(p) for p in outer} == {id(p) for p in model.parameters()}
     assert len(inner) == 2 * 7 and all(parameter.ndim == 2 for parameter in inner)
@@ -119,17 +118,18 @@ def test_the_learning_rate_warms_up_and_decays():
 
 def test_training_lowers_the_loss_and_is_deterministic(trained, caplog):
     with caplog.at_level("INFO"):
-        second = midtrain(TEXTS, TINY, 1)
+        again, _, repeated, tokens = midtrain(TEXTS, TINY, 1)
     told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("midtrain ")]
     reports = [json.loads(line.removeprefix("midtrain ")) for line in told]
-    other = midtrain(TEXTS, TINY.model_copy(update={"steps": 1}), 2)
-    assert trained.losses[-1] < 0.85 * trained.losses[0]
-    assert trained.losses == second.losses and trained.losses[0] != other.losses[0]
-    again = dict(second.model.named_parameters())
-    assert all(torch.equal(p, again[name]) for name, p in trained.model.named_parameters())
+    other = midtrain(TEXTS, TINY.model_copy(update={"steps": 1}), 2)[2]
+    model, _, losses, _ = trained
+    assert losses[-1] < 0.85 * losses[0]
+    assert losses == repeated and losses[0] != other[0]
+    same = dict(again.named_parameters())
+    assert all(torch.equal(p, same[name]) for name, p in model.named_parameters())
     assert [report["step"] for report in reports] == [8, 16, 24, 30]
-    assert reports[-1]["tokens"] == second.tokens
-    assert reports[-1]["loss"] == pytest.approx(sum(second.losses[-8:]) / 8, abs=1e-4)
+    assert reports[-1]["tokens"] == tokens
+    assert reports[-1]["loss"] == pytest.approx(sum(repeated[-8:]) / 8, abs=1e-4)
 
 
 def test_the_role_reads_a_log_and_writes_a_checkpoint(kafka, trained, tmp_path):
@@ -147,15 +147,15 @@ def test_the_role_reads_a_log_and_writes_a_checkpoint(kafka, trained, tmp_path):
     assert record["documents"] == 120
     assert sum(record["until"].values()) == 241
     assert record["last_loss"] < record["first_loss"]
-    assert_like_a_direct_run(tmp_path / "model", trained)
+    assert_like_a_direct_run(tmp_path / "model", *trained[:2])
     assert_poison_is_a_dead_letter(log)
     assert_older_ends_give_the_older_corpus(log, record)
 
 
-def assert_like_a_direct_run(directory, direct):
+def assert_like_a_direct_run(directory, model, tokenizer):
     opened = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).named_parameters())
-    assert all(torch.equal(p.bfloat16().float(), opened[name]) for name, p in direct.model.named_parameters())
-    assert AutoTokenizer.from_pretrained(directory).get_vocab() == direct.tokenizer.get_vocab()
+    assert all(torch.equal(p.bfloat16().float(), opened[name]) for name, p in model.named_parameters())
+    assert AutoTokenizer.from_pretrained(directory).get_vocab() == tokenizer.get_vocab()
 
 
 def assert_poison_is_a_dead_letter(log):
