@@ -11,7 +11,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Group, Interaction, OnlineBatch, StepInput, StepPlan, TrainStep
+from tidemill.schemas.records import Group, Interaction, OnlineBatch, StepPlan, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.log_input import CLIENT, ReferenceLog, RolloutLog, trainable
@@ -78,10 +78,9 @@ class RecordedInputs(ExitStack):
             for place in record.inputs
             if place.topic == Topic.GROUPS
         ]
-        online = [self._online(place, record) for place in record.inputs if place.topic == Topic.ONLINE_BATCHES]
-        return StepBatch(groups, record.exclusions, online[0] if online else None)
-
-    def _online(self, place: StepInput, record: DecidedStep) -> TrainableBatch:
+        place = next((place for place in record.inputs if place.topic == Topic.ONLINE_BATCHES), None)
+        if place is None:
+            return StepBatch(groups, record.exclusions)
         batch = self._batches.at(place)
         members = repeated(batch, record)
         found = self._interactions.fetch(members)
@@ -94,7 +93,8 @@ class RecordedInputs(ExitStack):
                 "passed. The step's weights stay in the weight log; to train on, begin a run from a version's anchor"
             )
         excluded = tuple(entry for entry in record.exclusions if entry.topic == Topic.INTERACTIONS)
-        return TrainableBatch(place, batch, tuple(members), whole, excluded)
+        online = TrainableBatch(place, batch, tuple(members), whole, excluded)
+        return StepBatch(groups, record.exclusions, online)
 
 
 @dataclass(frozen=True, slots=True)

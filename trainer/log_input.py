@@ -207,27 +207,25 @@ class LogInput(ExitStack):
         if not self._undecided:
             self._undecided.extend(self._groups.poll(timeout_s, self._producer))
         while self._undecided and not self._builder.full:
-            self._decide(self._undecided.popleft(), version)
+            read = self._undecided.popleft()
+            if not self._builder.wants(read, version):
+                continue
+            try:
+                found = trainable(read, self._rollouts, self._vocab_size, self._routed)
+            except MissingRolloutError:
+                reason = Exclusion.MISSING_ROLLOUT
+            except InvalidRoutingError as error:
+                _log.warning("group %s is not trained: %s", read.record.group_id, error)
+                reason = Exclusion.INVALID_ROUTING
+            except InvalidRolloutError:
+                reason = Exclusion.INVALID_ROLLOUT
+            else:
+                self._builder.accept(found)
+                continue
+            self._builder.exclude(read.place, reason, len(read.record.members))
         if (missed := self._builder.missed(version)) and time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + REMINDED_S
             _log.warning("the next step waits for groups: %s", missed)
-
-    def _decide(self, read: Reference[Group], version: int) -> None:
-        if not self._builder.wants(read, version):
-            return
-        try:
-            found = trainable(read, self._rollouts, self._vocab_size, self._routed)
-        except MissingRolloutError:
-            reason = Exclusion.MISSING_ROLLOUT
-        except InvalidRoutingError as error:
-            _log.warning("group %s is not trained: %s", read.record.group_id, error)
-            reason = Exclusion.INVALID_ROUTING
-        except InvalidRolloutError:
-            reason = Exclusion.INVALID_ROLLOUT
-        else:
-            self._builder.accept(found)
-            return
-        self._builder.exclude(read.place, reason, len(read.record.members))
 
 
 def trainable(

@@ -81,7 +81,17 @@ class MasterWeights:
 
     def update(self, learning_rate: float) -> float:
         """Apply the gradients of the parameters, clear them and round; return the gradient norm before clipping."""
-        norm = self._gradient_norm()
+        # Divided experts have other dimensions of ranks than the rest, so their gradients have a norm of their own.
+        found: dict[DeviceMesh | None, list[Tensor]] = {}
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+                found.setdefault(mesh, []).append(parameter.grad)
+        norms = []
+        for gradients in found.values():
+            own = torch.nn.utils.get_total_norm(gradients, error_if_nonfinite=True, foreach=False)
+            norms.append(own.full_tensor() if isinstance(own, DTensor) else own)
+        norm = torch.stack(norms).norm() if len(norms) > 1 else norms[0]
         for name, parameter in self._parameters.items():
             self._masters[name].grad = None if parameter.grad is None else own_part(parameter.grad)
             parameter.grad = None
@@ -94,19 +104,6 @@ class MasterWeights:
         self._optimizer.zero_grad(set_to_none=True)
         self._round()
         return float(norm)
-
-    def _gradient_norm(self) -> Tensor:
-        """Return the norm of all gradients; those of divided experts have other dimensions of ranks than the rest."""
-        found: dict[DeviceMesh | None, list[Tensor]] = {}
-        for parameter in self._parameters.values():
-            if parameter.grad is not None:
-                mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-                found.setdefault(mesh, []).append(parameter.grad)
-        norms = []
-        for gradients in found.values():
-            norm = torch.nn.utils.get_total_norm(gradients, error_if_nonfinite=True, foreach=False)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        return torch.stack(norms).norm() if len(norms) > 1 else norms[0]
 
     def state(self) -> dict[str, Tensor]:
         """Return masters, moments and update counts under `kind/name` keys: everything that `load` needs."""
