@@ -88,15 +88,11 @@ def _between(begin: str, end: str) -> Pieces:
     return pieces
 
 
-def _after(marker: str) -> Pieces:
-    """Return a function that yields the body from a marker to the end of the turn, including the marker."""
-
-    def pieces(text: str) -> Iterator[tuple[int, int, str]]:
-        start = text.find(marker)
-        if start >= 0:
-            yield start, len(text), text[start:]
-
-    return pieces
+def _from_marker(text: str) -> Iterator[tuple[int, int, str]]:
+    """Yield the body from Mistral's first marker to the end of the turn, including the marker."""
+    start = text.find("[TOOL_CALLS]")
+    if start >= 0:
+        yield start, len(text), text[start:]
 
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -256,7 +252,7 @@ GRAMMARS = (
     CallGrammar(
         "mistral",
         "[TOOL_CALLS]",
-        _after("[TOOL_CALLS]"),
+        _from_marker,
         _mistral_calls,
         frozenset({"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}),
     ),

@@ -75,12 +75,28 @@ def checked_tools(given: object) -> Tools:
         raise BadMessage("`tools` must be a list")
     if not given:
         return NO_TOOLS
-    tools = Tools(_tool(tool, f"tools[{place}]") for place, tool in enumerate(given))
+    tools: list[Tool] = []
+    for number, tool in enumerate(given):
+        place, function = f"tools[{number}].function", tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise BadMessage(f'tools[{number}] must be {{"type": "function", "function": {{…}}}}')
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+            raise BadMessage(f"{place}.name must be 1 to 64 letters, digits or `_.-`")
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise BadMessage(f"{place}.parameters must be a JSON schema")
+        description = _text(function.get("description") or "", f"{place}.description")
+        # A copy: later changes by the caller do not affect the checked tools.
+        schema = json.loads(_json(parameters or {"type": "object", "properties": {}}, f"{place}.parameters"))
+        if _is_deeper(schema, MOST_LEVELS):
+            raise BadMessage(f"{place}.parameters has more than {MOST_LEVELS} levels")
+        checked = {"name": name, "description": description, "parameters": schema}
+        tools.append({"type": "function", "function": checked})
     names = [tool["function"]["name"] for tool in tools]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise BadMessage(f"`tools` names {twice[0]!r} twice")
-    return tools
+    return Tools(tools)
 
 
 def identity(message: Message) -> Identity:
@@ -115,7 +131,14 @@ def _message(given: object) -> Message:
     role = _NEWER_ROLES.get(role, role) if isinstance(role, str) else None
     if role not in ROLES:
         raise BadMessage(f".role must be one of {', '.join(ROLES)}")
-    message: dict[str, Any] = {"role": role, "content": _text(_joined(content), ".content")}
+    if content is not None and not isinstance(content, str):
+        if not isinstance(content, Sequence):
+            raise BadMessage(".content must be a text or a list of text parts")
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise BadMessage(".content contains a part that is not text: this model reads only text")
+        content = "".join(part["text"] for part in content)
+    message: dict[str, Any] = {"role": role, "content": _text(content or "", ".content")}
     if role == "assistant":
         if isinstance(given.get("reasoning_content"), str):
             message["reasoning_content"] = _text(given["reasoning_content"], ".reasoning_content")
@@ -131,18 +154,6 @@ def _message(given: object) -> Message:
     return message
 
 
-def _joined(content: object) -> object:
-    """Return content as one text; it may be a list of text parts, or missing."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, Sequence):
-        raise BadMessage(".content must be a text or a list of text parts")
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadMessage(".content contains a part that is not text: this model reads only text")
-    return "".join(part["text"] for part in content)
-
-
 def _call(given: object, place: str) -> dict[str, Any]:
     function = given.get("function") if _is_object(given) else None
     if not _is_object(given) or not _is_object(function):
@@ -155,23 +166,6 @@ def _call(given: object, place: str) -> dict[str, Any]:
         "arguments": _text(arguments, f"{place}.function.arguments"),
     }
     return {"id": _text(identifier, f"{place}.id"), "type": "function", "function": shown}
-
-
-def _tool(given: object, place: str) -> Tool:
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise BadMessage(f'{place} must be {{"type": "function", "function": {{…}}}}')
-    name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-        raise BadMessage(f"{place}.function.name must be 1 to 64 letters, digits or `_.-`")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise BadMessage(f"{place}.function.parameters must be a JSON schema")
-    description = _text(function.get("description") or "", f"{place}.function.description")
-    # A copy: later changes by the caller do not affect the checked tools.
-    schema = json.loads(_json(parameters or {"type": "object", "properties": {}}, f"{place}.function.parameters"))
-    if _is_deeper(schema, MOST_LEVELS):
-        raise BadMessage(f"{place}.function.parameters has more than {MOST_LEVELS} levels")
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
 def _is_deeper(value: object, levels: int) -> bool:
