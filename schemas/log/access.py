@@ -82,29 +82,25 @@ def security_of(kafka: KafkaSettings) -> Security:
         user=options.get("sasl.username", ""),
         password=SecretStr(options.get("sasl.password", "")),
     )
-    if found.sasl:
-        _require_user(found)
+    if found.sasl and not found.mechanism:
+        raise SecurityError(
+            f"kafka.client_options: security.protocol is {protocol}, so sasl.mechanism has to be set, for instance to "
+            f"{WITH_PASSWORD[-1]}"
+        )
+    if found.sasl and found.mechanism in WITH_PASSWORD:
+        given = {"sasl.username": found.user, "sasl.password": found.password.get_secret_value()}
+        missing = [option for option, value in given.items() if not value]
+        if missing:
+            raise SecurityError(
+                f"kafka.client_options: sasl.mechanism is {found.mechanism}, so {' and '.join(missing)} has to be set. "
+                "Give a password in the environment: TIDEMILL_KAFKA__CLIENT_OPTIONS="
+                """'{"sasl.password": "..."}' adds it to what the configuration file says"""
+            )
     if found.encrypted:
         for option, path in zip(FILES, (found.ca, found.certificate, found.key), strict=True):
             if path and not Path(path).exists():
                 raise SecurityError(f"kafka.client_options: {option} names {path}, which does not exist")
     return found
-
-
-def _require_user(found: Security) -> None:
-    if not found.mechanism:
-        raise SecurityError(
-            f"kafka.client_options: security.protocol is {found.protocol}, so sasl.mechanism has to be set, for "
-            f"instance to {WITH_PASSWORD[-1]}"
-        )
-    given = {"sasl.username": found.user, "sasl.password": found.password.get_secret_value()}
-    missing = [option for option, value in given.items() if not value]
-    if found.mechanism in WITH_PASSWORD and missing:
-        raise SecurityError(
-            f"kafka.client_options: sasl.mechanism is {found.mechanism}, so {' and '.join(missing)} has to be set. "
-            "Give a password in the environment: TIDEMILL_KAFKA__CLIENT_OPTIONS="
-            """'{"sasl.password": "..."}' adds it to what the configuration file says"""
-        )
 
 
 DEADLINE_S = 5.0
