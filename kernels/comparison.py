@@ -23,7 +23,7 @@ import zstandard
 
 from tidemill.kernels.block import CodecSettings
 from tidemill.kernels.bounds import NOTHING, DeltaBounds, DeltaCounts
-from tidemill.kernels.compiled import Bits, Indices
+from tidemill.kernels.compiled import Bits
 from tidemill.kernels.delta import StreamWriter, apply_change, decode_blocks, resolve_all
 from tidemill.kernels.elements import TensorChange, element_type, flat_bits
 from tidemill.kernels.encoder import DeltaEncoder, Encoded
@@ -53,7 +53,7 @@ def encode_gap_value(old_bits: Bits, new_bits: Bits) -> bytes:
     """Encode the gap of unchanged elements before each changed one (two bytes, with an escape), and the new pattern."""
     indices = np.flatnonzero(old_bits != new_bits)
     # Two-byte gaps; a longer gap is written as escapes and its remainder.
-    counts = _gaps(indices)
+    counts = np.diff(indices, prepend=-1) - 1
     escapes = counts // ESCAPE
     gaps = np.full(counts.size + int(escapes.sum()), ESCAPE, "<u2")
     gaps[np.cumsum(escapes + 1) - 1] = counts % ESCAPE
@@ -72,7 +72,7 @@ def decode_gap_value(data: bytes, old_bits: Bits) -> Bits:
 def encode_gap_xor(old_bits: Bits, new_bits: Bits) -> bytes:
     """Encode the gap of unchanged elements before each changed one (two or four bytes), and old XOR new."""
     indices = np.flatnonzero(old_bits != new_bits)
-    gaps = _gaps(indices)
+    gaps = np.diff(indices, prepend=-1) - 1
     wide = bool(gaps.size and gaps.max() > ESCAPE)
     packed = gaps.astype("<u4" if wide else "<u2")
     return bytes([wide]) + _compress(_counted(packed) + (old_bits[indices] ^ new_bits[indices]).tobytes())
@@ -84,10 +84,6 @@ def decode_gap_xor(data: bytes, old_bits: Bits) -> Bits:
     new_bits = old_bits.copy()
     new_bits[np.cumsum(gaps.astype(np.int64) + 1) - 1] ^= np.frombuffer(changes, old_bits.dtype)
     return new_bits
-
-
-def _gaps(indices: Indices) -> Indices:
-    return np.diff(indices, prepend=-1) - 1
 
 
 def _counted(values: npt.NDArray[Any]) -> bytes:

@@ -154,9 +154,19 @@ class AgentEndpoint:
         calling = guest.policy.chat(wanted.messages, tools=wanted.tools, max_tokens=wanted.max_tokens)
         reply = await self._reply(guest, calling)
         head = (f"chatcmpl-{next(self._numbers)}", model, int(time.time()))
-        if stream:
-            return _events(head, reply, options.get("include_usage") is True)
-        return _json(whole_answer(*head, reply.message, reply.finish, reply.tokens))
+        if not stream:
+            return _json(whole_answer(*head, reply.message, reply.finish, reply.tokens))
+        # The events start when the turn is complete, so that a failure has a status.
+        deltas: list[Mapping[str, Any]] = [{"role": "assistant", "content": ""}]
+        for name in ("reasoning_content", "content"):
+            if reply.message.get(name):
+                deltas.append({name: reply.message[name]})
+        deltas += [{"tool_calls": [call]} for call in call_deltas(reply.message)]
+        told = [*(chunk(*head, delta) for delta in deltas), chunk(*head, {}, reply.finish)]
+        if options.get("include_usage") is True:
+            told.append({**chunk(*head, {}), "choices": [], "usage": usage(*reply.tokens)})
+        events = "".join([*(f"data: {json.dumps(each)}\n\n" for each in told), "data: [DONE]\n\n"]).encode()
+        return web.Response(body=events, content_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def _reply(self, guest: _RolloutSession, calling: Awaitable[Reply]) -> Reply:
         turn = asyncio.ensure_future(calling)
@@ -205,20 +215,3 @@ def _error(status: int, message: str, code: str | None = None) -> web.Response:
     error = {"message": message, "type": kind, "param": named[1] if named else None, "code": code}
     # A repeated request gets the same answer, but the openai client tries three times by default.
     return _json({"error": error}, status, {"x-should-retry": "false"})
-
-
-def _events(head: tuple[str, str, int], reply: Reply, with_usage: bool) -> web.Response:
-    """Return a turn as server-sent events. They start when the turn is complete, so that a failure has a status."""
-    message = reply.message
-    deltas: list[Mapping[str, Any]] = [{"role": "assistant", "content": ""}]
-    if message.get("reasoning_content"):
-        deltas.append({"reasoning_content": message["reasoning_content"]})
-    if message["content"]:
-        deltas.append({"content": message["content"]})
-    deltas += [{"tool_calls": [call]} for call in call_deltas(message)]
-    told = [*(chunk(*head, delta) for delta in deltas), chunk(*head, {}, reply.finish)]
-    if with_usage:
-        told.append({**chunk(*head, {}), "choices": [], "usage": usage(*reply.tokens)})
-    lines = [f"data: {json.dumps(each)}\n\n" for each in told]
-    body = "".join([*lines, "data: [DONE]\n\n"]).encode()
-    return web.Response(body=body, content_type="text/event-stream", headers={"cache-control": "no-store"})
