@@ -32,7 +32,16 @@ def quantise_activations(model: PreTrainedModel, quantised: Collection[str], for
     for prefix in sorted({name.rpartition(".")[0] for name in quantised}):
         layer = model.get_submodule(prefix)
         if not isinstance(layer, nn.Linear):
-            _round_inner_rows(prefix, layer, rounding)
+            # The input of the second product of stacked experts is the result of their gate, a method of transformers.
+            gate, config = getattr(layer, "_apply_gate", None), getattr(layer, "config", None)
+            used = getattr(config, "_experts_implementation", None)
+            if gate is None or not getattr(layer, "has_gate", False) or used not in (Experts.GROUPED, Experts.BATCHED):
+                raise UntrainableModelError(
+                    f"trainer.serving_activations: the experts {prefix} ({type(layer).__name__}, computed by {used}) "
+                    f"do not show the input of their second product; set trainer.experts to {Experts.GROUPED} or "
+                    f"{Experts.BATCHED}, or trainer.serving_activations to none"
+                )
+            layer._apply_gate = partial(_rounded_gate, gate, rounding)
         layer.register_forward_pre_hook(rounding.before)
 
 
@@ -66,19 +75,6 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(_context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
         return gradient, None
-
-
-def _round_inner_rows(prefix: str, experts: nn.Module, rounding: InputRounding) -> None:
-    """Round the input of the second product of stacked experts: the result of their gate, a method of transformers."""
-    gate, config = getattr(experts, "_apply_gate", None), getattr(experts, "config", None)
-    used = getattr(config, "_experts_implementation", None)
-    if gate is None or not getattr(experts, "has_gate", False) or used not in (Experts.GROUPED, Experts.BATCHED):
-        raise UntrainableModelError(
-            f"trainer.serving_activations: the experts {prefix} ({type(experts).__name__}, computed by {used}) do not "
-            f"show the input of their second product; set trainer.experts to {Experts.GROUPED} or {Experts.BATCHED}, "
-            "or trainer.serving_activations to none"
-        )
-    experts._apply_gate = partial(_rounded_gate, gate, rounding)  # type: ignore[assignment]
 
 
 def _rounded_gate(gate: Any, rounding: InputRounding, product: Tensor) -> Tensor:  # noqa: ANN401 - a method

