@@ -168,6 +168,7 @@ class RequestHandler:
         return json.dumps(fields).encode()
 
     async def _relay(self, documents: AsyncIterator[dict[str, Any]]) -> None:
+        """Send the documents of an answer in the form that the client requested, and record the answer at its end."""
         async for document in documents:
             if self._collected.take(document):
                 self._last_token = time.monotonic()
@@ -179,8 +180,22 @@ class RequestHandler:
             ends = self._collected.finish_reason is not None and not self._settled
             if ends and not await self._settle():
                 return
-            if self._ask.stream or self._settled:
-                await self._show(document, self._token if ends else "")
+            if not self._ask.stream and not self._settled:
+                continue
+            try:
+                told = shown(document, self._ask) if self._turn is None else self._turn.take(document)
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                # In fields that only this client requested.
+                raise BadResponse(f"a part of the answer has another shape: {error!r}") from error
+            if told is None:
+                continue
+            if ends and self._token:
+                told["tidemill"] = {"interaction": self._token}
+            if self._ask.stream:
+                await self._send_event(told)
+            else:
+                await self._begin("application/json")
+                await self.send(json.dumps(told, ensure_ascii=False))
         if not self._settled:
             raise BadResponse("the answer ended without a finish_reason")
         if self._ask.stream:
@@ -280,22 +295,6 @@ class RequestHandler:
             except ReplicaUnavailable as error:
                 LOG.warning("asking another replica: %s", error)
                 self._router.metrics.retries.inc()
-
-    async def _show(self, document: dict[str, Any], token: str) -> None:
-        """Send a document in the form that the client requested, with the interaction's signed `token` if given."""
-        try:
-            told = shown(document, self._ask) if self._turn is None else self._turn.take(document)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:  # in fields that only this client requested
-            raise BadResponse(f"a part of the answer has another shape: {error!r}") from error
-        if told is None:
-            return
-        if token:
-            told["tidemill"] = {"interaction": token}
-        if self._ask.stream:
-            await self._send_event(told)
-        else:
-            await self._begin("application/json")
-            await self.send(json.dumps(told, ensure_ascii=False))
 
     async def _send_event(self, document: Mapping[str, Any]) -> None:
         await self._begin("text/event-stream; charset=utf-8")
