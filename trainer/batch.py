@@ -136,7 +136,15 @@ def pack(
         check(rollout, vocab_size)
     rows: list[_OpenRow] = []
     for index, rollout in enumerate(rollouts):
-        piece = _piece(index, rollout.segments, routing, expert_ids)
+        kept = tuple(segment for segment in rollout.segments if segment.mask().any())
+        inputs = [segment.ids()[: routed_tokens(segment)].astype(">u4").view("u1").reshape(-1, 4) for segment in kept]
+        experts: tuple[ExpertIds, ...] = ()
+        if routing is not Routing.OFF:
+            experts = tuple(np.split(expert_ids[index], np.cumsum([len(ids) for ids in inputs])[:-1]))
+        if routing not in (Routing.OFF, Routing.OWN):
+            beside = [np.ascontiguousarray(ids.reshape(len(ids), -1)).view("u1") for ids in experts]
+            inputs = [np.concatenate(pair, axis=1) for pair in zip(inputs, beside, strict=True)]
+        piece = _Piece(index, kept, tuple(ids.tobytes() for ids in inputs), inputs[0].shape[1], experts)
         added = [row.added(piece, share_prefixes) for row in rows]
         fitting = [place for place, row in enumerate(rows) if row.tokens + added[place] <= row_tokens]
         best = min(fitting, key=added.__getitem__, default=None)
@@ -204,18 +212,6 @@ def routed_tokens(segment: Segment) -> int:
     """Return the number of tokens on which the logprobs of sampled ones depend: those before the last sampled one."""
     sampled = np.flatnonzero(segment.mask())
     return int(sampled[-1]) if sampled.size else 0
-
-
-def _piece(index: int, segments: Sequence[Segment], routing: Routing, expert_ids: Sequence[ExpertIds]) -> _Piece:
-    kept = tuple(segment for segment in segments if segment.mask().any())
-    inputs = [segment.ids()[: routed_tokens(segment)].astype(">u4").view("u1").reshape(-1, 4) for segment in kept]
-    if routing is Routing.OFF:
-        return _Piece(index, kept, tuple(ids.tobytes() for ids in inputs), 4, ())
-    experts = tuple(np.split(expert_ids[index], np.cumsum([len(ids) for ids in inputs])[:-1]))
-    if routing is not Routing.OWN:
-        beside = [np.ascontiguousarray(ids.reshape(len(ids), -1)).view("u1") for ids in experts]
-        inputs = [np.concatenate(pair, axis=1) for pair in zip(inputs, beside, strict=True)]
-    return _Piece(index, kept, tuple(ids.tobytes() for ids in inputs), inputs[0].shape[1], experts)
 
 
 def _common(first: bytes, second: bytes, width: int) -> int:
