@@ -149,10 +149,16 @@ class Facts:
         self.clock_us = max(self.clock_us, timestamp_us)
         self.replayed += bool(consumed.replay_id)
         if consumed.record is None:
-            if consumed.value is None and is_compacted(consumed.topic):
-                self._erase(consumed, timestamp_us)
-            else:
+            name = (consumed.key or b"").decode("utf-8", "replace")
+            if consumed.value is not None or not is_compacted(consumed.topic):
                 self.unreadable.append((consumed.position, timestamp_us, consumed.error))
+            elif consumed.topic is Topic.INTERACTIONS:
+                self.erased.setdefault(name, timestamp_us)
+                gone = self.served.pop(name, None)
+                if gone is not None:
+                    self.served_at_place.pop(gone.place, None)
+            elif consumed.topic is Topic.OUTCOMES:
+                self.ends.pop(name, None)
             return
         run_id = getattr(consumed.record, "run_id", None)
         if run_id is not None:
@@ -160,16 +166,6 @@ class Facts:
         # A user request belongs to no run.
         if run_id is None or run_id == self.run_id:
             self._take(consumed, consumed.position)
-
-    def _erase(self, tombstone: ConsumedRecord, timestamp_us: int) -> None:
-        name = (tombstone.key or b"").decode("utf-8", "replace")
-        if tombstone.topic is Topic.INTERACTIONS:
-            self.erased.setdefault(name, timestamp_us)
-            gone = self.served.pop(name, None)
-            if gone is not None:
-                self.served_at_place.pop(gone.place, None)
-        elif tombstone.topic is Topic.OUTCOMES:
-            self.ends.pop(name, None)
 
     def _take(self, consumed: ConsumedRecord, place: Position) -> None:
         match consumed.record:

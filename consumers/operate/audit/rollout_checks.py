@@ -118,33 +118,27 @@ def _size(facts: Facts, group: r.Group) -> Iterator[str]:
 def _members(facts: Facts, group: r.Group) -> Iterator[str]:
     rewards: list[float | None] = []
     for member in group.members:
-        if facts.is_kept(Position(Topic.ROLLOUTS.value, member.partition, member.offset)):
-            found = _reward_of(facts, group, member)
-            if isinstance(found, str):
-                yield found
-            else:
-                rewards.append(found)
+        if not facts.is_kept(Position(Topic.ROLLOUTS.value, member.partition, member.offset)):
+            continue
+        name, place = member.rollout_id, f"{member.topic}[{member.partition}]@{member.offset}"
+        record = facts.record_of(name, member)
+        if record is None:
+            yield f"no rollout {name} is at {place}"
+            continue
+        stated = (member.status, member.success, member.sampled_tokens, member.version_min, member.version_max)
+        held = (record.status, record.success, record.sampled_tokens, record.version_min, record.version_max)
+        if (record.group_id, record.mode) != (group.group_id, group.mode):
+            yield f"rollout {name} is of group {record.group_id}, {record.mode.value}"
+        elif stated != held:
+            yield f"member {name} is recorded with {stated}, its rollout at {place} has {held}"
+        elif member.reward != record.reward and not group.rewards_shuffled:
+            yield f"member {name} has reward {member.reward}, its rollout at {place} has {record.reward}"
+        else:
+            rewards.append(record.reward)
     # Shuffled rewards are the same rewards in another order.
-    stated = [member.reward for member in group.members]
-    if group.rewards_shuffled and len(rewards) == len(stated) and Counter(rewards) != Counter(stated):
-        yield f"its rewards {stated} are not those of its rollouts, {rewards}"
-
-
-def _reward_of(facts: Facts, group: r.Group, member: r.GroupMember) -> float | str | None:
-    """Return the reward of a member's rollout, or the member's fault as text."""
-    place = f"{member.topic}[{member.partition}]@{member.offset}"
-    record = facts.record_of(member.rollout_id, member)
-    if record is None:
-        return f"no rollout {member.rollout_id} is at {place}"
-    if (record.group_id, record.mode) != (group.group_id, group.mode):
-        return f"rollout {member.rollout_id} is of group {record.group_id}, {record.mode.value}"
-    stated = (member.status, member.success, member.sampled_tokens, member.version_min, member.version_max)
-    held = (record.status, record.success, record.sampled_tokens, record.version_min, record.version_max)
-    if stated != held:
-        return f"member {member.rollout_id} is recorded with {stated}, its rollout at {place} has {held}"
-    if member.reward != record.reward and not group.rewards_shuffled:
-        return f"member {member.rollout_id} has reward {member.reward}, its rollout at {place} has {record.reward}"
-    return record.reward
+    shuffled = [member.reward for member in group.members]
+    if group.rewards_shuffled and len(rewards) == len(shuffled) and Counter(rewards) != Counter(shuffled):
+        yield f"its rewards {shuffled} are not those of its rollouts, {rewards}"
 
 
 def _advantages(group: r.Group) -> Iterator[str]:

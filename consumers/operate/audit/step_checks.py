@@ -102,24 +102,21 @@ def inputs(run: AuditedRun) -> Iterator[Finding]:
             place = Position.of(reference)
             if not run.is_kept(place) or place.topic == Topic.INTERACTIONS:
                 continue
-            problem = _problem(reference, run.input_at(place))
+            found, problem = run.input_at(place), ""
+            name = found.group_id if isinstance(found, r.Group) else found.batch_id if found is not None else None
+            if found is None or name != reference.group_id:
+                problem = f"{reference.group_id} is not there; there is {name or 'no record of the run'}"
+            elif isinstance(reference, r.StepExclusion):
+                if reference.rollouts != len(found.members):
+                    problem = f"counts {reference.rollouts} rollouts, it has {len(found.members)}"
+            elif isinstance(found, r.Group) and (found.mode is r.Mode.EVAL or found.closed_by is r.CloseReason.LATE):
+                why = f"{found.mode.value}, closed by {found.closed_by.value}"
+                problem = f"{reference.group_id} must not be trained: {why}"
             if problem:
                 what = "input" if isinstance(reference, r.StepInput) else "exclusion"
                 yield Finding(step.place, f"step {step.record.step}: {what} at {place}: {problem}")
         for problem in _counts(run, step.record):
             yield Finding(step.place, f"step {step.record.step}: {problem}")
-
-
-def _problem(reference: r.StepInput | r.StepExclusion, found: r.Group | r.OnlineBatch | None) -> str:
-    name = found.group_id if isinstance(found, r.Group) else found.batch_id if found is not None else None
-    if found is None or name != reference.group_id:
-        return f"{reference.group_id} is not there; there is {name or 'no record of the run'}"
-    if isinstance(reference, r.StepExclusion):
-        n = len(found.members)
-        return "" if reference.rollouts == n else f"counts {reference.rollouts} rollouts, it has {n}"
-    if isinstance(found, r.Group) and (found.mode is r.Mode.EVAL or found.closed_by is r.CloseReason.LATE):
-        return f"{reference.group_id} must not be trained: {found.mode.value}, closed by {found.closed_by.value}"
-    return ""
 
 
 def _counts(facts: Facts, step: r.TrainStep) -> Iterator[str]:
