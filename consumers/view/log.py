@@ -135,8 +135,21 @@ def routes(site: Site) -> list[BaseRoute]:
         near = []
         # A record of the topic, or a dead letter about one.
         for table in (tables()[kind] for kind in (*CATALOGUE[named[1]].values, DeadLetter)):
-            place = {**given, "topic": await _full_name(table, given["topic"], named[1])}
-            near += await _near(table, place)
+            place = dict(given)
+            if place["topic"] == named[1].value:
+                # A name without prefix, as in references: it must belong to only one topic.
+                known = await site.tables.ask(f"SELECT DISTINCT _topic FROM `{table.name}`")
+                full = [row[0] for row in known.rows if row[0].endswith(place["topic"])]
+                place["topic"] = full[0] if len(full) == 1 else place["topic"]
+            beside = await site.tables.ask(
+                "SELECT maxIf(toNullable(_offset), _offset < {offset:Int64}), minIf(toNullable(_offset), "
+                f"_offset > {{offset:Int64}}) FROM `{table.name}` WHERE {PLACE}",
+                place,
+            )
+            for way, offset in zip(("previous", "next"), beside.rows[0], strict=True):
+                if offset is not None:
+                    address = f"/log/record?{urlencode({**place, 'offset': offset})}"
+                    near.append((f"{way} in {table.name}", address))
             chosen = selection(table, field, part)
             if not chosen:
                 continue
@@ -148,23 +161,5 @@ def routes(site: Site) -> list[BaseRoute]:
                 return {"place": place, "table": table.name, "fields": fields, "near": near, "sql": f"SELECT * {one}"}
         message = "the tables hold no record here: a mark of a transaction, erased or deleted, or not read yet"
         return {"status": 404, "message": message, "near": near}
-
-    async def _full_name(table: Table, name: str, topic: Topic) -> str:
-        """Return the full name of a topic; a name without prefix, as in references, must belong to only one topic."""
-        if name != topic.value:
-            return name
-        known = await site.tables.ask(f"SELECT DISTINCT _topic FROM `{table.name}`")
-        full = [row[0] for row in known.rows if row[0].endswith(name)]
-        return full[0] if len(full) == 1 else name
-
-    async def _near(table: Table, place: dict[str, str]) -> list[tuple[str, str]]:
-        found = await site.tables.ask(
-            "SELECT maxIf(toNullable(_offset), _offset < {offset:Int64}), minIf(toNullable(_offset), "
-            f"_offset > {{offset:Int64}}) FROM `{table.name}` WHERE {PLACE}",
-            place,
-        )
-        ways = zip(("previous", "next"), found.rows[0], strict=True)
-        addresses = ((way, {**place, "offset": offset}) for way, offset in ways if offset is not None)
-        return [(f"{way} in {table.name}", f"/log/record?{urlencode(one)}") for way, one in addresses]
 
     return [Route("/log", page), Route("/log/record", answer)]

@@ -108,8 +108,10 @@ class Tables:
         self._kept.move_to_end(key)
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
-        one.looked = time.monotonic()
-        if one.rows is not None and self._rests(one):
+        now = one.looked = time.monotonic()
+        # Total seconds of the queries that were requested recently.
+        cost = sum(each.cost for each in self._kept.values() if each.rows is not None and now - each.looked < LONGEST_S)
+        if one.rows is not None and now - one.at < min(REST * cost, REST_S):
             return one.rows
         if one.asking is None or one.asking.done():
             one.asking = asyncio.create_task(self._renewed(one, sql, given, most))
@@ -126,20 +128,14 @@ class Tables:
         one = self._kept.get(_key(sql, parameters or {}, most))
         return one.rows if one is not None and time.monotonic() - one.at < oldest else None
 
-    def _rests(self, one: _Kept) -> bool:
-        now = time.monotonic()
-        # Total seconds of the queries that were requested recently.
-        cost = sum(each.cost for each in self._kept.values() if each.rows is not None and now - each.looked < LONGEST_S)
-        return now - one.at < min(REST * cost, REST_S)
-
-    def _is_of(self, one: _Kept, state: object) -> bool:
-        """Whether a cached result is of this read progress of the tables, and not too old."""
-        return one.rows is not None and time.monotonic() - one.at <= LONGEST_S and state == one.state
-
     async def _renewed(self, one: _Kept, sql: str, given: Mapping[str, str], most: int) -> TableRows:
         try:
-            state = await self._state()
-            if one.rows is None or not self._is_of(one, state):
+            async with self._reading_state:
+                at, state = self._known
+                if time.monotonic() - at > STATE_S:
+                    at, state = time.monotonic(), (await self.ask(STATE)).rows[0][0]
+                    self._known = at, state
+            if one.rows is None or state != one.state or time.monotonic() - one.at > LONGEST_S:
                 at = time.monotonic()
                 one.rows = await self.ask(sql, given, most)
                 one.at, one.state = at, state
@@ -149,14 +145,6 @@ class Tables:
             one.rows = None
             raise
         return one.rows
-
-    async def _state(self) -> object:
-        async with self._reading_state:
-            at, state = self._known
-            if time.monotonic() - at > STATE_S:
-                at, state = time.monotonic(), (await self.ask(STATE)).rows[0][0]
-                self._known = at, state
-            return state
 
     async def checked(self, sql: str) -> str:
         """Return a user's statement if it only reads tables. Raises QueryFailed.
