@@ -50,8 +50,19 @@ class LiveWeights:
         held = {name: layout for name, layout in layouts.items() if layout.boxes}
         self.layouts = layouts
         """In the checkpoint's order, including tensors of which this rank holds nothing."""
+        self._storage: dict[str, HostStorage | DeviceStorage] = {}
         used = {layout.parameter for layout in held.values()}
-        self._storage = {name: _storage_of(name, one) for name, one in model.named_parameters() if name in used}
+        for name, parameter in model.named_parameters():
+            if name not in used:
+                continue
+            width, device = parameter.element_size(), parameter.device
+            if width not in _VIEWS:
+                raise UnsupportedModelError(f"{name} is {parameter.dtype} on {device}: not readable bit for bit")
+            as_int, as_bits = _VIEWS[width]
+            whole = torch.empty(0, dtype=parameter.dtype, device=device).set_(parameter.data.untyped_storage())
+            elements = whole.view(as_int)
+            on_host = device.type == HOST
+            self._storage[name] = HostStorage(elements.numpy().view(as_bits)) if on_host else DeviceStorage(elements)
         self._patterns = {
             spec.name: (spec.n_elements, np.dtype(_VIEWS[getattr(torch, spec.dtype).itemsize][1])) for spec in tensors
         }
@@ -157,13 +168,3 @@ class LiveWeights:
                 if bits is None:
                     raise ValueError(f"a live element of {name} is no value of the checkpoint's type")
                 yield box, begin, bits
-
-
-def _storage_of(name: str, parameter: torch.nn.Parameter) -> HostStorage | DeviceStorage:
-    if parameter.element_size() not in _VIEWS:
-        raise UnsupportedModelError(f"{name} is {parameter.dtype} on {parameter.device}: not readable bit for bit")
-    whole = torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(parameter.data.untyped_storage())
-    as_int, as_bits = _VIEWS[parameter.element_size()]
-    if parameter.device.type != HOST:
-        return DeviceStorage(whole.view(as_int))
-    return HostStorage(whole.view(as_int).numpy().view(as_bits))
