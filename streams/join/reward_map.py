@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import SignalKind
 from tidemill.schemas.signals import LEGAL, YES_OR_NO
-from tidemill.streams.join.config import RewardMap, SignalRule, TargetRate
+from tidemill.streams.join.config import RewardMap, SignalRule
 
 HASH_DIGITS = 12
 _NAMES = {kind: kind.value for kind in SignalKind}
@@ -73,9 +73,14 @@ def reward_of(reward_map: RewardMap, signals: Iterable[Signal]) -> RewardResult:
             # A "no" of a yes-or-no kind (nothing asked, nothing done) is reported for every answer: it is no opinion.
             silent = not signal.value and LEGAL[kind] is YES_OR_NO
             enough = enough or (rule.alone and not silent)
-    if reward_map.target_rate is not None:
-        found = _at_target_rate(reward_map.target_rate, latest)
-        uses, enough = uses + found, enough or bool(found)
+    if (target := reward_map.target_rate) is not None:
+        accepted, shown = latest.get(target.accepted_by), latest.get(target.shown_by)
+        if accepted is not None:
+            is_accepted = _value(accepted) >= target.accepted_from
+            uses.append((accepted, 1 - target.rate if is_accepted else -target.rate))
+        elif shown is not None:
+            uses.append((shown, -target.rate if shown.value else 0.0))
+        enough = enough or accepted is not None or shown is not None
     observed = {_NAMES[kind]: _value(signal) for kind, signal in latest.items()}
     if not enough:
         reward = None if reward_map.no_signal == "exclude" else reward_map.no_signal
@@ -108,12 +113,3 @@ def _read(rule: SignalRule, signal: Signal) -> float:
             return min(max(value, rule.low), rule.high)
         case "threshold":
             return rule.high if value >= rule.threshold else rule.low
-
-
-def _at_target_rate(target: TargetRate, latest: Mapping[SignalKind, Signal]) -> list[CountedSignal]:
-    accepted, shown = latest.get(target.accepted_by), latest.get(target.shown_by)
-    if accepted is not None:
-        return [(accepted, 1 - target.rate if _value(accepted) >= target.accepted_from else -target.rate)]
-    if shown is not None:
-        return [(shown, -target.rate if shown.value else 0.0)]
-    return []

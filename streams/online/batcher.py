@@ -177,38 +177,36 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
             self._mark(outcome.interaction_id, outcome.revision, InteractionStatus.BATCHED)
 
     def _admit(self, outcome: Outcome, order: int) -> None:
-        reason = self._obstacle(outcome)
+        settings, version, reason = self._settings, outcome.version_max, ""
+        own = [w for w in self._room.of_version(version) if w.user_id == outcome.user_id]
+        tokens = sum(w.figures.tokens for w in own) + outcome.sampled_tokens
+        if not self._learns_from(outcome.arm):
+            reason = OTHER_ARM
+        elif outcome.version_min != version:
+            reason = MIXED_VERSIONS
+        elif settings.leftovers == "drop" and version != self.current_version:
+            reason = OLD_VERSION
+        elif own and tokens > settings.max_share_per_user * settings.max_tokens:
+            reason = USER_CAP
         if reason:
             self._lose(outcome, reason)
             return
-        batch = self._open.get(outcome.version_max)
+        batch = self._open.get(version)
         if batch is not None and batch.map_version != outcome.map_version:
             # A batch has rewards of one map only.
-            if len(self._kept(batch)) >= self._settings.min_members:
+            if len(self._kept(batch)) >= settings.min_members:
                 self._close(batch, BatchClose.TIME)
-            self._drop_all(batch.version, OLD_MAP)
+            self._drop_all(version, OLD_MAP)
             batch = None
         if batch is None:
             opened_at = self._head.clock_us
-            overdue_at = opened_at + to_us(self._settings.max_wait_s)
-            batch = OpenBatch(outcome.version_max, outcome.map_version, opened_at, overdue_at, overdue_at)
+            overdue_at = opened_at + to_us(settings.max_wait_s)
+            batch = OpenBatch(version, outcome.map_version, opened_at, overdue_at, overdue_at)
             self._store.save(batch)
-            self._open[batch.version] = batch
+            self._open[version] = batch
         self._wait(outcome, order, outcome.reward or 0.0, correction=False)
         self._mark(outcome.interaction_id, outcome.revision, InteractionStatus.WAITING)
         self._close_if_ready(batch)
-
-    def _obstacle(self, outcome: Outcome) -> str:
-        if not self._learns_from(outcome.arm):
-            return OTHER_ARM
-        if outcome.version_min != outcome.version_max:
-            return MIXED_VERSIONS
-        version = outcome.version_max
-        if self._settings.leftovers == "drop" and version != self.current_version:
-            return OLD_VERSION
-        own = [w for w in self._room.of_version(version) if w.user_id == outcome.user_id]
-        tokens = sum(w.figures.tokens for w in own) + outcome.sampled_tokens
-        return USER_CAP if own and tokens > self._settings.max_share_per_user * self._settings.max_tokens else ""
 
     def _learns_from(self, arm: str) -> bool:
         return not self._settings.arms or arm in self._settings.arms
