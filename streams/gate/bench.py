@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tidemill.schemas.records import Group, GroupMember, Mode, RolloutStatus
+from tidemill.schemas.records import Group, Mode, RolloutStatus
 
 _HALVINGS = 60
 
@@ -84,15 +84,21 @@ class Bench:
         """
         if group.mode is not Mode.EVAL:
             return []
-        versions = {m.version_min for m in group.members if _counts(m) and not self.complete(m.version_min)}
-        for member in group.members:
-            if _counts(member) and member.version_min in versions:
-                served, seen = member.version_min, self._seen.setdefault(member.version_min, set())
-                if member.rollout_id not in seen:
-                    seen.add(member.rollout_id)
-                    tally = self.tally(served)
-                    self._tallies[served] = BenchResult(tally.successes + bool(member.success), tally.rollouts + 1)
-        done = [version for version in sorted(versions) if self.complete(version)]
+        counted = [
+            member
+            for member in group.members
+            if member.version_min == member.version_max
+            and member.status is RolloutStatus.COMPLETED
+            and member.success is not None
+            and not self.complete(member.version_min)
+        ]
+        for member in counted:
+            served, seen = member.version_min, self._seen.setdefault(member.version_min, set())
+            if member.rollout_id not in seen:
+                seen.add(member.rollout_id)
+                tally = self.tally(served)
+                self._tallies[served] = BenchResult(tally.successes + bool(member.success), tally.rollouts + 1)
+        done = [version for version in sorted({m.version_min for m in counted}) if self.complete(version)]
         for version in done:
             del self._seen[version]
         return [(version, self.tally(version)) for version in done]
@@ -106,8 +112,3 @@ class Bench:
     def result(self, version: int) -> BenchResult | None:
         """Return a version's result; None while rollouts are missing."""
         return self.tally(version) if self.complete(version) else None
-
-
-def _counts(member: GroupMember) -> bool:
-    whole = member.version_min == member.version_max
-    return whole and member.status is RolloutStatus.COMPLETED and member.success is not None

@@ -6,7 +6,7 @@ A decision counts when it is read here, not when it is proposed, and only once i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.gate_decisions import NAMES, BranchDecisions, CanaryTrial, by_gate
@@ -155,25 +155,6 @@ class Branch:
         self.decisions.append(decision)
         held, before, settled = self.standing.hold, self.standing.baseline, self.standing.settled
         self.standing.observe(decision)
-        self._follow_trial(decision)
-        if held is not None and by_gate(decision):
-            return
-        if self.standing.settled is not settled:
-            # Later candidates must not drift from the first baseline that was compared with enough users
-            if not self._origin and decision.numbers.get(f"{Arm.STABLE}/users", 0.0) >= self._gate.min_users:
-                self._origin = _of_arm(decision.numbers, Arm.STABLE)
-            self.settled_at = decision.at
-        if decision.verdict is GateVerdict.RELEASE and held is not None and by_gate(held):
-            self._origin = {}
-        if decision.verdict is GateVerdict.PROMOTE:
-            self.watch = None
-            means = _of_arm(decision.numbers, Arm.STABLE)
-            if decision.version is not None and decision.version != before and means and self._gate.watch_seconds > 0:
-                self.watch = PromotionWatch(self._gate, decision.version, decision.at, means)
-        elif self.watch is not None and (decision.verdict in NAMES or self.watch.version in self.standing.rejected):
-            self.watch = None
-
-    def _follow_trial(self, decision: GateDecision) -> None:
         trial = self.standing.trial
         if trial is not self.trial:
             self.trial, self.trial_baseline, self.comparison = trial, self.standing.baseline, None
@@ -181,10 +162,21 @@ class Branch:
             self.comparison = ArmComparison(
                 self._gate, trial.version, self.trial_baseline, trial.share, decision.at, self._origin
             )
-
-
-def _of_arm(numbers: Mapping[str, float], arm: Arm) -> dict[str, float]:
-    """Return the means of an arm, by measure."""
-    start, counts = f"{arm}/", {"users", "interactions"}
-    found = {name.removeprefix(start): value for name, value in numbers.items() if name.startswith(start)}
-    return {name: value for name, value in found.items() if name not in counts}
+        if held is not None and by_gate(decision):
+            return
+        of_stable = f"{Arm.STABLE}/"
+        stable = {name.removeprefix(of_stable): n for name, n in numbers if name.startswith(of_stable)}
+        means = {name: n for name, n in stable.items() if name not in ("users", "interactions")}
+        if self.standing.settled is not settled:
+            # Later candidates must not drift from the first baseline that was compared with enough users
+            if not self._origin and stable.get("users", 0.0) >= self._gate.min_users:
+                self._origin = means
+            self.settled_at = decision.at
+        if decision.verdict is GateVerdict.RELEASE and held is not None and by_gate(held):
+            self._origin = {}
+        if decision.verdict is GateVerdict.PROMOTE:
+            self.watch = None
+            if decision.version is not None and decision.version != before and means and self._gate.watch_seconds > 0:
+                self.watch = PromotionWatch(self._gate, decision.version, decision.at, means)
+        elif self.watch is not None and (decision.verdict in NAMES or self.watch.version in self.standing.rejected):
+            self.watch = None
