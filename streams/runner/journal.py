@@ -20,7 +20,7 @@ than the common format of all processors can still be read: they have no envelop
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from tidemill.schemas.avro_code import read_long
 from tidemill.schemas.record_class import record
@@ -117,9 +117,16 @@ class Journal:
         self._sequence += 1
         parity = self._sequence % 2
         changed = {**dict.fromkeys(self._deleted, None), **changes.entries}
-        parts = list(self._split(changed))
+        parts: list[bytes] = []
+        part, size = dict[str, bytes | None](), 0
+        for n, (key, body) in enumerate(changed.items(), 1):
+            part[key] = body
+            size += len(key) + len(body or b"")
+            if size >= PART_BYTES or n == len(changed):
+                parts.append(_PARTS.write(JournalPart(self._sequence, part), self._sealed(_PART, b"")))
+                part, size = {}, 0
         states: dict[str, bytes | None] = {key: self._sealed(_ENTRY, body) for key, body in self._committed.items()}
-        states |= {self._part_key(parity, index): part for index, part in enumerate(parts)}
+        states |= {self._part_key(parity, index): sealed for index, sealed in enumerate(parts)}
         forgotten = [key for key, body in changed.items() if body is None]
         forgotten += [self._part_key(parity, index) for index in range(len(parts), self._parts[parity])]
         self._parts[parity] = len(parts)
@@ -136,21 +143,6 @@ class Journal:
 
     def _sealed_head(self, parts: int, body: bytes) -> bytes:
         return _HEADS.write(JournalHead(self._sequence, parts, body), self._sealed(_HEAD, b""))
-
-    def _split(self, entries: Written) -> Iterator[bytes]:
-        part: dict[str, bytes | None] = {}
-        size = 0
-        for key, body in entries.items():
-            part[key] = body
-            size += len(key) + len(body or b"")
-            if size >= PART_BYTES:
-                yield self._encoded_part(part)
-                part, size = {}, 0
-        if part:
-            yield self._encoded_part(part)
-
-    def _encoded_part(self, entries: Written) -> bytes:
-        return _PARTS.write(JournalPart(self._sequence, entries), self._sealed(_PART, b""))
 
     def _recovered(self, bodies: Mapping[str, tuple[bytes, int, bytes]]) -> MachineState:
         for parity in self._parts:
