@@ -43,19 +43,6 @@ COOL_OFF_S = 0.5
 """The delay of the next conversation after a user got no answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class UserReport:
-    """One signal as the product's backend passes it to the feedback SDK."""
-
-    event_id: str
-    interaction: str
-    """Signed token of the interaction."""
-    user_id: str
-    kind: SignalKind
-    value: float
-    corrects: str | None
-
-
 class SimulatedUsers:
     """All users of the product. Create it inside the event loop that runs it."""
 
@@ -67,7 +54,7 @@ class SimulatedUsers:
         self._gap_s = 1.0 / settings.interactions_per_second
         self._free_at = self._began
         """The time at which the next request may begin."""
-        self._shuffle = ThumbShuffle(settings.seed, settings.shuffle_window) if settings.shuffle_thumbs else None
+        self._shuffle = thumb_shuffle(settings.seed, settings.shuffle_window) if settings.shuffle_thumbs else None
         self._environment = LedgerEnvironment(settings.options)
         self._opinions: defaultdict[int, list[tuple[bool, bool]]] = defaultdict(list)
         """By version: for each answer to a held-out user, whether it satisfied them, and whether it was right."""
@@ -128,36 +115,32 @@ class SimulatedUsers:
             await asyncio.sleep(max(0.0, ended + reaction.after_s - self._loop.time()))
             value = reaction.value
             if self._shuffle is not None and reaction.kind is SignalKind.THUMB:
-                value = self._shuffle.exchange(value)
+                value = self._shuffle(value)
             self._signals[reaction.kind.value] += 1
             await self._product.report(
-                UserReport(
-                    event_id=f"{question.name}-{reaction.name}",
-                    interaction=answer.turns[reaction.turn].interaction,
-                    user_id=user.name,
-                    kind=reaction.kind,
-                    value=value,
-                    corrects=reaction.corrects and f"{question.name}-{reaction.corrects}",
-                )
+                answer.turns[reaction.turn].interaction,
+                reaction.kind,
+                value,
+                user=user.name,
+                event_id=f"{question.name}-{reaction.name}",
+                corrects=reaction.corrects and f"{question.name}-{reaction.corrects}",
             )
 
 
-class ThumbShuffle:
-    """A control: exchanges each vote with an earlier vote.
+def thumb_shuffle(seed: int, window: int) -> Callable[[float], float]:
+    """Return a control: a function that exchanges each vote with an earlier vote.
 
     The votes are then independent of their answers, but keep their number, their times and their share of thumbs up.
+    `window` is even: half of the votes before the first ones are up and half are down.
     """
+    rng, held = Random(f"shuffled thumbs {seed}"), [1.0, -1.0] * (window // 2)
 
-    def __init__(self, seed: int, window: int) -> None:
-        """`window` is even: half of the votes before the first ones are up and half are down."""
-        self._rng = Random(f"shuffled thumbs {seed}")
-        self._held = [1.0, -1.0] * (window // 2)
-
-    def exchange(self, vote: float) -> float:
-        """Return an earlier vote in place of this one, which is kept for a later one."""
-        place = self._rng.randrange(len(self._held))
-        earlier, self._held[place] = self._held[place], vote
+    def exchange(vote: float) -> float:
+        place = rng.randrange(len(held))
+        earlier, held[place] = held[place], vote
         return earlier
+
+    return exchange
 
 
 PATH = "/v1/chat/completions"
@@ -212,16 +195,11 @@ class ServedProduct:
             raise NoAnswer(f"HTTP {response.status}: {body[:300].decode('utf-8', 'replace')}")
         return served(body, time.monotonic() - began)
 
-    async def report(self, report: UserReport) -> None:
-        """Send one signal. Raises the errors of the SDK."""
-        await self.feedback.send(
-            report.interaction,
-            report.kind,
-            report.value,
-            user=report.user_id,
-            event_id=report.event_id,
-            corrects=report.corrects,
-        )
+    async def report(
+        self, interaction: str, kind: SignalKind, value: float, *, user: str, event_id: str, corrects: str | None
+    ) -> None:
+        """Send one signal about an interaction, named by its signed token. Raises the errors of the SDK."""
+        await self.feedback.send(interaction, kind, value, user=user, event_id=event_id, corrects=corrects)
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,10 @@ def _use() -> None:
     """Replace the product class of the users by the observed one."""
     from tidemill.compose.demo import users as role
     from tidemill.compose.demo.people import ServedTurn
-    from tidemill.compose.demo.users import UserReport
     from tidemill.producers.feedback.event import FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
     from tidemill.schemas.catalogue import feedback_key
     from tidemill.schemas.chat.messages import Message, Tool
+    from tidemill.schemas.records import SignalKind
 
     plain = role.ServedProduct
 
@@ -79,32 +80,26 @@ def _use() -> None:
                 note(SERVED, interaction_of(served.interaction))
             return served
 
-        async def report(self, report: UserReport) -> None:
-            send = _over_http if sum(report.event_id.encode()) % 2 else self._over_sdk
-            while not await send(report):
-                await asyncio.sleep(AGAIN_S)
-            note(ACKNOWLEDGED, feedback_key(interaction_of(report.interaction), report.event_id))
+        async def report(self, interaction: str, kind: SignalKind, value: float, **named: Any) -> None:
+            async def over_sdk() -> bool:
+                try:
+                    await plain.report(self, interaction, kind, value, **named)
+                except (FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable):
+                    return False
+                return True
 
-        async def _over_sdk(self, report: UserReport) -> bool:
-            try:
-                await plain.report(self, report)
-            except (FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable):
-                return False
-            return True
+            event_id: str = named["event_id"]
+            over_http = partial(_over_http, {"interaction": interaction, "kind": kind.value, "value": value, **named})
+            send = over_http if sum(event_id.encode()) % 2 else over_sdk
+            while not await send():
+                await asyncio.sleep(AGAIN_S)
+            note(ACKNOWLEDGED, feedback_key(interaction_of(interaction), event_id))
 
     vars(role)["ServedProduct"] = ObservedProduct
 
 
-async def _over_http(report: Any) -> bool:
+async def _over_http(body: dict[str, Any]) -> bool:
     """Send a signal; return whether the gateway acknowledged it. Raises RuntimeError if the gateway refuses it."""
-    body = {
-        "interaction": report.interaction,
-        "kind": report.kind.value,
-        "value": report.value,
-        "user": report.user_id,
-        "event_id": report.event_id,
-        "corrects": report.corrects,
-    }
     headers = {"authorization": f"Bearer {os.environ[KEY]}"}
     address = f"{os.environ[ADDRESS]}/v1/feedback"
     try:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -31,10 +32,9 @@ from tidemill.compose.demo.people import (
 )
 from tidemill.compose.demo.users import (
     SimulatedUsers,
-    ThumbShuffle,
-    UserReport,
     open_product,
     simulate,
+    thumb_shuffle,
 )
 from tidemill.compose.demo.users import served as read_answer
 from tidemill.producers.environments.base import Split, split_of
@@ -188,9 +188,9 @@ def test_a_population_without_askers_is_reported():
 
 
 def test_shuffled_thumbs_keep_their_share_and_lose_their_meaning():
-    shuffle = ThumbShuffle(0, 64)
+    shuffle = thumb_shuffle(0, 64)
     votes = [1.0 if n % 4 == 0 else -1.0 for n in range(8_000)]
-    exchanged = [shuffle.exchange(vote) for vote in votes]
+    exchanged = [shuffle(vote) for vote in votes]
     assert sum(exchanged) == pytest.approx(sum(votes), abs=200)
     ups = [given for vote, given in zip(votes, exchanged, strict=True) if vote > 0]
     assert ups.count(1.0) / len(ups) == pytest.approx(0.25, abs=0.04)
@@ -202,7 +202,7 @@ class Scripted:
     def __init__(self, closing: str = " thanks", mood: str = "well") -> None:
         self.closing = closing
         self.mood = mood
-        self.reports: list[UserReport] = []
+        self.reports: list[SimpleNamespace] = []
         self.consents: dict[str, bool] = {}
         self.busy = 0
         self.busiest = 0
@@ -233,8 +233,8 @@ class Scripted:
             return f"answer {total}{self.closing}"
         return f"{'add' if amounts[done] > 0 else 'sub'} {total} {abs(amounts[done])}"
 
-    async def report(self, report: UserReport) -> None:
-        self.reports.append(report)
+    async def report(self, interaction, kind, value, **named) -> None:
+        self.reports.append(SimpleNamespace(interaction=interaction, kind=kind, value=value, **named))
 
 
 FAST = UsersSettings(interactions_per_second=5_000.0, concurrency=8, vote_delay_s=0.01, mind_change_rate=0.5)
@@ -301,7 +301,7 @@ def test_held_out_users_are_not_trained_on():
     run_crowd(product, FAST, 120)
     held_out = {session for session in product.consents if session.startswith("held-out")}
     assert held_out and not any(product.consents[session] for session in held_out)
-    assert not [report for report in product.reports if report.user_id.startswith("held-out")]
+    assert not [report for report in product.reports if report.user.startswith("held-out")]
 
 
 def test_satisfaction_sees_the_closing_that_the_reward_does_not():
@@ -360,7 +360,7 @@ def test_the_process_reports_its_observations_and_raises_errors_of_the_sdk():
     assert told[-1].conversations == 10 and told[-1].signals == {}
 
     class Refusing(Scripted):
-        async def report(self, report: UserReport) -> None:
+        async def report(self, interaction, kind, value, **named) -> None:
             raise RuntimeError("the log is full")
 
     with pytest.raises(ExceptionGroup) as raised:
