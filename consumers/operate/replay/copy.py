@@ -110,7 +110,7 @@ class Replay:
             base,
             Codec(self._kafka.registry_url),
             CopyWriter(self._kafka, self._into),
-            pacer=Pacer(speed, time.monotonic),
+            wait_s=pacing(speed, time.monotonic),
             progress=progress,
         )
 
@@ -143,7 +143,7 @@ def copy_records(
     codec: Codec,
     writer: CopyWriter,
     *,
-    pacer: Pacer,
+    wait_s: Callable[[int], float],
     progress: Progress = no_progress,
 ) -> dict[str, int]:
     """Copy records of the source, in the order of the replay, each with the time reached; skip those not in the plan.
@@ -152,6 +152,7 @@ def copy_records(
     Args:
         done: number of records of each partition that are copied already.
         base: offset of the first copy in each partition, by (topic, partition).
+        wait_s: returns how long a record waits, see `pacing`.
 
     Returns the numbers of copies that this run wrote (`written`), that were `there`, and, of the written ones, of those
     whose references were changed to point to copies (`relocated`).
@@ -172,8 +173,8 @@ def copy_records(
                 continue
             if rank > following[record.lane]:
                 raise ValueError(GONE.format(what=f"records before {record}"))
-            if (wait_s := pacer.wait_s(reached_ms)) > 0:
-                time.sleep(wait_s)
+            if (waits_s := wait_s(reached_ms)) > 0:
+                time.sleep(waits_s)
             value = record.value
             original = decoded(codec, record.value)[0] if record.topic in REFERRING else None
             moved = relocated(original, copy_of)
@@ -213,26 +214,26 @@ def speed_of(text: str) -> float | None:
     return factor
 
 
-class Pacer:
-    """Computes how long a record has to wait. The first record is due at once.
+def pacing(speed: float | None, clock: Callable[[], float]) -> Callable[[int], float]:
+    """Return a function of the time at which a record was written, in milliseconds: the seconds, at least 0, until the
+    record is due. Times must not decrease; the first record is due at once.
 
     Args:
         clock: returns seconds from an arbitrary start; never decreases.
     """
+    origin: tuple[float, int] | None = None
 
-    def __init__(self, speed: float | None, clock: Callable[[], float]) -> None:
-        self._speed, self._clock = speed, clock
-        self._origin: tuple[float, int] | None = None
-
-    def wait_s(self, reached_ms: int) -> float:
-        """Return the seconds, at least 0, until a record written at `reached_ms` is due. Times must not decrease."""
-        if self._speed is None:
+    def wait_s(reached_ms: int) -> float:
+        nonlocal origin
+        if speed is None:
             return 0.0
-        if self._origin is None:
-            self._origin = (self._clock(), reached_ms)
-        began, first_ms = self._origin
-        due = began + (reached_ms - first_ms) / 1_000 / self._speed
-        return max(0.0, due - self._clock())
+        if origin is None:
+            origin = clock(), reached_ms
+        began, first_ms = origin
+        due = began + (reached_ms - first_ms) / 1_000 / speed
+        return max(0.0, due - clock())
+
+    return wait_s
 
 
 class CopyWriter(RecordProducer):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.consumers.operate.replay_support import group, rollout, step
 from tests.records import build
-from tidemill.consumers.operate.replay.copy import Pacer, carried_on, copy_records, speed_of
+from tidemill.consumers.operate.replay.copy import carried_on, copy_records, pacing, speed_of
 from tidemill.consumers.operate.replay.plan import LanePlan, Plan, places_of_steps
 from tidemill.consumers.operate.replay.records import RANK, RawRecord, merged, references, relocated
 from tidemill.consumers.operate.replay.selection import (
@@ -112,10 +112,10 @@ def test_records_that_wait_for_another_partition_are_counted():
 )
 def test_a_record_is_due_when_as_much_time_has_passed_as_between_the_originals(gaps, speed):
     now, reached, sent = 100.0, 5_000, []
-    pacer = Pacer(speed, lambda: now)
+    wait_s = pacing(speed, lambda: now)
     for gap_ms, work_ms in gaps:
         reached += gap_ms
-        wait = pacer.wait_s(reached)
+        wait = wait_s(reached)
         assert wait >= 0
         now += wait
         sent.append((now, reached))
@@ -126,8 +126,8 @@ def test_a_record_is_due_when_as_much_time_has_passed_as_between_the_originals(g
 
 
 def test_full_speed_never_waits_and_the_first_record_is_due_at_once():
-    assert Pacer(None, lambda: 0.0).wait_s(10**15) == 0
-    assert Pacer(1.0, lambda: 7.0).wait_s(10**15) == 0
+    assert pacing(None, lambda: 0.0)(10**15) == 0
+    assert pacing(1.0, lambda: 7.0)(10**15) == 0
 
 
 @pytest.mark.parametrize(("text", "speed"), [("max", None), ("original", 1.0), ("10", 10.0), ("2.5x", 2.5)])
@@ -286,9 +286,9 @@ def standing_of(log):
 def run(plan, lanes, log, begun, standing):
     base = dict.fromkeys(plan.lanes, 0)
     done = carried_on(plan, standing)
-    pacer = Pacer(None, lambda: 0.0)
+    wait_s = pacing(None, lambda: 0.0)
     records = ordered_by_sorting(lanes)
-    return copy_records(records, plan, begun, "live.", done, base, Codec(), log, pacer=pacer)
+    return copy_records(records, plan, begun, "live.", done, base, Codec(), log, wait_s=wait_s)
 
 
 @given(partitions(), st.lists(st.integers(0, 10), max_size=4))
