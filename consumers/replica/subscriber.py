@@ -84,6 +84,8 @@ class Subscriber:
     async def advance(self, begins: Callable[[], None] = lambda: None) -> None:
         """Carry out the updates that the records so far require, and refuse every other version with a reason.
 
+        Returns early after a timeout, which needs a later retry, and if the replica is stopping.
+
         Args:
             begins: called before each update. Versions that arrive during an update cause the next one, so that this
                 call may be long although each update is short.
@@ -91,12 +93,26 @@ class Subscriber:
         Raises:
             ReplicaFault: the engine cannot return to any proved version.
         """
+        loop = asyncio.get_running_loop()
         while (move := self._state.plan()) is not None:
             if move == self._late and not self._patience.may_try(time.monotonic()):
                 return
             begins()
-            if not await self._carry_out(move):
+            try:
+                prepared = await loop.run_in_executor(self._worker, self._staging.prepare, move, self._mirror)
+            except RefusedStepError as error:
+                self._state.refused(error.step)
+                self._refuse(error.step.manifest if isinstance(error.step, Delta) else error.step, str(error))
+            except (TimeoutError, StoreUnavailableError) as error:
+                self._late = move
+                self._patience.failed(time.monotonic())
+                self._refuse(move.target, str(error))
                 return
+            except StoppedError:
+                return
+            else:
+                self._patience.succeeded()
+                await self._serve(move, prepared)
         for manifest, reason in self._state.refusals():
             self._refuse(manifest, reason)
 
@@ -104,27 +120,6 @@ class Subscriber:
         """Finish the work of the staging threads and end them."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._staging.close()
-
-    async def _carry_out(self, move: UpdateAction) -> bool:
-        """Return whether the update ended, successfully or not; False after a timeout, which needs a later retry, and
-        if the replica is stopping."""
-        loop = asyncio.get_running_loop()
-        try:
-            prepared = await loop.run_in_executor(self._worker, self._staging.prepare, move, self._mirror)
-        except RefusedStepError as error:
-            self._state.refused(error.step)
-            self._refuse(error.step.manifest if isinstance(error.step, Delta) else error.step, str(error))
-        except (TimeoutError, StoreUnavailableError) as error:
-            self._late = move
-            self._patience.failed(time.monotonic())
-            self._refuse(move.target, str(error))
-            return False
-        except StoppedError:
-            return False
-        else:
-            self._patience.succeeded()
-            await self._serve(move, prepared)
-        return True
 
     async def _serve(self, move: UpdateAction, prepared: PreparedUpdate) -> None:
         target, cost, fingerprint = move.target, Applied(), ""

@@ -79,7 +79,7 @@ class Site:
         path = path or f"/{page.path}"
         known = dict[str, HTMLResponse]()
         if (runs := self.tables.known(panels()["runs"].sql)) is not None:
-            known["runs"] = self._runs(runs, values.get("run", ""), path)
+            known["runs"] = self.html("runs.html", result=runs, run=values.get("run", ""), path=path)
         shown = [panels()[name] for name in page.panels]
         # An interaction is not shown long after its user was erased.
         oldest = OLDEST_S if page in PAGES else LONGEST_S
@@ -105,10 +105,8 @@ class Site:
         except QueryFailed:
             # Each panel shows the reason itself.
             return HTMLResponse("")
-        return unless_same(request, self._runs(result, values.get("run", ""), urlsplit(values.get("path", "")).path))
-
-    def _runs(self, result: TableRows, run: str, path: str) -> HTMLResponse:
-        return self.html("runs.html", result=result, run=run, path=path)
+        path = urlsplit(values.get("path", "")).path
+        return unless_same(request, self.html("runs.html", result=result, run=values.get("run", ""), path=path))
 
     async def panel(self, request: Request) -> Response:
         """Return one panel: as HTML, or its rows as JSON or CSV, depending on the ending of the address."""
