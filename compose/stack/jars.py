@@ -32,11 +32,6 @@ def jars_dir(cache_dir: Path) -> Path:
     return cache_dir / f"kafka-{hashlib.sha256(POM.read_bytes()).hexdigest()[:12]}"
 
 
-def jars_present(cache_dir: Path) -> bool:
-    """Return whether a start needs no Maven."""
-    return jars_dir(cache_dir).is_dir()
-
-
 def resolve_jars(cache_dir: Path, progress: Progress) -> Path:
     """Return the directory of Kafka's jars; Maven fetches them if needed.
 

@@ -26,7 +26,7 @@ from tidemill.compose.stack.cluster import (
     server_properties,
 )
 from tidemill.compose.stack.config import StackError, StackSettings
-from tidemill.compose.stack.jars import Progress, find_java, find_maven, jars_present, resolve_jars
+from tidemill.compose.stack.jars import Progress, find_java, find_maven, jars_dir, resolve_jars
 from tidemill.compose.stack.process import DetachedProcess, check_free, exclusive, pick_ports, stop_all
 
 LOG4J = Path(__file__).with_name("log4j2.properties")
@@ -83,7 +83,20 @@ class LocalStack:
         with self._lock(progress):
             jars = resolve_jars(self._settings.cache_dir, progress)
             cluster = self._cluster()
-            self._start_missing(cluster, java, jars, progress)
+            missing = [node for node in cluster.nodes if self._process(node).find() is None]
+            check_free(port for node in missing for port in node.ports)
+            try:
+                for node in missing:
+                    self._prepare(cluster, node, java, jars, progress)
+                for node in missing:
+                    process, home = self._process(node), node.directory(self._data_dir)
+                    server = [process.marker, "kafka.Kafka", str(home / "server.properties")]
+                    process.start([*self._jvm(node, java, jars, "kafka.log"), *server], home / "output.log")
+                self._wait(cluster, progress)
+            except BaseException:
+                # Also on Ctrl-C: a partly started cluster would hold its ports and memory until someone stops it.
+                stop_all([self._process(node) for node in missing], self._settings.stop_timeout_s, progress)
+                raise
             return self.status()
 
     def down(self, progress: Progress = silent) -> None:
@@ -137,22 +150,6 @@ class LocalStack:
         cluster = Cluster(existing.cluster_id, moved.nodes)
         save_cluster(self._data_dir, cluster)
         return cluster
-
-    def _start_missing(self, cluster: Cluster, java: Path, jars: Path, progress: Progress) -> None:
-        missing = [node for node in cluster.nodes if self._process(node).find() is None]
-        check_free(port for node in missing for port in node.ports)
-        try:
-            for node in missing:
-                self._prepare(cluster, node, java, jars, progress)
-            for node in missing:
-                process, home = self._process(node), node.directory(self._data_dir)
-                server = [process.marker, "kafka.Kafka", str(home / "server.properties")]
-                process.start([*self._jvm(node, java, jars, "kafka.log"), *server], home / "output.log")
-            self._wait(cluster, progress)
-        except BaseException:
-            # Also on Ctrl-C: a partly started cluster would hold its ports and memory until someone stops it.
-            stop_all([self._process(node) for node in missing], self._settings.stop_timeout_s, progress)
-            raise
 
     def _prepare(self, cluster: Cluster, node: Node, java: Path, jars: Path, progress: Progress) -> None:
         """Write the node's configuration, and format its storage if it is not formatted yet."""
@@ -215,7 +212,7 @@ class LocalStack:
 def require_tools(settings: StackSettings) -> Path:
     """Return the `java` to use, before any slow work. Raises StackError without it, or without a Maven if needed."""
     java = find_java()
-    if not jars_present(settings.cache_dir):
+    if not jars_dir(settings.cache_dir).is_dir():
         find_maven()
     return java
 
