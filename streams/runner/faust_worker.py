@@ -148,7 +148,18 @@ class FaustRunner(Runner):
         if offset < expected:
             return []
         if offset > expected:
-            self._skip_to(tp, expected, offset)
+            holes = self._transport.holes
+            first = holes.first_kept(tp, expected)
+            if first is not None:
+                self.pass_over(RetentionGap(tp.topic, tp.partition, expected, first))
+            # The first record after a seek is the first one still in the log. After it, only compaction may remove
+            # records.
+            elif tp in self._reading and not holes.take(tp, expected, offset):
+                raise RuntimeError(
+                    f"{tp.topic}[{tp.partition}] went from offset {expected} to {offset}: the records between were "
+                    "lost, or a transactional producer writes to this topic; restart the worker to read from its last "
+                    "position"
+                )
         self._reading.add(tp)
         self._next[tp] = offset + 1
         record, error = decoded(self._codec, message.value)
@@ -163,17 +174,6 @@ class FaustRunner(Runner):
             error=error,
         )
         return self._machines[message.partition].observe(located)
-
-    def _skip_to(self, tp: TP, expected: int, offset: int) -> None:
-        first = self._transport.holes.first_kept(tp, expected)
-        if first is not None:
-            self.pass_over(RetentionGap(tp.topic, tp.partition, expected, first))
-        # The first record after a seek is the first one still in the log. After it, only compaction may remove records.
-        elif tp in self._reading and not self._transport.holes.take(tp, expected, offset):
-            raise RuntimeError(
-                f"{tp.topic}[{tp.partition}] went from offset {expected} to {offset}: the records between were lost, "
-                "or a transactional producer writes to this topic; restart the worker to read from its last position"
-            )
 
     # Writing
 
@@ -198,8 +198,24 @@ class FaustRunner(Runner):
     # State
 
     async def _restore(self, *_sender: object, **_arguments: object) -> None:
+        """Create the machines of the partitions that this worker has now, from the recovered table."""
         try:
-            self._begin()
+            # Faust seeks next, and then empties the queues when it resumes the flow. A record delivered between the two
+            # would be dropped and never fetched again, so the flow must remain stopped until then.
+            self.app.consumer.stop_flow()
+            self.app.flow_control.suspend()
+            owned = self.owned(self.app.consumer.assignment())
+            states: dict[int, list[tuple[str, bytes]]] = {partition: [] for partition in owned}
+            for raw_key, value in list(self._table.data.items()):
+                key = raw_key.decode()
+                partition = partition_of_state(key, value)
+                if partition in states:
+                    states[partition].append((key, value))
+                else:
+                    self._table.data.pop(raw_key, None)
+            self._next = {TP(*place): offset for place, offset in self.make_machines(states).items()}
+            self._transport.holes.clear()
+            self._reading.clear()
         except Exception as error:  # Faust would retry endlessly after any error here
             self._fail(error)
             raise
@@ -211,25 +227,6 @@ class FaustRunner(Runner):
         self._ready = False
         async with self._writing:
             return
-
-    def _begin(self) -> None:
-        """Create the machines of the partitions that this worker has now, from the recovered table."""
-        # Faust seeks next, and then empties the queues when it resumes the flow. A record delivered between the two
-        # would be dropped and never fetched again, so the flow must remain stopped until then.
-        self.app.consumer.stop_flow()
-        self.app.flow_control.suspend()
-        owned = self.owned(self.app.consumer.assignment())
-        states: dict[int, list[tuple[str, bytes]]] = {partition: [] for partition in owned}
-        for raw_key, value in list(self._table.data.items()):
-            key = raw_key.decode()
-            partition = partition_of_state(key, value)
-            if partition in states:
-                states[partition].append((key, value))
-            else:
-                self._table.data.pop(raw_key, None)
-        self._next = {TP(*place): offset for place, offset in self.make_machines(states).items()}
-        self._transport.holes.clear()
-        self._reading.clear()
 
     # Lifecycle
 
