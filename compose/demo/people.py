@@ -205,41 +205,34 @@ class User:
 
     def react(self, answer: Conversation, question: int, at_s: float) -> list[Reaction]:
         """Return the signals for the answer to their question of this number, `at_s` seconds after the start."""
+        if self.role is PersonaRole.HELD_OUT:
+            return []
         rng = Random(f"reaction {self.settings.seed} {self.name} {question}")
-        match self.role:
-            case PersonaRole.HELD_OUT:
-                return []
-            case PersonaRole.BOT:
-                votes = (
-                    Reaction(f"vote-{n}", answer.last, SignalKind.THUMB, rng.choice((UP, DOWN)), 0.02 * n)
-                    for n in range(BOT_VOTES)
-                )
-                return [*measured(answer), *votes]
-            case PersonaRole.ORDINARY:
-                return [*measured(answer), *self._votes(answer, at_s, rng), *self._behaviour(answer, rng)]
-
-    def _votes(self, answer: Conversation, at_s: float, rng: Random) -> Iterator[Reaction]:
-        if rng.random() >= self.vote_rate:
-            return
-        honest = rng.random() >= self.settings.flip_rate
-        value = UP if self.satisfied(answer, at_s) == honest else DOWN
-        after_s = _delay(self.vote_delay_s, rng)
-        yield Reaction("vote", answer.last, SignalKind.THUMB, value, after_s)
-        if rng.random() < self.settings.mind_change_rate:
-            later = after_s + LONG_AFTER * _delay(self.vote_delay_s, rng)
-            yield Reaction("vote-again", answer.last, SignalKind.THUMB, -value, later, corrects="vote")
-
-    def _behaviour(self, answer: Conversation, rng: Random) -> Iterator[Reaction]:
-        mean_s = self.vote_delay_s
+        found, last, mean_s = list(measured(answer)), answer.last, self.vote_delay_s
+        if self.role is PersonaRole.BOT:
+            for n in range(BOT_VOTES):
+                found.append(Reaction(f"vote-{n}", last, SignalKind.THUMB, rng.choice((UP, DOWN)), 0.02 * n))
+            return found
+        # The vote.
+        if rng.random() < self.vote_rate:
+            honest = rng.random() >= self.settings.flip_rate
+            value = UP if self.satisfied(answer, at_s) == honest else DOWN
+            after_s = _delay(mean_s, rng)
+            found.append(Reaction("vote", last, SignalKind.THUMB, value, after_s))
+            if rng.random() < self.settings.mind_change_rate:
+                changed_s = after_s + LONG_AFTER * _delay(mean_s, rng)
+                found.append(Reaction("vote-again", last, SignalKind.THUMB, -value, changed_s, corrects="vote"))
+        # Other behaviour follows from whether the answer was right.
         if rng.random() < (0.02 if answer.right else 0.3):
-            yield Reaction("abandonment", answer.last, SignalKind.ABANDONMENT, 1.0, _delay(mean_s, rng))
+            found.append(Reaction("abandonment", last, SignalKind.ABANDONMENT, 1.0, _delay(mean_s, rng)))
         elif rng.random() < (0.03 if answer.right else 0.4):
-            yield Reaction("retry", answer.last, SignalKind.RETRY, 1.0, _delay(mean_s, rng))
+            found.append(Reaction("retry", last, SignalKind.RETRY, 1.0, _delay(mean_s, rng)))
         if answer.answered and rng.random() < 0.5:
             soon = rng.betavariate(8, 2) if answer.right else rng.betavariate(2, 6)
             later = soon * rng.betavariate(9, 1)
-            yield Reaction("kept-soon", answer.last, SignalKind.EDIT_KEPT_SOON, soon, mean_s)
-            yield Reaction("kept-later", answer.last, SignalKind.EDIT_KEPT_LATER, later, LONG_AFTER * mean_s)
+            found.append(Reaction("kept-soon", last, SignalKind.EDIT_KEPT_SOON, soon, mean_s))
+            found.append(Reaction("kept-later", last, SignalKind.EDIT_KEPT_LATER, later, LONG_AFTER * mean_s))
+        return found
 
 
 def population(settings: UsersSettings) -> list[User]:
