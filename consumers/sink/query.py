@@ -144,12 +144,19 @@ def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | No
 
 
 def _answer(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> QueryResult:
-    url = sink.server_url
-    if sink.embedded:
-        state = read_state(sink.directory)
-        if state is None or not answers(state):
-            return _from_disk(sink, sql, values)
-        url = state.url
+    state = read_state(sink.directory) if sink.embedded else None
+    if sink.embedded and (state is None or not answers(state)):
+        if not sink.directory.is_dir():
+            raise QueryFailed(f"there are no tables in {sink.directory}: start `tidemill sink`, or name its directory")
+        # Imported here, since most queries go over HTTP and do not need the engine.
+        from tidemill.consumers.sink.engine import Reader, connect
+
+        with closing(connect(sink)) as client:
+            client.command(f"CREATE DATABASE IF NOT EXISTS `{sink.database}`")
+            given = {name: escaped(value) for name, value in values.items()}
+            answer = Reader(sink).ask(sql, default_format=FORMAT, parameters=given)
+        return _parsed(answer.body, answer.format)
+    url = sink.server_url if state is None else state.url
     try:
         reply = httpx.post(url, **asked(sink, sql, values), timeout=sink.query_seconds + EXTRA_S)
     except httpx.HTTPError as error:
@@ -173,19 +180,6 @@ def _parsed(body: bytes, output_format: str) -> QueryResult:
         return QueryResult([output_format], [[body.decode("utf-8", "replace")]])
     document = json.loads(body)
     return QueryResult([column["name"] for column in document["meta"]], document["data"])
-
-
-def _from_disk(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> QueryResult:
-    if not sink.directory.is_dir():
-        raise QueryFailed(f"there are no tables in {sink.directory}: start `tidemill sink`, or name its directory")
-    # Imported here, since most queries go over HTTP and do not need the engine.
-    from tidemill.consumers.sink.engine import Reader, connect
-
-    with closing(connect(sink)) as client:
-        client.command(f"CREATE DATABASE IF NOT EXISTS `{sink.database}`")
-        given = {name: escaped(value) for name, value in values.items()}
-        answer = Reader(sink).ask(sql, default_format=FORMAT, parameters=given)
-    return _parsed(answer.body, answer.format)
 
 
 STATE_FILE = "tidemill-sink.json"
