@@ -136,28 +136,25 @@ class Supervisor:
             code = role.process.poll()
             if code is None or (code == 0 and name in may_end):
                 continue
-            if self._restarted is not None:
-                self._start_again(role, code, self._restarted)
-            elif self.ended(name):
-                raise RuntimeError(f"{name} ended early; the end of {role.log}:\n{role.tail()}")
-
-    def _start_again(self, role: Role, code: int, say: Callable[[str], None]) -> None:
-        name, now = role.name, time.monotonic()
-        if name not in self._due:
-            _kill_group(role)
-            short = self._short_lives[name] = 1 if now - role.began > HEALTHY_S else self._short_lives[name] + 1
-            if code >= 0 and short > MOST_SHORT_RUNS:
-                raise RuntimeError(
-                    f"{name} ended soon after {short} starts in a row, the last time with status {code}; the end of "
-                    f"{role.log}:\n{role.tail()}"
-                )
-            pause_s = min(FIRST_PAUSE_S * 2 ** (short - 1), LONGEST_PAUSE_S)
-            self._due[name] = now + pause_s
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            say(f"{name} {how}: it is started again in {pause_s:g} s; its log is {role.log}")
-        elif now >= self._due[name]:
-            del self._due[name]
-            self.start(name, role.arguments, role.environment, role.program)
+            now = time.monotonic()
+            if self._restarted is None:
+                if self.ended(name):
+                    raise RuntimeError(f"{name} ended early; the end of {role.log}:\n{role.tail()}")
+            elif name not in self._due:
+                _kill_group(role)
+                short = self._short_lives[name] = 1 if now - role.began > HEALTHY_S else self._short_lives[name] + 1
+                if code >= 0 and short > MOST_SHORT_RUNS:
+                    raise RuntimeError(
+                        f"{name} ended soon after {short} starts in a row, the last time with status {code}; the end "
+                        f"of {role.log}:\n{role.tail()}"
+                    )
+                pause_s = min(FIRST_PAUSE_S * 2 ** (short - 1), LONGEST_PAUSE_S)
+                self._due[name] = now + pause_s
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+                self._restarted(f"{name} {how}: it is started again in {pause_s:g} s; its log is {role.log}")
+            elif now >= self._due[name]:
+                del self._due[name]
+                self.start(name, role.arguments, role.environment, role.program)
 
     def stop(self, *names: str, grace_s: float = GRACE_S) -> None:
         """Send SIGTERM to roles, SIGKILL after one grace period, and SIGKILL to the rest of their process groups."""
