@@ -335,7 +335,7 @@ def test_the_rewards_of_tried_episodes_are_rows(monkeypatch):
         def policy(self, task: Task) -> ScriptedPolicy:
             return ScriptedPolicy([""], task.max_turns)
 
-    monkeypatch.setattr("tidemill.compose.cli.env_command.EndpointModel", lambda *_: Silent())
+    monkeypatch.setattr("tidemill.compose.cli.env_policies.EndpointModel", lambda *_: Silent())
     tried = ("env", "try", "ledger", "--endpoint", "http://127.0.0.1:9", "--n", "2")
     documents = json_of(*tried)
     rows = csv_of(*tried)
