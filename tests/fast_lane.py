@@ -26,22 +26,27 @@ SLOW: tuple[str, ...] = (
     "compose/test_readme.py::test_a_script_that_does_not_start_is_seen",
     "compose/test_readme.py::test_every_bench_explains_itself_from_any_directory",
     "compose/test_readme.py::test_the_commands_for_weights_need_no_engine",
+    "compose/test_weights.py::test_checkpoints_are_compared_without_a_log",
     "consumers/test_clickhouse_server.py",
     "consumers/test_query.py::test_every_named_query_answers_on_empty_tables",
     "consumers/view/test_browser.py",
     "gpu/test_run.py::test_a_rehearsal_runs_every_check",
     "kernels/test_triton.py",
     "kernels/test_vectors.py::test_a_processor_without_vectors_makes_the_same_bytes",
+    "producers/environments/test_docs.py",
     "producers/environments/test_process.py",
+    "producers/environments/test_verifiers.py",
     "schemas/log/test_stall.py::test_a_process_that_was_stopped_and_goes_on_is_not_hung",
     "system",
+    "test_lanes.py",
     "test_static.py::test_types_are_checked",
     "trainer/test_interrupted.py",
     "trainer/test_ranks.py",
 )
 """Folders, files and tests below tests/ that take long: whole demonstrations and trainings, mypy, Triton's interpreter,
 every view in a browser (22 s), every query (70 s on a ClickHouse server), kernels compiled again, a process for each
-bench, a stopped process, and one or more processes for each hostile environment (about 2 s a test)."""
+bench, a stopped process, pytest in a process of its own, and one or more processes for each hostile environment and for
+the servers of verifiers (about 2 s a test)."""
 
 REFUSAL = "the fast lane starts no {0}: let the test use the fixture `{0}`, by which the lane leaves it out"
 JAVA = f"""#!/bin/sh
