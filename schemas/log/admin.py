@@ -84,7 +84,7 @@ def create_topics(kafka: KafkaSettings) -> list[str]:
 def create_missing(client: AdminClient, new: list[NewTopic]) -> list[str]:
     """Create the topics that do not exist, wait until all can be used, and return the names of the created ones.
 
-    Raises KafkaException if the broker refuses, TimeoutError if partitions still have no leader.
+    Raises RuntimeError if the broker refuses, TimeoutError if partitions still have no leader.
     """
     created = []
     for name, future in client.create_topics(new, request_timeout=REQUEST_TIMEOUT_S).items():
@@ -93,7 +93,7 @@ def create_missing(client: AdminClient, new: list[NewTopic]) -> list[str]:
             created.append(name)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise
+                raise RuntimeError(f"topic {name} cannot be created: {error.args[0].str()}") from error
     wait_until_led(client, {topic.topic for topic in new})
     return created
 

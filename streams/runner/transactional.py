@@ -115,10 +115,7 @@ class TransactionalRunner(Runner):
         client = admin_client(self._kafka)
         config = {"cleanup.policy": "compact", **STATE_TOPIC_CONFIG}
         topic = NewTopic(self._changelog, partitions, self._kafka.replication_factor, config=config)
-        try:
-            create_missing(client, [topic])
-        except KafkaException as error:
-            raise RuntimeError(f"the state topic {self._changelog} cannot be created: {error.args[0]}") from error
+        create_missing(client, [topic])
         found = len(client.list_topics(self._changelog, METADATA_TIMEOUT_S).topics[self._changelog].partitions)
         if found != partitions:
             raise RuntimeError(

@@ -22,7 +22,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs r
 
 from tidemill.consumers.operate.replay.records import RANK, READ_UNCOMMITTED, Header, Lane, LogSource, RawRecord
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
+from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, create_missing, wait_until_led
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES
 from tidemill.schemas.log.consumed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, replay_headers, replay_id_of
 
@@ -49,8 +49,7 @@ def check_prefix(source: str, into: str) -> None:
                 f"--into {into!r} would write into the live topic {min(hit)}: give a prefix of the replay's own, for "
                 "instance replay-1."
             )
-    if KafkaSettings(topic_prefix=into).topic_prefix != into:
-        raise ValueError(f"--into {into!r} is no topic prefix")
+    KafkaSettings(topic_prefix=into)  # raises ValidationError
 
 
 @dataclass(slots=True)
@@ -145,8 +144,8 @@ class Target:
             )
             for topic in missing
         ]
-        for future in (self._admin.create_topics(new, request_timeout=REQUEST_TIMEOUT_S) if new else {}).values():
-            future.result()
+        if new:
+            create_missing(self._admin, new)
         wait_until_led(self._admin, {self.prefix + topic for topic in partitions})
 
     def check_partitions(self, partitions: Mapping[str, int]) -> set[str]:

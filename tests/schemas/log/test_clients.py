@@ -62,6 +62,12 @@ def test_drift_is_reported_and_missing_topics_too(every_topic: KafkaSettings):
     assert all(state.drift == ["missing"] for state in check_topics(absent))
 
 
+def test_a_topic_that_the_brokers_refuse_is_named_with_their_reason(every_topic: KafkaSettings):
+    alone = every_topic.model_copy(update={"topic_prefix": "copied.", "replication_factor": 3})
+    with pytest.raises(RuntimeError, match=r"topic copied\.documents cannot be created: .*replication factor of 3"):
+        create_topics(alone)
+
+
 def test_the_size_of_an_answer_is_limited_over_all_its_partitions():
     limits = "fetch.max.bytes", "fetch.message.max.bytes"
     kafka = KafkaSettings(bootstrap="here:1")
