@@ -6,6 +6,7 @@ Later sources win: TOML file, then `TIDEMILL_<SECTION>__<KEY>` in the environmen
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +30,8 @@ from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.midtrain_config import MidtrainSettings
 
 DEFAULT_FILE = Path("tidemill.toml")
+PREFIX = "TIDEMILL_"
+"""First part of the names of environment variables with settings."""
 
 
 class Act(StrEnum):
@@ -191,7 +194,7 @@ class NumericsSettings(Section):
 
 class TidemillSettings(BaseSettings):
     model_config = SettingsConfigDict(
-        env_prefix="TIDEMILL_",
+        env_prefix=PREFIX,
         env_nested_delimiter="__",
         extra="forbid",
         hide_input_in_errors=True,
@@ -280,13 +283,23 @@ def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None)
     class FromFile(TidemillSettings):
         model_config = SettingsConfigDict(toml_file=file or DEFAULT_FILE)
 
+    # The library ignores these.
+    for variable in os.environ:
+        section, delimiter, _ = variable.lower().removeprefix(PREFIX.lower()).partition("__")
+        if delimiter and variable.upper().startswith(PREFIX) and section not in TidemillSettings.model_fields:
+            raise ValueError(f"environment variable {variable}: there is no section {section!r}")
     try:
         return FromFile(**(flags or {}))
     except ValidationError as error:
-        lines = [f"  {'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
-        raise ValueError("the configuration is not usable:\n" + "\n".join(lines)) from error
-    except tomllib.TOMLDecodeError as error:
+        raise ValueError(unusable(error)) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"configuration file {file or DEFAULT_FILE}: {error}") from error
+
+
+def unusable(error: ValidationError) -> str:
+    """Return the wrong settings, one per line, each with its fault but without its value."""
+    lines = [f"  {'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
+    return "the configuration is not usable:\n" + "\n".join(lines)
 
 
 def parse_assignments(assignments: list[str]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ gc.disable()
 
 import typer
 from confluent_kafka import KafkaError, KafkaException
+from pydantic import ValidationError
 
 import tidemill.compose.cli.replay_copy
 import tidemill.compose.cli.replay_stage
@@ -37,6 +38,7 @@ from tidemill.compose.cli.trainer_command import trainer_app
 from tidemill.compose.cli.tune_command import tune_app
 from tidemill.compose.cli.users_command import users_app
 from tidemill.compose.cli.weights_command import weights_app
+from tidemill.compose.config import unusable
 from tidemill.compose.demo.command import demo
 from tidemill.compose.demo.plan import CONFIG_NAME
 from tidemill.compose.models_command import models_app
@@ -307,6 +309,8 @@ def main() -> None:
             message = (
                 f"Kafka does not answer any more ({cause.str()}): check that its brokers run, then start this again"
             )
+        if isinstance(error, ValidationError):
+            message = unusable(error)
         if os.environ.get("TIDEMILL_TRACEBACK"):
             raise
         typer.echo(f"tidemill: {message} (TIDEMILL_TRACEBACK=1 shows where)", err=True)

@@ -46,9 +46,20 @@ def test_the_wrong_setting_is_named(tmp_path: Path, text: str, named: str):
         load_settings(file_with(tmp_path, text))
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path):
+def test_a_file_that_is_absent_or_not_utf8_is_named(tmp_path: Path):
     with pytest.raises(ValueError, match="does not exist"):
         load_settings(tmp_path / "absent.toml")
+    (tmp_path / "latin.toml").write_bytes('[run]\nrun_id = "café"\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"configuration file .*latin\.toml: .*utf-8"):
+        load_settings(tmp_path / "latin.toml")
+
+
+def test_an_unknown_section_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TIDEMILL_GATEWAY_PORT", "tcp://10.0.0.1:8090")  # as Kubernetes sets it for a service
+    load_settings()
+    monkeypatch.setenv("TIDEMILL_TRANIER__THREADS", "4")
+    with pytest.raises(ValueError, match="TIDEMILL_TRANIER__THREADS: there is no section 'tranier'"):
+        load_settings()
 
 
 @pytest.mark.parametrize("text", ["", "x", "x=1", "a.=1", ".b=1", "a..b=1"])

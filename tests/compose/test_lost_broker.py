@@ -9,6 +9,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from tidemill.compose import cli
 from tidemill.compose.config import TidemillSettings
+from tidemill.schemas.config import KafkaSettings
 
 NOBODY = "127.0.0.1:9"
 
@@ -48,6 +49,17 @@ def test_a_command_whose_broker_is_lost_ends_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("tidemill: Kafka does not answer any more (")
     assert "check that its brokers run, then start this again" in line
+
+
+def test_a_wrong_value_in_a_flag_is_explained_without_the_librarys_own_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(cli, "app", lambda: KafkaSettings(topic_prefix="no/prefix"))
+    with pytest.raises(SystemExit, match="1"):
+        run(monkeypatch)
+    told = capsys.readouterr().err
+    assert "  topic_prefix: Value error, topic_prefix 'no/prefix': Kafka allows only" in told
+    assert "pydantic" not in told
 
 
 def test_another_error_of_kafka_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
