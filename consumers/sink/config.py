@@ -124,3 +124,8 @@ class SinkSettings(Section):
     def directory(self) -> Path:
         """`path`, absolute, with links resolved: the engine compares paths literally."""
         return Path(self.path).expanduser().resolve()
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether the embedded engine made its database there. It would write files into any other directory."""
+        return (self.directory / "metadata" / f"{self.database}.sql").is_file()

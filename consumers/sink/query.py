@@ -146,13 +146,15 @@ def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | No
 def _answer(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> QueryResult:
     state = read_state(sink.directory) if sink.embedded else None
     if sink.embedded and (state is None or not answers(state)):
-        if not sink.directory.is_dir():
-            raise QueryFailed(f"there are no tables in {sink.directory}: start `tidemill sink`, or name its directory")
+        if not sink.has_tables:
+            raise QueryFailed(
+                f"there are no tables in {sink.directory}: start `tidemill sink`, or name its directory (that of a "
+                "demonstration is DIRECTORY/clickhouse)"
+            )
         # Imported here, since most queries go over HTTP and do not need the engine.
         from tidemill.consumers.sink.engine import Reader, connect
 
-        with closing(connect(sink)) as client:
-            client.command(f"CREATE DATABASE IF NOT EXISTS `{sink.database}`")
+        with closing(connect(sink)):
             given = {name: escaped(value) for name, value in values.items()}
             answer = Reader(sink).ask(sql, default_format=FORMAT, parameters=given)
         return _parsed(answer.body, answer.format)

@@ -193,7 +193,7 @@ def run(sink: SinkSettings, view: ViewSettings, *, open_tables: bool) -> None:
         listener = stack.enter_context(bind(view.host, view.port, "view.port", BACKLOG))
         state = read_state(sink.directory) if open_tables and sink.embedded else None
         if open_tables and sink.embedded and (state is None or not answers(state)):
-            if not sink.directory.is_dir():
+            if not sink.has_tables:
                 raise FileNotFoundError(
                     f"there are no tables in {sink.directory}: name the directory of a demonstration or of a sink's "
                     "tables"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.query import QueryFailed, QueryResult, SinkState, ask, read_state, sql_of, write_state
 from tidemill.consumers.sink.service import open_tables
+from tidemill.consumers.view import app as view_app
+from tidemill.consumers.view.config import ViewSettings
 from tidemill.schemas.http_connections import bind
 
 HOLDS_ENGINE = """
@@ -113,10 +116,17 @@ def test_a_server_answers_when_a_query_has_ended():
     assert "wait_end_of_query" not in query.asked(SinkSettings(), "SELECT 1", {})["params"]
 
 
-def test_missing_tables_and_unknown_names_say_what_to_do(tmp_path: Path):
+def test_missing_tables_and_unknown_names_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(QueryFailed, match="start `tidemill sink`"):
         ask(SinkSettings(path=str(tmp_path / "absent")), "SELECT 1")
     assert not (tmp_path / "absent").exists()
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(QueryFailed, match="there are no tables in"):
+        ask(SinkSettings(path=str(tmp_path)), "runs")
+    monkeypatch.setattr(view_app, "stop_on_signals", threading.Event)
+    with pytest.raises(FileNotFoundError, match="there are no tables in"):
+        view_app.run(SinkSettings(path=str(tmp_path)), ViewSettings(port=0), open_tables=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(QueryFailed, match="did you mean accounting"):
         sql_of("acounting")
 
