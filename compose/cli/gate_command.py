@@ -28,7 +28,7 @@ from tidemill.compose.options import (
     with_settings,
 )
 from tidemill.compose.output import CsvOption, JsonOption, print_json, print_rows, utc, working
-from tidemill.consumers.weights.chain import DecisionFollowers, decision, read_chain
+from tidemill.consumers.weights.chain import DecisionFollowers, decision, no_version, read_chain
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.log.producer import RecordProducer
@@ -186,6 +186,8 @@ def status(
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
     found = rebuild(settings.kafka, settings.run, settings.gate, 0)[0].snapshot()
+    if found.head < 0:
+        raise no_version(found.run_id, found.branch)
     if as_json:
         print_json(found)
     elif as_csv:

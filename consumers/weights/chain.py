@@ -57,10 +57,13 @@ class Chain(VersionGraph):
     def head(self) -> Manifest:
         """The newest version. Raises VersionError for a branch without one."""
         if self.newest is None:
-            raise VersionError(
-                f"run {self.run_id} has no version on branch {self.branch}: name another with --run-id or --branch"
-            )
+            raise no_version(self.run_id, self.branch)
         return self.newest
+
+
+def no_version(run_id: str, branch: str) -> VersionError:
+    """Return the error of a command about a branch that has no version."""
+    return VersionError(f"run {run_id} has no version on branch {branch}: name another with --run-id or --branch")
 
 
 CLIENT_ID = "tidemill-weights"

@@ -254,6 +254,12 @@ def test_a_persons_decision_overrides_the_gate(branch, tmp_path):
     assert "version 0 is served" in served and "held by" in served
 
 
+def test_a_branch_without_versions_has_no_state(branch):
+    for form in ((), ("--json",), ("--csv",)):
+        absent = ask(branch, "status", *form)
+        assert isinstance(absent.exception, VersionError) and "has no version on branch main" in str(absent.exception)
+
+
 def test_the_older_of_two_gates_stops(branch):
     ended: list[Exception] = []
     stop = threading.Event()
