@@ -298,6 +298,8 @@ LOST = TRANSIENT | {KafkaError._ALL_BROKERS_DOWN, KafkaError._RESOLVE}
 
 def main() -> None:
     """Run the command line; an error of `EXPLAINED`, or brokers that are lost, end in one line and status 1."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries
     try:
         app()
     except (*EXPLAINED, KafkaException) as error:
