@@ -80,7 +80,8 @@ def connect(settings: SinkSettings) -> Client:
     except ClickHouseError as error:
         raise QueryFailed(
             f"the tables in {directory} cannot be opened: another process has them open (a running sink: ask it with "
-            f"`tidemill query`), or this process has opened another directory. The engine says: {error}"
+            f"`tidemill query`), this process has opened another directory, or they are damaged (delete the directory: "
+            f"a sink writes them again from the log). The engine says: {error}"
         ) from error
 
 

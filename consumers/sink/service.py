@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 
 import pyarrow as pa
+from clickhouse_connect.driver.exceptions import ClickHouseError
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.erasures import PRODUCT, Erasures, erased_interactions, known_erasures
 from tidemill.consumers.sink.http_api import query_server
-from tidemill.consumers.sink.query import STATE_FILE, SinkState, write_state
+from tidemill.consumers.sink.query import STATE_FILE, QueryFailed, SinkState, write_state
 from tidemill.consumers.sink.rows import DeadLetter, DeadLetterReader, Row, row_of
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names
@@ -100,7 +101,7 @@ def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
     Every run of the prefix is stored; `run` is the one that the log lines name.
 
     Raises:
-        QueryFailed: another process has the embedded engine's directory open.
+        QueryFailed: the tables cannot be opened or written; another process has the embedded engine's directory open.
         OSError: the HTTP port cannot be bound.
         LookupError: a topic does not exist, or the log lost the offset to continue from (see `sink.accept_gaps`).
     """
@@ -147,18 +148,19 @@ def open_tables(sink: SinkSettings, erasures: Erasures | None = None) -> Iterato
     Tables of an older release get the new columns and topics, since the named queries refer to all of them.
     Raises QueryFailed, OSError.
     """
-    client = connect(sink)
-    with ExitStack() as stack:
-        stack.callback(client.close)
-        writer = Writer(
-            client, sink.database, sink.table_engine, erasures, insert_bytes=sink.flush_bytes, merges=sink.merges
-        )
-        url = sink.server_url  # a server answers queries itself
-        if sink.embedded:
-            url = stack.enter_context(query_server(sink)).url
-            write_state(sink.directory, SinkState(os.getpid(), url, sink.database))
-            stack.callback((sink.directory / STATE_FILE).unlink, missing_ok=True)
-        yield writer, url
+    try:
+        with closing(connect(sink)) as client, ExitStack() as stack:
+            writer = Writer(
+                client, sink.database, sink.table_engine, erasures, insert_bytes=sink.flush_bytes, merges=sink.merges
+            )
+            url = sink.server_url  # a server answers queries itself
+            if sink.embedded:
+                url = stack.enter_context(query_server(sink)).url
+                write_state(sink.directory, SinkState(os.getpid(), url, sink.database))
+                stack.callback((sink.directory / STATE_FILE).unlink, missing_ok=True)
+            yield writer, url
+    except ClickHouseError as error:
+        raise QueryFailed(f"ClickHouse failed: {error}") from error
 
 
 def release_unused_memory() -> None:

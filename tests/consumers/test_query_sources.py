@@ -97,6 +97,15 @@ def test_an_unreachable_server_is_a_clear_error():
         port = listener.getsockname()[1]
     with pytest.raises(QueryFailed, match="did not answer"):
         ask(SinkSettings(host="127.0.0.1", port=port), "SELECT 1")
+    with pytest.raises(QueryFailed, match=r"ClickHouse failed: .*refused"):
+        open_tables(SinkSettings(host="127.0.0.1", port=port)).__enter__()
+
+
+def test_tables_that_the_engine_cannot_read_are_a_clear_error(tmp_path: Path):
+    (tmp_path / "metadata").mkdir()
+    (tmp_path / "metadata" / "tidemill.sql").touch()  # as a full disk leaves it
+    opened = subprocess.run([sys.executable, "-c", HOLDS_ENGINE, tmp_path], capture_output=True, text=True, input="")
+    assert "QueryFailed" in opened.stderr and "they are damaged (delete the directory" in opened.stderr
 
 
 def test_a_directory_that_another_process_owns_is_a_clear_error(sink: SinkSettings):
