@@ -21,6 +21,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -88,15 +89,26 @@ def build_model(shape: ModelShape, tokenizer: Tokenizer, end_token: str, seed: i
 def load_model(directory: str, experts: Experts | None = None) -> PreTrainedModel:
     """Load the causal model of a checkpoint directory, in fp32, with the given implementation of its experts.
 
-    Raises FileNotFoundError if there is none, ValueError for a model without experts if `experts` is given.
+    Raises FileNotFoundError if there is none, ValueError if a weight is missing or a file is damaged, and for a model
+    without experts if `experts` is given.
     """
-    path, options = Path(directory), {} if experts is None else {"experts_implementation": experts.value}
+    path = Path(directory)
     if not (path / "config.json").is_file():
         raise FileNotFoundError(
             f"{path} is not a Hugging Face checkpoint (no config.json): name one, or make one with "
             "`tidemill documents` and `tidemill train --phase midtrain`"
         )
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    options = {} if experts is None else {"experts_implementation": experts.value}
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True, **options
+        )
+    except SafetensorError as error:
+        raise ValueError(f"a file of weights in {path} is damaged: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        # transformers gives them random values, others in each load.
+        raise ValueError(f"{path} does not store {', '.join(missing[:5])} ({len(missing)} weights are missing)")
+    return model
 
 
 def save_checkpoint(
@@ -190,6 +202,8 @@ def _seen_problem(model: PreTrainedModel) -> str:
     sharded = isinstance(model, FSDPModule)
     forward = model.forward if sharded else model
     whole = [forward(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths]
+    if not all(logits.isfinite().all() for logits in whole):
+        return "its logits are not finite numbers, so its weights are damaged"
     states = model.base_model(input_ids=ids[paths[0]][None], use_cache=False).last_hidden_state[0]
     if _apart(linear(states, head.weight, head.bias), whole[0]) > TOLERANCE:
         return "its logits are not the output of its head, but scaled or capped"

@@ -25,13 +25,14 @@ class LocalModel(ReplicaSession):
     """A Hugging Face causal model in this process, in place of the replicas. Turns are sampled one after another."""
 
     def __init__(self, directory: Path, max_tokens: int, temperature: float, seed: int) -> None:
-        """Load the model. Raises TemplateRefused for a chat template that cannot be used."""
+        """Load the model. Raises as `load_model`, and TemplateRefused for a chat template that cannot be used."""
         import torch
-        from transformers import AutoModelForCausalLM
+
+        from tidemill.trainer.model import load_model
 
         self.identity = ReplicaIdentity("local", "")
         self._chat = load_chat_format(str(directory), ChatSettings())
-        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._model: Any = load_model(str(directory)).eval()
         torch.manual_seed(seed)
         self._max_tokens, self._temperature = max_tokens, temperature
         self._one = asyncio.Lock()

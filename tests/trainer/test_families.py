@@ -126,6 +126,13 @@ def test_tokens_mixed_outside_attention_are_detected_in_the_logprobs() -> None:
         use_packed_attention(model)
 
 
+def test_weights_that_are_not_finite_are_named() -> None:
+    model = make_model("Llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(UntrainableModelError, match="its logits are not finite numbers"):
+        use_packed_attention(model)
+
+
 def test_logits_that_are_capped_without_a_setting_are_detected() -> None:
     model = make_model("Llama")
     model.lm_head.register_forward_hook(lambda _module, _args, logits: 5 * torch.tanh(logits / 5))

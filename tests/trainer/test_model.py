@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -84,6 +84,19 @@ def test_a_checkpoint_loads_back_and_is_replaced(tmp_path):
 def test_an_invalid_checkpoint_is_refused_with_the_command_that_makes_one(tmp_path):
     with pytest.raises(FileNotFoundError, match="midtrain"):
         load_model(str(tmp_path))
+
+
+def test_a_checkpoint_without_a_weight_or_with_a_cut_file_is_refused(tmp_path):
+    save_checkpoint(str(tmp_path / "model"), tiny(0), TOKENIZER, END, chatml())
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model does not store model\.norm\.weight"):
+        load_model(str(tmp_path / "model"))
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"weights in .*model is damaged"):
+        load_model(str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("wrong", [{"hidden_size": 48}, {"head_dim": 48}, {"heads": 3, "kv_heads": 2}, {"width": 1}])
