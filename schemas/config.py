@@ -177,7 +177,8 @@ class RunSettings(Section):
     """A group with fewer completed rollouts is not trained."""
 
     skip_no_signal: bool = True
-    """Leave out groups whose completed rollouts all have the same reward: they have no gradient."""
+    """Leave out groups whose completed rollouts all have the same reward: they have no gradient from rewards, except
+    with the objective `reinforce`, which needs false."""
 
     @model_validator(mode="after")
     def _one_label_each(self) -> Self:

@@ -32,7 +32,8 @@ def require_two(kind: str, size: int) -> None:
     if size < 2:
         raise ValueError(
             f"a {kind} advantage compares a rollout with the others of its group, and this group has {size} completed: "
-            "use groups of two or more, or the objective `reinforce`, which has no baseline"
+            "use groups of two or more, or the objective `reinforce`, which has no baseline, with run.min_completed 1 "
+            "and run.skip_no_signal false"
         )
 
 

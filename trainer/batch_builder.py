@@ -153,22 +153,24 @@ class BatchBuilder(InputQueue[TrainableGroup]):
 
         A group that is not trainable is excluded here; one that has ended before, or is of another run, is ignored.
 
-        Raises ValueError for a run with one rollout per group if the objective compares rollouts: it would exclude
-        every group.
+        Raises ValueError for a run with one rollout per group if the objective compares rollouts, or if the settings
+        ask for more than one or for different rewards: it would exclude every group.
         """
-        group, place = read.record, read.place
-        if not self.is_new(place) or group.run_id != self._run.run_id:
+        group, place, run = read.record, read.place, self._run
+        if not self.is_new(place) or group.run_id != run.run_id:
             return False
         if group.mode is Mode.TRAIN and self._advantage is not raw:
             require_two(self._advantage.__name__, group.expected_size)
-        version -= -(-self._trained_behind(place) // self._run.groups_per_step)
+        elif group.mode is Mode.TRAIN and group.expected_size == 1 and (run.min_completed > 1 or run.skip_no_signal):
+            raise ValueError("groups have one rollout: set run.min_completed to 1 and run.skip_no_signal to false")
+        version -= -(-self._trained_behind(place) // run.groups_per_step)
         checks = (
             (Exclusion.REPLAYED, self.refuses(read.replay_id)),
             (Exclusion.LATE, group.closed_by is CloseReason.LATE),
             (Exclusion.DUPLICATE, self.is_known(group.group_id)),
             (Exclusion.EVAL, group.mode is Mode.EVAL),
-            (Exclusion.TOO_FEW, len(completed(group)) < self._run.min_completed),
-            (Exclusion.NO_SIGNAL, self._run.skip_no_signal and not has_signal(group)),
+            (Exclusion.TOO_FEW, len(completed(group)) < run.min_completed),
+            (Exclusion.NO_SIGNAL, run.skip_no_signal and not has_signal(group)),
         )
         reason = next((reason for reason, applies in checks if applies), None) or self._version_problem(group, version)
         if reason is Exclusion.UNDEFINED_LAG:

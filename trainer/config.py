@@ -88,10 +88,16 @@ class CorrectionSettings(Section):
     """Method that bounds the ratio of trainer to sampler probability."""
 
     low: float = Field(default=0.5, ge=0)
-    """Lower bound of the ratio, for the kinds that mask."""
+    """Lower bound of the ratio, for `mis` and `geometric`."""
 
     high: float = Field(default=2.0, gt=0)
     """Upper bound of the ratio."""
+
+    @model_validator(mode="after")
+    def _bounds_leave_a_ratio(self) -> Self:
+        if self.kind in (CorrectionKind.MIS, CorrectionKind.GEOMETRIC) and self.low > self.high:
+            raise ValueError(f"correction.low {self.low:g} above correction.high {self.high:g} would mask every token")
+        return self
 
 
 class KlSettings(Section):
@@ -104,7 +110,7 @@ class KlSettings(Section):
     """False: in the reward, without gradient, as Composer 2 does. True: a term of the loss, as GRPO does."""
 
     estimator: Estimator = Estimator.K1
-    """Use k1 in the reward and k3 in the loss."""
+    """In the reward k1; in the loss k2 or k3."""
 
     @model_validator(mode="after")
     def _place_fits_estimator(self) -> Self:
@@ -113,6 +119,8 @@ class KlSettings(Section):
                 "kl.estimator k1 in the loss has a zero expected gradient, so it would do nothing: "
                 "use kl.in_loss false (k1 in the reward) or kl.estimator k3"
             )
+        if not self.in_loss and self.estimator is not Estimator.K1:
+            raise ValueError(f"kl.estimator {self.estimator} applies to the loss only: set kl.in_loss true, or use k1")
         return self
 
 
@@ -154,7 +162,8 @@ class TrainerSettings(Section):
     """The policy-gradient objective."""
 
     clip_low: float | None = Field(default=None, ge=0)
-    """Lower clip range of the policy ratio; None: the objective's published value."""
+    """Lower clip range of the policy ratio; None: the objective's published value. Objectives that do not clip ignore
+    both: composer2, rloo and reinforce."""
 
     clip_high: float | None = Field(default=None, ge=0)
     """Upper clip range of the policy ratio; None: the objective's published value."""

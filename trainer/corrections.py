@@ -4,9 +4,9 @@ The sampler and the trainer differ by policy lag and by their kernels, so a toke
 with weight rho = pi_trainer / mu, bounded by one of the methods below. Weights never have a gradient, which would bias
 the policy gradient. Per-token weights have bias O(T^2) in the mismatch; per-sequence ones have none, but a variance
 that grows with length, which the geometric mean avoids. Shapes: `log_ratio` f4[T] is log pi_trainer - log mu of each
-sampled token, `sequence` i8[T] its rollout, in [0, n); `bounds` apply to the ratio, `low` is used by the masks and
-`high` by all. Each function returns f4[T]. Sources: TIS and its sequence form, MIS, geometric rejection as in verl's
-"rollout correction" notes; IcePop for the two-sided mask.
+sampled token, `sequence` i8[T] its rollout, in [0, n); `bounds` apply to the ratio, `low` is used by `mis` and
+`geometric`, `high` by all. Each function returns f4[T]. Sources: TIS and its sequence form, MIS, geometric rejection as
+in verl's "rollout correction" notes; IcePop for the two-sided mask.
 
 Estimators of the Kullback-Leibler divergence from samples: for x drawn from q, with r = p(x) / q(x) (J. Schulman,
 "Approximating KL divergence", 2020):

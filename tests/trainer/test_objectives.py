@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 from tidemill.trainer import advantages as formulas
 from tidemill.trainer import corrections
 from tidemill.trainer.advantages import penalise
-from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
+from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind, Estimator
 from tidemill.trainer.config import CorrectionSettings, KlSettings, TrainerSettings
 from tidemill.trainer.corrections import correction_weights
 from tidemill.trainer.objectives import (
@@ -369,6 +369,21 @@ def test_k3_in_the_loss_has_the_gradient_of_its_formula() -> None:
 def test_k1_in_the_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="zero expected gradient"):
         KlSettings(in_loss=True)
+
+
+@pytest.mark.parametrize("estimator", [Estimator.K2, Estimator.K3])
+def test_an_estimator_of_the_loss_is_refused_in_the_reward(estimator: Estimator) -> None:
+    with pytest.raises(ValueError, match="applies to the loss only"):
+        KlSettings(estimator=estimator)
+
+
+@pytest.mark.parametrize("kind", CorrectionKind)
+def test_bounds_that_mask_every_token_are_refused(kind: CorrectionKind) -> None:
+    if kind in (CorrectionKind.MIS, CorrectionKind.GEOMETRIC):
+        with pytest.raises(ValueError, match="would mask every token"):
+            CorrectionSettings(kind=kind, low=2.0, high=1.5)
+    else:
+        CorrectionSettings(kind=kind, low=2.0, high=1.5)
 
 
 def test_two_corrections_at_once_are_refused() -> None:

@@ -242,3 +242,11 @@ def test_groups_of_one_are_trained_by_reinforce() -> None:
     )
     alone = make_group("g", [member_of(make_rollout("g", 0, 1.0, size=1), 0, 0)])
     assert builder.wants(Reference(StepInput("g", "groups", 0, 0), alone), 0)
+
+
+@pytest.mark.parametrize("left", [{"min_completed": 1}, {"skip_no_signal": False}])
+def test_groups_of_one_that_would_all_be_excluded_are_refused(left) -> None:
+    builder = BatchBuilder(RunSettings(**left), settings_of(objective=ObjectiveName.REINFORCE))
+    alone = make_group("g", [member_of(make_rollout("g", 0, 1.0, size=1), 0, 0)])
+    with pytest.raises(ValueError, match=r"run\.min_completed to 1 and run\.skip_no_signal to false"):
+        builder.wants(Reference(StepInput("g", "groups", 0, 0), alone), 0)
