@@ -19,7 +19,7 @@ from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.options import key_values
 from tidemill.compose.output import CsvOption, JsonOption, harmless, json_values, print_rows
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.environments.base import TaskQuery
+from tidemill.producers.environments.base import TaskQuery, checked_score
 from tidemill.producers.environments.check import ScriptedPolicy, check_environment, task_of
 from tidemill.producers.environments.find import listed
 from tidemill.producers.environments.open import open_environment
@@ -163,8 +163,7 @@ async def try_environment(
             policy = sampler.policy(task)
             failure, score = "", None
             try:
-                score = await environment.play(task, policy)
-                failure = score.fault()
+                score = checked_score(await environment.play(task, policy))
             except Exception as error:  # noqa: BLE001 - any error of the environment's is a failed rollout
                 failure = f"{type(error).__name__}: {error}"
             episode = {
@@ -182,7 +181,7 @@ async def try_environment(
                     for call in message.get("tool_calls") or ():
                         said += f"\n→ {call['function']['name']}({call['function']['arguments']})"
                     typer.echo(harmless(f"{message['role']}: {said.strip()}"))
-                if score is None or failure:
+                if score is None:
                     typer.echo(harmless(f"failed: {failure}\n"))
                 else:
                     parts = ", ".join(f"{part.name} {part.value:g}" for part in score.rewards)

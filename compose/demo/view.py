@@ -85,7 +85,7 @@ def _spread(seconds: Percentiles) -> str:
 
 
 RESULTS = (
-    ("held-out success", "{held_out_before:.3f} → {held_out_after:.3f}  ({held_out_rollouts} rollouts each)"),
+    ("held-out success", "{held_out_before:.3f} → {held_out_after:.3f}  (at least {held_out_rollouts} rollouts each)"),
     ("weight versions", "{versions}, fingerprints of trainer and live replicas {equal}"),
     ("policy lag", "max {max_policy_lag}, bound {policy_lag_bound}"),
     ("spanning versions", "{rollouts_spanning_versions} of {rollouts_trained} trained rollouts"),
@@ -99,7 +99,7 @@ ONLINE_RESULTS = (
     ("users satisfied", "{satisfaction_before:.3f} → {satisfaction_after:.3f}  "
      "({satisfaction_answers} held-out answers each)"),
     ("skill meanwhile", "{held_out_before_online:.3f} → {held_out_after_online:.3f}  "
-     "({held_out_online_rollouts} rollouts each: within ±{held_out_online_noise:.3f} is noise)"),
+     "(at least {held_out_online_rollouts} rollouts each: within ±{held_out_online_noise:.3f} is noise)"),
     ("decided on evidence", "{decided_on_evidence} of {trials_decided} versions tried"),
     ("online batches", "{online_batches}; {promotions} versions promoted, fingerprints {online_equal}"),
     ("feedback to served", "{to_served}"),

@@ -146,7 +146,7 @@ class Score:
         return sum(part.value * part.weight for part in self.rewards)
 
     def fault(self) -> str:
-        """Return the reason why this cannot be recorded; empty if it can."""
+        """Return the reason why this cannot be recorded; empty if it can. Parts of wrong types raise any error."""
         if not self.rewards:
             return "it has no reward component"
         names = [part.name for part in self.rewards]
@@ -154,11 +154,29 @@ class Score:
             return f"two reward components have one name: {', '.join(names)}"
         if not isinstance(self.success, bool | None):
             return f"success is {self.success!r:.60}, expected True, False or None: convert it by bool()"
+        for name in (*names, *self.metrics):
+            if not isinstance(name, str):
+                return f"the name of a component or metric is {name!r:.60}, expected text"
+            name.encode()  # raises an error for half of a surrogate pair
         numbers = {f"{part.name}.{kind}": getattr(part, kind) for part in self.rewards for kind in ("value", "weight")}
         for name, number in (*numbers.items(), *self.metrics.items()):
             if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-                return f"{name} is {number!r:.60}, which is no finite number"
+                remedy = "" if isinstance(number, float) else ": convert it by float()"
+                return f"{name} is {number!r:.60}, which is no finite number{remedy}"
         return "" if math.isfinite(self.total) else f"the sum of the rewards is {self.total}, which is no finite number"
+
+
+def checked_score(found: object) -> Score:
+    """Return the result of an environment if it is a score that can be recorded. Raises EnvironmentFailed."""
+    if not isinstance(found, Score):
+        raise EnvironmentFailed(f"the environment returned a {type(found).__name__}, not a Score")
+    try:
+        fault = found.fault()
+    except Exception as error:  # its parts may be of any type
+        raise EnvironmentFailed(f"the environment returned no score: its check raised {error!r:.500}") from error
+    if fault:
+        raise EnvironmentFailed(f"the environment returned no score: {fault}")
+    return found
 
 
 class Environment(ABC):

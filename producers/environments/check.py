@@ -110,12 +110,11 @@ async def check_environment(
         policy = policy or ScriptedPolicy(["7"], task.max_turns)
         try:
             async with asyncio.timeout(limit_s):
-                score = await environment.play(task, policy)
+                return base.checked_score(await environment.play(task, policy)), policy.conversation
         except TimeoutError:
             return f"no result within {limit_s:g} s", policy.conversation
         except Exception as error:  # noqa: BLE001 - any error of the environment's is a failed rollout
             return f"{type(error).__name__}: {error}"[:300], policy.conversation
-        return (score.fault() or score), policy.conversation
 
     alone = [await outcome(task) for task in tasks[:4]]
     once_more = [await outcome(task) for task in tasks[:4]]

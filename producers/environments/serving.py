@@ -186,12 +186,9 @@ class EpisodeServer:
                 if episode.fault:
                     raise base.GenerationFailed(episode.fault)
                 if found is not None or kind != "rescore":
-                    if not isinstance(found, base.Score):
-                        raise base.EnvironmentFailed(f"the environment returned a {type(found).__name__}, not a Score")
-                    if fault := found.fault():
-                        raise base.EnvironmentFailed(f"the environment returned no score: {fault}")
-                    rewards = [asdict(part) for part in found.rewards]
-                    found = {"rewards": rewards, "success": found.success, "metrics": {**found.metrics}}
+                    score = base.checked_score(found)
+                    rewards = [asdict(part) for part in score.rewards]
+                    found = {"rewards": rewards, "success": score.success, "metrics": {**score.metrics}}
                 line = encode(["done", number, found], "the score")
             except MemoryError:
                 raise

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.environments.base import EnvironmentFailed, EnvironmentHung, Score, TaskError
+from tidemill.producers.environments.base import EnvironmentFailed, EnvironmentHung, Score, TaskError, checked_score
 from tidemill.producers.environments.open import EnvironmentSet
 from tidemill.producers.environments.process import ProcessLost
 from tidemill.producers.rollout.endpoint import AgentEndpoint
@@ -146,10 +146,11 @@ class Player:
         finally:
             policy.closed = True
             self._endpoint.close(policy)
-        reason = policy.failure or score.fault() or ("" if policy.contexts.all else "the policy was never called")
-        if reason:
-            raise EnvironmentFailed(policy.failure or f"environment {task.environment}: {reason}")
-        return score, environment.version
+        if policy.failure:
+            raise EnvironmentFailed(policy.failure)
+        if not policy.contexts.all:
+            raise EnvironmentFailed(f"environment {task.environment}: the policy was never called")
+        return checked_score(score), environment.version
 
 
 def failed_rollout(

@@ -548,7 +548,7 @@ EPISODES = [
     ("returns twice", EnvironmentFailed, "two reward components have one name"),
     ("returns numbers", EnvironmentFailed, "raised AttributeError"),
     ("returns surrogate", EnvironmentFailed, "surrogates not allowed"),
-    ("returns name", EnvironmentFailed, "returned no score: Expected `str`, got `int` - at `$.rewards[0].name`"),
+    ("returns name", EnvironmentFailed, "returned no score: the name of a component or metric is 7, expected text"),
     ("returns success", EnvironmentFailed, "returned no score: success is 'perhaps', expected"),
     ("returns object", EnvironmentFailed, "returned no score: success is <object object"),
     ("returns spite", EnvironmentFailed, "no items"),

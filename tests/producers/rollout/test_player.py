@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -183,6 +184,29 @@ def scored(*components, success=True, metrics=None):
 )
 def test_a_reward_that_is_not_a_number_fails_the_rollout(new_replica, chat, odd, reason):
     assert reason in failed(play(settings_for(new_replica()), chat, task(payload=ODD), {"ledger": Another(odd)}))
+
+
+def test_a_result_of_another_type_fails_the_rollout(new_replica, chat):
+    def result(found):
+        async def odd(_task, policy):
+            await policy.chat([USER])
+            return found
+
+        return odd
+
+    whole = RewardComponent("x", 1.0, 1.0)
+    settings = settings_for(new_replica())
+    for found, reason in (
+        (1.0, "returned a float, not a Score"),
+        (None, "returned a NoneType, not a Score"),
+        (Score(whole, True), "raised TypeError"),
+        (Score((("x", 1.0, 1.0),), True), "raised AttributeError"),
+        (Score((whole,), True, None), "raised TypeError"),
+        (Score((replace(whole, value=10**400),), True), "raised OverflowError"),
+        (Score((replace(whole, name=5),), True), "is 5, expected text"),
+        (Score((replace(whole, name="half of a pair: \ud800"),), True), "raised UnicodeEncodeError"),
+    ):
+        assert reason in failed(play(settings, chat, task(payload=ODD), {"ledger": Another(result(found))}))
 
 
 def test_any_text_of_a_failure_can_be_recorded(new_replica, chat):
