@@ -107,7 +107,7 @@ def load_model(directory: str, experts: Experts | None = None) -> PreTrainedMode
         raise ValueError(f"a file of weights in {path} is damaged: {error}") from error
     if missing := sorted(found["missing_keys"]):
         # transformers gives them random values, others in each load.
-        raise ValueError(f"{path} does not store {', '.join(missing[:5])} ({len(missing)} weights are missing)")
+        raise ValueError(f"{path} does not store {', '.join(missing[:5])} (missing weights: {len(missing)})")
     return model
 
 

@@ -62,6 +62,8 @@ def list_environments(
     Example: `tidemill env list reasoning_gym`
     """
     found = list(listed(family))
+    if not found:
+        raise LookupError(f"there is no environment or family {family!r}: `tidemill env list` lists all")
     document = [{"name": each.name, "about": each.about, "problem": each.problem} for each in found]
     told = ((each.name, f"not offered: {each.problem}" if each.problem else each.about) for each in found)
     print_rows(("name", "about"), told, as_json=as_json, as_csv=as_csv, document=document)
@@ -83,9 +85,13 @@ async def show(
         draft = next(iter(environment.tasks(TaskQuery(seed))), None)
         if draft is None:
             raise ValueError(f"environment {name} gives no task: check its options, or give others with --option")
+        try:
+            payload = json.loads(draft.payload)
+        except ValueError as error:
+            raise ValueError(f"the payload of its tasks is no JSON document: {draft.payload!r:.60}") from error
         policy = ScriptedPolicy([""], draft.max_turns)
         try:
-            score = await environment.play(task_of(environment, name, draft, seed), policy)
+            score = checked_score(await environment.play(task_of(environment, name, draft, seed), policy))
             components = [{"name": part.name, "weight": part.weight} for part in score.rewards]
         except Exception as error:  # noqa: BLE001 - an environment may not support an empty turn
             components = [{"name": f"unknown: an empty turn ends in {error!r}", "weight": 0.0}]
@@ -101,7 +107,7 @@ async def show(
             "isolation": environment.isolation,
             "network": environment.network,
             "options": environment.option_rows(),
-            "task": json.loads(draft.payload),
+            "task": payload,
             "max_turns": draft.max_turns,
             "prompt": prompt,
             "rewards": components,
@@ -140,7 +146,7 @@ async def try_environment(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Play episodes and print their transcripts and rewards.
+    """Play episodes and print their transcripts and rewards. Status 1 if none of them ends in a reward.
 
     With --model the tokens are sampled here, by transformers, in the format of rollouts; with --endpoint by any server
     that implements OpenAI's chat protocol. With --csv it prints only the rewards.
@@ -186,15 +192,15 @@ async def try_environment(
                 else:
                     parts = ", ".join(f"{part.name} {part.value:g}" for part in score.rewards)
                     typer.echo(f"reward {score.total:g} ({parts}){', solved' if score.success else ''}\n")
+    failed = sum(bool(each["failure"]) for each in episodes)
     if as_json:
         typer.echo(json.dumps(json_values(episodes), indent=2, ensure_ascii=False))
-        return
-    if as_csv:
+    elif as_csv:
         heads = ("reward", "success", "failure", "rewards")
         print_rows(heads, ([each[head] for head in heads] for each in episodes), as_csv=True)
-        return
-    solved = sum(bool(each["success"]) for each in episodes)
-    typer.echo(f"{solved} of {len(episodes)} solved, {sum(bool(each['failure']) for each in episodes)} failed")
+    else:
+        typer.echo(f"{sum(bool(each['success']) for each in episodes)} of {len(episodes)} solved, {failed} failed")
+    raise typer.Exit(1 if failed == len(episodes) else 0)
 
 
 @env_app.command()

@@ -20,6 +20,9 @@ from tidemill.schemas.chat.messages import Message, Tool, checked_message, check
 from tidemill.schemas.config import ChatSettings
 from tidemill.schemas.records import Task, VersionSpan
 
+UNLIMITED = 2**31 - 1
+"""Context of a model whose configuration names no limit, such as one with ALiBi."""
+
 
 class LocalModel(ReplicaSession):
     """A Hugging Face causal model in this process, in place of the replicas. Turns are sampled one after another."""
@@ -45,7 +48,7 @@ class LocalModel(ReplicaSession):
 
     def policy(self, task: Task) -> RolloutPolicy:
         """Return the policy of one episode: the completion layer of rollouts with this model."""
-        most = int(self._model.config.max_position_embeddings)
+        most = getattr(self._model.config.get_text_config(), "max_position_embeddings", UNLIMITED)
         limits = RolloutSettings(
             max_context_tokens=most, max_turn_tokens=self._max_tokens, temperature=self._temperature
         )

@@ -73,6 +73,8 @@ def steps(
     foreign = sorted(set(tree) - {"trainer"})
     if foreign:
         raise ValueError(f"--what-if {foreign[0]}...: only settings of `trainer` change a step")
+    if "model" in tree.get("trainer", {}):
+        raise ValueError("--what-if trainer.model: recorded steps are taken from the weights of their run")
     changed = settings_of(tree).trainer if tree else None
     settings = with_reachable_log(settings_of({}))
     done: list[ReplayedStep] = []

@@ -38,6 +38,7 @@ from tidemill.compose.output import as_json_text, spinner
 from tidemill.compose.processes import ChildGuard, Supervisor
 from tidemill.compose.stack.kafka import LocalStack, require_tools
 from tidemill.producers.environments.find import environment_type, is_foreign
+from tidemill.schemas.chat.format import load_chat_format
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import EnvironmentEntry
 from tidemill.schemas.log.admin import create_topics, wait_for_broker
@@ -95,6 +96,8 @@ def demo(
     Examples: `tidemill demo --seed 1 --json summary.json`, `tidemill demo --recipe smollm2 --environment
     reasoning_gym:gcd --option max_value=30 --steps 20`
     """
+    if as_json is not None and not as_json.parent.is_dir():
+        raise typer.BadParameter(f"--json {as_json}: there is no directory {as_json.parent}")
     if recipe not in RECIPES:
         raise typer.BadParameter(f"there is no recipe {recipe!r}: there are {', '.join(RECIPES)}")
     flags = given(
@@ -154,15 +157,19 @@ QUERIES = {
 
 
 def run_demo(settings: TidemillSettings, console: Console) -> Summary:
-    """Run the loop to its end and return its results. Raises RuntimeError, StackError."""
+    """Run the loop to its end and return its results.
+
+    Raises RuntimeError, StackError, and as `load_chat_format` for a model without a usable chat template.
+    """
     if not settings.kafka.bootstrap:
         require_tools(settings.stack)
-    # The broker is detached from this process, so that an exit without unwinding would leave it running.
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     began = time.monotonic()
     if settings.demo.model:
         directory = fetch(settings.demo.model, DIRECTORY, console)
+        load_chat_format(str(directory), settings.chat)  # before any role starts, and ends for this reason
         settings = settings.model_copy(update={"demo": settings.demo.model_copy(update={"model": str(directory)})})
+    # The broker is detached from this process, so that an exit without unwinding would leave it running.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     plan = DemoPlan.of(settings)
     with ChildGuard(plan.stack_directory) as guard, _log(settings, plan, console) as located:
         plan = plan.with_log_of(located)

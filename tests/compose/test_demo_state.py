@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.records import build
 from tidemill.compose.cli import main
+from tidemill.compose.config import load_settings
+from tidemill.compose.demo.command import RECIPES, run_demo
 from tidemill.compose.demo.state import LoopState
 from tidemill.compose.demo.summary import percentiles, summarise
 from tidemill.compose.demo.view import closing, screen, sparkline
@@ -149,9 +152,10 @@ def test_percentiles_of_nothing_are_zero():
         (["--option", "operators=-"], "operators"),
         (["--set", 'run.environments=[{"name":"ledger","options":{"colour":"red"}}]'], "colour"),
         (["--set", 'run.environments=[{"name":"nobody_has_this"}]'], "nobody_has_this"),
+        (["--json", "no/directory/summary.json"], "no directory"),
     ],
 )
-def test_a_wrong_environment_is_refused_before_anything_starts(
+def test_a_wrong_option_is_refused_before_anything_starts(
     arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     # The entry point runs in this process: four new processes would spend longer on imports than on the refusal.
@@ -165,3 +169,11 @@ def test_a_wrong_environment_is_refused_before_anything_starts(
     assert said in told
     assert "Traceback" not in told
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_chat_is_refused_before_anything_starts(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    flags = {"demo": {"model": str(tmp_path)}, "kafka": {"bootstrap": "nowhere:9"}}
+    settings = load_settings(RECIPES["smollm2"], flags)
+    with pytest.raises(FileNotFoundError, match="needs a fast tokenizer's file"):
+        run_demo(settings, Console())

@@ -40,6 +40,7 @@ from tidemill.consumers.operate.audit.endings import CheckResult, Finding
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.writer import Writer
+from tidemill.producers.environments.base import TaskDraft
 from tidemill.producers.environments.check import ScriptedPolicy
 from tidemill.producers.environments.ledger import LedgerEnvironment
 from tidemill.schemas.log.admin import TopicState
@@ -320,6 +321,12 @@ def test_environments_are_listed_shown_and_checked():
 def test_an_environment_without_a_task_is_reported(monkeypatch):
     monkeypatch.setattr(LedgerEnvironment, "tasks", lambda *_: iter(()))
     assert "environment ledger gives no task" in str(run("env", "show", "ledger").exception)
+    monkeypatch.setattr(LedgerEnvironment, "tasks", lambda *_: iter([TaskDraft("three", asks="?")]))
+    assert "no JSON document: 'three'" in str(run("env", "show", "ledger").exception)
+
+
+def test_an_unknown_family_of_environments_is_reported():
+    assert "no environment or family 'nobody_has_this'" in str(run("env", "list", "nobody_has_this").exception)
 
 
 def test_the_rewards_of_tried_episodes_are_rows(monkeypatch):
@@ -341,6 +348,9 @@ def test_the_rewards_of_tried_episodes_are_rows(monkeypatch):
     rows = csv_of(*tried)
     assert [float(row["reward"]) for row in rows] == [episode["reward"] for episode in documents]
     assert [json.loads(row["rewards"]) for row in rows] == [episode["rewards"] for episode in documents]
+    monkeypatch.setattr(Silent, "policy", lambda _self, _task: ScriptedPolicy([""], 0))
+    none = run(*tried)
+    assert none.exit_code == 1 and none.stdout.endswith("0 of 2 solved, 2 failed\n")
 
 
 def test_topics_are_listed(monkeypatch):

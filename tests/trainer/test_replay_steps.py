@@ -257,6 +257,7 @@ def test_a_forged_fingerprint_is_found_at_its_step(trained, ask):
         (["steps", "1..2", "--break-at", 3, "--out", "x"], "--break-at 3 is outside of the steps 1 to 2"),
         (["steps", "1", "--break-at", 1], "give --break-at and --out together"),
         (["steps", "1", "--what-if", "run.seed=3"], "only settings of `trainer` change a step"),
+        (["steps", "1", "--what-if", "trainer.model=other"], "recorded steps are taken from the weights of their run"),
     ],
 )
 def test_impossible_requests_are_refused_with_the_reason(arguments, told):
