@@ -16,9 +16,10 @@ HELD_OUT_ONE_IN = 8
 
 
 class Section(BaseModel):
-    """Base class of all settings sections: unknown keys are errors, values do not change after loading."""
+    """Base class of all settings sections: unknown keys, NaN and infinities are errors, values do not change after
+    loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class KafkaSettings(Section):

@@ -20,7 +20,7 @@ class SignalRule(Section):
     horizon_s: float = Field(gt=0)
     """A signal counts if it was observed at most this long after the answer was served."""
 
-    weight: float = Field(default=0.0, allow_inf_nan=False)
+    weight: float = 0.0
     """Factor for the converted value. 0: the signal is recorded, but is not part of the reward."""
 
     reading: Literal["linear", "clipped", "threshold"] = "linear"
@@ -102,10 +102,10 @@ class RewardMap(Section):
     """The rule of each kind. A setting replaces the whole default table; a kind without a rule has weight 0 and the
     longest horizon of the others."""
 
-    low: float = Field(default=-1.0, allow_inf_nan=False)
+    low: float = -1.0
     """Least reward."""
 
-    high: float = Field(default=1.0, allow_inf_nan=False)
+    high: float = 1.0
     """Greatest reward."""
 
     target_rate: TargetRate | None = None

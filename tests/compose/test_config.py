@@ -38,6 +38,7 @@ def test_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("[unknown]\nx = 1\n", "unknown"),
         ("[run]\nseed = -1\n", "run.seed"),
         ('[kafka]\npartitions = "many"\n', "kafka.partitions"),
+        ("[trainer.optimizer]\nlearning_rate = inf\n", "trainer.optimizer.learning_rate"),
         ("[run\n", "settings.toml"),
     ],
 )

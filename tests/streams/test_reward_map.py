@@ -181,7 +181,7 @@ def test_the_notes_of_a_map_are_logged(caplog: pytest.LogCaptureFixture):
         ({"rules": {}}, "no kind of signal has weight"),
         ({"low": 1.0, "high": 1.0}, "must be below"),
         ({"no_signal": 2.0}, "outside of the bounds"),
-        ({"no_signal": float("nan")}, "outside of the bounds"),
+        ({"no_signal": float("nan")}, "finite number"),
         ({"target_rate": {"rate": 0.25}}, "count twice"),
         ({"target_rate": {"rate": 1.0}}, "less than 1"),
         ({"rules": {"thump": {"horizon_s": 1}}}, "thump|Input should be"),
