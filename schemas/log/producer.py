@@ -50,7 +50,7 @@ class RecordProducer:
         self._producer = Producer(producer_settings(kafka, client_id) | (own or {}))
         self._kafka = kafka
         self._accepted = False
-        self._failure: KafkaError | None = None
+        self._failure = ""
 
     def send(
         self,
@@ -131,16 +131,18 @@ class RecordProducer:
             self._raise_refusal()
             raise DeliveryError(f"{left} records not acknowledged within {timeout_s:g} s")
 
-    def _delivered(self, error: KafkaError | None, _message: Message) -> None:
+    def _delivered(self, error: KafkaError | None, message: Message) -> None:
         self._accepted |= error is None
         if error is not None:
-            self._failure = error
+            absent = error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
+            remedy = ": create the topics with `tidemill topics --create`" if absent else ""
+            self._failure = f"the log refused a record for {message.topic()}: {error.str()}{remedy}"
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        if self._failure:
+            failure, self._failure = self._failure, ""
             self._raise_refusal()
-            raise DeliveryError(f"the log refused a record: {failure}")
+            raise DeliveryError(failure)
 
     def _raise_refusal(self) -> None:
         """Raise the brokers' refusal, if any: librdkafka reports only a timeout to a producer that is refused."""

@@ -200,7 +200,7 @@ def test_a_record_that_the_log_refuses_is_an_error(every_topic: KafkaSettings):
     impatient = {"topic.metadata.propagation.max.ms": "500"}
     absent = every_topic.model_copy(update={"topic_prefix": "absent.", "client_options": impatient})
     producer = RecordProducer(absent, "test-writer")
-    with pytest.raises(DeliveryError):
+    with pytest.raises(DeliveryError, match=r"for absent\.documents: .*: create the topics with `tidemill topics"):
         producer.send_acked(Topic.DOCUMENTS, [("d", document(1))])
 
 
