@@ -42,9 +42,10 @@ def erase(
     """Erase a user: delete their interactions, outcomes and feedback from the log, the object store and ClickHouse.
 
     Reads the log from its beginning and writes a tombstone under the key of each of their records; the broker removes
-    the bytes within the topics' compaction lag. Batches closed later cannot contain them. These stay: the pseudonym in
-    closed batches, with which `tidemill trace --user` finds the versions that their data touched, and dead letters,
-    until their retention ends. If the command is stopped or killed, run it again to finish it.
+    the bytes within the topics' compaction lag, and the sink deletes the rows, at once or when it is next started.
+    Batches closed later cannot contain them. These stay: the pseudonym in closed batches, with which `tidemill trace
+    --user` finds the versions that their data touched, and dead letters, until their retention ends. If the command is
+    stopped or killed, run it again to finish it.
 
     Example: `tidemill users erase 4711 --by "data protection, ticket 88"`
     """

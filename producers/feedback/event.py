@@ -120,11 +120,11 @@ class FeedbackMaker:
         value = _value(known, value, corrects)
         at = now_us if observed_at is None else _microseconds(observed_at)
         if at > now_us + self._ahead_us:
-            raise BadFeedback("observed_at", f"is {to_s(at - now_us):.6g} s ahead of now: {_EXPECTED_TIME}")
+            raise BadFeedback("observed_at", f"is {to_s(at - now_us):,.0f} s ahead of now: {_EXPECTED_TIME}")
         if at < now_us - self._age_us:
             raise BadFeedback(
                 "observed_at",
-                f"is {to_s(now_us - at):.6g} s ago, and signals are taken for {to_s(self._age_us):g} s "
+                f"is {to_s(now_us - at):,.0f} s ago, and signals are taken for {to_s(self._age_us):,.0f} s "
                 f"(product.max_feedback_age_s): {_EXPECTED_TIME}",
             )
         if event_id is None:  # the same for the same signal

@@ -292,7 +292,7 @@ def broken_interaction(located: ConsumedRecord, interaction: Interaction, clock_
         return f"latency_ms {interaction.latency_ms} is not a duration"
     ahead_us = interaction.served_at - located.timestamp_ms * 1_000
     if interaction.served_at < 0 or ahead_us > clock_skew_us:
-        return f"served_at {interaction.served_at} is {to_s(ahead_us):g} s after the time of its own record"
+        return f"served_at {interaction.served_at} is {to_s(ahead_us):,.1f} s after the time of its own record"
     return ""
 
 
