@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from tidemill.schemas.avro_code import write_long
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
+from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, Rollout, RolloutStatus, Tick
@@ -29,6 +30,8 @@ from tidemill.streams.state import NO_IDENTIFIER, EntryBytes, MachineState, Stat
 
 REWARD_LIMIT = 1e15
 """Rewards beyond this limit are invalid: their sums would overflow or lose every smaller reward of the group."""
+MEMBER_BYTES = 64
+"""Most bytes of a member of a group, without its rollout_id."""
 
 
 @record(frozen=True, slots=True)
@@ -297,6 +300,12 @@ def broken_contract(key: bytes | None, rollout: Rollout) -> str:
         return f"group_id {rollout.group_id!r} or rollout_id {rollout.rollout_id!r} is not an identifier"
     if not 0 <= rollout.index < rollout.group_size:
         return f"index {rollout.index} is outside a group of {rollout.group_size}"
+    named = f"{rollout.group_id}{rollout.task_id}{rollout.run_id}{rollout.environment}"
+    n_bytes = len(named.encode()) + rollout.group_size * (MEMBER_BYTES + len(rollout.rollout_id.encode()))
+    if n_bytes > MAX_RECORD_BYTES // 2:
+        return (
+            f"a group of {rollout.group_size} rollouts with identifiers as long as its own does not fit into a record"
+        )
     if rollout.status is RolloutStatus.FAILED:
         return "" if rollout.reward is None else "a failed rollout has a reward; a failure is never a reward"
     # This form of the comparison rejects NaN too.

@@ -22,6 +22,8 @@ NEVER = 2**62
 """The `due_at` of an entry that is never due."""
 NO_IDENTIFIER = "\x00"
 """Prefix of keys that Tidemill reserves for itself; no entry has such a key."""
+LONGEST_IDENTIFIER = 256
+"""Most characters of an identifier that a machine keeps, so that its entries and its outputs fit into a record."""
 
 _AVRO_NAMES: Mapping[type, str] = {bool: "boolean", int: "long", float: "double", bytes: "bytes", str: "string"}
 
@@ -90,6 +92,14 @@ class StateBytes(Generic[T]):
             return self._read(data, place)
         except Exception as error:  # a reader raises errors of many types on hostile bytes; callers get one
             raise StateError(f"unreadable {self._name}: {type(error).__name__}: {error}") from error
+
+
+def too_long(*identifiers: str | None) -> str:
+    """Return why a machine cannot keep identifiers; empty if it can."""
+    longest = max(len(identifier or "") for identifier in identifiers)
+    if longest <= LONGEST_IDENTIFIER:
+        return ""
+    return f"it has an identifier of {longest} characters, more than {LONGEST_IDENTIFIER}"
 
 
 class TimedEntry(Protocol):

@@ -21,7 +21,7 @@ from tidemill.schemas.records import Feedback, Interaction, Tick, UserRequest, U
 from tidemill.streams.join.reward_map import Signal
 from tidemill.streams.machine import Rejected
 from tidemill.streams.merge import SourceMark
-from tidemill.streams.state import NEVER, NO_IDENTIFIER, EntryBytes, MachineState, TimedEntries
+from tidemill.streams.state import NEVER, NO_IDENTIFIER, EntryBytes, MachineState, TimedEntries, too_long
 
 OPEN = -1
 
@@ -264,6 +264,7 @@ def item_of(located: ConsumedRecord, run_id: str, clock_skew_us: int) -> Item:
         return case
     if isinstance(found, UserRequest) and topic is Topic.INTERACTIONS:
         problem = "" if found.user_id and found.request_id else "a user's request names no user or has no id"
+        problem = problem or too_long(found.user_id, found.request_id)
         return Rejected(located, problem) if problem else located
     if isinstance(found, Tick):
         return None
@@ -293,7 +294,7 @@ def broken_interaction(located: ConsumedRecord, interaction: Interaction, clock_
     ahead_us = interaction.served_at - located.timestamp_ms * 1_000
     if interaction.served_at < 0 or ahead_us > clock_skew_us:
         return f"served_at {interaction.served_at} is {to_s(ahead_us):,.1f} s after the time of its own record"
-    return ""
+    return too_long(name, interaction.user_id, interaction.branch, interaction.arm)
 
 
 def broken_feedback(key: bytes | None, feedback: Feedback) -> str:
@@ -307,6 +308,9 @@ def broken_feedback(key: bytes | None, feedback: Feedback) -> str:
         return f"observed_at {feedback.observed_at} is before 1970"
     if feedback.corrects == feedback.event_id:
         return f"event {feedback.event_id!r} corrects itself"
+    names = (feedback.event_id, feedback.interaction_id, feedback.user_id, feedback.corrects, feedback.source)
+    if problem := too_long(*names):
+        return problem
     if feedback.value is None:
         return (
             "" if feedback.corrects else "without a value, a signal must name in `corrects` the event that it withdraws"

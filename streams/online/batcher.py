@@ -36,7 +36,7 @@ from tidemill.streams.online.batch_state import (
     ServedUser,
     within_share,
 )
-from tidemill.streams.state import NEVER, NO_IDENTIFIER, MachineState, TimedEntries
+from tidemill.streams.state import NEVER, NO_IDENTIFIER, MachineState, TimedEntries, too_long
 
 BATCHES_PARTITION = 0
 
@@ -94,6 +94,8 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
                     self._take(outcome, located.offset)
                 return problem
             case UserRequest() as request if request.wish is UserWish.ERASE:
+                if problem := too_long(request.user_id):
+                    return problem
                 self._erase(request)
             case Tick() | UserRequest():
                 pass
@@ -334,4 +336,4 @@ def broken_outcome(key: bytes | None, outcome: Outcome) -> str:
         return f"revision {outcome.revision} cannot follow a reward of {outcome.previous_reward}"
     if outcome.reward is not None and (outcome.sampled_tokens < 1 or outcome.version_min < 0):
         return f"a reward for {outcome.sampled_tokens} tokens of version {outcome.version_min}"
-    return ""
+    return too_long(name, outcome.user_id, outcome.arm, outcome.map_version, outcome.topic)

@@ -499,6 +499,8 @@ BROKEN = {
     "key": (outcome("a"), {"key": b"b"}),
     "no id": (outcome(""), {}),
     "reserved id": (outcome("\x00a"), {}),
+    "long id": (outcome("a" * 257), {}),
+    "long user": (request(UserWish.ERASE, 1, user_id="u" * 257), {}),
     "neither": (outcome("a", reward=None), {}),
     "both": (outcome("a", exclusion="bot"), {}),
     "nan": (outcome("a", reward=math.nan), {}),
