@@ -795,7 +795,7 @@ class Interaction:
     run_id: str
     branch: str
     user_id: str
-    """Pseudonym of the user: a keyed hash, never the product's own identifier."""
+    """Pseudonym of the user: a keyed hash, never the product's own identifier. Empty if the product named no user."""
     session_id: str
     """Conversation that the answer belongs to; empty if the product gives none."""
     arm: str

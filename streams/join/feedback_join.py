@@ -228,7 +228,9 @@ class FeedbackJoin:
     # Users
 
     def _is_bot(self, user_id: str, at_us: int) -> bool:
-        """Count an event of a user. Return whether they count as a bot now."""
+        """Count an event of a user. Return whether they count as a bot now; without a user, nobody does."""
+        if not user_id:
+            return False
         activity = self._store.activity(user_id, at_us)
         if at_us >= activity.opened_at + self._bot_window_us:
             activity.opened_at, activity.events = at_us, 0

@@ -284,8 +284,8 @@ def broken_interaction(located: ConsumedRecord, interaction: Interaction, clock_
     name = interaction.interaction_id
     if located.key != name.encode():
         return f"the key {located.key!r} is not the interaction_id {name!r}"
-    if not name or name.startswith(NO_IDENTIFIER) or not interaction.user_id:
-        return f"interaction_id {name!r} or user_id {interaction.user_id!r} is not an identifier"
+    if not name or name.startswith(NO_IDENTIFIER):
+        return f"interaction_id {name!r} is not an identifier"
     if interaction.sampled_tokens < 0 or not -1 <= interaction.version_min <= interaction.version_max:
         versions = f"versions {interaction.version_min} to {interaction.version_max}"
         return f"{interaction.sampled_tokens} sampled tokens of {versions} are impossible"
@@ -299,8 +299,8 @@ def broken_interaction(located: ConsumedRecord, interaction: Interaction, clock_
 
 def broken_feedback(key: bytes | None, feedback: Feedback) -> str:
     """Return why feedback cannot be joined; empty if it can."""
-    if not feedback.event_id or not feedback.interaction_id or not feedback.user_id:
-        return "event_id, interaction_id and user_id must not be empty"
+    if not feedback.event_id or not feedback.interaction_id:
+        return "event_id and interaction_id must not be empty"
     expected = feedback_key(feedback.interaction_id, feedback.event_id)
     if key != expected.encode():
         return f"the key {key!r} is not interaction_id/event_id, {expected!r}"

@@ -270,16 +270,17 @@ class PendingMembers:
 
 def within_share(waiting: Sequence[PendingMember], share: float, room: int) -> list[PendingMember]:
     """Return the first members of each user, at most `room`, such that no user has more than `share` of the result, or
-    only one member."""
-    members = Counter(one.user_id for one in waiting)
+    only one member. A member without a user counts as one of a separate user."""
+    users = [one.user_id or one.interaction_id for one in waiting]
+    members = Counter(users)
     most = max(members.values(), default=0)
     # A lower limit also makes the total smaller: search for the greatest limit that keeps every share.
     while most > 1 and most > share * min(room, sum(min(n, most) for n in members.values())):
         most -= 1
     taken: Counter[str] = Counter()
     kept = []
-    for one in waiting:
-        if taken[one.user_id] < most:
-            taken[one.user_id] += 1
+    for user, one in zip(users, waiting, strict=True):
+        if taken[user] < most:
+            taken[user] += 1
             kept.append(one)
     return kept[:room]

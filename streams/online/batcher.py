@@ -180,7 +180,7 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
 
     def _admit(self, outcome: Outcome, order: int) -> None:
         settings, version, reason = self._settings, outcome.version_max, ""
-        own = [w for w in self._room.of_version(version) if w.user_id == outcome.user_id]
+        own = [w for w in self._room.of_version(version) if outcome.user_id and w.user_id == outcome.user_id]
         tokens = sum(w.figures.tokens for w in own) + outcome.sampled_tokens
         if not self._learns_from(outcome.arm):
             reason = OTHER_ARM

@@ -414,6 +414,17 @@ def test_a_user_with_too_many_events_is_a_bot():
     assert excluded(3) == {"a0", "a1", "a2", "later"}
 
 
+def test_answers_without_a_user_are_joined_and_are_no_bots():
+    logs = TwoLogs()
+    for n in range(4):
+        logs.write(100, interaction(f"a{n}", user_id="")).write(102, feedback(f"a{n}", "e", user_id=""))
+    logs.write(102, feedback("a0", "of ann", value=-1.0))
+    rejected, *found = joined(logs.tick(LATER_S), bot_max_events=2)
+    assert isinstance(rejected, Rejected)
+    assert "user 'u' was not served" in rejected.reason
+    assert [(o.user_id, o.reward, o.exclusion) for o in outcomes(found)] == [("", 1.0, "")] * 4
+
+
 def test_other_runs_and_their_feedback_are_ignored():
     logs = served(run_id="other").write(102, feedback("a", "e")).write(103, feedback("a", "f", user_id="x"))
     assert joined(logs.tick(LATER_S)) == []
@@ -452,7 +463,6 @@ BROKEN = {
     "interaction key": (Topic.INTERACTIONS, interaction("a"), {"key": b"b"}),
     "no interaction id": (Topic.INTERACTIONS, interaction(""), {}),
     "reserved interaction id": (Topic.INTERACTIONS, interaction("\x00a"), {}),
-    "no user": (Topic.INTERACTIONS, interaction("a", user_id=""), {}),
     "long interaction id": (Topic.INTERACTIONS, interaction("a" * 257), {}),
     "long arm": (Topic.INTERACTIONS, interaction("a", arm="a" * 257), {}),
     "long request": (Topic.INTERACTIONS, request(UserWish.ERASE, 1, request_id="r" * 257), {}),
@@ -470,7 +480,6 @@ BROKEN = {
     "tombstone of no text": (Topic.FEEDBACK, None, {"key": b"\xff", "value": None}),
     "feedback key": (Topic.FEEDBACK, feedback("a", "e"), {"key": b"a"}),
     "no event": (Topic.FEEDBACK, feedback("a", ""), {}),
-    "no voter": (Topic.FEEDBACK, feedback("a", "e", user_id=""), {}),
     "long event": (Topic.FEEDBACK, feedback("a", "e" * 257), {}),
     "long source": (Topic.FEEDBACK, feedback("a", "e", source="s" * 257), {}),
     "observed before 1970": (Topic.FEEDBACK, feedback("a", "e", observed_at=-1), {}),

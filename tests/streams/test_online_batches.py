@@ -269,6 +269,11 @@ def test_no_user_fills_a_batch():
     assert batches(Log(*(outcome(f"f{n}", user_id="flooder") for n in range(9))).tick(200)) == []
 
 
+def test_interactions_without_a_user_share_no_limit():
+    log = Log(*(outcome(f"n{n}", user_id="") for n in range(4)))
+    assert names(one(log)) == ["n0", "n1", "n2", "n3"]
+
+
 def test_tokens_above_a_users_share_fill_no_batch():
     log = Log(outcome("u1", user_id="u", sampled_tokens=8), outcome("u2", user_id="u", sampled_tokens=8))
     log.write(103, outcome("v", sampled_tokens=24))
