@@ -178,4 +178,8 @@ def _microseconds(moment: datetime | int) -> int:
         return (moment - _EPOCH) // timedelta(microseconds=1)
     if isinstance(moment, bool) or not isinstance(moment, int):
         raise BadFeedback("observed_at", f"is a datetime or an integer of microseconds, not {type(moment).__name__}")
+    try:
+        float(moment)
+    except OverflowError as error:
+        raise BadFeedback("observed_at", f"has too many digits: {_EXPECTED_TIME}") from error
     return moment

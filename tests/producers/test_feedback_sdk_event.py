@@ -72,6 +72,7 @@ def test_a_user_who_was_not_named_when_served_is_not_named_in_feedback():
         ("observed_at", NOW + 60_000_001, "60 s ahead of now"),
         ("observed_at", NOW // 1_000_000, "signals are taken for 2,592,000 s"),
         ("observed_at", -(10**30), "signals are taken for"),
+        pytest.param("observed_at", 10**400, "has too many digits", id="observed_at-400 digits"),
         ("observed_at", datetime(2026, 1, 1), "needs its time zone"),
         ("observed_at", 1.5, "not float"),
         ("observed_at", True, "not bool"),
