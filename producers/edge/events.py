@@ -90,7 +90,7 @@ async def answer(_request: Request, error: Exception) -> JSONResponse:
     problem = error if isinstance(error, Problem) else Problem(500, "an error of the gateway")
     if isinstance(error, HTTPException):
         problem = Problem(error.status_code, "see /docs for the paths that exist")
-    headers = {}
+    headers = dict(getattr(error, "headers", None) or {})  # of a 405: the methods that are allowed
     if problem.retry_after_s is not None:
         headers["Retry-After"] = str(problem.retry_after_s)
     if problem.close:

@@ -267,6 +267,7 @@ def test_other_paths_and_methods_are_refused(client: httpx.Client, method: str, 
         answer = read_to_end(connection)
     assert f" {status} ".encode() in answer.splitlines()[0]
     assert b"application/problem+json" in answer and b"location:" not in answer.lower()
+    assert (b"\r\nallow: " in answer) == (status == 405)
 
 
 def raw(client: httpx.Client) -> socket.socket:
