@@ -158,6 +158,8 @@ class TransactionalRunner(Runner):
             raise RuntimeError(f"{self._processor.name} ended: {error}") from error
         finally:
             watchdog.stop()
+            # Closing the consumer revokes its partitions, and that would commit an unfinished transaction in part.
+            self._forget()
             for client in (self._consumer, self._state_reader, self._log_ends):
                 client.close()
         if self._failure is not None:
