@@ -153,3 +153,17 @@ def test_only_one_of_two_workers_with_the_same_name_writes(settings, groups, tmp
             found = read_all(groups, GROUPS - 1, two)
     assert len(found) == GROUPS - 1
     assert {group_of(f).group_id for f in found} == {f"g{n}" for n in range(1, GROUPS)}
+
+
+def test_a_worker_that_cannot_write_an_output_leaves_it_to_the_next(settings, groups, tmp_path):
+    with RecordProducer(settings, "test") as producer:
+        for index in range(24):
+            producer.send(Topic.ROLLOUTS, rollout("g", index, group_size=24), key="g")
+    narrow = settings.model_copy(update={"client_options": {"message.max.bytes": "1000"}})
+    with stream_process(narrow, tmp_path / "one", **SMALL) as one:
+        until(lambda: not one.running(), "the worker's own end", 240)
+        assert one.stop() != 0
+    assert "Message size too large" in one.log.read_text()
+    with stream_process(settings, tmp_path / "two", **SMALL) as two:
+        found = read_all(groups, 1, two)
+    assert values(found) == expected(settings)
