@@ -29,6 +29,7 @@ from torch.nn.functional import linear, log_softmax
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -162,13 +163,6 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     """
     if model.config._attn_implementation == PACKED_ATTENTION:
         return
-    # First check: the configuration.
-    config, kinds = model.config.get_text_config(), dict[str, list[str]]()
-    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        kinds.setdefault(kind, []).append(str(layer))
-    kinds.pop("full_attention", None)
-    stated = [f"`{kind}` in layers {', '.join(layers)}" for kind, layers in kinds.items()]
-    stated = stated or [f"it has {what} (`{name}`)" for name, what in _STATED.items() if getattr(config, name, None)]
     training = model.training
     model.eval()
     seen_problem, sharded = partial(_seen_problem, model), isinstance(model, FSDPModule)
@@ -177,12 +171,22 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         register_fsdp_forward_method(model, CHECK)
         seen_problem = getattr(model, CHECK)
     with torch.no_grad():
-        problem = "; ".join(stated) or seen_problem()
+        problem = _stated_problem(model.config.get_text_config()) or seen_problem()
     model.train(training)
     if problem:
         # FSDP2 gives the class of a sharded model a prefix.
         name = type(model).__name__.removeprefix("FSDP")
         raise UntrainableModelError(f"{name} cannot be trained: {problem}. {_WAY_OUT}")
+
+
+def _stated_problem(config: PretrainedConfig) -> str:
+    kinds: dict[str, list[str]] = {}
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        kinds.setdefault(kind, []).append(str(layer))
+    kinds.pop("full_attention", None)
+    if kinds:
+        return "; ".join(f"`{kind}` in layers {', '.join(layers)}" for kind, layers in kinds.items())
+    return "; ".join(f"it has {what} (`{name}`)" for name, what in _STATED.items() if getattr(config, name, None))
 
 
 def _seen_problem(model: PreTrainedModel) -> str:
