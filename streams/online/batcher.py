@@ -179,18 +179,8 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
             self._mark(outcome.interaction_id, outcome.revision, InteractionStatus.BATCHED)
 
     def _admit(self, outcome: Outcome, order: int) -> None:
-        settings, version, reason = self._settings, outcome.version_max, ""
-        own = [w for w in self._room.of_version(version) if outcome.user_id and w.user_id == outcome.user_id]
-        tokens = sum(w.figures.tokens for w in own) + outcome.sampled_tokens
-        if not self._learns_from(outcome.arm):
-            reason = OTHER_ARM
-        elif outcome.version_min != version:
-            reason = MIXED_VERSIONS
-        elif settings.leftovers == "drop" and version != self.current_version:
-            reason = OLD_VERSION
-        elif own and tokens > settings.max_share_per_user * settings.max_tokens:
-            reason = USER_CAP
-        if reason:
+        settings, version = self._settings, outcome.version_max
+        if reason := self._obstacle(outcome):
             self._lose(outcome, reason)
             return
         batch = self._open.get(version)
@@ -209,6 +199,21 @@ class OnlineBatcher(OneTopicMachine[Entry, BatchHead]):
         self._wait(outcome, order, outcome.reward or 0.0, correction=False)
         self._mark(outcome.interaction_id, outcome.revision, InteractionStatus.WAITING)
         self._close_if_ready(batch)
+
+    def _obstacle(self, outcome: Outcome) -> str:
+        """Return why an outcome waits for no batch; empty if it does. The members of its version are read last."""
+        version = outcome.version_max
+        if not self._learns_from(outcome.arm):
+            return OTHER_ARM
+        if outcome.version_min != version:
+            return MIXED_VERSIONS
+        if self._settings.leftovers == "drop" and version != self.current_version:
+            return OLD_VERSION
+        if not outcome.user_id:
+            return ""
+        own = [w for w in self._room.of_version(version) if w.user_id == outcome.user_id]
+        tokens = sum(w.figures.tokens for w in own) + outcome.sampled_tokens
+        return USER_CAP if own and tokens > self._settings.max_share_per_user * self._settings.max_tokens else ""
 
     def _learns_from(self, arm: str) -> bool:
         return not self._settings.arms or arm in self._settings.arms
