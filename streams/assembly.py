@@ -303,9 +303,7 @@ def broken_contract(key: bytes | None, rollout: Rollout) -> str:
     named = f"{rollout.group_id}{rollout.task_id}{rollout.run_id}{rollout.environment}"
     n_bytes = len(named.encode()) + rollout.group_size * (MEMBER_BYTES + len(rollout.rollout_id.encode()))
     if n_bytes > MAX_RECORD_BYTES // 2:
-        return (
-            f"a group of {rollout.group_size} rollouts with identifiers as long as its own does not fit into a record"
-        )
+        return f"a group of {rollout.group_size} rollouts with identifiers of this length does not fit into a record"
     if rollout.status is RolloutStatus.FAILED:
         return "" if rollout.reward is None else "a failed rollout has a reward; a failure is never a reward"
     # This form of the comparison rejects NaN too.

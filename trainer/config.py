@@ -96,7 +96,9 @@ class CorrectionSettings(Section):
     @model_validator(mode="after")
     def _bounds_leave_a_ratio(self) -> Self:
         if self.kind in (CorrectionKind.MIS, CorrectionKind.GEOMETRIC) and self.low > self.high:
-            raise ValueError(f"correction.low {self.low:g} above correction.high {self.high:g} would mask every token")
+            raise ValueError(
+                f"correction.low {self.low:g} is above correction.high {self.high:g}: that would mask every token"
+            )
         return self
 
 
