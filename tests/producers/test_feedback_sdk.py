@@ -140,7 +140,7 @@ def test_the_error_for_a_missing_topic_says_how_to_create_it(kafka, topic_prefix
 
 
 def test_a_full_queue_is_an_error_within_the_deadline_and_no_accepted_signal_is_lost(stalling: StallingLog):
-    with FeedbackProducer(stalling.settings, PRODUCT, deadline_s=0.4, max_queued=10) as feedback:
+    with FeedbackProducer(stalling.settings, PRODUCT, deadline_s=5.0, max_queued=10) as feedback:
         taken = {feedback.thumbs_up(token("full"), user="ann", event_id="before")}
         feedback.flush()
         with stalling.stalled():
@@ -148,7 +148,7 @@ def test_a_full_queue_is_an_error_within_the_deadline_and_no_accepted_signal_is_
             begun = time.monotonic()
             with pytest.raises(FeedbackQueueFull):
                 feedback.thumbs_up(token("full"), user="ann", event_id="too-many")
-            assert 0.35 < time.monotonic() - begun < 30
+            assert 4.9 < time.monotonic() - begun < 60
             assert feedback.counts.pending == 10
         feedback.flush(DEADLINE_S)
     found = [f.record.event_id for f in written(stalling.settings) if f.record.interaction_id == "full"]
@@ -183,7 +183,7 @@ def test_a_signal_that_was_not_written_is_reported_and_raised(stalling: Stalling
         told.set()
         raise RuntimeError("a callback that fails")
 
-    feedback = FeedbackProducer(stalling.settings, PRODUCT, delivery_timeout_s=1.0, on_failure=on_failure)
+    feedback = FeedbackProducer(stalling.settings, PRODUCT, delivery_timeout_s=5.0, on_failure=on_failure)
     feedback.thumbs_up(token("lost"), user="ann")
     feedback.flush()
     with stalling.stalled():
@@ -310,15 +310,24 @@ async def test_awaiting_does_not_block_other_tasks_and_ends_by_the_deadline(stal
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
         return longest
 
-    async with AsyncFeedbackProducer(stalling.settings, PRODUCT, deadline_s=1.0, max_queued=3) as feedback:
-        await feedback.thumbs_up(token("awaited"), user="ann")
+    async def connect(feedback: AsyncFeedbackProducer) -> None:
+        for attempt in range(30):
+            try:
+                await feedback.thumbs_up(token("awaited"), user="ann", event_id=f"up{attempt}")
+                return
+            except FeedbackNotDelivered:  # a slow machine needs more than one deadline until the first acknowledgment
+                continue
+        pytest.fail("no signal was acknowledged before the stall")
+
+    async with AsyncFeedbackProducer(stalling.settings, PRODUCT, deadline_s=2.0, max_queued=3) as feedback:
+        await connect(feedback)
         over = asyncio.Event()
         ticking = asyncio.create_task(ticks(over))
         with stalling.stalled():
             sends = [feedback.send(token("awaited"), "undo", 1, user="ann", event_id=f"a{n}") for n in range(5)]
             ended = await asyncio.gather(*sends, return_exceptions=True)
         over.set()
-        assert await ticking < 0.5
+        assert await ticking < 1.5, "a send that blocks holds the loop for its deadline of 2 s"
         assert Counter(type(error) for error in ended) == {FeedbackNotDelivered: 3, FeedbackQueueFull: 2}
     found = {f.record.event_id for f in written(stalling.settings) if f.record.interaction_id == "awaited"}
     assert {"a0", "a1", "a2"} < found and not {"a3", "a4"} & found
