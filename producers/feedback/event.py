@@ -173,7 +173,7 @@ def _check_event_id(field: str, event_id: str) -> None:
 
 def _microseconds(moment: datetime | int) -> int:
     if isinstance(moment, datetime):
-        if moment.tzinfo is None:
+        if moment.utcoffset() is None:
             raise BadFeedback("observed_at", "a datetime needs its time zone: datetime.now(timezone.utc)")
         return (moment - _EPOCH) // timedelta(microseconds=1)
     if isinstance(moment, bool) or not isinstance(moment, int):

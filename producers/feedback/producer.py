@@ -28,6 +28,8 @@ from tidemill.schemas.records import Feedback, SignalKind
 log = logging.getLogger(__name__)
 
 FLUSH_S = 30.0
+MOST_S = 86_400
+"""Longest deadline, in seconds. librdkafka takes 0 for no limit, and locks cannot wait for any number of seconds."""
 Sent = TypeVar("Sent")
 """The result of `send`: an event id, or a coroutine that returns one."""
 
@@ -53,6 +55,9 @@ class FeedbackMethods(ABC, Generic[Sent]):
     ) -> None:
         self._maker = FeedbackMaker(product)
         self._source = check_source(options.get("source", "sdk"))
+        for name, seconds in (("deadline_s", deadline_s), ("delivery_timeout_s", options.get("delivery_timeout_s", 1))):
+            if not 0 < seconds <= MOST_S:
+                raise ValueError(f"{name} is {seconds}: give seconds above 0, and at most {MOST_S}")
         self._deadline_s = deadline_s
         self._queue = FeedbackQueue(kafka, **options)
         # A finalizer also runs at the end of the process, and references the queue, not this object.

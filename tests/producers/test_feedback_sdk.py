@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -287,6 +288,9 @@ def test_a_producer_needs_keys_brokers_and_a_name():
         FeedbackProducer("", PRODUCT)
     with pytest.raises(ValueError, match="source"):
         FeedbackProducer(NOWHERE, PRODUCT, source="a b")
+    for wrong in ({"deadline_s": math.inf}, {"deadline_s": math.nan}, {"delivery_timeout_s": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is .*: give seconds above 0"):
+            FeedbackProducer(NOWHERE, PRODUCT, **wrong)
 
 
 async def test_an_awaited_signal_is_in_the_log(settings: KafkaSettings):

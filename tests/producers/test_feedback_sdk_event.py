@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from typing import Any
 
 import pytest
@@ -18,6 +18,13 @@ from tidemill.schemas.signals import LEGAL, Between
 MAKER = FeedbackMaker(PRODUCT)
 NOW = 1_800_000_000_000_000
 SIGNAL = {"interaction": token(), "kind": "thumb", "value": 1, "user": "ann"}
+
+
+class NoOffset(tzinfo):
+    """A time zone that knows no offset: as useless as none."""
+
+    def utcoffset(self, _moment: datetime | None) -> None:
+        return None
 
 
 def make(now_us: int = NOW, **changed: Any) -> Feedback:
@@ -74,6 +81,7 @@ def test_a_user_who_was_not_named_when_served_is_not_named_in_feedback():
         ("observed_at", -(10**30), "signals are taken for"),
         pytest.param("observed_at", 10**400, "has too many digits", id="observed_at-400 digits"),
         ("observed_at", datetime(2026, 1, 1), "needs its time zone"),
+        ("observed_at", datetime(2026, 1, 1, tzinfo=NoOffset()), "needs its time zone"),
         ("observed_at", 1.5, "not float"),
         ("observed_at", True, "not bool"),
     ],
