@@ -16,14 +16,13 @@ HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 FOREVER_MS = -1
 
-ERASABLE = {
-    "cleanup.policy": "compact,delete",
-    "message.timestamp.after.max.ms": "60000",
-    "max.compaction.lag.ms": str(DAY_MS),
-}
+TIMED = {"message.timestamp.after.max.ms": "60000"}
+"""Deadlines follow the timestamps of the topic. The broker refuses those from a clock that is ahead, because they would
+advance event time too far."""
+
+ERASABLE = {"cleanup.policy": "compact,delete", "max.compaction.lag.ms": str(DAY_MS), **TIMED}
 """A tombstone can erase a record with a unique key. The bytes are deleted within a day: by default a broker does not
-compact the newest segment of an idle partition for a week. The broker refuses timestamps from a clock that is ahead,
-because they would advance event time too far."""
+compact the newest segment of an idle partition for a week."""
 
 
 class Topic(StrEnum):
@@ -77,7 +76,7 @@ CATALOGUE: Mapping[Topic, TopicSpec] = {
     for spec in (
         TopicSpec(Topic.DOCUMENTS, "document_id", (records.Document,), 4, 30 * DAY_MS),
         TopicSpec(Topic.TASKS, "task_id", (records.Task,), 8, 30 * DAY_MS),
-        TopicSpec(Topic.ROLLOUTS, "group_id", (records.Rollout, records.Tick), 8, 30 * DAY_MS),
+        TopicSpec(Topic.ROLLOUTS, "group_id", (records.Rollout, records.Tick), 8, 30 * DAY_MS, config=TIMED),
         TopicSpec(Topic.PROGRESS, "task_id", (records.Dispatch, records.Turn), 8, 7 * DAY_MS),
         TopicSpec(Topic.GROUPS, "group_id", (records.Group,), 8, 30 * DAY_MS),
         TopicSpec(Topic.DELTAS, "shard", (records.DeltaChunk,), 8, 7 * DAY_MS),

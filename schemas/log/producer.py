@@ -23,6 +23,14 @@ from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Record
 
+MISSING_TOPIC = ": create the topics with `tidemill topics --create`"
+REMEDIES = {
+    KafkaError.UNKNOWN_TOPIC_OR_PART: MISSING_TOPIC,
+    KafkaError._UNKNOWN_TOPIC: MISSING_TOPIC,
+    KafkaError.INVALID_TIMESTAMP: ": the clock of this host is more than a minute ahead of the broker's",
+}
+"""Ends of error messages, by the code of the broker's refusal."""
+
 
 class DeliveryError(RuntimeError):
     """The log did not acknowledge a record."""
@@ -134,8 +142,7 @@ class RecordProducer:
     def _delivered(self, error: KafkaError | None, message: Message) -> None:
         self._accepted |= error is None
         if error is not None:
-            absent = error.code() in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
-            remedy = ": create the topics with `tidemill topics --create`" if absent else ""
+            remedy = REMEDIES.get(error.code(), "")
             self._failure = f"the log refused a record for {message.topic()}: {error.str()}{remedy}"
 
     def _raise_failure(self) -> None:

@@ -12,6 +12,7 @@ from confluent_kafka import Producer
 from tests.documents import document, write
 from tests.waiting import until
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import check_topics, create_topics, wait_for_broker
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES, groupless_settings, producer_settings
@@ -27,6 +28,7 @@ from tidemill.schemas.log.producer import (
     send_dead_letter,
 )
 from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import Tick
 
 DEADLINE_S = 180.0
 LONG_AGO_MS = int(time.time() - 3_600) * 1_000
@@ -66,6 +68,17 @@ def test_a_topic_that_the_brokers_refuse_is_named_with_their_reason(every_topic:
     alone = every_topic.model_copy(update={"topic_prefix": "copied.", "replication_factor": 3})
     with pytest.raises(RuntimeError, match=r"topic copied\.documents cannot be created: .*replication factor of 3"):
         create_topics(alone)
+
+
+@pytest.mark.parametrize("topic", [Topic.ROLLOUTS, Topic.INTERACTIONS, Topic.FEEDBACK, Topic.OUTCOMES])
+def test_a_clock_that_is_ahead_cannot_advance_event_time(every_topic: KafkaSettings, topic: Topic):
+    tick = Tick("tick", 0)
+    with RecordProducer(every_topic, "test") as producer:
+        producer.send(topic, tick, key="k", timestamp_ms=now_us() // 1_000 + 30_000)
+        producer.flush()
+        producer.send(topic, tick, key="k", timestamp_ms=now_us() // 1_000 + 120_000)
+        with pytest.raises(DeliveryError, match="the clock of this host is more than a minute ahead"):
+            producer.flush()
 
 
 def test_the_size_of_an_answer_is_limited_over_all_its_partitions():
