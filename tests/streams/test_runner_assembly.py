@@ -141,7 +141,8 @@ def test_partitions_move_to_the_remaining_worker(settings, tmp_path, runner):
     """Two workers share the partitions; if one is killed, the other continues its open groups."""
     names = [f"g{i}" for i in range(12)]
     marks = {f"marks-that-both-work-{number}" for number in (0, 1, 4)}
-    fast = {"session_timeout_s": 6.0, "heartbeat_interval_s": 1.0}
+    # A pause of the remaining worker must not end its session too.
+    fast = {"session_timeout_s": 25.0, "heartbeat_interval_s": 2.0}
     with (
         stream_process(settings, tmp_path / "one", **fast) as one,
         stream_process(settings, tmp_path / "two", **fast) as two,
