@@ -73,9 +73,13 @@ class Liveness:
         self._activity = activity or self._activity
         self._deadline.beat(time.monotonic(), within_s)
 
+    def _delay_timer(self) -> None:
+        """Start the interpreter's own timer anew."""
+        faulthandler.dump_traceback_later(NATIVE_TIMEOUTS * self._timeout_s, exit=True, file=STDERR)
+
     def _watch(self) -> None:
         while not self._ended.wait(self._look_s):
-            faulthandler.dump_traceback_later(NATIVE_TIMEOUTS * self._timeout_s, exit=True, file=STDERR)
+            self._delay_timer()
             silent_s = self._deadline.overdue(time.monotonic())
             if silent_s is None:
                 continue
@@ -92,6 +96,8 @@ class Liveness:
     def __enter__(self) -> Self:
         if self._timeout_s:
             self.beat()
+            # Native code may keep the interpreter before the thread runs for the first time.
+            self._delay_timer()
             self._thread.start()
         return self
 
