@@ -15,18 +15,20 @@ def run_ranks(size: int, work: Callable[[int], None], log_of: Callable[[int], Pa
     This process must not have a thread or a client of Kafka yet.
     """
     with socket.socket() as held:
+        # The first rank may bind the port again; for all other processes the port stays in use.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    ranks = []
-    for rank in range(size):
-        if not (pid := os.fork()):
-            os.environ |= {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            }  # fmt: skip
-            _become(lambda rank=rank: work(rank), log_of(rank))
-        ranks.append(pid)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+        ranks = []
+        for rank in range(size):
+            if not (pid := os.fork()):
+                os.environ |= {
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                }  # fmt: skip
+                _become(lambda rank=rank: work(rank), log_of(rank))
+            ranks.append(pid)
+        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
 
 
 def _become(work: Callable[[], None], log: Path) -> None:
