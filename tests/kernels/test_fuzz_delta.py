@@ -59,7 +59,7 @@ def test_a_process_that_dies_is_counted_and_the_run_continues(monkeypatch):
 
 
 def test_a_process_that_hangs_is_counted(monkeypatch):
-    monkeypatch.setattr(fuzz_delta, "HANG_SECONDS", 2.0)
+    monkeypatch.setattr(fuzz_delta, "HANG_SECONDS", 6.0)
     counts = faulty(monkeypatch, 4, signal.pause)
     assert (counts["hung"], sum(counts.values())) == (1, 5)
     assert set(counts) == set(COUNTS)

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from tests.trainer import rank_driver
 from tests.trainer.families import make_model
 from tests.trainer.run_log import run_of, write_groups, written
+from tests.waiting import until
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.commit import read_versions
 from tidemill.kernels.weights.rebuild import rebuild
@@ -88,7 +88,7 @@ def log(kafka, tiny_checkpoint, tmp_path_factory) -> Log:
     ]
     (root / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1100)
     assert done.returncode == 0, done.stderr
     print("\n".join(f"{path.stem}:\n{path.read_text()}" for path in sorted(root.glob("*-?.log"))))
     return made
@@ -99,11 +99,9 @@ def run_and_stop(log: Log, run: str) -> None:
     with (log.root / f"{run}.log").open("w") as output:
         process = subprocess.Popen(torchrun(log, run), cwd=ROOT, stdout=output, stderr=output)
         try:
-            deadline = time.monotonic() + 300
-            while len(log.steps(run)) <= STEPS and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.2)
+            until(lambda: len(log.steps(run)) > STEPS or process.poll() is not None, "steps", 600.0, pause_s=0.5)
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            process.wait(180)
         finally:
             process.kill()
     print((log.root / f"{run}.log").read_text())

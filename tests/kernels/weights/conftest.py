@@ -149,7 +149,7 @@ def ranks() -> Iterator[Ranks]:
     """A process group that contains only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield open_ranks(timeout_s=10)
+        yield open_ranks(timeout_s=120)
     finally:
         dist.destroy_process_group()
 

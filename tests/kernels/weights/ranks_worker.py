@@ -51,7 +51,7 @@ CHAIN_LENGTH = 5
 SETTINGS = PublishSettings(anchor_every=3, anchor_bytes_ratio=1e9, skips=())
 TWO_SHARDS = SETTINGS.model_copy(update={"shards": 2})
 TIMEOUT_S = 120.0
-SHORT_TIMEOUT_S = 3.0
+SHORT_TIMEOUT_S = 6.0
 LARGE_TENSORS, LARGE_SHAPE = 32, (1024, 2048)
 TRAINED_VERSIONS = 4
 
@@ -393,6 +393,8 @@ class Worker:
 
     def hanging(self) -> dict[str, Any]:
         """Rank 1 does not take part in a collective operation for which rank 0 waits."""
+        # Both ranks must begin to connect the new group within its timeout.
+        self.ranks.gather(lambda: None)
         ranks, told = open_ranks(SHORT_TIMEOUT_S), self.out / "told"
         if self.rank == 1:
             deadline = time.monotonic() + TIMEOUT_S

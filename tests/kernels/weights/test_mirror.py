@@ -199,7 +199,7 @@ class ManyChunks:
 
 def test_the_fetcher_holds_no_more_than_its_limit():
     many = ManyChunks(1)
-    fetcher = ChunkFetcher(many.log, 5.0, held_bytes=1000)
+    fetcher = ChunkFetcher(many.log, 60.0, held_bytes=1000)
     peak = 0
     for _ in fetcher.pieces(many.manifest, many.manifest.shards[0]):
         peak = max(peak, fetcher._held_bytes)
@@ -208,7 +208,7 @@ def test_the_fetcher_holds_no_more_than_its_limit():
 
 def test_shards_are_read_in_any_order_with_any_limit():
     many = ManyChunks(3)
-    fetcher = ChunkFetcher(many.log, 5.0, held_bytes=1000)
+    fetcher = ChunkFetcher(many.log, 60.0, held_bytes=1000)
     n_bytes = 0
     for shard in (2, 0, 1):
         n_bytes += len(many.read(fetcher, shard))
@@ -218,7 +218,7 @@ def test_shards_are_read_in_any_order_with_any_limit():
 
 def test_the_fetcher_skips_chunks_of_other_shards():
     many = ManyChunks(3)
-    fetcher = ChunkFetcher(many.log, 5.0)
+    fetcher = ChunkFetcher(many.log, 60.0)
     many.read(fetcher, 2)
     assert fetcher._held_bytes == 0 and many.log.at == len(many.log.located)
 
@@ -227,7 +227,7 @@ def test_the_fetcher_skips_chunks_of_other_shards():
 def test_the_fetcher_goes_back_only_to_a_delta_from_before_the_log_was_opened(opened_after):
     many = ManyChunks(1)
     many.log.at = len(many.log.located) if opened_after else many.log.at
-    many.read(ChunkFetcher(many.log, 5.0), 0)
+    many.read(ChunkFetcher(many.log, 60.0), 0)
     assert many.log.sought == ([0] if opened_after else [])
 
 
@@ -252,7 +252,7 @@ def test_a_connection_that_fails_closes_the_earlier_ones(monkeypatch):
 def test_shards_are_decoded_at_the_same_time():
     """Each of two shards waits until the other is read, so both succeed only if they are read at the same time."""
     many, both = ManyChunks(2), Barrier(2, timeout=60)
-    fetcher, decoder = ChunkFetcher(many.log, 5.0), Decoder(2)
+    fetcher, decoder = ChunkFetcher(many.log, 60.0), Decoder(2)
 
     def pieces(manifest, shard):
         both.wait()

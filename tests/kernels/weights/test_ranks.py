@@ -19,7 +19,7 @@ KEPT = [VersionError, Unreachable, DeliveryError, FencedError, StoreUnavailableE
 def one(request):
     if request.param == "process group":
         return request.getfixturevalue("ranks")
-    found = open_ranks(timeout_s=10)
+    found = open_ranks(timeout_s=120)
     assert isinstance(found, Ranks)
     return found
 
