@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from tests.documents import wait_for_ends
 from tests.records import build, member_of
 from tests.trainer.conftest import make_group, make_interaction, make_online_batch, make_online_member, make_rollout
 from tidemill.schemas.catalogue import Topic
@@ -97,6 +98,7 @@ def erase(log: KafkaSettings, user_id: str) -> None:
 
 def written(log: KafkaSettings, kind: type[OfRun], run_id: str = "run") -> list[OfRun]:
     """Read the records of one type that trainers of a run have written."""
+    wait_for_ends(log, TOPICS[kind])
     with LogReader(log, [TOPICS[kind]]) as reader:
         found = [located.record for located in reader.read_to_end()]
     return [record for record in found if isinstance(record, kind) and record.run_id == run_id]

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from confluent_kafka import Consumer, TopicPartition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.documents import dead_letters
 from tests.records import build, member_of
 from tests.trainer.conftest import bare_group, builder_of, make_group, make_rollout, settings_of
 from tests.trainer.run_log import write_group, write_groups
@@ -16,7 +16,7 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.expert_ids import packed_ids
-from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES, consumer_settings
+from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES
 from tidemill.schemas.log.consumed import ConsumedRecord, replay_headers
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
@@ -425,7 +425,7 @@ def test_groups_and_rollouts_are_read_from_the_log(log, run_id, tmp_path) -> Non
         "wrong": "invalid_rollout",
     }
     producer.flush()
-    assert dead_letters(log) == [b"not a group"]
+    assert [letter.value() for letter in dead_letters(log, Topic.GROUPS)] == [b"not a group"]
 
 
 def test_groups_are_routed_by_their_expert_ids_and_excluded_without_them(log, run_id, tmp_path, caplog) -> None:
@@ -451,16 +451,6 @@ def test_groups_are_routed_by_their_expert_ids_and_excluded_without_them(log, ru
     assert excluded == {"plain": "invalid_routing", "short": "invalid_routing"}
     assert "rollout plain-0 was recorded without expert ids" in caplog.text
     assert "and the segments and the model need" in caplog.text
-
-
-def dead_letters(log: KafkaSettings) -> list[bytes]:
-    consumer = Consumer(consumer_settings(log, "test", "test-dead-letters"))
-    full = Names(log.topic_prefix).dead_letter(Topic.GROUPS)
-    partitions = consumer.list_topics(full, timeout=60).topics[full].partitions
-    consumer.assign([TopicPartition(full, p, 0) for p in partitions])
-    messages = consumer.consume(1, 60.0)
-    consumer.close()
-    return [message.value() for message in messages]
 
 
 def test_rollouts_written_before_the_reader_started_are_fetched_by_offset(log, run_id) -> None:

@@ -5,11 +5,11 @@ from itertools import islice
 
 import pytest
 import torch
-from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.documents import dead_letters
 from tidemill.compose.config import CorpusSettings
 from tidemill.compose.demo.corpus import corpus
 from tidemill.compose.demo.corpus import run as write_corpus
@@ -148,7 +148,7 @@ def test_the_role_reads_a_log_and_writes_a_checkpoint(kafka, trained, tmp_path):
     assert sum(record["until"].values()) == 241
     assert record["last_loss"] < record["first_loss"]
     assert_like_a_direct_run(tmp_path / "model", *trained[:2])
-    assert_poison_is_a_dead_letter(log)
+    assert [letter.value() for letter in dead_letters(log, Topic.DOCUMENTS)] == [b"poison"]
     assert_older_ends_give_the_older_corpus(log, record)
 
 
@@ -156,17 +156,6 @@ def assert_like_a_direct_run(directory, model, tokenizer):
     opened = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).named_parameters())
     assert all(torch.equal(p.bfloat16().float(), opened[name]) for name, p in model.named_parameters())
     assert AutoTokenizer.from_pretrained(directory).get_vocab() == tokenizer.get_vocab()
-
-
-def assert_poison_is_a_dead_letter(log):
-    settings = {"bootstrap.servers": log.bootstrap, "group.id": "test", "auto.offset.reset": "earliest"}
-    full = Names(log.topic_prefix).dead_letter(Topic.DOCUMENTS)
-    consumer = Consumer(settings)
-    partitions = consumer.list_topics(full, timeout=60).topics[full].partitions
-    consumer.assign([TopicPartition(full, partition, OFFSET_BEGINNING) for partition in partitions])
-    (message,) = consumer.consume(1, 20)
-    consumer.close()
-    assert message.value() == b"poison"
 
 
 def assert_older_ends_give_the_older_corpus(log, record):

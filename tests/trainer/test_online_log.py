@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from confluent_kafka import Producer
 
-from tests.documents import delete
+from tests.documents import delete, wait_for_ends
 from tests.trainer.conftest import make_interaction, make_online_member, settings_of
 from tests.trainer.run_log import Killed, decide, erase, run_of, serve, write_groups, written
 from tests.waiting import until
@@ -18,6 +18,7 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import SILENCE_S
 from tidemill.schemas.records import Exclusion, GateVerdict, Manifest, TrainStep
 from tidemill.schemas.stored_object import store_claim
 from tidemill.trainer.checkpoint import CheckpointStore
@@ -26,6 +27,8 @@ from tidemill.trainer.history import NotRepeatableError
 from tidemill.trainer.online_input import InteractionLog
 from tidemill.trainer.online_queue import OnlineQueue
 from tidemill.trainer.run import run
+
+DEADLINE_S = 180.0
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ class Trainer:
         except Exception as error:  # noqa: BLE001 - the test asks for it
             self.error = error
 
-    def wait(self, steps: int, deadline_s: float = 120.0) -> list[TrainStep]:
+    def wait(self, steps: int) -> list[TrainStep]:
         """Wait until there are this many recorded steps and their versions are published; return the steps."""
 
         def published() -> list[TrainStep]:
@@ -78,11 +81,12 @@ class Trainer:
             found = written(self._log, TrainStep, self._run_id)
             return found if len(found) >= steps and len(written(self._log, Manifest, self._run_id)) > steps else []
 
-        return until(published, f"no {steps} steps in time", deadline_s)
+        return until(published, f"{steps} steps", DEADLINE_S, pause_s=0.1)
 
     def ended(self) -> Exception | None:
         """Wait until the trainer ends by itself, and return its error."""
-        self._thread.join(120)
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
         return self.error
 
     def __enter__(self):
@@ -91,7 +95,7 @@ class Trainer:
 
     def __exit__(self, *_rest: object) -> None:
         self._stop.set()
-        self._thread.join(120)
+        self._thread.join(DEADLINE_S)
         assert not self._thread.is_alive()
 
 
@@ -131,11 +135,12 @@ def test_a_gap_in_the_log_is_a_missing_interaction_without_waiting(kafka) -> Non
     log = kafka.fresh(1, [Topic.INTERACTIONS])
     record, full = make_interaction("a"), Names(log.topic_prefix).of(Topic.INTERACTIONS)
     writer = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": full})
-    writer.init_transactions(30)
+    writer.init_transactions(DEADLINE_S)
     for _ in range(2):
         writer.begin_transaction()
         writer.produce(full, Codec().encode(record), key=b"a", partition=0)
-        writer.commit_transaction(30)
+        writer.commit_transaction(DEADLINE_S)
+    wait_for_ends(log, Topic.INTERACTIONS)
     fetched = InteractionLog(log, vocab_size=64)
     members = [make_online_member(record, 1.0, offset) for offset in range(4)]
     started = time.monotonic()
@@ -143,7 +148,7 @@ def test_a_gap_in_the_log_is_a_missing_interaction_without_waiting(kafka) -> Non
     assert list(fetched.fetch(members).values()) == [record, missing, record, missing]
     delete(log, 2, topic=Topic.INTERACTIONS)
     assert list(fetched.fetch(members).values()) == [missing, missing, record, missing]
-    assert time.monotonic() - started < 30, "the broker's end is told from a pause"
+    assert time.monotonic() - started < SILENCE_S, "the broker's end is told from a pause"
     fetched.close()
 
 
@@ -157,8 +162,11 @@ def test_a_run_learns_from_users_with_every_batch_ended_once(log, run_id, settin
     serve(log, "flat", 1, rewards=(0.5, 0.5), closed_at=2, run_id=run_id)
     serve(log, "foreign", 0, run_id="other")
     producer.send_bytes(Names(log.topic_prefix).of(Topic.ONLINE_BATCHES), b"no batch", key=b"x")
-    with Trainer(log, settings, store, run_id) as trainer:
+    # The first step waits for its simulated group however long reading it takes; for the second step there is none.
+    patient = settings.online.model_copy(update={"max_wait_seconds": DEADLINE_S})
+    with Trainer(log, settings.model_copy(update={"online": patient}), store, run_id, max_steps=1) as trainer:
         trainer.wait(1)
+    with Trainer(log, settings, store, run_id) as trainer:
         serve(log, "b1", 1, closed_at=3, run_id=run_id)
         one, two = trainer.wait(2)
     assert [(entry.topic, entry.group_id) for entry in one.inputs] == [("online-batches", "b0"), ("groups", "g0")]
@@ -182,7 +190,7 @@ def test_no_batch_is_trained_until_a_version_is_admitted(log, run_id, settings, 
     monkeypatch.setattr(OnlineQueue, "exclude", observed)
     serve(log, "below", 0, run_id=run_id)
     with Trainer(log, floored, store, run_id, max_steps=1) as trainer:
-        assert excluded.wait(120)
+        assert excluded.wait(DEADLINE_S)
         assert written(log, TrainStep, run_id) == []
         decide(log, GateVerdict.ADMIT, 0, run_id)
         serve(log, "above", 0, closed_at=1, run_id=run_id)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from tests.documents import wait_for_ends
 from tests.trainer.conftest import fingerprint_of, settings_of, tiny_model
 from tests.trainer.run_log import run_of, write_groups
 from tidemill.compose.cli import app
@@ -73,6 +74,7 @@ def trained(kafka, tiny_checkpoint, tmp_path_factory) -> Trained:
     settings = settings_of(model=tiny_checkpoint, kl=kl, checkpoint_every=2, publish=publish)
     store = StoreSettings(root=str(tmp_path_factory.mktemp("trained")))
     run(log, RUN, store, settings, threading.Event())
+    wait_for_ends(log, Topic.MANIFESTS)
     return Trained(log, store, settings, read_steps(log, RUN.run_id))
 
 

@@ -51,7 +51,7 @@ def held_back(monkeypatch):
 
     def waiting(self, *arguments):
         begun.set()
-        assert release.wait(60)
+        assert release.wait(180)
         make(self, *arguments)
 
     monkeypatch.setattr(SkipPublisher, "_publish", waiting)
@@ -130,11 +130,11 @@ def test_close_finishes_the_skip_delta_in_progress_and_counts_the_others(publica
     publisher = open_publisher(skipping(skip_backlog=4))
     for version, view in enumerate(views[:5]):
         publisher.publish(version, view)
-    assert begun.wait(60)
+    assert begun.wait(180)
     closing = threading.Thread(target=publisher.close)
     closing.start()
     release.set()
-    closing.join(60)
+    closing.join(180)
     publisher.skips.wait()
     assert leads(publication.skips())[0] == (2, 0)
     assert publisher.skips.published + publisher.skips.dropped == 3

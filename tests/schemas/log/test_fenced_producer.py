@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from confluent_kafka import KafkaException
 
+from tests.documents import wait_for_ends
 from tests.records import build
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -27,7 +28,8 @@ def log(kafka) -> KafkaSettings:
     return kafka.fresh(1, [Topic.STEPS])
 
 
-def steps_of(reader: LogReader) -> list[tuple[int, str]]:
+def steps_of(log: KafkaSettings, reader: LogReader) -> list[tuple[int, str]]:
+    wait_for_ends(log, Topic.STEPS)
     return [(located.record.step, located.record.trainer) for located in reader.read_to_end(120)]
 
 
@@ -37,7 +39,7 @@ def test_what_is_sent_is_in_the_log_once_and_in_order(log) -> None:
     second = writer.send_acked(Topic.STEPS, [plan(3)])
     assert [place.offset for place in (*first, *second)] == [0, 1, 3], "a transaction's end takes an offset"
     with LogReader(log, [Topic.STEPS]) as reader:
-        assert [step for step, _ in steps_of(reader)] == [1, 2, 3]
+        assert [step for step, _ in steps_of(log, reader)] == [1, 2, 3]
     with pytest.raises(ValueError, match="StepPlan does not fit"):
         writer.send_acked(Topic.STEPS, [("run", replace(PLAN, step="one"))])
     writer.send_acked(Topic.STEPS, [plan(4)])
@@ -49,8 +51,8 @@ def test_readers_reach_the_end_of_any_log(log) -> None:
     with LogReader(log, [Topic.STEPS], start="end") as following, LogReader(log, [Topic.STEPS]) as reader:
         for step in range(1, 4):
             (place,) = writer.send_acked(Topic.STEPS, [plan(step)])
-            assert [s for s, _ in steps_of(reader)] == [step]
-            assert [s for s, _ in steps_of(following)] == [step]
+            assert [s for s, _ in steps_of(log, reader)] == [step]
+            assert [s for s, _ in steps_of(log, following)] == [step]
             assert place.offset < reader.next_offsets()[Topic.STEPS, 0] <= reader.end_offsets()[Topic.STEPS, 0]
         begin = reader.next_offsets()
     with LogReader(log, [Topic.STEPS], start=begin) as resumed:
@@ -58,7 +60,7 @@ def test_readers_reach_the_end_of_any_log(log) -> None:
         assert list(resumed.read_to_end(120)) == []
         assert time.monotonic() - started < 40
         writer.send_acked(Topic.STEPS, [plan(4)])
-        assert [s for s, _ in steps_of(resumed)] == [4]
+        assert [s for s, _ in steps_of(log, resumed)] == [4]
 
 
 def test_a_replaced_producer_writes_nothing_more(log) -> None:
@@ -75,7 +77,7 @@ def test_a_replaced_producer_writes_nothing_more(log) -> None:
     other.send_acked(Topic.STEPS, [plan(1, "other")])
     newer.send_acked(Topic.STEPS, [plan(4, "newer")])
     with LogReader(log, [Topic.STEPS]) as reader:
-        assert [who for _, who in steps_of(reader)] == ["older", "newer", "newer", "other", "newer"]
+        assert [who for _, who in steps_of(log, reader)] == ["older", "newer", "newer", "other", "newer"]
 
 
 def test_an_open_transaction_of_a_replaced_producer_is_not_read_and_blocks_no_reader(log) -> None:
@@ -84,11 +86,11 @@ def test_an_open_transaction_of_a_replaced_producer_is_not_read_and_blocks_no_re
     halted = FencedProducer(log, "test", name)
     halted._producer.begin_transaction()
     halted._producer.produce(f"{log.topic_prefix}train.steps", halted._codec.encode(plan(1, "halted")[1]), key=b"run")
-    assert halted._producer.flush(10) == 0
+    assert halted._producer.flush(120) == 0
     FencedProducer(log, "test", name).send_acked(Topic.STEPS, [plan(1, "newer")])
     started = time.monotonic()
     with LogReader(log, [Topic.STEPS]) as reader:
-        assert steps_of(reader) == [(1, "newer")]
+        assert steps_of(log, reader) == [(1, "newer")]
     assert time.monotonic() - started < 40
     with pytest.raises(KafkaException):
         halted._producer.commit_transaction(10)
@@ -109,4 +111,4 @@ def test_calls_of_two_threads_follow_one_another(log) -> None:
         places = [[place.offset for place in one.result()] for one in sent]
     assert all(second == first + 1 for first, second in places)
     with LogReader(log, [Topic.STEPS]) as reader:
-        assert sorted(step for step, _ in steps_of(reader)) == sorted([*range(8)] * 2)
+        assert sorted(step for step, _ in steps_of(log, reader)) == sorted([*range(8)] * 2)
