@@ -24,6 +24,7 @@ from tidemill.schemas.chat.template import ChatTemplate
 from tidemill.schemas.config import ChatSettings
 
 TEMPLATES = Path(__file__).with_name("templates")
+DAY = datetime.date(2025, 11, 3)
 PROSE = """The miller weighs the grain that the boats bring up the river, writes the weight in the ledger and answers
 the questions of the farmers: how much is 17 plus 25, what does a sack of rye cost, when will the tide turn? {"name":
 "add", "arguments": {"a": 1, "b": 2}} he writes, and reads the result, {"value": 3}, before he answers them."""
@@ -77,7 +78,7 @@ class ModelFamily:
         return tokenizer
 
     def template(self, **settings: Any) -> ChatTemplate:
-        given = ChatSettings(**{"date": datetime.date.today(), **settings})  # transformers supports no other day
+        given = ChatSettings(**{"date": DAY, **settings})
         return ChatTemplate(self.source, self.tokens, special_texts(self.tokenizer(), self.source), given)
 
     def chat(self, **settings: Any) -> ChatFormat:

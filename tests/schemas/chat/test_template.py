@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.schemas.chat.families import FAMILIES, TOOLS, ModelFamily, called, conversation, prose
+from tests.schemas.chat.families import DAY, FAMILIES, TOOLS, ModelFamily, called, conversation, prose
 from tidemill.schemas.chat.format import chatml
 from tidemill.schemas.chat.messages import NO_TOOLS, Message, Tools, checked_tools
 from tidemill.schemas.chat.template import ChatTemplate, TemplateRefused
@@ -51,6 +51,7 @@ class Reference:
             [self._native(message) for message in messages],
             tools=list(tools) or None,
             chat_template=self.family.source,
+            strftime_now=DAY.strftime,
             add_generation_prompt=prompt,
             return_dict=False,
         )
@@ -340,10 +341,10 @@ REFUSED = {
 
 @pytest.mark.parametrize(("source", "reason"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_template_that_cannot_be_continued_is_refused_with_the_reason(source: str, reason: str):
-    begun = time.process_time()
+    begun = time.thread_time()
     with pytest.raises(TemplateRefused, match=reason.replace("*", r"\*")):
         probed(source)
-    assert time.process_time() - begun < 5
+    assert time.thread_time() - begun < 5
     assert probed(PLAIN).closes == {"<|end|>"}  # the next one is accepted
 
 
