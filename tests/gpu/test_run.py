@@ -38,7 +38,7 @@ def test_a_rehearsal_runs_every_check(monkeypatch, capsys):
 
 
 def test_a_check_that_fails_or_hangs_is_reported_with_its_output():
-    broken = GpuCheck("broken", ["-c", "import sys; sys.exit('it broke')"], 20, {}, str)
+    broken = GpuCheck("broken", ["-c", "import sys; sys.exit('it broke')"], 180, {}, str)
     assert run_check(broken)["passed"] is False and "it broke" in run_check(broken)["problem"]
     hung = GpuCheck("hung", ["-c", "import time; time.sleep(60)"], 0.5, {}, str)
     assert run_check(hung) == {"passed": False, "seconds": 0.5, "problem": "not done within 0.5 s"}
@@ -46,7 +46,7 @@ def test_a_check_that_fails_or_hangs_is_reported_with_its_output():
 
 def test_a_failed_check_sets_the_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(run, "device_name", lambda: "a GPU")
-    monkeypatch.setattr(run, "checks", lambda _: [GpuCheck("broken", ["-c", "raise SystemExit(3)"], 20, {}, str)])
+    monkeypatch.setattr(run, "checks", lambda _: [GpuCheck("broken", ["-c", "raise SystemExit(3)"], 180, {}, str)])
     status, found, _ = document(monkeypatch, capsys)
     assert status == 1 and found["gpu"] == "a GPU"
 
