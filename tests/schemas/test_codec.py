@@ -31,7 +31,7 @@ from tidemill.schemas.records import Document, Record, Task, Tick, VersionSpan
 RECORDS = st.one_of(*(records_of(cls) for cls in RECORD_TYPES.values()))
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(record=RECORDS)
 def test_round_trip(record: Record):
     for codec in (codec_of(None), codec_of("mock://codec")):

@@ -39,8 +39,8 @@ from tidemill.trainer.trainable import TopicProgress, TrainableBatch, TrainableG
 VOCAB = 64
 
 
-def tiny_model(seed: int = 0) -> PreTrainedModel:
-    """Make a random Qwen3 of two layers."""
+def tiny_model(seed: int = 0, *, tied: bool = True) -> PreTrainedModel:
+    """Make a random Qwen3 of two layers; `tied`: one weight is both its embedding and its head."""
     torch.manual_seed(seed)
     shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     return Qwen3ForCausalLM(
@@ -48,7 +48,7 @@ def tiny_model(seed: int = 0) -> PreTrainedModel:
             vocab_size=VOCAB,
             hidden_size=64,
             intermediate_size=128,
-            tie_word_embeddings=True,
+            tie_word_embeddings=tied,
             max_position_embeddings=256,
             **shape,
         )

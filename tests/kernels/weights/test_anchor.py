@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests.kernels.weights.conftest import read_anchor
+from tests.trainer.conftest import tiny_model
 from tidemill.kernels.weights.anchor import MARKER, anchor_uri, anchor_weights, fetch_anchor, write_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS, WeightFilesError
@@ -22,25 +23,9 @@ VIEW = {"w": np.arange(40, dtype=np.uint16).reshape(5, 8), "b": np.ones(3, np.ui
 TOKENIZER = {"tokenizer.json": '{"model": {}}', "tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages }}"}
 
 
-def tiny_model(tied):
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=64,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            tie_word_embeddings=tied,
-        )
-    )
-
-
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def model(request):
-    return tiny_model(request.param)
+    return tiny_model(tied=request.param)
 
 
 @pytest.fixture
@@ -145,7 +130,7 @@ def test_every_type_keeps_its_bits_and_its_name_in_one_file_or_many(base, uri, f
 
 def test_weights_of_several_files_load_through_their_index(model, base_model, tmp_path):
     view = serving_view(model)
-    anchor = write_anchor(anchor_uri(str(tmp_path), "run", "main", 0), base_model, view, file_bytes=2000)
+    anchor = write_anchor(anchor_uri(str(tmp_path), "run", "main", 0), base_model, view, file_bytes=20_000)
     directory = Path(anchor.uri.removeprefix("file://"))
     index = json.loads((directory / INDEX).read_text())
     assert index["weight_map"].keys() == view.keys() and len(set(index["weight_map"].values())) > 2

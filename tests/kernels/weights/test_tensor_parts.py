@@ -1,9 +1,7 @@
 """The steps of publication from ranks, in a group of one: parts, distribution, merging, exchange."""
 
 import json
-import uuid
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.kernels.weights.conftest import read_anchor
 from tests.records import tensor_infos
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.anchor import write_anchor
@@ -184,23 +181,6 @@ def base_model(tmp_path):
     base.mkdir()
     (base / "config.json").write_text(json.dumps({"model_type": "qwen3", "torch_dtype": "float32"}))
     return base
-
-
-@pytest.mark.parametrize("root", ["directory", "object store"])
-def test_an_anchor_of_one_rank_is_one_file(ranks, base_model, tmp_path, root):
-    uri = str(tmp_path / "v1") if root == "directory" else f"memory://{uuid.uuid4().hex}/v1"
-    (parts,) = cut(VIEW, ())
-    anchor = write_anchor(uri, base_model, parts, ranks=ranks)
-    loaded = read_anchor(anchor.uri)
-    assert loaded.keys() == VIEW.keys()
-    for name, bits in VIEW.items():
-        np.testing.assert_array_equal(loaded[name], bits)
-    filesystem, path = fsspec.core.url_to_fs(uri)
-    names = {name.rsplit("/", 1)[-1] for name in filesystem.ls(path, detail=False)}
-    assert names == {"anchor.json", "config.json", "model.safetensors"}
-    assert json.loads(filesystem.cat_file(f"{path}/config.json"))["dtype"] == "bfloat16"
-    if root == "object store":
-        filesystem.rm(path.rsplit("/", 1)[0], recursive=True)
 
 
 def test_an_anchor_of_several_types_is_a_checkpoint(ranks, base_model, tmp_path):
