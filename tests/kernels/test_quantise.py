@@ -100,7 +100,9 @@ def test_blocks_of_rows_and_columns_have_one_scale_each_and_ragged_ends_are_bloc
 @pytest.mark.parametrize("form", BLOCK_FORMATS.values(), ids=lambda form: form.name)
 def test_values_are_exact_in_bf16_and_codes_of_values_give_the_values_again(form):
     generator = torch.Generator().manual_seed(1)
-    values = torch.randn(3, 70, 200, generator=generator) * torch.exp2(torch.randint(-120, 100, (3, 70, 1)).float())
+    values = torch.randn(3, 70, 200, generator=generator) * torch.exp2(
+        torch.randint(-120, 100, (3, 70, 1), generator=generator).float()
+    )
     made = dequantise(quantise(values, form))
     assert torch.equal(made.bfloat16().float(), made)
     assert bool((made - values).abs().max() > 0)
