@@ -23,6 +23,9 @@ from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 2400
+"""For all jobs together. In each, the ranks wait for one another: beside 20 busy processes they took 925 s."""
+pytestmark = pytest.mark.timeout(LIMIT_S + 300)
 KL = {"kl": {"coefficient": 0.05}, "objective": "grpo", "minibatches": 2}
 EXPERTS = {"model": "{root}/experts", "experts": "grouped_mm"}
 DIVIDED = {**EXPERTS, "expert_parallel": 2}
@@ -74,7 +77,6 @@ JOBS = {
     "blocks two": (2, "restarted", {"settings": {"serving_format": "fp8_blocks"}}),
     "blocks two of masters": (2, "restarted", {"settings": {"serving_format": "fp8_blocks", "forward": "masters"}}),
     "rounded two": (2, "trained", {"settings": {**ROUNDED, "checkpoint_activations": True}, "steps": 2}),
-    "rounded experts two": (2, "trained", {"settings": {**EXPERTS, **ROUNDED}, "steps": 2}),
     "rounded experts divided": (2, "trained", {"settings": {**DIVIDED, **ROUNDED}, "steps": 2}),
     "laid experts": (2, "laid", laid("experts", experts="grouped_mm")),
     "laid untied in half": (2, "laid", laid("Llama", **HALF)),
@@ -97,7 +99,6 @@ JOBS = {
     "blocks one": (1, "restarted", {"settings": {"serving_format": "fp8_blocks"}}),
     "rounded one": (1, "trained", {"settings": ROUNDED, "steps": 2}),
     "rounded experts one": (1, "trained", {"settings": {**EXPERTS, **ROUNDED}, "steps": 2}),
-    "laid one in half": (1, "laid", laid("Qwen3", **HALF)),
     "laid experts in half": (1, "laid", laid("experts", **HALF)),
     "saved again": (2, "resaved", {"restore": 4, "save": 6}),
     "divided saved again": (4, "resaved", {"settings": DIVIDED, "store": "{root}/divided", "restore": 4, "save": 6}),
@@ -147,7 +148,7 @@ def out(tmp_path_factory) -> Path:
         make_model(family, **changes).bfloat16().save_pretrained(root / family)
     (root / "jobs.json").write_text(json.dumps(jobs).replace("{root}", str(root)))
     command = [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     logs = "\n".join(f"{path.stem}:\n{path.read_text()}" for path in sorted(root.glob("*.log")))
     assert done.returncode == 0, done.stderr + logs
     print(logs)
@@ -384,9 +385,8 @@ def test_ranks_with_different_installations_are_refused():
 
 @pytest.mark.parametrize(
     ("alone", "together"),
-    [("rounded one", "rounded two"), ("rounded experts one", "rounded experts two"),
-     ("rounded experts one", "rounded experts divided")],
-)  # fmt: skip
+    [("rounded one", "rounded two"), ("rounded experts one", "rounded experts divided")],
+)
 def test_rounded_activations_are_those_of_one_process(out, alone, together):
     """Without the rounding the loss of a step differs by 1 % and more."""
     losses = [[step["metrics"]["loss"] for step in found(out, name)["steps"]] for name in (alone, together)]
