@@ -26,7 +26,7 @@ def stack(tmp_path, broker: None) -> Iterator[tuple[KafkaSettings, int]]:
     try:
         status = own.up()
         assert status.nodes[0].pid is not None
-        yield KafkaSettings(bootstrap=status.bootstrap, stall_timeout_s=4.0), status.nodes[0].pid
+        yield KafkaSettings(bootstrap=status.bootstrap, stall_timeout_s=8.0), status.nodes[0].pid
     finally:
         if (pid := own.status().nodes[0].pid) is not None:
             os.kill(pid, signal.SIGCONT)
