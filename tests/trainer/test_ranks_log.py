@@ -26,6 +26,9 @@ from tidemill.trainer.history import NotRepeatableError
 from tidemill.trainer.replay.steps import StepReplay
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 1200
+"""For the trainers that torchrun starts, and again for all others: on a busy machine the ranks wait long for others."""
+pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 STEPS = 4
 TRAINER = {
     "kl": {"coefficient": 0.01}, "optimizer": {"learning_rate": 1e-3}, "row_tokens": 128, "checkpoint_every": 2,
@@ -88,7 +91,7 @@ def log(kafka, tiny_checkpoint, tmp_path_factory) -> Log:
     ]
     (root / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     print("\n".join(f"{path.stem}:\n{path.read_text()}" for path in sorted(root.glob("*-?.log"))))
     return made
@@ -99,7 +102,7 @@ def run_and_stop(log: Log, run: str) -> None:
     with (log.root / f"{run}.log").open("w") as output:
         process = subprocess.Popen(torchrun(log, run), cwd=ROOT, stdout=output, stderr=output)
         try:
-            until(lambda: len(log.steps(run)) > STEPS or process.poll() is not None, "steps", 600.0, pause_s=0.5)
+            until(lambda: len(log.steps(run)) > STEPS or process.poll() is not None, "steps", LIMIT_S, pause_s=0.5)
             process.send_signal(signal.SIGTERM)
             process.wait(180)
         finally:
