@@ -18,6 +18,8 @@ from tidemill.compose.stack.kafka import LocalStack
 
 PLAIN, SECURED = "plain", "secured"
 """Folders of the directory: the local stacks of a broker without and with secured listeners."""
+START_S = 600.0
+"""Longest time for a broker to start beside several tests: minutes on a slow machine."""
 
 
 @contextmanager

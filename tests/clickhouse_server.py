@@ -14,13 +14,12 @@ import hashlib
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -28,6 +27,7 @@ import pytest
 
 from tests.waiting import until
 from tidemill.compose.stack.config import default_cache_dir
+from tidemill.compose.stack.process import pick_ports
 from tidemill.consumers.sink.config import SinkSettings
 
 PACKAGE, VERSION = "@chdb/lib-linux-x64-gnu", "26.7.3-stable.1"
@@ -77,8 +77,7 @@ def _fetch(library: Path) -> None:
 @contextmanager
 def clickhouse_server(directory: Path) -> Iterator[SinkSettings]:
     """Run a server that stores its data in `directory`; yield the settings of a sink that writes to it."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    (port,) = pick_ports(1, 0)
     directory.mkdir(parents=True, exist_ok=True)
     users = "".join(ONE_USER.format(*one) for one in (("default", ""), (USER, PASSWORD)))  # the server's own user first
     (directory / "users.xml").write_text(USERS.format(users))

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-from tests.brokers import PLAIN, SECURED, directory_of_brokers
+from tests.brokers import PLAIN, SECURED, START_S, directory_of_brokers
 from tests.secured_log import SecuredLog, secured_log
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.admin import admin_client, create_missing, wanted_topics
+from tidemill.schemas.log import admin
 
 # The duration of an example depends more on the machine's load than on the code.
-settings.register_profile("tidemill", deadline=None)
+settings.register_profile("tidemill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tidemill")
 
 # Off until all test modules are imported: garbage collection would take a third of the import time.
@@ -57,7 +57,11 @@ def create_some(kafka: KafkaSettings, topics: Iterable[Topic]) -> None:
     """Create these topics of the catalogue and their dead-letter topics."""
     names = Names(kafka.topic_prefix)
     wanted = {name(topic) for topic in topics for name in (names.of, names.dead_letter)}
-    create_missing(admin_client(kafka), [new for new in wanted_topics(kafka) if new.topic in wanted])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admin, "REQUEST_TIMEOUT_S", 180.0)  # the broker shares a slow machine with several tests
+        admin.create_missing(
+            admin.admin_client(kafka), [new for new in admin.wanted_topics(kafka) if new.topic in wanted]
+        )
 
 
 def a_prefix() -> str:
@@ -91,7 +95,8 @@ def kafka(brokers: Path, broker: None) -> Kafka:
     """The Kafka of TIDEMILL_KAFKA__BOOTSTRAP, or one broker of the local stack for the whole test run."""
     if external := os.environ.get(EXTERNAL):
         return Kafka(external)
-    return Kafka(LocalStack(StackSettings(data_dir=brokers / PLAIN, heap_mb=384)).up(print).bootstrap)
+    settings = StackSettings(data_dir=brokers / PLAIN, heap_mb=384, start_timeout_s=START_S)
+    return Kafka(LocalStack(settings).up(print).bootstrap)
 
 
 @pytest.fixture

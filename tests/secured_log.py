@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tests.brokers import START_S
 from tidemill.compose.stack.config import HOST, StackError, StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.compose.stack.process import check_free, exclusive, pick_ports
@@ -132,7 +133,7 @@ class SecuredLog:
 def secured_log(directory: Path) -> SecuredLog:
     """Return the broker of a directory with secured listeners; the first call starts it."""
     made = directory / "log.pickle"
-    with exclusive(directory / "log.lock", DEADLINE_S, print):
+    with exclusive(directory / "log.lock", START_S + DEADLINE_S, print):
         if not made.exists():
             made.write_bytes(pickle.dumps(_start(directory)))
         found: SecuredLog = pickle.loads(made.read_bytes())
@@ -150,6 +151,7 @@ def _start(directory: Path) -> SecuredLog:
     clients = {"PLAINTEXT": f"{HOST}:{port}", **addresses}
     settings = StackSettings(
         data_dir=directory,
+        start_timeout_s=START_S,
         heap_mb=320,
         base_port=port,
         properties={

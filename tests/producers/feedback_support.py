@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import ModuleType
 
 from pydantic import SecretStr
 
+from tests.brokers import START_S
 from tests.conftest import Kafka
 from tests.waiting import until
 from tidemill.compose.stack.config import StackSettings
@@ -43,6 +45,17 @@ def written(settings: KafkaSettings) -> list[ConsumedRecord]:
     """Return every feedback record of the topic, in order within each partition."""
     with LogReader(settings, [Topic.FEEDBACK]) as reader:
         return list(reader.read_to_end(DEADLINE_S))
+
+
+def url_in(log: Path, runs: Callable[[], bool]) -> str:
+    """Return the address of a server that chose its own port, from the output of its process."""
+
+    def url() -> str:
+        assert runs(), log.read_text("utf-8")
+        found = re.search(r"(http://127\.0\.0\.1:\d+)\s", log.read_text("utf-8"))
+        return found[1] if found else ""
+
+    return until(url, "the address of the server", DEADLINE_S)
 
 
 def printed_blocks(module: ModuleType) -> list[str]:
@@ -83,7 +96,7 @@ class StallingLog:
 
 @contextmanager
 def stalling_log(directory: Path) -> Iterator[StallingLog]:
-    stack = LocalStack(StackSettings(data_dir=directory, heap_mb=256))
+    stack = LocalStack(StackSettings(data_dir=directory, heap_mb=256, start_timeout_s=START_S))
     try:
         status = stack.up(print)
         pid = status.nodes[0].pid
