@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import re
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from tests.producers.feedback_support import StallingLog, stalling_log
+from tests.producers.feedback_support import DEADLINE_S, StallingLog, stalling_log
 from tests.producers.rollout import agents
+from tidemill.producers import AsyncFeedbackProducer, FeedbackProducer
 from tidemill.schemas.chat.format import CHATML_TOKENS, ChatFormat, chatml, load_chat_format
 from tidemill.schemas.config import ChatSettings
 
@@ -62,7 +64,10 @@ def completion_body(token_ids, logprobs=None, versions=None, finish_reason="stop
 
 
 class FakeReplica:
-    """Serves on a loopback port from its own thread; `answer(request, number)` may be replaced at any time."""
+    """Serves on a loopback port from its own thread; `answer(request, number)` may be replaced at any time.
+
+    Between `stop` and `start` no other process can take the port.
+    """
 
     def __init__(self, tokenizer: Tokenizer, replica_id: str) -> None:
         self.tokenizer = tokenizer
@@ -70,7 +75,10 @@ class FakeReplica:
         self.version = 0
         self.requests: list[dict] = []
         self.answer: Answer = self.solve
-        self._port = 0
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        self._port = self._reserved.getsockname()[1]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -97,6 +105,11 @@ class FakeReplica:
             assert not self._thread.is_alive()
             self._loop = self._thread = None
 
+    def close(self) -> None:
+        """Stop, and give the port back."""
+        self.stop()
+        self._reserved.close()
+
     def _serve(self, ready: threading.Event) -> None:
         asyncio.run(self._main(ready))
 
@@ -107,9 +120,7 @@ class FakeReplica:
         app.router.add_get("/tidemill/status", self._status)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True)
-        await site.start()
-        self._port = runner.addresses[0][1]
+        await web.TCPSite(runner, "127.0.0.1", self._port, reuse_port=True).start()
         ready.set()
         await self._ended.wait()
         await runner.cleanup()
@@ -164,7 +175,14 @@ def new_replica(tokenizer: Tokenizer) -> Iterator[Callable[[str], FakeReplica]]:
 
     yield make
     for replica in made:
-        replica.stop()
+        replica.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give producers that are made without `deadline_s` more time: a slow machine may need seconds for a connection."""
+    for producer in (FeedbackProducer, AsyncFeedbackProducer):
+        monkeypatch.setitem(producer.__init__.__kwdefaults__, "deadline_s", DEADLINE_S)
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.records import SignalKind
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patient")]
 
 
 @pytest.fixture
@@ -134,34 +134,44 @@ def test_a_log_that_does_not_answer_costs_no_more_than_the_deadline():
 def test_the_error_for_a_missing_topic_says_how_to_create_it(kafka, topic_prefix):
     absent = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
     with (
-        FeedbackProducer(absent, PRODUCT, deadline_s=20) as feedback,
+        FeedbackProducer(absent, PRODUCT) as feedback,
         pytest.raises(LookupError, match="tidemill topics --create"),
     ):
         feedback.thumbs_up(token(), user="ann")
 
 
+def deliver(feedback: FeedbackProducer, name: str, event_id: str) -> int:
+    """Send a signal until the log has it, since a slow machine may need several deadlines. Return the failed tries."""
+    for tries in range(60):
+        try:
+            feedback.thumbs_up(token(name), user="ann", event_id=event_id)
+            feedback.flush(DEADLINE_S)
+            return tries
+        except (LogUnreachable, FeedbackNotDelivered):
+            continue
+    pytest.fail("no signal was delivered")
+
+
 def test_a_full_queue_is_an_error_within_the_deadline_and_no_accepted_signal_is_lost(stalling: StallingLog):
-    with FeedbackProducer(stalling.settings, PRODUCT, deadline_s=5.0, max_queued=10) as feedback:
-        taken = {feedback.thumbs_up(token("full"), user="ann", event_id="before")}
-        feedback.flush()
+    with FeedbackProducer(stalling.settings, PRODUCT, deadline_s=0.4, max_queued=10) as feedback:
+        deliver(feedback, "full", "before")
         with stalling.stalled():
-            taken |= {feedback.thumbs_up(token("full"), user="ann", event_id=f"e{number}") for number in range(10)}
+            taken = {feedback.thumbs_up(token("full"), user="ann", event_id=f"e{number}") for number in range(10)}
             begun = time.monotonic()
             with pytest.raises(FeedbackQueueFull):
                 feedback.thumbs_up(token("full"), user="ann", event_id="too-many")
-            assert 4.9 < time.monotonic() - begun < 60
+            assert 0.35 < time.monotonic() - begun < 60
             assert feedback.counts.pending == 10
         feedback.flush(DEADLINE_S)
     found = [f.record.event_id for f in written(stalling.settings) if f.record.interaction_id == "full"]
-    assert sorted(found) == sorted(taken)
+    assert sorted(found) == sorted({"before", *taken})
 
 
 def test_a_retry_of_the_client_writes_nothing_twice(stalling: StallingLog):
     impatient = {"socket.timeout.ms": "1000", "request.timeout.ms": "1000", "reconnect.backoff.max.ms": "200"}
     settings = stalling.settings.model_copy(update={"client_options": impatient})
     with FeedbackProducer(settings, PRODUCT) as feedback:
-        feedback.thumbs_up(token("retried"), user="ann", event_id="first")
-        feedback.flush()
+        deliver(feedback, "retried", "first")
         for round_number in range(2):
             with stalling.stalled():
                 for number in range(20):
@@ -180,13 +190,13 @@ def test_a_signal_that_was_not_written_is_reported_and_raised(stalling: Stalling
     told = threading.Event()
 
     def on_failure(failure: FailedEvent) -> None:
-        failures.append(failure)
-        told.set()
+        if failure.event.event_id == "lost-1":
+            failures.append(failure)
+            told.set()
         raise RuntimeError("a callback that fails")
 
-    feedback = FeedbackProducer(stalling.settings, PRODUCT, delivery_timeout_s=5.0, on_failure=on_failure)
-    feedback.thumbs_up(token("lost"), user="ann")
-    feedback.flush()
+    feedback = FeedbackProducer(stalling.settings, PRODUCT, delivery_timeout_s=1.0, on_failure=on_failure)
+    failed = deliver(feedback, "lost", "before")
     with stalling.stalled():
         lost = feedback.thumbs_up(token("lost"), user="ann", event_id="lost-1")
         assert told.wait(DEADLINE_S)
@@ -194,9 +204,8 @@ def test_a_signal_that_was_not_written_is_reported_and_raised(stalling: Stalling
     with pytest.raises(FeedbackNotDelivered, match="1 signals not delivered") as raised:
         feedback.flush()
     assert [failure.event.event_id for failure in raised.value.failed] == [lost]
-    feedback.thumbs_up(token("lost"), user="ann", event_id="lost-1")
-    feedback.flush()
-    assert feedback.counts.failed == 1 and feedback.counts.delivered == 2
+    failed += deliver(feedback, "lost", "lost-1")
+    assert feedback.counts.failed == failed + 1 and feedback.counts.delivered == 2
     feedback.close()
     with pytest.raises(RuntimeError, match="closed"):
         feedback.thumbs_up(token("lost"), user="ann")
@@ -205,8 +214,7 @@ def test_a_signal_that_was_not_written_is_reported_and_raised(stalling: Stalling
 
 def test_a_signal_not_acknowledged_at_close_has_failed(stalling: StallingLog):
     feedback = FeedbackProducer(stalling.settings, PRODUCT)
-    feedback.thumbs_up(token("closing"), user="ann")
-    feedback.flush()
+    deliver(feedback, "closing", "first")
     with stalling.stalled():
         feedback.thumbs_up(token("closing"), user="ann", event_id="late")
         with pytest.raises(FeedbackNotDelivered, match="before the producer was closed"):
@@ -252,7 +260,8 @@ from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.config import KafkaSettings
 
 kafka = KafkaSettings(bootstrap=sys.argv[1], topic_prefix=sys.argv[2])
-feedback = FeedbackProducer(kafka, ProductSettings.from_environment(), linger_ms=5000)
+# The end of the process does not wait for `linger_ms`.
+feedback = FeedbackProducer(kafka, ProductSettings.from_environment(), linger_ms=100_000, deadline_s=90)
 for token in json.loads(sys.argv[3]):
     feedback.thumbs_up(token, user="ann")
 assert feedback.counts.delivered == 0
@@ -307,23 +316,23 @@ async def test_an_awaited_signal_is_in_the_log(settings: KafkaSettings):
 
 
 async def test_awaiting_does_not_block_other_tasks_and_ends_by_the_deadline(stalling: StallingLog):
-    async def ticks(over: asyncio.Event) -> float:
-        longest, last = 0.0, time.monotonic()
+    async def ticks(over: asyncio.Event) -> int:
+        count = 0
         while not over.is_set():
-            await asyncio.sleep(0.01)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        return longest
+            await asyncio.sleep(0.001)
+            count += 1
+        return count
 
     async def connect(feedback: AsyncFeedbackProducer) -> None:
-        for attempt in range(30):
+        for attempt in range(60):
             try:
                 await feedback.thumbs_up(token("awaited"), user="ann", event_id=f"up{attempt}")
                 return
-            except FeedbackNotDelivered:  # a slow machine needs more than one deadline until the first acknowledgment
+            except (LogUnreachable, FeedbackNotDelivered):  # a slow machine may need several deadlines
                 continue
         pytest.fail("no signal was acknowledged before the stall")
 
-    async with AsyncFeedbackProducer(stalling.settings, PRODUCT, deadline_s=2.0, max_queued=3) as feedback:
+    async with AsyncFeedbackProducer(stalling.settings, PRODUCT, deadline_s=1.0, max_queued=3) as feedback:
         await connect(feedback)
         over = asyncio.Event()
         ticking = asyncio.create_task(ticks(over))
@@ -331,7 +340,7 @@ async def test_awaiting_does_not_block_other_tasks_and_ends_by_the_deadline(stal
             sends = [feedback.send(token("awaited"), "undo", 1, user="ann", event_id=f"a{n}") for n in range(5)]
             ended = await asyncio.gather(*sends, return_exceptions=True)
         over.set()
-        assert await ticking < 1.5, "a send that blocks holds the loop for its deadline of 2 s"
+        assert await ticking > 20, "if each send blocked the loop, it would turn once or twice between two of them"
         assert Counter(type(error) for error in ended) == {FeedbackNotDelivered: 3, FeedbackQueueFull: 2}
     found = {f.record.event_id for f in written(stalling.settings) if f.record.interaction_id == "awaited"}
     assert {"a0", "a1", "a2"} < found and not {"a3", "a4"} & found

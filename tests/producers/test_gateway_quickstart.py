@@ -60,7 +60,7 @@ def test_the_printed_requests_are_accepted(kafka):
     assert {f.record.event_id for f in written(settings)} == {"click-1", "click-4711"}
 
 
-def test_the_events_of_the_printed_program_are_accepted(kafka, monkeypatch):
+def test_the_events_of_the_printed_program_are_accepted(kafka, monkeypatch, patient):
     settings = kafka.fresh(topics=[Topic.FEEDBACK])
     for name, value in PRODUCT.environment().items():
         monkeypatch.setenv(name, value)
