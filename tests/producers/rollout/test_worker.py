@@ -41,6 +41,7 @@ from tidemill.schemas.stored_object import claimed
 pytestmark = pytest.mark.anyio
 
 RUN = RunSettings(run_id="run")
+DEADLINE_S = 180.0
 HOUR_US = 3_600_000_000
 PARTITION = (Topic.TASKS, 0)
 
@@ -205,7 +206,7 @@ class Bench:
             yield
         finally:
             stop.set()
-            thread.join(60)
+            thread.join(DEADLINE_S)
             assert not thread.is_alive()
         assert raised == []
 
@@ -231,7 +232,7 @@ class Bench:
         partitions = [TopicPartition(topic, p, 0) for p in consumer.list_topics(topic).topics[topic].partitions]
         total = sum(consumer.get_watermark_offsets(partition)[1] for partition in partitions)
         consumer.assign(partitions)
-        letters = consumer.consume(total, 20) if total else []
+        letters = consumer.consume(total, DEADLINE_S) if total else []
         consumer.close()
         return [(letter.value(), dict(letter.headers())) for letter in letters]
 
@@ -433,10 +434,19 @@ def test_the_rollouts_of_a_killed_worker_are_finished_once_and_go_on_from_their_
     replica.answer = slow
     settings = settings_for(replica, max_concurrent_episodes=8)
     bench.issue(*[task(index, payload=ENTRIES, max_turns=9) for index in range(PLAYED)])
-    for _ in range(KILLS):
-        wanted = len(replica.requests) + rng.randrange(20, 45)
-        with process(bench, settings):
-            until(lambda wanted=wanted: len(replica.requests) >= wanted, "the next requests", pause_s=0.005)
+    with LogReader(bench.log, [Topic.PROGRESS]) as reader:
+        turns = 0
+
+        def sampled_and_recorded(requests: int, in_hand: int) -> bool:
+            nonlocal turns
+            turns += sum(isinstance(located.record, Turn) for located in reader.poll(0.005))
+            return len(replica.requests) >= requests and len(sampled) - turns <= in_hand
+
+        for kill in range(1, KILLS + 1):
+            wanted = len(replica.requests) + rng.randrange(20, 45)
+            with process(bench, settings):
+                # A broker that is slow at the kill would not have the turns of the last seconds yet.
+                until(lambda wanted=wanted, kill=kill: sampled_and_recorded(wanted, 10 * kill), pause_s=0)
     with process(bench, settings):
         found = bench.rollouts(whole(PLAYED))
     ids = Counter(rollout.rollout_id for rollout in found)

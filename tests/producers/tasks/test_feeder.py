@@ -52,6 +52,7 @@ from tidemill.schemas.records import (
 )
 
 SECOND = 1_000_000
+DEADLINE_S = 180.0
 LEDGER = (EnvironmentEntry(name="ledger"), LedgerEnvironment(LedgerOptions()))
 RUN = RunSettings(run_id="run", seed=3, groups_per_step=2, max_policy_lag=1, max_steps=3)
 FEED = FeedSettings(
@@ -645,25 +646,27 @@ def feeder_process(*sections) -> subprocess.Popen:
 def test_a_run_whose_feeder_is_killed_anywhere_ends_and_every_task_is_issued_once(log):
     poison(log)
     run = RUN.model_copy(update={"max_steps": 8, "max_policy_lag": 2})
+    # A restart on a slow machine may take as long as `FEED` allows a step; further tasks would then be issued.
+    feed = FEED.model_copy(update={"deadline_s": 600, "eval_deadline_s": 600, "overdue_s": 600})
     loop, loop_stop, rng = Loop(log, run), threading.Event(), random.Random(7)
     other_side = threading.Thread(target=loop.serve, args=(loop_stop,))
     other_side.start()
     running = None
     try:
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
-            running = feeder_process(log, run, FEED)
+            running = feeder_process(log, run, feed)
             wanted = len(loop.tasks) + rng.randrange(1, 5)
             until(lambda wanted=wanted: len(loop.tasks) >= wanted, "the next tasks", pause_s=0.002)
             running.send_signal(number)
-            assert running.wait(60) == (1 if number == signal.SIGTERM else -number)
+            assert running.wait(DEADLINE_S) == (1 if number == signal.SIGTERM else -number)
             poison(log)
-        running = feeder_process(log, run, FEED)
-        assert running.wait(60) == 0, "the run is over"
+        running = feeder_process(log, run, feed)
+        assert running.wait(DEADLINE_S) == 0, "the run is over"
     finally:
         running.kill()
-        running.wait(60)
+        running.wait()
         loop_stop.set()
-        other_side.join(60)
+        other_side.join(DEADLINE_S)
     issued = stages(loop.tasks)
     assert len(issued) == len(set(issued))
     assert {name for name in issued if name.startswith("train")} == {f"train/{i}" for i in range(16)}
