@@ -106,7 +106,7 @@ class StreamProcess:
         self.process.kill()
         self.process.join(60)
 
-    def stop(self, timeout_s: float = 30.0) -> int:
+    def stop(self, timeout_s: float = 180.0) -> int:
         """Send SIGTERM and return the exit status."""
         assert self.process is not None
         if self.running():

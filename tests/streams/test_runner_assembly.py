@@ -23,7 +23,7 @@ from tests.conftest import a_prefix
 from tests.documents import delete
 from tests.waiting import until
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.clock import now_us
+from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import HEADER_OFFSET, HEADER_REASON, RecordProducer, partition_of
@@ -98,8 +98,11 @@ def test_poison_goes_to_the_dead_letters_and_the_stream_continues(shared):
 
 def test_deadline_closes_a_group_in_an_idle_partition(shared):
     settings, worker = shared
-    deadline = now_us() + 1_500_000
-    send(settings, ["slow"], [0], deadline_at=deadline)
+    opened = now_us()
+    deadline = opened + 1_500_000
+    with RecordProducer(settings, "test") as producer:
+        first = rollout("slow", 0, deadline_at=deadline)
+        producer.send(Topic.ROLLOUTS, first, key="slow", timestamp_ms=to_ms(opened))
     with LogReader(settings, [Topic.GROUPS]) as groups:
         (found,) = read_groups(groups, worker, "slow")
         closed = group_of(found)

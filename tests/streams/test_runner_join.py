@@ -133,17 +133,19 @@ def test_deadlines_in_an_idle_partition_are_decided_by_ticks_in_both_topics(kafk
     for topic in (Topic.INTERACTIONS, Topic.FEEDBACK):
         log.junk(topic, now_us())
     log.bury(Topic.INTERACTIONS, "never-there", now_us())
-    silent, liked = (interaction(name, served_at=now_us()) for name in ("silent", "liked"))
+    # All of it is in the log before the worker starts, which could write ticks between two of these records.
+    served_at = now_us()
+    for name in ("silent", "liked"):
+        log.serve(interaction(name, served_at=served_at), served_at)
+    liked_at = served_at + SECOND_US // 2
+    log.say(feedback("liked", "vote", observed_at=liked_at), liked_at)
+    log.producer.flush()
     with (
         LogReader(settings, [Topic.OUTCOMES]) as reader,
         stream_process(
             settings, tmp_path, processor=ProcessorName.JOIN, rules={"join": LIVE}, tick_interval_s=0.2
         ) as worker,
     ):
-        for made in (silent, liked):
-            log.serve(made, now_us())
-        log.say(feedback("liked", "vote", observed_at=liked.served_at + SECOND_US // 2), now_us())
-        log.producer.flush()
         found = read_records(reader, lambda read: len(read) >= 2, 240, worker)
         ends = {outcome_of(f).interaction_id: outcome_of(f) for f in found}
         assert ends["silent"].exclusion == "no_signal"
