@@ -38,7 +38,7 @@ def server():
 
 
 def opened(server, **options):
-    return FAMILY.member(server.url).open({"timeout_s": 20, **options})
+    return FAMILY.member(server.url).open({"timeout_s": 100, **options})
 
 
 def drawn(environment, count=1, seed=0):
@@ -282,7 +282,6 @@ async def binary(socket):
 
 
 FAULTS = {
-    "hangs": (hang, "no answer to step within 2 s"),
     "closes": (leave, "CLOSE in place of an answer to step"),
     "is killed": (abort, "CLOSED in place of an answer to step"),
     "sends bytes": (binary, "BINARY in place of an answer to step"),
@@ -311,11 +310,10 @@ FAULTS = {
 def test_an_invalid_answer_of_the_server_fails_only_that_rollout(fault):
     act, complaint = FAULTS[fault]
     with OpenEnvServer(faults={"step": act}) as server:
-        environment = opened(server, timeout_s=100)
+        environment = opened(server)
         (draft,) = drawn(environment)
-        began = time.monotonic()
-        said = reason(opened(server, timeout_s=2) if fault == "hangs" else environment, draft, "1")
-        assert complaint in said and said.startswith(server.url) and time.monotonic() - began < 60
+        said = reason(environment, draft, "1")
+        assert complaint in said and said.startswith(server.url)
         server.faults = {}
         assert played(environment, draft, number_of(draft))[0].total == 1.0
 
@@ -325,11 +323,31 @@ def test_an_action_that_the_server_refuses_fails_the_rollout(server):
     assert "the server refuses the action" in reason(opened(server, action_field="word"), draft, "1")
 
 
-@pytest.mark.parametrize("fault", ["hangs", "closes", "sends no JSON", "raises"])
+@pytest.mark.parametrize("kind", ["step", "reset"])
+def test_a_server_that_hangs_fails_drawing_and_playing(kind):
+    with OpenEnvServer() as server:
+        (draft,) = drawn(opened(server))
+        server.faults, environment = {kind: hang}, opened(server, timeout_s=2)
+        complaint = f"{server.url}: no answer to {kind} within 2 s"
+
+        def drawing():
+            with pytest.raises(TaskError) as raised:
+                drawn(environment)
+            return str(raised.value)
+
+        # A slow machine may need the two seconds for an earlier answer.
+        until(lambda: complaint in reason(environment, draft, "1"))
+        if kind == "reset":
+            until(lambda: complaint in drawing())
+        server.faults = {}
+        assert played(opened(server), draft, number_of(draft))[0].total == 1.0
+
+
+@pytest.mark.parametrize("fault", ["closes", "sends no JSON", "raises"])
 def test_a_reset_that_fails_fails_drawing_and_playing(fault):
     with OpenEnvServer() as server:
         (draft,) = drawn(opened(server))
-        environment = opened(server, timeout_s=2) if fault == "hangs" else opened(server)
+        environment = opened(server)
         server.faults = {"reset": FAULTS[fault][0]}
         complaint = FAULTS[fault][1].replace("step", "reset")
         assert complaint in reason(environment, draft, "1")
@@ -440,7 +458,7 @@ def test_names_are_addresses():
 
 
 def test_invalid_options_are_refused(server):
-    assert options_json(opened(server, turns="3").options) == '{"timeout_s":20.0,"turns":3}'
+    assert options_json(opened(server, turns="3").options) == '{"timeout_s":100.0,"turns":3}'
     assert opened(server, action='{"a": [1]}', reset={"b": 2}).options.action == {"a": [1]}
     for options in (
         {"turns": 0},

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.producers.rollout.agents import last, policy_of, task_of
-from tests.waiting import until
+from tests.waiting import until, until_async
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments import program as program_module
 from tidemill.producers.environments.base import (
@@ -37,6 +37,7 @@ from tidemill.schemas.records import RewardComponent
 
 pytestmark = pytest.mark.anyio
 
+DEADLINE_S = 180.0
 PRELUDE = """
 import json, os, sys, time, urllib.request
 def post(path, body):
@@ -81,15 +82,16 @@ async def played(
     inner: Environment | None = None,
     payload: str = "ok",
     say: Callable[[str], Any] = echo,
-    limit_s: float = 30.0,
+    limit_s: float | None = DEADLINE_S,
+    limit: asyncio.Timeout | None = None,
     **limits: Any,
 ) -> tuple[Any, Any]:
-    """Return the score or the error of one episode, and its policy."""
+    """Return the score or the error of one episode, and its policy. The test may reschedule its `limit`."""
     async with AgentEndpoint() as endpoint:
         policy = policy_of(say, endpoint.open, **limits)
         program = Program(inner or Riddle(EnvironmentOptions()), command)
         try:
-            async with asyncio.timeout(limit_s):
+            async with limit or asyncio.timeout(limit_s):
                 return await program.play(task_of(payload), policy), policy
         except Exception as error:  # noqa: BLE001 - it is what the test looks at
             return error, policy
@@ -243,7 +245,7 @@ def test_nothing_that_the_program_started_outlives_its_episode(ending: str, monk
     key = f"tidemill-test-{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setenv("LC_MARK", key)  # LC_* is kept
     source = f"say('ok')\n{textwrap.dedent(FORKING)}\n{ending}"
-    result, _ = play([sys.executable, "-I", "-c", PRELUDE + source], limit_s=3)
+    result, _ = play([sys.executable, "-I", "-c", PRELUDE + source], limit_s=5 if "sleep" in ending else DEADLINE_S)
     if not ending:
         assert result.success is True
     else:
@@ -252,9 +254,17 @@ def test_nothing_that_the_program_started_outlives_its_episode(ending: str, monk
 
 
 async def test_a_program_that_hangs_is_killed_while_others_continue() -> None:
-    hanging = asyncio.create_task(played(agent("say('x'); time.sleep(1000)"), limit_s=2))
+    limit, calls = asyncio.timeout(None), []
+
+    def noted(context: str) -> str:
+        calls.append(context)
+        return "x"
+
+    hanging = asyncio.create_task(played(agent("say('x'); time.sleep(1000)"), say=noted, limit=limit))
+    await until_async(lambda: calls)
     score, _ = await played(agent("say('ok')"))
     assert score.success is True
+    limit.reschedule(0)
     error, policy = await hanging
     assert isinstance(error, TimeoutError) and len(policy.turns) == 1
 
