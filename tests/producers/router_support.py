@@ -15,6 +15,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from tests.producers.conftest import END, byte_tokenizer
+from tests.producers.feedback_support import DEADLINE_S
 from tests.records import build
 from tidemill.producers.config import PoolAddresses, RouterSettings
 from tidemill.producers.edge.request_handler import Recorder
@@ -240,7 +241,7 @@ async def rig(
         })  # fmt: skip
         outbox = MemoryOutbox()
         replicas_of = Replicas(await stack.enter_async_context(open_replica_client(chosen)), chosen)
-        router = Router(RUN, chosen, PRODUCT, replicas_of, Recorder(outbox, 5.0, chosen.log_rest_s))
+        router = Router(RUN, chosen, PRODUCT, replicas_of, Recorder(outbox, DEADLINE_S, chosen.log_rest_s))
         router.chat = ChatServer(chat or chat_format(), chosen.remembered_turns, chosen.max_prompt_tokens)
         base = await stack.enter_async_context(_routed(router, chosen))
         session = await stack.enter_async_context(aiohttp.ClientSession(base))

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.producers.router_support import BYTES, KEY, TOKENS, Told, chat_format, rig, saying
+from tests.waiting import until_async
 from tidemill.schemas.chat.format import chatml
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.config import ChatSettings
@@ -212,17 +213,24 @@ HUGE_CALL = {"id": "c", "type": "function", "function": {"name": HUGE, "argument
 async def test_a_huge_conversation_is_refused_while_others_are_served(messages):
     """A tokenizer needs a second for a megabyte: the tokens are counted outside the event loop, which continues."""
 
-    async with rig(max_body_bytes=2**24, max_prompt_tokens=1000) as router:
-        began = time.perf_counter()
+    async def longest_pause(router) -> float:
+        """Return the longest pause of the loop while a chat is refused, as a part of that time."""
+        began, longest = time.perf_counter(), 0.0
         refused = asyncio.create_task(router.asked({"messages": messages}, PATH))
-        longest = 0.0
         while not refused.done():
             before = time.perf_counter()
             await asyncio.sleep(0)
             longest = max(longest, time.perf_counter() - before)
         status, answer = await refused
         assert status == 400 and answer["error"]["param"] == "messages" and router.replicas[0].requests == []
-        assert longest < 0.5 * (time.perf_counter() - began)
+        return longest / (time.perf_counter() - began)
+
+    async with rig(max_body_bytes=2**24, max_prompt_tokens=1000) as router:
+        # A slow machine may stop the whole process in some of the tries; a tokenizer in the loop stops it in each.
+        for _ in range(9):
+            if (pause := await longest_pause(router)) < 0.5:
+                return
+        pytest.fail(f"the loop does not continue: its longest pause is {pause:.0%} of the last try")
 
 
 async def test_concurrent_and_cancelled_calls_do_not_end_a_conversation():
@@ -236,7 +244,7 @@ async def test_concurrent_and_cancelled_calls_do_not_end_a_conversation():
         async with router.post({**following, "stream": True}, PATH) as response:
             await response.content.readany()
             response.close()
-        await asyncio.wait_for(replica.aborted.wait(), 20)
+        await until_async(replica.aborted.is_set)
         replica.go_on.set()
         answers = await asyncio.gather(*(router.asked(following, PATH) for _ in range(3)))
         assert [status for status, _ in answers] == [200] * 3
