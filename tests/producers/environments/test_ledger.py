@@ -47,7 +47,7 @@ def solver(entries):
     return Demonstrator(LedgerTask(entries=tuple(entries)), random.Random(0), slip_rate=0.0, polite_rate=0.0)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(SEEDS, SEEDS, st.integers(2, 6))
 def test_no_question_is_in_both_splits(train_seed, eval_seed, entries):
     environment = LedgerEnvironment(LedgerOptions(entries=entries))
@@ -58,7 +58,7 @@ def test_no_question_is_in_both_splits(train_seed, eval_seed, entries):
     assert not drawn[0] & drawn[1] and all(drawn)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(SEEDS)
 def test_a_query_always_draws_the_same_tasks(seed):
     drafts = list(islice(LEDGER.tasks(TaskQuery(seed)), 40))
@@ -66,7 +66,7 @@ def test_a_query_always_draws_the_same_tasks(seed):
     assert all(parse_ledger(draft.payload).prompt() == draft.asks for draft in drafts)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(SEEDS, st.integers(2, 120), st.integers(0, 4), st.integers(4, CEILING // 2))
 def test_difficulty_follows_the_options(seed, entries, spare, largest):
     environment = LedgerEnvironment(LedgerOptions(entries=entries, spare_turns=spare, largest=largest))
@@ -94,7 +94,6 @@ def test_invalid_options_are_refused(options):
         LedgerOptions(**options)
 
 
-@settings(deadline=None)
 @given(ENTRIES)
 def test_a_payload_reads_back_as_the_same_ledger(entries):
     ledger = LedgerTask(entries=tuple(entries))
@@ -122,7 +121,7 @@ def test_a_solved_episode_scores_in_full():
     assert said == ["17", "13", "22"]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(ENTRIES.filter(lambda entries: len(entries) >= 49))
 def test_an_episode_of_fifty_turns_can_be_solved(entries):
     policy = solver(entries)
@@ -173,7 +172,6 @@ HOSTILE = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(HOSTILE, min_size=1, max_size=5), st.none() | st.text(max_size=20))
 def test_any_text_of_a_model_is_answered_deterministically(turns, arguments):
     outcomes = []

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.producers.conftest import END, solution
@@ -278,7 +278,6 @@ def test_a_rollout_has_one_incarnation_of_version_numbers(texts):
         assert not policy.other_incarnation, "nothing was recorded: it cannot begin anew"
 
 
-@settings(deadline=None)
 @given(turns=st.lists(st.text(max_size=12), min_size=6, max_size=6))
 def test_any_sampled_turns_end_in_a_score(texts, turns):
     rollout, _, _ = play(Script(texts, *turns))
@@ -389,7 +388,6 @@ hostile_spans = st.lists(st.builds(VersionSpan, *[st.integers(-1, 4)] * 3), max_
 hostile_arrays = st.binary(max_size=12)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-1, 3), hostile_arrays, hostile_arrays, st.integers(-1, 4), hostile_spans)))
 def test_hostile_turns_are_ignored_or_consistent(texts, rows):
     opening = context_digest(texts.open([{"role": "user", "content": LedgerTask(entries=(3, 4)).prompt()}],
