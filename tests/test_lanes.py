@@ -12,6 +12,8 @@ from tests.fast_lane import SLOW
 from tests.workers import UNITS, unit_of
 
 ROOT = Path(__file__).resolve().parent.parent
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""Variables of a pytest that imports no installed plugin: most of its time would be their imports."""
 TESTS = """
 import os, pytest, subprocess, sys
 from tests.conftest import broker, brokers, kafka, vllm
@@ -39,8 +41,9 @@ def test_the_fast_lane_leaves_out_tests_of_a_broker_or_vllm_and_fails_those_that
     file.write_text(f"{TESTS}{tests}")
     command = [sys.executable, "-m", "pytest", "-p", "tests.fast_lane", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, "--rootdir", str(tmp_path), str(file)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+        [*command, "--rootdir", str(tmp_path), str(file)],
+        cwd=ROOT, env={**os.environ, **ALONE}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     report = done.stdout + done.stderr
     assert done.returncode == 1 and f"3 failed, 1 passed, {len(left_out)} deselected" in report, report
     said = report.partition("FAILURES")[2].partition("short test summary")[0]
@@ -79,10 +82,10 @@ def test_one_worker_runs_the_whole_loop_first_and_long_files_run_next(tmp_path: 
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(broker * (file == long) + "".join(test.format(number) for number in range(3)))
-    options = ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "--import-mode=importlib"]
+    options = ["-p", "no:cacheprovider", "-p", "xdist.plugin", "--rootdir", str(tmp_path), "--import-mode=importlib"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "tests.workers", "-n", "2", "--no-loadscope-reorder", *options, "tests"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+        cwd=tmp_path, env={**os.environ, **ALONE, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     by_worker: dict[str, list[str]] = {}
