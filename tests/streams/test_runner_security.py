@@ -18,6 +18,7 @@ from tests.conftest import create_some
 from tests.secured_log import PASSWORD, USER, SecuredLog
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.log import access
 from tidemill.schemas.log.access import AccessRefused, SecurityError
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
@@ -27,8 +28,15 @@ from tidemill.streams.runner.faust_access import broker_credentials
 from tidemill.streams.runner.transactional import TransactionalRunner
 from tidemill.streams.runner.worker import group_assembly, run
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 ASSEMBLER = group_assembly(RunSettings(), StreamSettings())
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the broker more time to refuse a client: a slow machine may not run it for seconds."""
+    for limit in ("DEADLINE_S", "PROBE_S"):
+        monkeypatch.setattr(access, limit, 60.0)
 
 
 def at(address: str, prefix: str, options: dict[str, str]) -> KafkaSettings:
