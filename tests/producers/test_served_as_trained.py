@@ -160,7 +160,7 @@ def test_a_conversation_is_served_as_it_is_trained(name):
         stack = AsyncExitStack()
         router = runner.run(stack.enter_async_context(rig(chat=chat)))
 
-        @settings(max_examples=EXAMPLES, deadline=None)
+        @settings(max_examples=EXAMPLES)
         @given(CONVERSATIONS)
         def check(conversation):
             runner.run(asyncio.wait_for(compare(router, *conversation), 60))

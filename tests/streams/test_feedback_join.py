@@ -545,7 +545,7 @@ SETTINGS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(two_logs(), st.sampled_from([0.0, 1.0, 4.0]), st.sampled_from([0.0, 5.0]))
 def test_the_join_agrees_with_a_computation_over_the_whole_log(logs, settle_s, grace_s):
     rules = settings_of(settle_s=settle_s, grace_s=grace_s)
@@ -555,7 +555,7 @@ def test_the_join_agrees_with_a_computation_over_the_whole_log(logs, settle_s, g
     assert dict(found) == endings(logs, rules)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     two_logs(),
     SETTINGS,
@@ -570,7 +570,7 @@ def test_no_order_of_reading_and_no_kill_changes_an_outcome(logs, rules, kills, 
     check_kills(inputs, lambda state: join_of(rules, state), kills, batch, atomic, last)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(two_logs(), SETTINGS)
 def test_every_interaction_ends_exactly_once(logs, rules):
     remembering = rules.model_copy(update={"done_ttl_s": 1_000.0})

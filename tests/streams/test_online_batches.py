@@ -613,7 +613,7 @@ SETTINGS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(logs(), SETTINGS)
 def test_the_counts_add_up_and_every_batch_is_valid(log, rules):
     """Count everything again from the batches and the log, independently of the batcher's counts."""
@@ -649,7 +649,7 @@ def test_the_counts_add_up_and_every_batch_is_valid(log, rules):
         assert not any(m.correction for m in batch.members) or rules.corrections == "next_batch"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(logs(), SETTINGS, st.lists(st.integers(0, 50), max_size=6), st.integers(1, 7), st.booleans())
 def test_a_worker_killed_anywhere_repeats_batches_but_changes_none(log, rules, kills, batch, atomic):
     inputs = {Topic.OUTCOMES: log.records}

@@ -167,9 +167,9 @@ def test_a_hostile_answer_is_graded_within_a_second(name):
     environment, _, (item, _) = plain(name)
     draft = draft_of(item)
     for answer in HOSTILE:
-        began = time.process_time()
+        began = time.thread_time()
         score, _ = played(environment, draft, tagged(answer))
-        assert time.process_time() - began < 1.0, f"{name} takes long on {answer[:20]!r}"
+        assert time.thread_time() - began < 1.0, f"{name} takes long on {answer[:20]!r}"
         assert not score.fault() and 0 <= score.total <= 1
         assert not score.success or item["answer"] == ""  # for an equation without a solution, any text is right
 
@@ -286,9 +286,9 @@ def test_items_that_cannot_be_made_are_skipped(monkeypatch):
     ],
 )
 def test_how_an_answer_is_read(reader, reply, answer):
-    began = time.process_time()
+    began = time.thread_time()
     assert READERS[reader](reply) == answer
-    assert time.process_time() - began < 1.0
+    assert time.thread_time() - began < 1.0
 
 
 def test_the_prompt_asks_for_the_format_that_is_read():
