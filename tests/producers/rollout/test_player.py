@@ -318,8 +318,7 @@ def test_calls_after_the_end_of_an_episode_are_not_answered(new_replica, chat):
 
 def until_begun(reason: Callable[[], str], pattern: str) -> None:
     """Play until the reason of a failure matches the pattern. A slow machine may begin after the deadline."""
-    while (said := reason()) == EXPIRED:
-        pass
+    said = until(lambda: found if (found := reason()) != EXPIRED else "", EXPIRED)
     assert re.match(pattern, said, re.DOTALL), said
 
 
