@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -20,8 +19,7 @@ from tidemill.schemas.records import CloseReason, Document, Group, Rollout, Tick
 from tidemill.streams.assembly import DoneGroup, GroupAssembler, GroupBytes, GroupHeader, OpenGroup
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Output, OutputRecord, Rejected
-from tidemill.streams.runner.journal import Journal
-from tidemill.streams.state import NO_IDENTIFIER, MachineState, StateError
+from tidemill.streams.state import NO_IDENTIFIER, MachineState
 
 
 def assembly(state: MachineState | None = None, **settings) -> GroupAssembler:
@@ -281,14 +279,3 @@ def test_states_survive_their_bytes():
     for key, data in assembler.take_changes().entries.items():
         assert data is not None
         assert group_bytes.encode(group_bytes.decode(key, data)) == data
-
-
-@given(st.binary(max_size=60))
-def test_hostile_state_bytes_raise_one_error(data):
-    with suppress(StateError):
-        GroupBytes(7).decode("g", data)
-    with suppress(StateError):
-        assembly(MachineState({}, data))
-    for key in ("g", "\x00head/0", "\x00head/x"):
-        with suppress(StateError):
-            assembly(Journal(0, [(key, data)]).state)
