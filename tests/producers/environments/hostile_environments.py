@@ -131,7 +131,9 @@ class Hostile(Environment):
         time.sleep(float(word))
         return score()
 
-    async def ignores_cancellation(self, _policy, _word):
+    async def ignores_cancellation(self, policy, _word):
+        with suppress(asyncio.CancelledError):
+            await policy.chat([ASK])
         while True:
             try:
                 await asyncio.sleep(1e6)
@@ -176,7 +178,14 @@ class Hostile(Environment):
         await asyncio.gather(asyncio.create_task(leave()), asyncio.sleep(1e6))
 
     async def dies_later(self, _policy, word):
-        threading.Timer(float(word), os._exit, (5,)).start()
+        """End the process when the file `word` exists."""
+
+        def die():
+            while not os.path.exists(word):
+                time.sleep(0.01)
+            os._exit(5)
+
+        threading.Thread(target=die, daemon=True).start()
         return score()
 
     async def speaks_for_itself(self, policy, word):
@@ -246,10 +255,12 @@ class Hostile(Environment):
         await policy.chat([{"role": "user", "content": word}])
 
     async def gives_up(self, policy, _word):
-        try:
-            await asyncio.wait_for(policy.chat([{"role": "user", "content": "never"}]), 0.05)
-        except TimeoutError:
-            return score(float((await policy.chat([{"role": "user", "content": "given up"}])).content))
+        """Give up a call until the policy reports one; a call may end before the policy has begun it."""
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(policy.chat([{"role": "user", "content": "never"}]), 0.05)
+            if given_up := float((await policy.chat([{"role": "user", "content": "given up"}])).content):
+                return score(given_up)
 
     async def calls_side_by_side(self, policy, word):
         told = [{"role": "user", "content": f"say {number}"} for number in range(int(word))]

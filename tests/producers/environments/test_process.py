@@ -44,7 +44,9 @@ from tidemill.schemas.records import Task
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("error"), pytest.mark.timeout(300)]
 HOSTILE = "hostile_environments:Hostile"
 LIMITS = RolloutSettings(environment_timeout_s=30.0)
-SHORT = RolloutSettings(environment_timeout_s=2.0)
+SHORT = RolloutSettings(environment_timeout_s=5.0)
+"""For episodes that hang. A slow machine may not run a process for seconds, which must not look like a hang."""
+HUNG = f"environment {HOSTILE} hung: no answer within 5 s"
 NEVER_S = 120.0
 
 
@@ -112,18 +114,16 @@ def play_one(payload: str, limits: RolloutSettings = LIMITS, policy=None, **opti
     return asyncio.run(main())
 
 
-def with_bystanders(payload: str, limits: RolloutSettings, count: int = 12):
-    """Return the error of an episode next to others, which call the policy, wait, and start again if lost."""
+def with_bystanders(payloads: list[str], limits: RolloutSettings, count: int = 12) -> list[str]:
+    """Return the errors of episodes, each in its own process next to others, which call the policy, wait, and start
+    again if lost."""
 
     async def bystander(hosted):
-        lost = 0
-        while True:
-            found = await outcome(hosted, "good")
-            if not isinstance(found, ProcessLost):
-                return found, lost
-            lost += 1
+        while isinstance(found := await outcome(hosted, "good"), ProcessLost):
+            pass
+        return found
 
-    async def main():
+    async def beside(payload):
         hosted = await start(limits=limits)
         waiting = [asyncio.create_task(outcome(hosted, "waits")) for _ in range(count)]
         turn = asyncio.create_task(outcome(hosted, "waits_for_policy"))
@@ -133,13 +133,15 @@ def with_bystanders(payload: str, limits: RolloutSettings, count: int = 12):
         lost = await asyncio.gather(*waiting, turn)
         after = await asyncio.gather(*others, bystander(hosted))
         await hosted.close()
-        return found, lost, after
+        assert isinstance(found, EnvironmentFailed), (payload, found)
+        assert {type(each) for each in lost} == {ProcessLost}, payload
+        assert {each.total for each in after} == {2.0}, payload
+        return str(found)
 
-    found, lost, after = asyncio.run(main())
-    assert isinstance(found, EnvironmentFailed), found
-    assert {type(each) for each in lost} == {ProcessLost}
-    assert {each.total for each, _lost in after} == {2.0}
-    return str(found)
+    async def main():
+        return await asyncio.gather(*map(beside, payloads))
+
+    return asyncio.run(main())
 
 
 def processes(folder: Path) -> list[psutil.Process]:
@@ -271,14 +273,14 @@ async def test_an_episode_that_is_cancelled_here_is_cancelled_there():
 
 
 async def test_a_process_whose_episode_ignores_its_cancellation_gets_no_more_episodes(temporary):
-    hosted = await start(limits=RolloutSettings(environment_timeout_s=0.3))
+    hosted = await start(limits=SHORT)
     policy = FakePolicy()
-    stays = asyncio.create_task(outcome(hosted, "waits", policy))
-    began = time.monotonic()
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await hosted.play(task("ignores_cancellation"), policy)
-    assert time.monotonic() - began < 60  # the caller does not wait for the episode
+    stays = asyncio.create_task(outcome(hosted, "waits"))
+    ignores = asyncio.create_task(hosted.play(task("ignores_cancellation"), policy))
+    await until_async(lambda: policy.calls)
+    ignores.cancel()
+    await asyncio.wait([ignores], timeout=60)
+    assert ignores.cancelled(), "the caller does not wait for the episode"
     first = hosted._processes[-1]
     await until_async(lambda: first.retired)
     assert not stays.done()
@@ -300,7 +302,7 @@ async def test_a_process_whose_episode_ignores_its_cancellation_gets_no_more_epi
         ("no_such_module:THING", {}, UnknownEnvironment, "No module named"),
         ("broken_exits:THING", {}, UnknownEnvironment, "SystemExit(3)"),
         ("broken_ends:THING", {}, EnvironmentFailed, "ended with code 3; it wrote: farewell"),
-        ("broken_hangs:THING", {}, EnvironmentFailed, "not opened within 2 s"),
+        ("broken_hangs:THING", {}, EnvironmentFailed, "not opened within 1 s"),
         ("broken_leaks:THING", {}, UnknownEnvironment, "does not import: MemoryError()"),
         (HOSTILE, {"size": "many", "colour": 3}, TaskError, "colour: Extra inputs are not permitted"),
         (HOSTILE, {"starts": "x" * (9 << 20)}, TaskError, "the options has 9,4"),
@@ -319,7 +321,7 @@ def test_an_environment_that_cannot_be_opened_has_a_reason(name, options, kind, 
         (tmp_path / f"broken_{word}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     if "hangs" in name:
-        monkeypatch.setattr("tidemill.producers.environments.process.START_S", 2.0)
+        monkeypatch.setattr("tidemill.producers.environments.process.START_S", 1.0)
     limits = RolloutSettings(environment_memory_mb=512)
     with pytest.raises(kind) as raised:
         asyncio.run(start(name, limits, **options))
@@ -378,11 +380,11 @@ def test_an_event_loop_that_ends_takes_its_process_with_it(temporary):
 # Hanging.
 
 
-@pytest.mark.parametrize(
-    "payload", ["hangs_with_the_lock", "hangs_asleep", "hangs_in_a_task", "hangs_in_a_timer", "hangs_in_a_thread"]
-)
-def test_an_episode_that_hangs_is_the_one_that_fails(payload):
-    assert with_bystanders(payload, SHORT) == f"environment {HOSTILE} hung: no answer within 2 s"
+def test_an_episode_that_hangs_is_the_one_that_fails():
+    """Each kind of hang has its own process; they hang at the same time."""
+    ways = ("with_the_lock", "asleep", "in_a_task", "in_a_timer", "in_a_thread")
+    for found in with_bystanders([f"hangs_{way}" for way in ways], SHORT):
+        assert found == HUNG
 
 
 def test_an_episode_that_hangs_fails_though_its_process_cannot_be_killed(monkeypatch):
@@ -399,7 +401,7 @@ def test_an_episode_that_hangs_fails_though_its_process_cannot_be_killed(monkeyp
             await hosted.close()
             await asyncio.to_thread(keeper.communicate)
 
-    assert str(asyncio.run(main())) == f"environment {HOSTILE} hung: no answer within 2 s"
+    assert str(asyncio.run(main())) == HUNG
 
 
 async def test_a_score_from_before_another_episode_hangs_is_kept():
@@ -437,18 +439,18 @@ async def test_a_hang_of_the_loop_is_not_attributed_to_a_busy_thread():
 
 async def test_many_long_steps_are_not_a_hang():
     hosted = await start(limits=SHORT)
-    found = await asyncio.gather(*(outcome(hosted, "long_step 0.3") for _ in range(8)))
+    found = await asyncio.gather(*(outcome(hosted, "long_step 0.6") for _ in range(10)))
     await hosted.close()
     assert {each.total for each in found} == {1.0}
 
 
 async def test_a_stopped_worker_fails_no_episode():
-    limits = RolloutSettings(environment_timeout_s=1.0)
+    limits = RolloutSettings(environment_timeout_s=4.0)
     hosted = await start(limits=limits)
     playing = asyncio.create_task(outcome(hosted, "calls_side_by_side 2"))
     waiting = asyncio.create_task(outcome(hosted, "waits"))
     await asyncio.sleep(0.1)
-    time.sleep(2 * limits.environment_timeout_s)
+    time.sleep(1.25 * limits.environment_timeout_s)
     assert (await playing).total == 1.0
     await asyncio.sleep(2 * limits.environment_timeout_s / TICKS)
     assert not waiting.done()
@@ -476,13 +478,15 @@ def test_an_episode_that_ends_the_process_is_the_one_that_fails(payload, said):
     if payload == "leaks_shared":  # the address space is full, and the process still usable
         assert "Cannot allocate memory" in str(play_one(payload, limits))
     else:
-        assert said in with_bystanders(payload, limits)
+        (found,) = with_bystanders([payload], limits)
+        assert said in found
 
 
-async def test_the_end_of_a_process_between_steps_is_attributed_to_no_episode():
+async def test_the_end_of_a_process_between_steps_is_attributed_to_no_episode(tmp_path):
     hosted = await start()
     waiting = [asyncio.create_task(outcome(hosted, "waits")) for _ in range(3)]
-    await hosted.play(task("dies_later 0.3"), FakePolicy())
+    await hosted.play(task(f"dies_later {tmp_path / 'now'}"), FakePolicy())
+    (tmp_path / "now").touch()
     found = await asyncio.gather(*waiting)
     after = await outcome(hosted, "good")
     await hosted.close()
@@ -638,7 +642,8 @@ def test_a_worker_that_ends_leaves_no_process(number, payload, temporary):
     command = [sys.executable, "-c", WORKER, str(Path(__file__).parent), payload]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
         copy = psutil.Process(int(worker.stdout.readline()))
-        assert len(processes(temporary)) == 6  # the worker and its copy, the keeper, its process, and two more
+        # The worker and its copy, the keeper, its process, and two more; the orphan's parent may not have ended yet.
+        until(lambda: len(processes(temporary)) == 6)
         worker.send_signal(number)
         worker.wait(60)
         until(lambda: processes(temporary) == [copy])
