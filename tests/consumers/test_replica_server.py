@@ -24,6 +24,7 @@ import pytest
 from tests.consumers import engine_driver, expert_driver
 from tests.consumers import replica_driver as driver
 from tests.consumers.conftest import ROOT
+from tests.producers.environments import verifiers_plays
 from tests.records import build
 from tests.waiting import until
 from tidemill.producers.config import RolloutSettings
@@ -69,7 +70,7 @@ class Served:
         self.lines = queue.Queue()
         threading.Thread(target=lambda: [self.lines.put(line.strip()) for line in self.process.stdout]).start()
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=240)
-        assert self.ack(deadline_s=240.0).status is AckStatus.ANCHORED
+        assert self.ack(deadline_s=900.0).status is AckStatus.ANCHORED
         until(self.healthy, lambda: (root / "log").read_text()[-4000:])
 
     def healthy(self):
@@ -416,6 +417,12 @@ def test_a_request_that_cannot_be_served_is_answered_with_an_error_and_the_repli
     response = served.complete(**bad)
     assert 400 <= response.status_code < 500 and response.json()["error"]["message"]
     assert served.complete().status_code == 200
+
+
+@pytest.mark.parametrize("case", verifiers_plays.CASES)
+def test_a_taskset_of_verifiers_is_played(served, case, monkeypatch):
+    address = str(served.http.base_url).rstrip("/")
+    verifiers_plays.check_case(case, address, served.chat, served.version, monkeypatch)
 
 
 def test_the_engine_core_dies_with_a_killed_server(served):
