@@ -83,7 +83,7 @@ def test_the_settings_in_the_docs_are_valid(company):
 
 def test_the_agent_plays_an_episode(company, new_replica, chat):
     replica = new_replica()
-    settings = RolloutSettings(replicas=[replica.address], max_context_tokens=20_000)
+    settings = RolloutSettings(replicas=[replica.address], max_context_tokens=20_000, episode_timeout_s=600)
     entry = EnvironmentEntry(name="ledger", agent=[sys.executable, "agent.py"])
 
     async def main() -> Rollout:

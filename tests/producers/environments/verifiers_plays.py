@@ -30,7 +30,7 @@ ROLLOUTS = 4
 def play(address: str, chat: ChatFormat, taskset: str, **options: object) -> list[Rollout]:
     """Return rollouts of one taskset's tasks, played concurrently in the taskset's own process."""
     settings = RolloutSettings(
-        replicas=[address], max_context_tokens=512, max_turn_tokens=12, environment_timeout_s=120
+        replicas=[address], max_context_tokens=512, max_turn_tokens=12, environment_timeout_s=300, episode_timeout_s=600
     )
     entry = EnvironmentEntry(name=f"verifiers:{taskset}", options=options)
 
