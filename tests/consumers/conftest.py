@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-END_S = 60.0
+END_S = 600.0
 
 
 @pytest.fixture(scope="session")

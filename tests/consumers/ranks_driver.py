@@ -28,10 +28,15 @@ from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of
 from tidemill.kernels.weights.mirror import ElementChange
 
 TOKENS, REQUESTS, MOVES = 64, 4, 5
+END_S = 120.0
+STEPS, SLOW_S = 8, 0.5
+"""In `under_load`: steps after a commit at full speed, and the duration of the further ones. So the requests outlast
+the versions, also if the server gets no processor for seconds."""
 OTHER_VERSION = "another version"
 _record: dict[str, list[int]] = {}
 """In a worker: the version that each forward pass of a request used, counted by the worker's own commits."""
 _held = [0]
+_steps, _slow = [0], [False]
 _torn = [0]
 """In a worker: exchanges of tokens between engine cores that did not hold the same version."""
 
@@ -56,6 +61,9 @@ def install() -> None:
     def execute_model(runner: Any, scheduled: Any, *rest: Any, **options: Any) -> Any:
         for request in scheduled.num_scheduled_tokens:
             _record.setdefault(request, []).append(_held[0])
+        _steps[0] += 1
+        if _slow[0] and _steps[0] > STEPS:
+            time.sleep(SLOW_S)
         return execute(runner, scheduled, *rest, **options)
 
     def all_gatherv(group: Any, given: list[Any], dim: int, sizes: list[int]) -> list[Any]:
@@ -70,12 +78,16 @@ def install() -> None:
             worker._tidemill.live._writes += 1  # as if other code had written
         answer = commit(worker)
         _held[0] += not answer["fault"]
+        _steps[0] = 0
         return answer
 
     def tidemill_undo(worker: Any) -> Any:
         answer = undo(worker)
         _held[0] -= not answer["fault"]
         return answer
+
+    def slow(_worker: Any, on: bool) -> None:
+        _slow[0] = on
 
     def take(path: str, digest: str) -> Any:
         if "shard" in broken:
@@ -87,6 +99,7 @@ def install() -> None:
     extension.taken_over, CpuCommunicator.all_gatherv = take, all_gatherv
     ReplicaExtension.tidemill_commit, ReplicaExtension.tidemill_undo = tidemill_commit, tidemill_undo
     ReplicaExtension.test_record = lambda worker: _record
+    ReplicaExtension.test_slow = slow
     ReplicaExtension.test_torn = lambda worker: _torn[0]
     ReplicaExtension.test_break = lambda worker, rank, what: broken.append(what) if worker.rank == rank else None
     ReplicaExtension.test_flip = lambda worker, rank, *place: worker.rank == rank and flip_on_rank(worker, *place)
@@ -143,9 +156,12 @@ async def greedy(engine: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in await asyncio.gather(*found)]
 
 
-async def under_load(engine: Any, versions: Versions, moves: int, first: int = 0) -> dict[str, Any]:
+async def under_load(
+    engine: Any, versions: Versions, moves: int, first: int = 0, *, slow: bool = False
+) -> dict[str, Any]:
     """Apply versions while requests run, numbered from `first`; return proofs, timings, and a comparison of the
-    version spans with the workers' own record."""
+    version spans with the workers' own record. With `slow`, the requests wait for the versions (`STEPS`)."""
+    await engine._cores("collective_rpc", "test_slow", None, [slow], None)
     numbers = range(first, first + REQUESTS)
     load = [asyncio.create_task(request(engine, n, temperature=1.0, max_tokens=TOKENS)) for n in numbers]
     objections, applied = [], []
@@ -154,6 +170,7 @@ async def under_load(engine: Any, versions: Versions, moves: int, first: int = 0
         objections.append(await versions.proved())
         await asyncio.sleep(0)
     running = sum(not task.done() for task in load)
+    await engine._cores("collective_rpc", "test_slow", None, [False], None)
     outputs = await asyncio.gather(*load)
     wrong, spans = 0, 0
     cores = await engine._cores("collective_rpc", "test_record", None, [], None)
@@ -269,7 +286,7 @@ async def together(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str
     one_by_one(engine)
     versions = Versions(engine, [old, engines.driver.nudged(old, seed=1, fraction=0.2)])
     result: dict[str, Any] = {"first": await versions.proved(), "before": await greedy(engine)}
-    result["load"] = await under_load(engine, versions, MOVES - 1)
+    result["load"] = await under_load(engine, versions, MOVES - 1, slow=True)
     result["after"] = await greedy(engine)
     await on_core(engine, 1, "test_break", 0, "commit")
     try:
@@ -314,7 +331,7 @@ async def compare(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str,
     result["first"], result["before"] = await versions.proved(), await greedy(engine)
     output = await request(engine, 2000, temperature=0, max_tokens=4)
     result["expert_ids"] = getattr(output.outputs[0].routed_experts, "shape", None)
-    result["load"] = await under_load(engine, versions, MOVES)
+    result["load"] = await under_load(engine, versions, MOVES, slow=True)
     result["after"] = await greedy(engine)
     await engine.load(a, versions.number + 1)
     versions.number += 1
@@ -327,17 +344,17 @@ async def compare(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str,
     result["killed"] = await kill_a_rank(engine, versions)
     children = psutil.Process().children(recursive=True)
     engine.shutdown()
-    result["left"] = len(psutil.wait_procs(children, timeout=20)[1])
+    result["left"] = len(psutil.wait_procs(children, timeout=END_S)[1])
     # If there are experts, each of these ranks holds whole ones.
     fresh = await start(b, settings.model_copy(update={"expert_parallel": bool(kind.intermediate)}))
     result["fresh"] = await greedy(fresh)
     if kind.intermediate:
-        result["whole_experts"] = await under_load(fresh, Versions(fresh, views[::-1]), MOVES - 1)
+        result["whole_experts"] = await under_load(fresh, Versions(fresh, views[::-1]), MOVES - 1, slow=True)
         result["back"] = await greedy(fresh)
     children = psutil.Process().children(recursive=True)
     result["core_killed"] = await kill_the_core(fresh)
     fresh.shutdown()
-    result["left"] += len(psutil.wait_procs(children, timeout=20)[1])
+    result["left"] += len(psutil.wait_procs(children, timeout=END_S)[1])
     return result
 
 
