@@ -19,6 +19,7 @@ from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.schemas.records import Manifest, WeightAck
 
 SHAPES = {"a.weight": (40, 30), "b.weight": (500,)}
+FETCH_S = 240.0
 
 
 def small_view(seed: int = 0):
@@ -37,7 +38,7 @@ def base_directory(directory: Path) -> Path:
 class ArrayReplica:
     """A subscriber with an `ArrayEngine` that serves the version of an anchor."""
 
-    def __init__(self, first: Manifest, chunks, directory: Path, pool=Pool.ALL, timeout_s: float = 0.5):
+    def __init__(self, first: Manifest, chunks, directory: Path, pool=Pool.ALL):
         self.stopped = threading.Event()
         interrupt = interrupt_if(self.stopped.is_set)
         anchor = Path(first.anchor.uri)
@@ -48,7 +49,7 @@ class ArrayReplica:
         self.state.observe(first)
         status = ReplicaStatus("replica-t", "here", first.run_id, first.branch, "i", 1)
         self.ledger = Ledger(status, self._say, lambda: 0, lambda: self.state.head)
-        self.fetcher = ChunkFetcher(chunks, timeout_s, interrupt=interrupt)
+        self.fetcher = ChunkFetcher(chunks, FETCH_S, interrupt=interrupt)
         staging = UpdateStaging(self.fetcher.pieces, directory, interrupt=interrupt)
         self.subscriber = Subscriber(self.engine, self.state, mirror, staging, self.ledger)
         asyncio.run(self.subscriber.begin(first, "start"))

@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.consumers import replica_driver as driver
-from tests.consumers.replica_support import ArrayReplica, base_directory, small_view
+from tests.consumers.replica_support import FETCH_S, ArrayReplica, base_directory, small_view
 from tests.records import build
 from tidemill.consumers.replica import staging
 from tidemill.consumers.replica.config import ReplicaSettings
@@ -286,7 +286,7 @@ def test_damage_in_live_memory_is_found_and_healed_from_the_mirror(harness):
 def test_missing_chunks_time_out_and_are_fetched_later(harness):
     manifest = harness.next()
     (offset,) = manifest.shards[0].offsets
-    late = harness.log.located.pop(offset)
+    late, harness.fetcher._timeout_s = harness.log.located.pop(offset), 0.5
     assert harness.observe(manifest) == [(REFUSED, 1, 0)]
     harness.log.located.append(late)
     deadline = time.monotonic() + 180
@@ -298,8 +298,8 @@ def test_missing_chunks_time_out_and_are_fetched_later(harness):
 
 @pytest.mark.parametrize("fetch", ["anchor", "chunk"])
 def test_a_stop_ends_a_running_fetch_without_a_refusal(harness, monkeypatch, fetch):
-    """Neither fetch would end by itself before the deadline of the test."""
-    harness.fetcher._timeout_s, deadline = 60.0, time.monotonic() + 30
+    """Neither fetch would end by itself before the deadlines of the test."""
+    deadline = time.monotonic() + FETCH_S
     polled, poll = threading.Event(), harness.log.poll
     monkeypatch.setattr(harness.log, "poll", lambda *limits: polled.set() or poll(*limits))
 
@@ -325,10 +325,10 @@ def test_a_stop_ends_a_running_fetch_without_a_refusal(harness, monkeypatch, fet
         following = asyncio.create_task(
             follow(harness.subscriber, PolledLog([located(manifest)]), lambda *_: None, stop, poll_interval_s=0.01)
         )
-        assert await asyncio.to_thread(polled.wait, 20)
+        assert await asyncio.to_thread(polled.wait, FETCH_S / 4)
         stop.set()
         harness.stopped.set()
-        await asyncio.wait_for(following, 20)
+        await asyncio.wait_for(following, FETCH_S / 4)
 
     asyncio.run(stopped_while_it_fetches())
     assert [ack.version for ack in harness.acks] == [0] and harness.engine.holds(harness.views[0])
@@ -382,7 +382,7 @@ def test_the_fetcher_distinguishes_a_lost_chunk_from_a_late_one(harness):
         read_shard(fetcher, moved)
     harness.log.located[shard.offsets[0]] = replace(harness.log.located[shard.offsets[0]], offset=5)
     with pytest.raises(DeltaError, match="no longer keeps"):
-        read_shard(ChunkFetcher(harness.log, timeout_s=0.2), manifest)
+        read_shard(ChunkFetcher(harness.log, FETCH_S), manifest)
 
 
 SKIP = build(SkipDelta, run_id="r", version=1)
@@ -419,7 +419,7 @@ class NotedSubscriber:
 
     async def advance(self, begins):
         self.advances += 1
-        await asyncio.wait_for(self.gate.wait(), 20)
+        await asyncio.wait_for(self.gate.wait(), FETCH_S)
         if len(self.received) >= self.enough:
             self.stop.set()
 
@@ -429,7 +429,7 @@ def test_records_are_read_during_an_update():
         stop = asyncio.Event()
         subscriber = NotedSubscriber(stop, enough=3)
         log = PolledLog([located(SKIP)], [located(SKIP), located(SKIP)])
-        await asyncio.wait_for(follow(subscriber, log, lambda *_: None, stop, poll_interval_s=0.01), 30)
+        await asyncio.wait_for(follow(subscriber, log, lambda *_: None, stop, poll_interval_s=0.01), FETCH_S)
         return subscriber
 
     subscriber = asyncio.run(run())
@@ -444,7 +444,7 @@ def test_unusable_records_are_set_aside_and_the_others_are_followed():
         subscriber = NotedSubscriber(stop, enough=1)
         log = PolledLog([located(None, "no record"), located(Tick("s", 0)), located(SKIP)])
         following = follow(subscriber, log, lambda _, reason: buried.append(reason), stop, poll_interval_s=0.01)
-        await asyncio.wait_for(following, 30)
+        await asyncio.wait_for(following, FETCH_S)
 
     asyncio.run(run())
     assert buried == ["no record", "a Tick is not followed by a replica"]
@@ -464,7 +464,7 @@ def test_a_failure_ends_the_follower_with_its_reason(which):
     async def run():
         stop = asyncio.Event()
         following = follow(Failing(stop, 1), PolledLog(), lambda *_: None, stop, check=check, poll_interval_s=0.01)
-        await asyncio.wait_for(following, 30)
+        await asyncio.wait_for(following, FETCH_S)
 
     with pytest.raises(RuntimeError, match="the engine is gone"):
         asyncio.run(run())
