@@ -2,8 +2,9 @@
 
     python -m tests.system.region_followers CONFIG
 
-CONFIG is JSON: the log's address for the regions, topic prefix, run, a directory, and for each region the process that
-keeps its namespace open. The program is loaded once and forks into each region. The end of standard input ends them.
+CONFIG is JSON: the log's address for the regions, topic prefix, run, a directory, the time for a fetch, and for each
+region the process that keeps its namespace open. The program is loaded once and forks into each region. The end of
+standard input ends them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def follow_branch(config: dict[str, Any], region: str, holder: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     kafka = KafkaSettings(bootstrap=config["bootstrap"], topic_prefix=config["topic_prefix"])
     run = RunSettings(run_id=config["run_id"])
-    settings = ReplicaSettings(replica_id=f"replica-{region}", region=region, fetch_timeout_s=60.0)
+    timeout_s = config["fetch_timeout_s"]
+    settings = ReplicaSettings(replica_id=f"replica-{region}", region=region, fetch_timeout_s=timeout_s)
     state = ReplicaState(run.run_id, run.branch)
     directory = Path(config["directory"]) / region
     joined = join(kafka, settings, state, directory, stop.is_set)
