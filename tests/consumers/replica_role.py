@@ -41,6 +41,9 @@ serve(KafkaSettings(**kafka), RunSettings(**run_), settings, ChatSettings())
 """
 
 
+END_S = 180.0
+
+
 class Trainer:
     """Publishes versions of a tiny checkpoint as the trainer does; the constructor publishes version 0."""
 
@@ -135,8 +138,8 @@ class RoleProcess:
         """Send SIGTERM: all its child processes end too. Raises AssertionError if they do not."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0, self.text()
-        assert not psutil.wait_procs(children, timeout=60)[1]
+        assert self.process.wait(END_S) == 0, self.text()
+        assert not psutil.wait_procs(children, timeout=END_S)[1]
 
     def kill(self) -> None:
         """Send SIGKILL and wait until its engine core has ended too."""
@@ -146,5 +149,5 @@ class RoleProcess:
             children = []
         self.process.kill()
         self.process.wait()
-        for child in psutil.wait_procs(children, timeout=60)[1]:
+        for child in psutil.wait_procs(children, timeout=END_S)[1]:
             child.kill()
